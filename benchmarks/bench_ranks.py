@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.shared.timing import spread
-from lipaudit.engine.task import Task
+from lipaudit.engine.execute import Task
 from tests import processes
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -29,16 +29,16 @@ TIMES = "measuring"
 
 def timed() -> None:
     """Let rank 0 note how long its shard takes."""
-    parts = Task.parts
+    run = Task.run
 
-    @functools.wraps(parts)
+    @functools.wraps(run)
     def noting(*given):
         start = time.perf_counter()
-        result = parts(*given)
+        result = run(*given)
         Path(TIMES).write_text(f"{time.perf_counter() - start}")
         return result
 
-    Task.parts = noting
+    Task.run = noting
 
 
 def seconds(size: int, args: Sequence[str], folder: Path) -> tuple[float, float]:

@@ -2,8 +2,8 @@ from lipaudit import monitor as monitor
 from lipaudit.api import bounds as bounds
 from lipaudit.api.measuring import audit as audit
 from lipaudit.api.measuring import measure as measure
-from lipaudit.engine.merging import merge as merge
-from lipaudit.engine.observer import Observer as Observer
+from lipaudit.engine.execute import Observer as Observer
+from lipaudit.engine.shards import merge as merge
 from lipaudit.errors import LipauditError as LipauditError
 from lipaudit.gate import rank as rank
 from lipaudit.models.sources.spec import ModelSpec as ModelSpec

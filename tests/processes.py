@@ -69,6 +69,22 @@ def hold_after_parts(count: int, rank: str | None = None) -> None:
     Journal.record = record_and_wait
 
 
+def fail_after_parts(count: int) -> None:
+    """Let a measure fail once so many of its parts are kept."""
+    from lipaudit.engine.journal import Journal
+    from lipaudit.errors import EvaluationError
+
+    record = Journal.record
+
+    def record_and_fail(self: Journal, parts: Any) -> Any:
+        for number, part in enumerate(record(self, parts), 1):
+            yield part
+            if number == count:
+                raise EvaluationError("no figures", "Try again.")
+
+    Journal.record = record_and_fail
+
+
 def installed(folder: Path) -> None:
     """Be where a folder's packages are installed, too: lipaudit reads once which there are."""
     sys.path.insert(0, str(folder))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -23,10 +22,14 @@ from lipaudit.api.requests import (
 )
 from lipaudit.data.arrays import list_forms
 from lipaudit.data.loading import Samples, own_samples
-from lipaudit.engine.execute import execute
-from lipaudit.engine.observer import Observer
+from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
-from lipaudit.engine.several import lost, named, outline, require_shared
+from lipaudit.engine.several import (
+    make_failed_report,
+    name_errors,
+    outline_job,
+    require_shared,
+)
 from lipaudit.errors import (
     InputError,
     LipauditError,
@@ -42,8 +45,6 @@ from lipaudit.settings import RunOptions
 
 Models = list[AnyModel] | list[str] | list[nn.Module] | tuple[AnyModel, ...]
 AnyData = str | os.PathLike[str] | Any | tuple[Any, Any] | None
-AtHand = Callable[[], AbstractContextManager[Job]]
-"""Has a job ready while a block runs."""
 
 
 def measure(
@@ -128,36 +129,26 @@ def audit(
     requests = [
         audit_request(name, measures, options, demo=demo, quick=demo) for name in names_of(models)
     ]
-    at_hand = [
-        partial(prepared, each, request, data, input_shape=input_shape)
-        for each, request in zip(models, requests, strict=True)
-    ]
-    if isinstance(model, list | tuple):
-        return _each(requests, at_hand, observer)
-    return _executed(at_hand[0], observer)
-
-
-def _executed(ready: AtHand, observer: Observer | None) -> Report:
-    with ready() as job:
-        return execute(job, observer)
-
-
-def _each(
-    requests: Sequence[Request], at_hand: Sequence[AtHand], observer: Observer | None
-) -> list[Report]:
-    """Measure several models on the same samples, with one of them in memory at a time."""
-    outlines = []
-    for request, ready in zip(requests, at_hand, strict=True):
-        with named(request.model), ready() as job:
-            outlines.append(outline(job))
+    if not isinstance(model, list | tuple):
+        with prepared(model, requests[0], data, input_shape=input_shape) as job:
+            return execute(job, observer)
+    outlines = []  # of all models first: one of them is in memory at a time
+    for each, request in zip(models, requests, strict=True):
+        with (
+            name_errors(request.model),
+            prepared(each, request, data, input_shape=input_shape) as job,
+        ):
+            outlines.append(outline_job(job))
             del job
     require_shared(outlines)
     reports = []
-    for known, ready in zip(outlines, at_hand, strict=True):
+    for each, request, outline in zip(models, requests, outlines, strict=True):
         try:
-            reports.append(_executed(ready, observer))
+            with prepared(each, request, data, input_shape=input_shape) as job:
+                reports.append(execute(job, observer))
+                del job
         except LipauditError as error:
-            reports.append(lost(known, error))
+            reports.append(make_failed_report(outline, error))
     return reports
 
 

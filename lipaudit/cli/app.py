@@ -7,7 +7,8 @@ import inspect
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -18,12 +19,34 @@ import typer.core
 from lipaudit import __version__
 from lipaudit.cli.options import Output, Terminal, complete_words, read_config, resolve_group
 from lipaudit.cli.streams import say
-from lipaudit.errors import as_user_meets, bug, visible
+from lipaudit.errors import UsageError, as_user_meets, bug, visible
 from lipaudit.settings import RunOptions, Settings
 from lipaudit.settings.option import Option
 
+HELP_ALL = "help_all"
 SHARED = (RunOptions, Output, Terminal)
 """Groups of options that the configuration file gives defaults."""
+
+
+RARE = {
+    *("max_tokens", "text_column", "label_column", "score", "skip_bad"),  # data
+    *("model_kwargs", "mean", "std", "input_size", "tower"),  # model
+    *("seed", "dtype", "weights", "device_map", "shard", "time_limit", "offline"),  # run
+    *("config", "verbose", "rank_by"),
+    *("tol", "within", "layer_within", "splitting", "concat", "input", "heads", "mask"),  # norms
+    *("gamma", "p_norm_tokens", "query", "rivals"),
+    *(
+        "steps",
+        "restarts",
+        "queries",
+        "save_adv",
+        "order",
+        "nodes",
+    ),
+    *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
+    *("flip", "shift", "mixup", "cutmix", "classes", "watch", "poll", "logger", "skip"),
+}
+"""Options that few people need: `--help-all` shows them, `--help` fits a screen without them."""
 
 
 class _Untyped:
@@ -40,12 +63,45 @@ class _Untyped:
         return parameters
 
 
+def _show_all_options(ctx: typer.Context, asked: bool) -> None:
+    if asked:
+        ctx.params[HELP_ALL] = True
+        typer.echo(ctx.get_help(), color=ctx.color)
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        is_eager=True,
+        callback=_show_all_options,
+        help="Show every option, also those that few people need.",
+    ),
+]
+
+
 def _nothing(ctx: Any) -> None:
     """Show no type of an argument: its name says what it is."""
 
 
 class Command(_Untyped, typer.core.TyperCommand):
-    """A command."""
+    """A command whose `--help` fits a screen; `--help-all` shows the rare options, too."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help: what people use first, in one panel, or all that there is."""
+        if ctx.params.get(HELP_ALL):
+            super().format_help(ctx, formatter)
+            return
+        brief = copy(self)
+        summary, *paragraphs = (self.help or "").split("\n\n")
+        brief.help = "\n\n".join([summary, *(p for p in paragraphs if p.startswith("[dim]Ex"))])
+        brief.params = [copy(each) for each in self.params if each.name not in RARE]
+        for parameter in brief.params:
+            parameter.rich_help_panel = None  # type: ignore[attr-defined]
+            parameter.show_envvar = False  # type: ignore[attr-defined]
+            parameter.metavar = parameter.metavar or ""
+        typer.core.TyperCommand.format_help(brief, ctx, formatter)
 
 
 class Group(_Untyped, typer.core.TyperGroup):
@@ -116,14 +172,19 @@ def guard(body: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(body)
     def call(**options: Any) -> None:
+        options.pop(HELP_ALL, None)
         with _exit_codes(verbose=bool(options.get("verbose"))):
             signal.signal(signal.SIGTERM, _terminate)
             body(**options)
 
     call.__doc__ = _unwrap_paragraphs(inspect.getdoc(body) or "")
     hints = get_type_hints(body, include_extras=True)
-    parameters = inspect.signature(body).parameters.values()
-    return _set_signature(call, [p.replace(annotation=hints[p.name]) for p in parameters])
+    known = inspect.signature(body).parameters.values()
+    parameters = [p.replace(annotation=hints[p.name]) for p in known]
+    if RARE & {p.name for p in known}:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(HELP_ALL, kind, default=False, annotation=HelpAll))
+    return _set_signature(call, parameters)
 
 
 def _unwrap_paragraphs(text: str) -> str:
@@ -140,9 +201,7 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         status = 143 if stop.args == ("terminated",) else 130
-        from lipaudit.engine.place import follows
-
-        if not follows():
+        if not _follows():
             complain("terminated" if status == 143 else "interrupted")
         raise typer.Exit(status) from None
     except (typer.Exit, typer.Abort):
@@ -153,6 +212,16 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
         shown = as_user_meets(error) or bug(error)
         complain(shown.message, shown.advice)
         raise typer.Exit(shown.exit_code) from None
+
+
+def _follows() -> bool:
+    """Tell whether a launcher started this process beside a first one, which says what is."""
+    from lipaudit.engine.launcher import find_place
+
+    with suppress(UsageError):
+        place = find_place()
+        return place is not None and place.rank > 0
+    return False
 
 
 def _terminate(_number: int, _frame: object) -> None:

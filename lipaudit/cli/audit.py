@@ -7,33 +7,25 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import (
-    MEASURING,
-    prepare_run,
-    require_alone,
-    require_whole,
-    typed_command,
-)
+from lipaudit.cli.measure import MEASURING, require_alone, require_whole, typed_command
 from lipaudit.cli.options import ModelsArgument, Output, Several, Terminal
 from lipaudit.cli.streams import say
-from lipaudit.errors import EvaluationError, LipauditError, as_user_meets, bug
-from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
+from lipaudit.errors import EvaluationError, LipauditError
+from lipaudit.settings import AuditOptions, RunOptions
 
 if TYPE_CHECKING:
+    from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import Request
     from lipaudit.engine.several import Outline
-    from lipaudit.results import Report, Section
+    from lipaudit.results import Report
 
 RUNS = Path("lipaudit-runs")
-CANDIDATES = 8
-"""Heads whose maps a shard keeps."""
 AGAIN = "The same command with --resume measures only what is missing."
 
 
@@ -72,8 +64,11 @@ def audit(
     if len(models) > 1:
         require_alone(run, "several of them")
     requests = [audit_request(model, options, run, demo=demo) for model in models]
-    how = _How(output, extent, terminal, options.run_dir)
-    (_audit_one(requests[0], how) if len(models) == 1 else _audit_each(requests, how))
+    target = _Target(output, extent, terminal, options.run_dir)
+    if len(models) == 1:
+        _audit_one(requests[0], target)
+    else:
+        _audit_each(requests, target)
 
 
 def audit_request(model: str, options: AuditOptions, run: RunOptions, *, demo: bool) -> Request:
@@ -92,11 +87,12 @@ def audit_request(model: str, options: AuditOptions, run: RunOptions, *, demo: b
         optional={*options.names} - options.required,
         partial=True,
         command=typed_command(),
+        draws_steepest=True,
     )
 
 
 @dataclass(frozen=True)
-class _How:
+class _Target:
     """Where what is measured goes, and what is said of it."""
 
     output: Output
@@ -104,94 +100,105 @@ class _How:
     terminal: Terminal
     folder: Path | None
 
+    @contextmanager
+    def watch(self, model: str) -> Iterator[OnStderr]:
+        """Show the progress on a model, and of libraries as much as was asked for."""
+        from lipaudit.cli.progress import OnStderr, mute_libraries
 
-def _audit_one(request: Request, how: _How) -> None:
-    from lipaudit.cli.emit import emit
-    from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.merging import executed_together
-
-    model, terminal = request.model, how.terminal
-    with prepare_run(request, quiet=terminal.quiet) as (job, ranks):
-        if not terminal.quiet and (ranks is None or ranks.rank == 0):
-            _announce(model, job.here if ranks is None else job.counts)
-        adapt = partial(_with_map, shard=job.request.run.shard is not None)
+        quiet, verbose = self.terminal.quiet, self.terminal.verbose
         with (
-            OnStderr(model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
-            executed_together(job, observer, ranks, adapt=adapt) as report,
+            mute_libraries(quiet=quiet),
+            OnStderr(model, quiet=quiet, verbose=verbose) as observer,
         ):
+            yield observer
+
+    def say(self, *lines: str) -> None:
+        """Say lines on stderr, unless it is to be quiet."""
+        if not self.terminal.quiet:
+            say("\n".join(lines))
+
+
+def _audit_one(request: Request, target: _Target) -> None:
+    from lipaudit.cli.emit import emit
+    from lipaudit.engine.execute import executed
+    from lipaudit.engine.launcher import find_place
+    from lipaudit.engine.prepare import prepare
+
+    request, details = replace(request, place=find_place()), target.extent.details
+    with target.watch(request.model) as observer:
+        job = prepare(request)
+        if request.place is None or request.place.rank == 0:
+            target.say(_announce(request.model, job.announced))
+        with executed(job, observer) as report:
             if report is None:
                 return
-            folder = made_folder(how.folder or RUNS / _name(model, report), "--run-dir")
+            folder = make_folder(target.folder or RUNS / _name(report), "--run-dir")
             try:
                 _write(report, folder)
             except EvaluationError:  # a full disk, say: what is measured is shown
                 with suppress(EvaluationError):
-                    emit(report, how.output, details=how.extent.details)
+                    emit(report, target.output, details=details)
                 raise
-            emit(report, how.output, details=how.extent.details)
-        if not terminal.quiet:
-            _conclude(model, report, folder)
-        require_whole({model: report}, AGAIN)
+            emit(report, target.output, details=details)
+    target.say(*_conclude(report, folder))
+    require_whole({request.model: report}, AGAIN)
 
 
-def _audit_each(requests: Sequence[Request], how: _How) -> None:
+def _audit_each(requests: Sequence[Request], target: _Target) -> None:
     """Measure several models on the same samples, with one of them in memory at a time."""
     from lipaudit.cli.emit import emit
-    from lipaudit.cli.progress import mute_libraries
     from lipaudit.engine.files import write
     from lipaudit.engine.prepare import prepare
-    from lipaudit.engine.several import named, outline, require_shared
+    from lipaudit.engine.several import name_errors, outline_job, require_shared
     from lipaudit.report import of_reports, render
 
-    quiet, outlines = how.terminal.quiet, []
+    outlines = []
     for request in requests:
-        with named(request.model), mute_libraries(quiet=quiet):
-            outlines.append(outline(prepare(request)))
+        with name_errors(request.model), target.watch(request.model):
+            outlines.append(outline_job(prepare(request)))
     require_shared(outlines)
-    folder = made_folder(how.folder or _folder_of_several(requests), "--run-dir")
+    folder = make_folder(target.folder or _folder_of_several(requests), "--run-dir")
     places = [folder / f"{i}-{_plain(r.model)}" for i, r in enumerate(requests, start=1)]
-    kept = [_find_finished(*each) for each in zip(requests, outlines, places, strict=True)]
-    if not quiet:
-        _announce_several(outlines, kept)
-    reports: list[Report] = []
-    for request, known, place, report in zip(requests, outlines, places, kept, strict=True):
-        with _resumable(request, len(reports), folder):
-            reports.append(report or _measure_one(request, known, place, how.terminal))
-    subject = of_reports(*reports, by=how.extent.rank_by)
+    finished = [_find_finished(*each) for each in zip(requests, outlines, places, strict=True)]
+    target.say(_announce_several(outlines, finished))
+    reports: dict[str, Report] = {}
+    for request, outline, place, report in zip(requests, outlines, places, finished, strict=True):
+        try:
+            reports[request.model] = report or _measure_one(request, outline, place, target)
+        except (Exception, KeyboardInterrupt):
+            if reports:
+                say(f"note: {len(reports)} finished in {folder}: {request.continuation}")
+            raise
+    subject = of_reports(*reports.values(), by=target.extent.rank_by)
     write(folder / "report.html", render(subject, "html"))
-    emit(subject, how.output, details=how.extent.details)
-    if not quiet:
-        each = f"{shlex.quote(str(folder))}/*/report.json"
-        lines = ("", f"report: {folder / 'report.html'}", f"data:   {each}")
-        say("\n".join(lines))
-    require_whole({request.model: r for request, r in zip(requests, reports, strict=True)}, AGAIN)
+    emit(subject, target.output, details=target.extent.details)
+    each = f"{shlex.quote(str(folder))}/*/report.json"
+    target.say("", f"report: {folder / 'report.html'}", f"data:   {each}")
+    require_whole(reports, AGAIN)
 
 
-def _measure_one(request: Request, known: Outline, folder: Path, terminal: Terminal) -> Report:
+def _measure_one(request: Request, outline: Outline, folder: Path, target: _Target) -> Report:
     """Measure one of several models and keep its report; where it fails, that says why."""
-    from lipaudit.cli.progress import OnStderr, mute_libraries
     from lipaudit.engine.execute import executed
     from lipaudit.engine.prepare import prepare
-    from lipaudit.engine.several import lost
+    from lipaudit.engine.several import make_failed_report
 
-    folder = made_folder(folder, "--run-dir")
-    quiet, verbose = terminal.quiet, terminal.verbose
-    with OnStderr(request.model, quiet=quiet, verbose=verbose) as observer:
+    make_folder(folder, "--run-dir")
+    with target.watch(request.model) as observer:
         try:
-            with mute_libraries(quiet=quiet):
-                job = prepare(request)
-            with executed(job, observer, adapt=partial(_with_map, shard=False)) as report:
+            with executed(prepare(request), observer) as report:
+                assert report is not None, "one process measures several models"
                 _write(report, folder)
         except Exception as error:
             observer.fails("audit", error)
-            report = lost(known, as_user_meets(error) or bug(error))
+            report = make_failed_report(outline, error)
             _write(report, folder)
     return report
 
 
-def _find_finished(request: Request, known: Outline, folder: Path) -> Report | None:
+def _find_finished(request: Request, outline: Outline, folder: Path) -> Report | None:
     """Return the report that an interrupted audit left of a model, if it is to be resumed."""
-    from lipaudit.engine.several import finished
+    from lipaudit.engine.several import is_finished
     from lipaudit.schema import load
 
     path = folder / "report.json"
@@ -201,19 +208,7 @@ def _find_finished(request: Request, known: Outline, folder: Path) -> Report | N
         report = load(path)
     except LipauditError:
         return None
-    return report if finished(report, known) else None
-
-
-@contextmanager
-def _resumable(request: Request, done: int, folder: Path) -> Iterator[None]:
-    """Say what is kept of several models where their audit is cut short."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt):
-        if done:
-            text = f"{done} finished in {folder}: {request.continuation}"
-            say(f"note: {text}")
-        raise
+    return report if is_finished(report, outline) else None
 
 
 def _folder_of_several(requests: Sequence[Request]) -> Path:
@@ -237,7 +232,7 @@ def _write(report: Report, folder: Path) -> None:
         write(folder / name, render(report, format))
 
 
-def made_folder(folder: Path, flag: str) -> Path:
+def make_folder(folder: Path, flag: str) -> Path:
     """Return a directory, made if it is not there; version control leaves ours alone.
 
     Args:
@@ -258,39 +253,24 @@ def made_folder(folder: Path, flag: str) -> Path:
     return folder
 
 
-def _announce_several(outlines: Sequence[Outline], kept: Sequence[Report | None]) -> None:
+def _announce_several(outlines: Sequence[Outline], finished: Sequence[Report | None]) -> str:
     counts: dict[str, int] = {}
-    for known in outlines:
-        counts |= {name: max(count, counts.get(name, 0)) for name, count in known.counts.items()}
-    done = len(kept) - kept.count(None)
-    finished = f"; {done} of them finished before" if done else ""
-    _announce(", ".join(known.model for known in outlines), counts, finished)
+    for outline in outlines:
+        counts |= {name: max(n, counts.get(name, 0)) for name, n in outline.counts.items()}
+    done = len(finished) - finished.count(None)
+    more = f"; {done} of them finished before" if done else ""
+    return _announce(", ".join(outline.model for outline in outlines), counts) + more
 
 
-def _announce(models: str, counts: Mapping[str, int], more: str = "") -> None:
+def _announce(models: str, counts: Mapping[str, int]) -> str:
     parts = ", ".join(f"{name} ({count} samples)" for name, count in counts.items())
-    say(f"audit of {models}: {parts}{more}")
+    return f"audit of {models}: {parts}"
 
 
-def _with_map(
-    options: MeasureOptions, sections: Sequence[Section], *, shard: bool
-) -> MeasureOptions:
-    """Let the measure of attention keep the map of the most amplifying head.
-
-    A shard has some of the samples: it keeps those of the heads that may turn out to be that.
-    """
-    from lipaudit.results.summary import steepest
-
-    heads = steepest(sections, CANDIDATES if shard else 1)
-    if not heads or not isinstance(options, AttentionOptions):
-        return options
-    return options.model_copy(update={"candidates": heads} if shard else {"map": heads[0]})
-
-
-def _name(model: str, report: Report) -> str:
+def _name(report: Report) -> str:
     """Name the run directory: time, model, and a hash of the run."""
     digest = hashlib.sha256(report.run.model_dump_json().encode()).hexdigest()[:8]
-    return f"{_now()}-{_plain(model)}-{digest}"
+    return f"{_now()}-{_plain(report.run.model.spec)}-{digest}"
 
 
 def _now() -> str:
@@ -304,20 +284,17 @@ def _plain(model: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "model"
 
 
-def _conclude(model: str, report: Report, folder: Path) -> None:
+def _conclude(report: Report, folder: Path) -> list[str]:
     """Say where the report is, and what to type next."""
     saved = folder / "report.json"
-    lines = [
-        "",
-        f"report: {folder / 'report.html'}",
-        f"data:   {saved}",
-    ]
+    lines = ["", f"report: {folder / 'report.html'}", f"data:   {saved}"]
     if report.shard is not None:
         lines += ["next:", "  lipaudit merge of the report.json of all shards"]
     elif report.status == "complete":
         lines += [
             "next:",
             f"  lipaudit baseline save {shlex.quote(str(saved))}",
-            f"  lipaudit gate {shlex.quote(model)} --baseline lipaudit-baseline.json",
+            f"  lipaudit gate {shlex.quote(report.run.model.spec)} "
+            "--baseline lipaudit-baseline.json",
         ]
-    say("\n".join(lines))
+    return lines

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import Group, app, command
+from lipaudit.cli.measure import require_one_process
 from lipaudit.cli.options import (
     CONFIG,
+    OUTPUT,
     Extent,
     Lines,
-    Output,
     Plain,
     Several,
     Shown,
@@ -22,15 +23,11 @@ from lipaudit.cli.options import (
     formats,
     model_names,
 )
-from lipaudit.cli.remeasure import (
-    Remeasure,
-    read_or_measured,
-    together,
-)
+from lipaudit.cli.remeasure import Remeasure, is_report, read_or_measure
 from lipaudit.cli.streams import say
+from lipaudit.settings import option
 
 if TYPE_CHECKING:
-    from lipaudit.gate import Judgement
     from lipaudit.report import Subject
 
 COMPARE = "Compare and gate"
@@ -53,10 +50,6 @@ Compared = Annotated[
         help="Reports written with -o X.json; after the first also a MODEL to measure now.",
     ),
 ]
-OutputOption = Annotated[
-    list[Path] | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Also write FILE; repeatable."),
-]
 Base = Annotated[Path, typer.Option("--baseline", "-b", help="The baseline report.")]
 DEFAULT_BASE = Path("lipaudit-baseline.json")
 
@@ -65,11 +58,6 @@ def _metrics() -> tuple[str, ...]:
     from lipaudit.gate.rules import metrics
 
     return metrics()
-
-
-def _output(format: str | None, files: list[Path] | None) -> Output:
-    """Return where a result goes; the configuration file has no say: these measure nothing."""
-    return Output(format=format, output=tuple(files or ()))
 
 
 @command("report", panel=COMPARE)
@@ -145,23 +133,39 @@ def compare(
     from lipaudit.report import COMPARISON, of_comparison
 
     check_outputs(output, COMPARISON)
-    base, others = schema.load(reports[0]), reports[1:]
-    with together(*others) as ranks:
-        loaded = [base]
-        for each in others:
-            report = read_or_measured(each, base, how, quiet=terminal.quiet, ranks=ranks)
-            if report is None:
-                return
-            loaded.append(report)
+    if sum(not is_report(each) for each in reports[1:]) > 1:
+        require_one_process("comparing several")
+    loaded = [schema.load(reports[0])]
+    for each in reports[1:]:
+        report = read_or_measure(each, loaded[0], how, quiet=terminal.quiet)
+        if report is None:
+            return
+        loaded.append(report)
     comparison = compared(loaded)
     shown = of_comparison(comparison, loaded)
     emit(shown, output, always=False, details=extent.details)
+
+
+class Judged(Shown):
+    """Where the verdicts of a gate go."""
+
+    format: str | None = option(
+        None,
+        "What stdout gets: text, table, brief, json, markdown, latex, html or junit.",
+        "--format",
+        "-f",
+        panel=OUTPUT,
+        usual="text",
+        values=formats,
+    )
 
 
 @command("gate", panel=COMPARE)
 def gate(
     current: Current,
     how: Remeasure,
+    output: Judged,
+    terminal: Plain,
     baseline: Base = DEFAULT_BASE,
     fail_on: Annotated[
         list[str] | None,
@@ -171,20 +175,10 @@ def gate(
             autocompletion=complete_words(_metrics),
         ),
     ] = None,
-    strict: Annotated[bool, typer.Option(help="Fail on what is not proven (exit 6).")] = False,
-    output: OutputOption = None,
-    format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            "-f",
-            help="text, table, brief, json, markdown, latex, html or junit.",
-            autocompletion=complete_words(formats),
-        ),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail on what is not proven (exit 6).")
+    ] = False,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help=CONFIG)] = None,
 ) -> None:
     """Fail (exit 1) when a checkpoint is less robust than the baseline.
 
@@ -197,38 +191,23 @@ def gate(
       [cyan]lipaudit gate ./model -b base.json --data /data/val --report now.json[/]
     """
     from lipaudit.cli.config import read
-    from lipaudit.cli.emit import check_outputs
+    from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.gate import configure, judge, load_baseline
-    from lipaudit.report import JUDGEMENT
+    from lipaudit.report import JUDGEMENT, of_judgement
 
-    where = _output(format, output)
-    check_outputs(where, JUDGEMENT)
+    check_outputs(output, JUDGEMENT)
     before = load_baseline(baseline)
     settings = configure(read(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
-    with together(current) as ranks:
-        report = read_or_measured(current, before, how, quiet=quiet, ranks=ranks)
-        if report is None:
-            status = ranks.exit_code if ranks else 0
-        else:
-            judged = judge(report, before, **settings)
-            status = _emit_judgement(
-                judged.model_copy(update={"baseline_file": str(baseline)}), where
-            )
-            if ranks is not None:
-                ranks.exit_code = status
-    raise typer.Exit(status)
-
-
-def _emit_judgement(judgement: Judgement, output: Output) -> int:
-    """Write a judgement wherever it is asked for, and return the exit code it stands for."""
-    from lipaudit.cli.emit import emit
-    from lipaudit.report import of_judgement
-
-    subject = of_judgement(judgement)
-    _tell_github(subject, judgement.reason)
+    report = read_or_measure(current, before, how, quiet=terminal.quiet)
+    if report is None:
+        return
+    judged = judge(report, before, **settings)
+    judged = judged.model_copy(update={"baseline_file": str(baseline)})
+    subject = of_judgement(judged)
+    _tell_github(subject, judged.reason)
     emit(subject, output)
-    return judgement.exit_code
+    raise typer.Exit(judged.exit_code)
 
 
 def _tell_github(subject: Subject, outcome: str) -> None:

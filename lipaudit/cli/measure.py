@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +17,6 @@ from lipaudit.errors import ExitCode, LipauditError, UsageError
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
 
 if TYPE_CHECKING:
-    from lipaudit.engine.prepare import Job, Request
-    from lipaudit.engine.ranks import Ranks
     from lipaudit.results import Report
 
 MEASURING = "Measure a checkpoint"
@@ -56,44 +52,23 @@ def run_measures(
 ) -> None:
     """Run measures on a model and write what was asked for."""
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.merging import executed_together
-    from lipaudit.engine.prepare import Request
+    from lipaudit.cli.progress import OnStderr, mute_libraries
+    from lipaudit.engine.execute import executed
+    from lipaudit.engine.launcher import find_place
+    from lipaudit.engine.prepare import Request, prepare
     from lipaudit.report import DRAWN, REPORT
 
     drawn = any(options.draws for options in measures.values())
     check_outputs(output, DRAWN if drawn else REPORT)
     require_mergeable(run, output)
-    request = Request(model, measures, run, command=typed_command())
-    with prepare_run(request, quiet=terminal.quiet) as (job, ranks):
-        with (
-            OnStderr(model, quiet=terminal.quiet) as observer,
-            executed_together(job, observer, ranks) as report,
-        ):
-            if report is None:
-                return
-            emit(report, output)
-        require_whole({model: report}, "The same command with --resume measures the rest.")
-
-
-@contextmanager
-def prepare_run(request: Request, *, quiet: bool) -> Iterator[tuple[Job, Ranks | None]]:
-    """Load what this process measures, and meet the other processes of the run, if any."""
-    from lipaudit.cli.progress import mute_libraries
-    from lipaudit.engine.place import placed, share_run
-    from lipaudit.engine.prepare import prepare
-    from lipaudit.engine.ranks import join
-
-    place = placed()
-    with mute_libraries(quiet=quiet):
-        if place is not None:
-            request = replace(request, run=share_run(request.run, place))
+    request = Request(model, measures, run, command=typed_command(), place=find_place())
+    with mute_libraries(quiet=terminal.quiet):
         job = prepare(request)
-    if place is None:
-        yield job, None
-    else:
-        with join(place) as ranks:
-            yield job, ranks
+    with OnStderr(model, quiet=terminal.quiet) as observer, executed(job, observer) as report:
+        if report is None:
+            return
+        emit(report, output)
+    require_whole({model: report}, "The same command with --resume measures the rest.")
 
 
 def require_mergeable(run: RunOptions, output: Output) -> None:
@@ -111,53 +86,39 @@ def require_mergeable(run: RunOptions, output: Output) -> None:
         )
 
 
-def require_alone(run: RunOptions, what: str) -> None:
-    """Refuse to share out what one process does.
-
-    Args:
-        run: its options.
-        what: it does; to be read after "not for".
-
-    Raises:
-        UsageError: this process is to measure some of the samples.
-    """
-    if run.shard:
-        text = f"--shard is for measuring one MODEL, not for {what}"
-        raise UsageError(text, "Leave it out.")
-    require_one_process(what)
-
-
-def require_one_process(what: str) -> None:
-    """Refuse a launcher of several where one process does all.
-
-    Args:
-        what: it does; to be read after "not for".
-
-    Raises:
-        UsageError: there is one.
-    """
-    from lipaudit.engine.place import placed
-
-    if placed():
-        raise UsageError(
-            f"a launcher of several processes is for measuring one MODEL, not for {what}",
-            "Run it without RANK and WORLD_SIZE, or srun.",
-        )
-
-
-def require_unlimited(run: RunOptions, what: str) -> None:
-    """Refuse a time limit where nothing keeps to it.
+def require_alone(run: RunOptions, what: str, *, unlimited: bool = False) -> None:
+    """Refuse to share out, or to end early, what one process does as a whole.
 
     Args:
         run: its options.
         what: is done; to be read after "not for".
+        unlimited: whether nothing keeps to a time limit.
+
+    Raises:
+        UsageError: there is a shard, a launcher of several processes or such a time limit.
+    """
+    if run.shard:
+        text = f"--shard is for measuring one MODEL, not for {what}"
+        raise UsageError(text, "Leave it out.")
+    if unlimited and run.time_limit:
+        text = f"--time-limit is for measuring a MODEL, not for {what}"
+        raise UsageError(text, "Leave it out; what is interrupted goes on later.")
+    require_one_process(what)
+
+
+def require_one_process(what: str) -> None:
+    """Refuse a launcher of several processes where one does all.
 
     Raises:
         UsageError: there is one.
     """
-    if run.time_limit:
-        text = f"--time-limit is for measuring a MODEL, not for {what}"
-        raise UsageError(text, "Leave it out; what is interrupted goes on later.")
+    from lipaudit.engine.launcher import find_place
+
+    if find_place():
+        raise UsageError(
+            f"a launcher of several processes is for measuring one MODEL, not for {what}",
+            "Run it without RANK and WORLD_SIZE, or srun.",
+        )
 
 
 def typed_command() -> str:
@@ -185,11 +146,11 @@ def merge(
     """
     from lipaudit import schema
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.engine.merging import merge as merged
+    from lipaudit.engine.shards import merge as merge_shards
     from lipaudit.report import REPORT
 
     check_outputs(output, REPORT)
-    report = merged([schema.load(path) for path in reports], command=typed_command())
+    report = merge_shards([schema.load(path) for path in reports], command=typed_command())
     emit(report, output, always=False, details=extent.details)
     again = "Measure the shards in which it failed again, and merge all."
     require_whole({report.run.model.spec: report}, again)
@@ -207,26 +168,22 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
     Raises:
         LipauditError: some measures failed or were ended; the reports have the others.
     """
-    failures = [
-        (f"{model}: {name}" if len(reports) > 1 else name, fault)
+    names = {model: f"{model}: " if len(reports) > 1 else "" for model in reports}
+    failures = {
+        names[model] + name: fault
         for model, report in reports.items()
         for name, fault in report.failures.items()
-    ]
-    if not failures:
-        _require_in_time(reports, again)
-        return
-    reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures)
-    first = failures[0][1]
-    advice = f"{first.advice} {again}".strip()
-    raise LipauditError(f"the report is partial: {reasons}", advice, first.exit_code)
-
-
-def _require_in_time(reports: Mapping[str, Report], again: str) -> None:
+    }
     left = [
-        f"{count} samples of {model + ': ' if len(reports) > 1 else ''}{name}"
+        f"{count} samples of {names[model]}{name}"
         for model, report in reports.items()
         for name, count in report.unmeasured.items()
     ]
+    if failures:
+        reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures.items())
+        first = next(iter(failures.values()))
+        advice = f"{first.advice} {again}".strip()
+        raise LipauditError(f"the report is partial: {reasons}", advice, first.exit_code)
     if left:
         text = f"the report is partial: the time limit left {', '.join(left)} unmeasured"
         raise LipauditError(text, again, ExitCode.TIME_LIMIT)

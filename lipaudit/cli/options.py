@@ -43,18 +43,17 @@ def complete_words(
     return complete
 
 
-def _model(text: str = "") -> Any:
-    """Return how a MODEL is typed; what is said of it stands behind what it may be."""
+def _model() -> Any:
+    """Return how a MODEL is typed."""
     return typer.Argument(
         metavar="MODEL",
         autocompletion=complete_words(model_names),
-        help="demo, timm:NAME, hf:ORG/NAME, a directory, a weights file (with --arch) "
-        f"or py:FILE:FACTORY{text}.",
+        help="demo, timm:NAME, hf:ORG/NAME, a folder, a file, py:FILE:FACTORY.",
     )
 
 
 ModelArgument = Annotated[str, _model()]
-ModelsArgument = Annotated[list[str], _model("; several are measured on the same samples")]
+ModelsArgument = Annotated[list[str], _model()]
 
 
 def formats() -> tuple[str, ...]:
@@ -69,7 +68,7 @@ class Output(Settings):
 
     format: str | None = option(
         None,
-        "What stdout (and FILE of a shared suffix) gets: table, brief, json, csv, html...",
+        "What stdout gets: table, brief, json, csv, html...",
         "--format",
         "-f",
         panel=OUTPUT,
@@ -78,7 +77,7 @@ class Output(Settings):
     )
     output: tuple[Path, ...] = option(
         (),
-        "Also write FILE (.json, .csv, .md, .tex, .html, .txt; .png: a map, a sample).",
+        "Also write FILE: .json, .csv, .md, .tex, .html, .txt or .png.",
         "--output",
         "-o",
         panel=OUTPUT,
@@ -98,8 +97,7 @@ class Several(Extent):
 
     rank_by: str | None = option(
         None,
-        "Rank several models by METRIC, such as attack.robust@linf,4/255 or jacobian.norm:p95; "
-        "order: no ranks, in the order given.",
+        "Rank several models by METRIC, such as jacobian.norm:p95; order: keep their order.",
         panel=OUTPUT,
         usual="accuracy under attack, else certified, else the median norm",
     )

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lipaudit.engine.observer import Observer
+from lipaudit.engine.execute import Observer
 from lipaudit.errors import visible
 from lipaudit.results import Note, measures
 

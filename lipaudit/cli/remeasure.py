@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.cli.audit import RUNS, made_folder
+from lipaudit.cli.audit import RUNS, make_folder
 from lipaudit.cli.streams import say
 from lipaudit.errors import InputError, UsageError
 from lipaudit.settings import RunOptions
@@ -18,7 +15,6 @@ from lipaudit.settings.parsing import Keywords, Size
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Job, Request
-    from lipaudit.engine.ranks import Ranks
     from lipaudit.results import Report
 
 PANEL = "Measure a MODEL now"
@@ -58,22 +54,16 @@ class Remeasure(Settings):
         }
 
 
-def read_or_measured(
-    current: str,
-    baseline: Report,
-    how: Remeasure,
-    *,
-    quiet: bool,
-    ranks: Ranks | None = None,
+def read_or_measure(
+    current: str, baseline: Report, how: Remeasure, *, quiet: bool
 ) -> Report | None:
     """Read the report, or measure the model as the baseline was measured, and keep the report.
 
     Args:
         current: a report, or a MODEL.
         baseline: as which it is measured.
-        how: how it is.
+        how: it is measured.
         quiet: whether nothing is said meanwhile.
-        ranks: this process and the others that measure with it.
 
     Returns:
         The report; None in a process that measured a shard of it for rank 0.
@@ -85,7 +75,7 @@ def read_or_measured(
     """
     from lipaudit import schema
 
-    if not models_of([current]):
+    if is_report(current):
         if how.given:
             flags = ", ".join(map(flag, how.given))
             raise UsageError(
@@ -93,70 +83,40 @@ def read_or_measured(
             )
         return schema.load(Path(current))
     from lipaudit.cli.progress import OnStderr, mute_libraries
+    from lipaudit.engine.execute import executed
     from lipaudit.engine.files import require_writable, write
-    from lipaudit.engine.merging import executed_together
     from lipaudit.report import render
 
     if how.report:
         require_writable(how.report)
     with mute_libraries(quiet=quiet):
         job = _prepare(current, baseline, how)
-    with (
-        OnStderr(current, quiet=quiet) as observer,
-        executed_together(job, observer, ranks) as report,
-    ):
+    with OnStderr(current, quiet=quiet) as observer, executed(job, observer) as report:
         if report is None:
             return None
-        kept = how.report
-        if kept is None:
+        path = how.report
+        if path is None:
             folder = RUNS / f"gate-{job.net.info.weights_sha256[:12]}"
-            kept = made_folder(folder, "--report") / "report.json"
-        write(kept, render(report, "json"))
+            path = make_folder(folder, "--report") / "report.json"
+        write(path, render(report, "json"))
     if not quiet:
-        say(f"measured: {kept}")
+        say(f"measured: {path}")
     return report
 
 
-def models_of(given: Iterable[str]) -> list[str]:
-    """Return those of some reports and MODELs that are to be measured."""
-    return [each for each in given if not each.endswith(".json")]
-
-
-@contextmanager
-def together(*given: str) -> Iterator[Ranks | None]:
-    """Meet the other processes that measure a MODEL among reports, if a launcher started some.
-
-    Raises:
-        UsageError: there are several.
-    """
-    from lipaudit.cli.measure import require_one_process
-    from lipaudit.engine.place import placed
-
-    models = models_of(given)
-    if len(models) > 1:
-        require_one_process("comparing several")
-    place = placed() if models else None
-    if place is None:
-        yield None
-        return
-    from lipaudit.engine.ranks import join
-
-    with join(place) as ranks:
-        yield ranks
+def is_report(given: str) -> bool:
+    """Tell whether a command was given a report rather than a MODEL to measure."""
+    return given.endswith(".json")
 
 
 def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
     """Load the model and the baseline's samples."""
-    from lipaudit.engine.place import placed, share_run
     from lipaudit.engine.prepare import prepare
     from lipaudit.gate import require_samples
 
-    request, place = _request(current, baseline, how), placed()
-    if place is not None:
-        request = replace(request, run=share_run(request.run, place))
     spec = baseline.run.data.spec
     try:
-        job = prepare(request)
+        job = prepare(_request(current, baseline, how))
     except InputError as error:
         if how.data or repr(spec) not in error.message:
             raise
@@ -171,6 +131,7 @@ def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
 
 def _request(current: str, baseline: Report, how: Remeasure) -> Request:
     from lipaudit.cli.measure import typed_command
+    from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request
     from lipaudit.gate import read_protocol
     from lipaudit.settings import option_types
@@ -183,5 +144,10 @@ def _request(current: str, baseline: Report, how: Remeasure) -> Request:
         for name, settings in before.settings.items()
     }
     return Request(
-        current, measures, RunOptions.checked(run | given), before.samples, command=typed_command()
+        current,
+        measures,
+        RunOptions.checked(run | given),
+        before.samples,
+        command=typed_command(),
+        place=find_place(),
     )

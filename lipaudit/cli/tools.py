@@ -19,9 +19,7 @@ from lipaudit.cli.app import app, command
 from lipaudit.cli.options import Lines, ModelArgument, Output, Plain, Terminal, complete_words
 from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.settings import AuditOptions, CertifyOptions, RunOptions
-from lipaudit.settings.audit import SECONDS
-from lipaudit.theory.policy import NODES
+from lipaudit.settings import AuditOptions, RunOptions
 
 if TYPE_CHECKING:
     from lipaudit.report.topics import Topic
@@ -218,10 +216,6 @@ def check(
     run: RunOptions,
     output: Lines,
     terminal: Terminal,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="As of certify: the limit of a proof.")
-    ] = None,
-    seconds: Annotated[float | None, typer.Option(help="As of certify: likewise.")] = None,
 ) -> None:
     """What an audit would read and measure, and in how much memory: a dry run.
 
@@ -232,21 +226,18 @@ def check(
     [dim]Example:[/] [cyan]lipaudit check ./vit --data val/[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.cli.measure import require_alone, require_unlimited, typed_command
+    from lipaudit.cli.measure import require_alone, typed_command
     from lipaudit.cli.progress import mute_libraries
     from lipaudit.engine.prepare import Request
     from lipaudit.engine.preview import preview
 
     check_outputs(output, ("lines", "record"))
-    require_alone(run, "a dry run")
-    require_unlimited(run, "a dry run")
-    asked = {"eps": "1/255", "nodes": nodes, "seconds": seconds}
-    limits = CertifyOptions.checked({n: each for n, each in asked.items() if each is not None})
+    require_alone(run, "a dry run", unlimited=True)
     demo, options = model.partition(":")[0] == "demo", AuditOptions()
     plan, counts = options.plan(demo=demo), options.counts(demo=demo)
     request = Request(model, plan, run, counts, optional=plan.keys(), command=typed_command())
     with mute_libraries(quiet=terminal.quiet):
-        seen = preview(request, limits)
+        seen = preview(request)
     emit({"lines": lambda: _print_plan(seen), "record": lambda: seen}, output)
 
 
@@ -282,9 +273,6 @@ def _rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", _sample(each, seen["takes"])
     for name, planned in seen["measures"].items():
         yield name, f"{planned['samples']} samples, {_memory(planned)}"
-    if "certify" not in seen["needs"]:
-        yield "certify", f"limits of a proof: {seen['limits']['text']}"
-        yield "", f"with audit --certify: {SECONDS:g} s, {NODES:,} parts of a ball (fixed)"
     yield from _lacks(seen)
     yield "time", _time(seen["forward"])
     if (free := seen["memory"]["free"]) is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import require_alone, require_unlimited, typed_command
+from lipaudit.cli.measure import require_alone, typed_command
 from lipaudit.cli.options import Lines, ModelArgument, Terminal
 from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError
@@ -81,8 +81,7 @@ def train(
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.train.record import check_target, read_record
 
-    require_alone(run, "a training")
-    require_unlimited(run, "a training")
+    require_alone(run, "a training", unlimited=True)
     if classes is not None and classes < 2:
         raise UsageError(f"--classes {classes}: a classifier has 2 at least")
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})

@@ -10,7 +10,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.audit import audit_request
-from lipaudit.cli.measure import MEASURING, require_alone, require_unlimited, require_whole
+from lipaudit.cli.measure import MEASURING, require_alone, require_whole
 from lipaudit.cli.options import Extent, Output, Terminal
 from lipaudit.cli.streams import say
 from lipaudit.errors import InputError, LipauditError, as_user_meets, bug
@@ -84,8 +84,7 @@ def watch(
     from lipaudit.report import RANKED, of_reports
 
     check_outputs(output, RANKED)
-    require_alone(run, "the course of a training")
-    require_unlimited(run, "the course of a training")
+    require_alone(run, "the course of a training", unlimited=True)
     if not folder.is_dir():
         raise InputError(f"there is no directory {folder}", "Name one that holds checkpoints.")
     request = audit_request("", options, run, demo=False)

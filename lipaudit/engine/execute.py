@@ -1,38 +1,72 @@
-"""Run the measures of a job, keep what is finished, and make the report."""
+"""Run the measures of a job: part by part, each part kept on disk, then the report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from itertools import chain, groupby, islice, takewhile
 
-from lipaudit.engine.journal import Journal, pack_parts
-from lipaudit.engine.observer import Observer
+from lipaudit.data.batch import Batch, Share
+from lipaudit.engine.files import write
+from lipaudit.engine.journal import Journal
+from lipaudit.engine.launcher import gather_texts, join_processes
 from lipaudit.engine.prepare import Job
-from lipaudit.engine.provenance import origins, provenance
-from lipaudit.engine.task import Task
-from lipaudit.measures import Part
-from lipaudit.measures.measure import sample_ids
+from lipaudit.engine.provenance import describe_run, list_origins, make_report, versions
+from lipaudit.engine.shards import make_shard, merge, summarise
+from lipaudit.errors import EvaluationError, as_user_meets, bug, out_of_memory
+from lipaudit.measures import MEASURES, Part
+from lipaudit.measures.measure import in_order, listening, sample_ids
+from lipaudit.models.failing import first_failure
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.results import Note, Report, Section
-from lipaudit.results.report import Shard
-from lipaudit.results.worst import worst
-from lipaudit.settings import MeasureOptions
+from lipaudit.results.report import Failure
+from lipaudit.results.summary import steepest
+from lipaudit.schema import dumps, loads
+from lipaudit.settings import AttentionOptions, MeasureOptions
+from lipaudit.settings.parsing import write_duration
 
-Adapt = Callable[[MeasureOptions, Sequence[Section]], MeasureOptions]
-"""Changes the options of a measure by the sections of those before it."""
-Join = Callable[[Report], Report]
+CANDIDATES = 8
+"""Heads whose maps a shard keeps: one of them is likely the steepest of all shards."""
+
+
+class Observer:
+    """Is told of progress and remarks, and does nothing; a command line draws them."""
+
+    def note(self, note: Note) -> None:
+        """A remark arises."""
+
+    def begins(self, measure: str, samples: int) -> None:
+        """A measure begins, with so many samples before it."""
+
+    def advances(self, measure: str, samples: int) -> None:
+        """So many more samples are measured."""
+
+    def moves(self, measure: str, samples: float) -> None:
+        """So many samples' worth of those that `advances` will tell of next are measured."""
+
+    def fails(self, measure: str, error: Exception) -> None:
+        """A measure has failed; the others go on."""
+
+    def ends(self, measure: str) -> None:
+        """A measure has ended."""
+
+
+def execute(job: Job, observer: Observer | None = None) -> Report:
+    """Run the measures of a job in this process alone, as `executed` does, and return the report.
+
+    Raises:
+        LipauditError: whatever goes wrong, with the exit code it deserves.
+    """
+    with executed(job, observer) as report:
+        assert report is not None, "a job of one process has a report"
+        return report
 
 
 @contextmanager
-def executed(
-    job: Job,
-    observer: Observer | None = None,
-    *,
-    adapt: Adapt = lambda options, _: options,
-    join: Join = lambda report: report,
-) -> Iterator[Report]:
+def executed(job: Job, observer: Observer | None = None) -> Iterator[Report | None]:
     """Run the measures of a job; the block writes the report.
 
     What is measured is kept on disk until the block has ended well: a full disk loses nothing.
@@ -43,113 +77,259 @@ def executed(
     Args:
         job: from `prepare`.
         observer: is told what happens.
-        adapt: changes the options of a measure by the sections of those before it.
-        join: makes the report of the whole run of that of a shard, where other processes measure
-            the others.
+
+    Yields:
+        The report; of several processes that a launcher started, rank 0 has the report of all and
+        the others None.
 
     Raises:
         LipauditError: whatever goes wrong, with the exit code it deserves.
     """
-    observer = observer or Observer()
+    place = job.request.place
+    if observer is None or (place is not None and place.rank > 0):
+        observer = Observer()
     for note in job.notes:
         observer.note(note)
     journals: dict[str, Journal] = {}
+    with join_processes(place), _note_kept(job, observer, journals):
+        own = _measure(job, observer, journals)
+        report: Report | None = own
+        if place is not None:
+            texts = gather_texts(dumps(own), place)
+            reports = [loads(text) for text in texts or ()]
+            report = merge(reports, command=job.request.command) if texts else None
+        yield report
+        if (report or own).status == "complete":
+            for journal in journals.values():
+                journal.clear()
+
+
+def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Report:
+    """Run every measure on the samples of this process, and make their report."""
+    sections: list[Section] = []
+    errors: list[Exception] = []
     measured: dict[str, list[Part]] = {}
-    exact = exact_arithmetic(job.net.device)
-    with _kept_if_cut_short(job, observer, journals), eager(), exact:
-        sections: list[Section] = []
-        errors: list[Exception] = []
-        for name, given in job.request.measures.items():
-            task = Task(job, name, adapt(given, sections), observer)
+    with eager(), exact_arithmetic(job.net.device):
+        for name, options in job.request.measures.items():
+            if job.request.draws_steepest:
+                options = _draw_steepest(options, sections, job)
+            task = Task(job, name, options, observer)
             # What makes a module of one's own give its numbers has no name: it keeps nothing.
-            keeps = job.net.info.source != OWN
-            journals[name] = Journal(task.identity(), keeps=keeps)
+            journals[name] = Journal(task.identity(), keeps=job.net.info.source != OWN)
             try:
-                measured[name] = task.parts(journals[name])
-                sections += task.sections(measured[name])
+                measured[name] = task.run(journals[name])
+                sections += task.summarise(measured[name])
             except Exception as error:
                 if not job.request.partial:
                     raise
+                observer.fails(name, error)
                 errors.append(error)
-                sections.append(task.failed(error))
-        if len(errors) == len(job.request.measures):
-            raise errors[0]
-        cut = any(section.unmeasured for section in sections)
-        status: Literal["complete", "partial"] = "partial" if errors or cut else "complete"
-        report = with_worst_drawn(
-            Report(
-                run=provenance(job),
-                status=status,
-                shard=_shard(job, measured),
-                samples=origins(job.samples),
-                sections=tuple(sections),
-            )
-        )
-        report = join(report)
-        yield report
-        for journal in journals.values() if report.status == "complete" else ():
-            journal.clear()
+                sections.append(make_failed(name, options, error, job.notes))
+    if len(errors) == len(job.request.measures):
+        raise errors[0]
+    shard = make_shard(job, measured) if job.request.run.shard else None
+    return make_report(describe_run(job), sections, list_origins(job.samples), shard)
 
 
-def execute(
-    job: Job, observer: Observer | None = None, *, adapt: Adapt = lambda options, _: options
-) -> Report:
-    """Run the measures of a job, as `executed` does, and return the report.
+def make_failed(
+    name: str, options: MeasureOptions, error: Exception, notes: tuple[Note, ...] = ()
+) -> Section:
+    """Return the section of a measure that failed: the reason in place of figures."""
+    fault = as_user_meets(error) or bug(error)
+    failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
+    return Section(measure=name, settings=options.model_dump(), notes=notes, failure=failure)
 
-    Raises:
-        LipauditError: whatever goes wrong, with the exit code it deserves.
+
+def _draw_steepest(
+    options: MeasureOptions, sections: Sequence[Section], job: Job
+) -> MeasureOptions:
+    """Let the measure of attention keep the map of the most amplifying head.
+
+    A shard has some of the samples: it keeps those of the heads that may turn out to be that.
     """
-    with executed(job, observer, adapt=adapt) as report:
-        return report
-
-
-def with_worst_drawn(report: Report) -> Report:
-    """Keep the pictures and the tokens of the worst samples alone: a report stays small."""
-    kept = worst(report)
-    sections = tuple(
-        s.model_copy(
-            update={
-                "examples": {n: s.examples[n] for n in kept if n in s.examples},
-                "gradients": {n: s.gradients[n] for n in kept if n in s.gradients},
-            }
-        )
-        for s in report.sections
-    )
-    return report.model_copy(update={"sections": sections})
-
-
-def _shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard | None:
-    """Return what the whole is made of, where a job measures some samples of a run."""
-    if job.request.run.shard is None:
-        return None
-    number, of = job.request.run.shard
-    return Shard(
-        number=number,
-        of=of,
-        ids=job.samples.batch.ids,
-        counts=dict(job.counts),
-        notes=job.notes,
-        options={name: o.unkept() for name, o in job.request.measures.items()},
-        parts={name: pack_parts(parts) for name, parts in measured.items()},
-    )
-
-
-def _kept(job: Job, journals: Mapping[str, Journal]) -> Iterator[str]:
-    """Yield how many samples of each measure are kept."""
-    for name, journal in journals.items():
-        ids = job.samples.batch.ids[: job.counts[name]]
-        if done := len(sample_ids(journal.parts(ids))):
-            yield f"{done} of {len(ids)} samples of {name}"
+    shard = job.request.run.shard is not None
+    heads = steepest(sections, CANDIDATES if shard else 1)
+    if not heads or not isinstance(options, AttentionOptions):
+        return options
+    return options.model_copy(update={"candidates": heads} if shard else {"map": heads[0]})
 
 
 @contextmanager
-def _kept_if_cut_short(
-    job: Job, observer: Observer, journals: Mapping[str, Journal]
-) -> Iterator[None]:
+def _note_kept(job: Job, observer: Observer, journals: Mapping[str, Journal]) -> Iterator[None]:
+    """Say what is kept of a run that is cut short, and how to go on with it."""
     try:
         yield
     except (Exception, KeyboardInterrupt):
-        if kept := ", ".join(_kept(job, journals)):
-            text = f"{kept} are kept: {job.request.continuation}"
+        parts = []
+        for name, journal in journals.items():
+            ids = job.samples.batch.ids[: job.counts[name]]
+            if done := len(sample_ids(journal.parts(ids))):
+                parts.append(f"{done} of {len(ids)} samples of {name}")
+        if parts:
+            text = f"{', '.join(parts)} are kept: {job.request.continuation}"
             observer.note(Note(level="info", code="kept", text=text))
         raise
+
+
+class Task:
+    """One measure of a job, on the samples of this process."""
+
+    def __init__(self, job: Job, name: str, options: MeasureOptions, observer: Observer) -> None:
+        self.job, self.name, self.options, self.observer = job, name, options, observer
+        self.measure = MEASURES[name]
+        self.batches = job.batches(name)
+        self.ids = tuple(chain.from_iterable(batch.ids for batch in self.batches))
+
+    def identity(self) -> dict[str, object]:
+        """Return all that decides the numbers, but for how samples are batched."""
+        net, run = self.job.net, self.job.request.run
+        return {
+            "measure": self.name,
+            "options": dict(self.options),
+            "model": (net.info.spec, net.info.weights_sha256, net.info.preprocess, str(net.dtype)),
+            "device": net.device.type,
+            "reading": run.reading(),
+            "samples": self.job.samples.batch.ids[: self.job.counts[self.name]],
+            "versions": versions(),
+        }
+
+    def run(self, journal: Journal) -> list[Part]:
+        """Return the parts in order, those of an interrupted run among them if it is to go on."""
+        parts = journal.parts(self.ids)
+        if parts:
+            self.observer.note(self._note_found(len(sample_ids(parts))))
+        parts = parts if self.job.request.run.resume else []
+        refusal = ""
+        self.observer.begins(self.name, sum(map(len, self._list_left(sample_ids(parts)))))
+        with listening(partial(self.observer.moves, self.name)):
+            for part in journal.record(self._measure_left(sample_ids(parts))):
+                if journal.refusal and not refusal:
+                    refusal = f"what is finished is not kept for --resume: {journal.refusal}"
+                    self.observer.note(Note(level="info", code="not-kept", text=refusal))
+                self.observer.advances(self.name, len(part.ids))
+                parts.append(part)
+        self.observer.ends(self.name)
+        return in_order(parts, self.job.samples.batch.ids)
+
+    def _note_found(self, done: int) -> Note:
+        text = f"an interrupted run finished {done} of {len(self.ids)} samples of {self.name}: "
+        if self.job.request.run.resume:
+            return Note(level="info", code="reused", text=f"{text}going on from there")
+        text += "stop this one and add --resume to go on with it"
+        return Note(level="info", code="kept", text=text)
+
+    def summarise(self, parts: Sequence[Part]) -> list[Section]:
+        """Write the files of the options, and return the sections of what was measured."""
+        left = len(self.ids) - len(sample_ids(parts))
+        if parts:
+            contents = self.measure.written(parts, self.options)
+            for path, content in zip(self.options.files, contents, strict=True):
+                write(path, content)
+        notes = (*self.job.notes, *self._list_lacks(left))
+        return summarise(self.name, parts, self.options, notes, left)
+
+    def _list_lacks(self, left: int) -> Iterator[Note]:
+        if not self.ids:
+            text = (
+                f"{self.name} has nothing to measure in this shard: {self.job.counts[self.name]} "
+                f"samples in batches of {self.job.cut(self.name)} are fewer batches than shards"
+            )
+            yield Note(level="info", code="empty-shard", text=text)
+        if left:
+            limit = write_duration(self.job.request.run.time_limit or 0.0)
+            text = (
+                f"the time limit of {limit} ended {self.name} after {len(self.ids) - left} of "
+                f"{len(self.ids)} samples"
+            )
+            yield Note(level="warning", code="cut-short", text=text)
+
+    def _list_left(self, finished: Collection[str], size: int | None = None) -> list[Batch]:
+        """Return the batches without what is finished, each of so many samples at most."""
+        done = {*finished}
+        left = [rest for batch in self.batches for rest in _leave_out(batch, done)]
+        if size is None or self.measure.chunk is not None:
+            return left
+        return [piece for batch in left for piece in batch.split(size)]
+
+    def _measure_left(self, finished: Collection[str]) -> Iterator[Part]:
+        """Yield the parts of what is not finished, of half as many samples where memory runs out.
+
+        Once time is up no further batch is taken.
+        """
+        done, size = {*finished}, self.job.size(self.name)
+        while left := self._list_left(done, size):
+            try:
+                for part in self._measure_batches(left, size):
+                    done.update(part.ids)
+                    yield part
+                return
+            except Exception as error:
+                if not out_of_memory(error):
+                    suspects = [self.job.first(self.name), *self._list_left(done, size)[:1]]
+                    self._blame_sample(error, suspects)
+                    raise
+                if size == 1:
+                    text = "out of memory with one sample at a time"
+                    raise EvaluationError(text, advise_on_memory(self.job)) from None
+                size = max(1, min(size, max(map(len, left))) // 2)
+
+    def _measure_batches(self, batches: Sequence[Batch], size: int) -> Iterator[Part]:
+        net, first, options = self.job.net, self.job.first(self.name), self.options
+        if size < self.job.size(self.name):
+            first = first[:size].trim()
+        if self.measure.chunk is not None:  # chunks are fixed: the options say how to cut them
+            options = options.model_copy(update={"batch_size": size})
+        units = _take_in_time(self.job.request.end, batches)
+        for begun in islice(units, 1):  # nothing is run once time is up
+            moved = (b.to(net.device, net.dtype) for b in chain([begun], units))
+            share = Share(first.to(net.device, net.dtype), moved)
+            yield from self.measure.parts(net, share, options)
+
+    def _blame_sample(self, error: Exception, batches: Sequence[Batch]) -> None:
+        """Find the sample on which the model fails, if it does.
+
+        Raises:
+            EvaluationError: with the sample.
+        """
+        if type(error) is not EvaluationError and as_user_meets(error) is not None:
+            return
+        net, samples = self.job.net, self.job.samples
+        for batch in batches:
+            failure = first_failure(net, batch.to(net.device, net.dtype))
+            if failure is not None:
+                index, text, cause = failure
+                name = batch.ids[index]
+                where = ""
+                if samples.origins:
+                    where = f" ({samples.origins[samples.batch.ids.index(name)].place})"
+                raise EvaluationError(
+                    f"the model fails on sample {name[:12]}{where}: {text}",
+                    "Leave that sample out of --data, or mend the model; where numbers overflow, "
+                    "try --dtype float64.",
+                ) from (cause or error)
+
+
+def advise_on_memory(job: Job) -> str:
+    """Say what to type where memory ran out for a single sample."""
+    ways = {
+        "--weights stored": any(n.code == "half-precision" for n in job.net.info.notes),
+        "--max-tokens": job.net.kind == "text",
+        "--input-size": job.net.kind == "image",
+        "--device cpu": job.net.device.type != "cpu",
+    }
+    helping = " or ".join(name for name, helps in ways.items() if helps)
+    start = f"Try {helping}, or" if helping else "Try"
+    return f"{start} a machine with more memory; lipaudit check says what a sample takes."
+
+
+def _take_in_time(end: float, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield batches for as long as there is time."""
+    yield from takewhile(lambda _: time.monotonic() < end, batches)
+
+
+def _leave_out(batch: Batch, finished: set[str]) -> Iterator[Batch]:
+    """Yield the runs of a batch's samples that are not finished."""
+    left = [i for i, name in enumerate(batch.ids) if name not in finished]
+    for _, run in groupby(enumerate(left), key=lambda pair: pair[1] - pair[0]):
+        places = [place for _, place in run]
+        yield batch[places[0] : places[-1] + 1].trim()

@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, Samples, forms_of_data, load_data
 from lipaudit.data.samples import LabelError
 from lipaudit.engine.files import require_writable
+from lipaudit.engine.launcher import Place, share_run
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import MEASURES
 from lipaudit.models.net import Net
@@ -28,7 +28,7 @@ from lipaudit.results import Note
 from lipaudit.settings import MeasureOptions, RunOptions, Settings
 
 LEFT_OUT = "left-out"
-"""Code of a note on a measure that does without."""
+"""Code of the note on an optional measure that model or samples do not allow."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Request:
         optional: measures to leave out, with a note, where model or samples do not allow them.
         partial: whether the others go on where a measure fails, and the report says so.
         command: what the report says it was made by.
+        draws_steepest: whether the attention map of the head with the largest norm is drawn.
+        place: which process this is, where a launcher started several: it measures a shard.
         started: when the time that `run` limits began, by the monotonic clock.
     """
 
@@ -53,6 +55,8 @@ class Request:
     optional: Collection[str] = ()
     partial: bool = False
     command: str = ""
+    draws_steepest: bool = False
+    place: Place | None = None
     started: float = field(default_factory=time.monotonic, compare=False)
 
     @property
@@ -115,8 +119,10 @@ class Job:
         return [*cut][number - 1 :: of]
 
     @property
-    def here(self) -> dict[str, int]:
-        """Return how many samples of each measure are measured here."""
+    def announced(self) -> Mapping[str, int]:
+        """The samples of each measure: of the run, or of the shard that was asked for."""
+        if self.request.place is not None:
+            return self.counts
         return {name: sum(map(len, self.batches(name))) for name in self.counts}
 
 
@@ -131,50 +137,48 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     Raises:
         LipauditError: whatever goes wrong, with the exit code it deserves.
     """
+    if request.place is not None:
+        request = replace(request, run=share_run(request.run, request.place))
     for path in (path for options in request.measures.values() for path in options.files):
         require_writable(path)
-        _require_whole(path, request.run)
+        if request.run.shard:
+            raise UsageError(
+                f"{path} would hold what is made of all samples, and a shard has some of them",
+                "Leave it out, or measure in one process, without --shard.",
+            )
     given: list[Settings] = [request.run, *request.measures.values()]
-    request = _filled(request)
+    request = _fill_in(request)
     net = net or load_net(request.model, load_options(request.run))
     for group in given:
         group.require_kind(net.kind)
-    request = _with_score(request, net)
-    request, unscored = _without_refused(
-        request, lambda name, options: _of_scores(name, request.run, options)
-    )
+    request = _choose_score(request, net)
+    score = request.run.score
+    unscored: tuple[Note, ...] = ()
+    if score is not None:
+        request, unscored = _leave_out_refused(request, _require_scorable)
     # Words are changed of texts that a model reads alone, not of prompts.
-    scored = request.run.score is not None
-    changes = () if scored else net.changes
-    why = "it scores what follows a text" if scored else net.why_unchanged
-    request, unsuited = _without_refused(
+    changes = net.changes if score is None else ()
+    why = net.why_unchanged if score is None else "it scores what follows a text"
+    request, unsuited = _leave_out_refused(
         request, lambda _, options: options.suited(net.kind, changes, why)
     )
     wanted = {name: request.count(name) for name in request.measures}
-    drawn = samples or _samples(net, request, max(wanted.values()))
-    ready = _scoring(net, drawn, request.run.score)
+    samples = samples or _load_samples(net, request, max(wanted.values()))
+    ready = net if score is None else _score_continuations(net, samples, score)
     if net.kind != "text":
         with eager(), exact_arithmetic(net.device):
-            require_per_sample(net, drawn.batch, singly=request.run.batch_size == 1)
-    request, refused = _without_refused(
-        request, lambda name, options: _checked(name, ready, drawn.batch[: wanted[name]], options)
+            require_per_sample(net, samples.batch, singly=request.run.batch_size == 1)
+    request, refused = _leave_out_refused(
+        request, lambda name, options: _check(name, ready, samples.batch[: wanted[name]], options)
     )
     with eager():
-        differences = compare_derivative(ready, drawn.batch)
-    notes = ready.info.notes + drawn.notes + unscored + unsuited + refused + differences
-    counts = {name: min(wanted[name], len(drawn.batch)) for name in request.measures}
-    return Job(request, ready, drawn, counts, notes)
+        differences = compare_derivative(ready, samples.batch)
+    notes = ready.info.notes + samples.notes + unscored + unsuited + refused + differences
+    counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
+    return Job(request, ready, samples, counts, notes)
 
 
-def _require_whole(path: Path, run: RunOptions) -> None:
-    if run.shard:
-        raise UsageError(
-            f"{path} would hold what is made of all samples, and a shard has some of them",
-            "Leave it out, or measure in one process, without --shard.",
-        )
-
-
-def _without_refused(
+def _leave_out_refused(
     request: Request, check: Callable[[str, MeasureOptions], MeasureOptions]
 ) -> tuple[Request, tuple[Note, ...]]:
     """Leave out the optional measures that a check refuses, each with a note.
@@ -195,7 +199,7 @@ def _without_refused(
     return replace(request, measures=kept), tuple(notes)
 
 
-def _filled(request: Request) -> Request:
+def _fill_in(request: Request) -> Request:
     """Give every measure the seed of the run, and texts the length that the measures need."""
     run = request.run
     needed = [options.tokens for options in request.measures.values() if options.tokens]
@@ -208,7 +212,7 @@ def _filled(request: Request) -> Request:
     return replace(request, run=run, measures=measures)
 
 
-def _with_score(request: Request, net: Net) -> Request:
+def _choose_score(request: Request, net: Net) -> Request:
     """Say how continuations are scored, where no other way is left to measure a language model.
 
     Raises:
@@ -227,13 +231,13 @@ def _with_score(request: Request, net: Net) -> Request:
     return request
 
 
-def _of_scores(name: str, run: RunOptions, options: MeasureOptions) -> MeasureOptions:
-    """Return the options of a measure that can be taken of scores, if that is what is measured.
+def _require_scorable(name: str, options: MeasureOptions) -> MeasureOptions:
+    """Return the options of a measure that works on the scores of continuations.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: it does not.
     """
-    if run.score is not None and options.scores == "never":
+    if options.scores == "never":
         raise UsageError(
             f"{name} cannot be measured of scores",
             "Leave --score out, or measure attack or jacobian with it.",
@@ -241,14 +245,12 @@ def _of_scores(name: str, run: RunOptions, options: MeasureOptions) -> MeasureOp
     return options
 
 
-def _scoring(net: Net, samples: Samples, how: Literal["sum", "mean"] | None) -> Net:
-    """Return what is measured: the model, or how it scores what the samples ask.
+def _score_continuations(net: Net, samples: Samples, how: Literal["sum", "mean"]) -> Net:
+    """Return the model as it scores what follows each sample.
 
     Raises:
-        InputError: they ask nothing, or the model cannot score it.
+        InputError: nothing follows them.
     """
-    if how is None:
-        return net
     if samples.task is None:
         raise InputError(
             f"{samples.spec} has nothing for a language model to score",
@@ -258,7 +260,7 @@ def _scoring(net: Net, samples: Samples, how: Literal["sum", "mean"] | None) -> 
     return scoring(net, samples.task, how)
 
 
-def _checked(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:
+def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:
     """Return the options of a measure that can work with the model and the samples.
 
     Raises:
@@ -281,7 +283,7 @@ def _unlabelled(name: str) -> UsageError:
     )
 
 
-def _samples(net: Net, request: Request, count: int) -> Samples:
+def _load_samples(net: Net, request: Request, count: int) -> Samples:
     spec = request.run.data or ("demo" if net.info.source == "demo" else "random")
     labelled = [name for name, options in request.measures.items() if options.labelled]
     if spec == "random" and not {*labelled} <= {*request.optional}:
@@ -291,18 +293,15 @@ def _samples(net: Net, request: Request, count: int) -> Samples:
         return load_data(spec, net, options)
     except LabelError as error:
         if labelled:
-            raise LabelError(error.message, error.advice + _spared(request, labelled)) from error
-        return _without_labels(load_data(spec, replace(net, classes=None), options), error)
+            others = ",".join(name for name in request.measures if name not in labelled)
+            more = f" Only attacks need labels: `lipaudit audit --only {others}`." * bool(others)
+            raise LabelError(error.message, error.advice + more) from error
+        return _load_without_labels(spec, net, options, error)
 
 
-def _spared(request: Request, labelled: Collection[str]) -> str:
-    """Say what can be measured without labels."""
-    rest = ",".join(name for name in request.measures if name not in labelled)
-    return f" Only attacks need labels: `lipaudit audit --only {rest}`." if rest else ""
-
-
-def _without_labels(samples: Samples, error: LabelError) -> Samples:
+def _load_without_labels(spec: str, net: Net, options: DataOptions, error: LabelError) -> Samples:
     """Return samples whose labels are no classes of the model as if they had none."""
+    samples = load_data(spec, replace(net, classes=None), options)
     text = f"the labels are not used: {error.message}"
     note = Note(level="warning", code="labels-unused", text=text)
     notes = (*(each for each in samples.notes if each.code != note.code), note)

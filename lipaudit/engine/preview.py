@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lipaudit.data.batch import Batch
+import torch
+from torch import Tensor
+
+from lipaudit.data.batch import Batch, Share
 from lipaudit.data.samples import LabelError
-from lipaudit.engine.fitting import footprint, time_batch
 from lipaudit.engine.prepare import LEFT_OUT, Job, Request, load_options, prepare
-from lipaudit.engine.provenance import origins
-from lipaudit.errors import LipauditError, as_user_meets
+from lipaudit.engine.provenance import list_origins
+from lipaudit.errors import LipauditError, as_user_meets, out_of_memory
 from lipaudit.measures import MEASURES
-from lipaudit.measures.by_layer import unread_notes
+from lipaudit.measures.by_layer import choose_layers, unread_notes
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import NoHeadsError, surveyed
-from lipaudit.models.memory import Footprint, free, used_memory
+from lipaudit.models.memory import Footprint, Held, free, used_memory
 from lipaudit.models.net import Net
-from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.precision import eager, exact_arithmetic, seed_device
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import UnknownInputError
-from lipaudit.settings import CertifyOptions
+from lipaudit.settings import AttentionOptions, BoundsOptions, CertifyOptions, JacobianOptions
 
 SHOWN = 5
 """Samples that are shown."""
+STEPS = 2
+"""Lanczos steps that are tried: each further one takes a vector more."""
+TIMED = 8
+"""Samples of the batch that is timed."""
 
 
-def preview(request: Request, certify: CertifyOptions) -> dict[str, Any]:
+def preview(request: Request) -> dict[str, Any]:
     """Return what is read of a model and its data, what each measure takes, and what it lacks.
 
     Args:
         request: what an audit would measure.
-        certify: the options of `lipaudit certify`, which an audit runs only if it is asked to.
 
     Raises:
         LipauditError: the model or the data cannot be read, or the model does not run.
@@ -48,7 +55,7 @@ def preview(request: Request, certify: CertifyOptions) -> dict[str, Any]:
     with eager(), exact_arithmetic(net.device):
         sites, lacks = _survey(job, first)
         needs |= lacks
-        lacks = _certificates(job, first, certify)
+        lacks = _check_certify(job, first)
         timed = time_batch(job)
         measures = {name: _planned(job, name) for name in job.counts if name not in needs}
     unread: Counter[str] = Counter()
@@ -74,12 +81,6 @@ def preview(request: Request, certify: CertifyOptions) -> dict[str, Any]:
         "forward": None if timed is None else {"samples": timed[0], "seconds": timed[1]},
         "measures": measures,
         "needs": needs | lacks,
-        "limits": {
-            "seconds": certify.seconds,
-            "nodes": certify.most_nodes,
-            "set": [name for name in ("seconds", "nodes") if getattr(certify, name) is not None],
-            "text": certify.limits,
-        },
         "notes": [
             note.text for note in (*job.notes, *unread_notes(net, sites)) if note.code != LEFT_OUT
         ],
@@ -111,8 +112,9 @@ def _survey(job: Job, first: Batch) -> tuple[tuple[Site, ...], dict[str, str]]:
         return (), dict.fromkeys(headed, _sentence(error))
 
 
-def _certificates(job: Job, first: Batch, options: CertifyOptions) -> dict[str, str]:
-    """Say what certificates need, if they cannot be computed."""
+def _check_certify(job: Job, first: Batch) -> dict[str, str]:
+    """Say what certificates need, if they cannot be computed: an audit has them on request."""
+    options = CertifyOptions.checked({"eps": "1/255"})
     try:
         MEASURES["certify"].check(job.net, first, options.suited(job.net.kind))
     except LipauditError as error:
@@ -156,7 +158,7 @@ def _footprint(job: Job, name: str) -> tuple[Footprint | None, str | None]:
 
 def _first(job: Job) -> list[dict[str, Any]]:
     """Return place, shape, label and class of the first samples."""
-    known, batch = origins(job.samples), job.samples.batch[:SHOWN]
+    known, batch = list_origins(job.samples), job.samples.batch[:SHOWN]
     names = job.net.info.labels or ()
     shown = []
     for i, sample in enumerate(batch.split(1)):
@@ -172,3 +174,80 @@ def _first(job: Job) -> list[dict[str, Any]]:
             }
         )
     return shown
+
+
+def time_batch(job: Job) -> tuple[int, float] | None:
+    """Time a forward pass of a batch, after one that is not timed.
+
+    Returns:
+        The samples of the batch and the seconds it takes; None where memory runs out for it.
+    """
+    batch = job.samples.batch[:TIMED].to(job.net.device, job.net.dtype)
+    try:
+        with eager(), torch.no_grad():
+            job.net.output(batch).sum().item()
+            start = time.perf_counter()
+            job.net.output(batch).sum().item()  # waits for the device
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return None
+    return len(batch), time.perf_counter() - start
+
+
+def footprint(job: Job, name: str) -> Footprint | None:
+    """Try a measure on one sample, and on two: in two of its layers, or some of its steps.
+
+    Args:
+        job: with the measure.
+        name: of the measure.
+
+    Returns:
+        What it takes; None where it cannot be tried in seconds.
+    """
+    run = _trial(job, name)
+    if run is None:
+        return None
+    one, two = (_most(job, run, samples) for samples in (1, 2))
+    sample = max(two - one, 0)
+    return Footprint(max(one - sample, 0), sample)
+
+
+def _most(job: Job, run: Callable[[Batch], Any], samples: int) -> int:
+    """Return the most bytes that a run on copies of the longest sample takes."""
+    batch, net = job.samples.batch, job.net
+    longest = 0 if batch.mask is None else int(batch.mask.sum(1).argmax())
+    copies = batch.rows(torch.full((samples,), longest)).trim()
+    copies = replace(copies, ids=tuple(f"{i}-{k}" for k, i in enumerate(copies.ids)))
+    with seed_device(0, net.device), Held(net.module) as taken:
+        run(copies.to(net.device, net.dtype))
+    return taken.most
+
+
+def _trial(job: Job, name: str) -> Callable[[Batch], Any] | None:
+    """Return what takes the memory of a measure, in a small part of its time."""
+    options, net = job.request.measures[name], job.net
+    if name == "attack":
+        return lambda batch: _gradient(job, batch)
+    if isinstance(options, JacobianOptions):
+        end = options.target and options.target.replace(":all", ":last")  # as many at a time
+        quick = {"max_steps": STEPS, "per_layer": False, "target": end}
+        options = options.model_copy(update=quick)
+    elif isinstance(options, AttentionOptions | BoundsOptions):
+        sites = choose_layers(
+            surveyed(net, job.first(name).to(net.device, net.dtype)), options.layers
+        )
+        sites = tuple(s for s in sites if s.closed_form or name == "attention")
+        if not sites:
+            return None
+        ends = tuple(sorted({sites[0].index, sites[-1].index}))
+        options = options.model_copy(update={"layers": ends})
+    else:
+        return None
+    return lambda batch: list(MEASURES[name].parts(net, Share(batch, [batch]), options))
+
+
+def _gradient(job: Job, batch: Batch) -> Tensor:
+    with torch.enable_grad():
+        z = job.net.point(batch).requires_grad_()
+        return torch.autograd.grad(job.net.forward(z, batch).sum(), z)[0]

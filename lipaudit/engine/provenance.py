@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
@@ -13,15 +15,49 @@ from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.hub import Commit
 from lipaudit.data.loading import Samples
 from lipaudit.engine.prepare import Job
-from lipaudit.results import Data, Model, Run
+from lipaudit.results import Data, Model, Report, Run, Section
 from lipaudit.results.bounds import GROUP as BOUNDS
+from lipaudit.results.columns import Cell
 from lipaudit.results.measures import GROUP as MEASURES
+from lipaudit.results.report import Shard
+from lipaudit.results.worst import worst
 
 PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
 GROUPS = (BOUNDS, MEASURES, ATTACKS)
 
 
-def provenance(job: Job) -> Run:
+def make_report(
+    run: Run,
+    sections: Sequence[Section],
+    samples: Mapping[str, tuple[Cell, ...]],
+    shard: Shard | None = None,
+) -> Report:
+    """Return the report of a run: partial if a measure failed or a time limit ended it.
+
+    It keeps the pictures and the tokens of the worst samples alone: a report stays small.
+    """
+    cut = any(section.failure or section.unmeasured for section in sections)
+    report = Report(
+        run=run,
+        status="partial" if cut else "complete",
+        shard=shard,
+        samples=dict(samples),
+        sections=tuple(sections),
+    )
+    shown = worst(report)
+    sections = [
+        section.model_copy(
+            update={
+                "examples": {n: section.examples[n] for n in shown if n in section.examples},
+                "gradients": {n: section.gradients[n] for n in shown if n in section.gradients},
+            }
+        )
+        for section in sections
+    ]
+    return report.model_copy(update={"sections": tuple(sections)})
+
+
+def describe_run(job: Job) -> Run:
     """Describe the run of a job."""
     request, net, samples, info = job.request, job.net, job.samples, job.net.info
     return Run(
@@ -29,7 +65,7 @@ def provenance(job: Job) -> Run:
         command=request.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seed=request.run.seed,
-        device=_device(net.device),
+        device=_name_device(net.device),
         dtype=str(net.dtype).removeprefix("torch."),
         versions=versions(),
         model=Model(
@@ -38,13 +74,13 @@ def provenance(job: Job) -> Run:
             architecture=info.architecture,
             parameters=info.parameters,
             weights_sha256=info.weights_sha256,
-            **_state(info.commit),
+            **_name_state(info.commit),
         ),
         data=Data(
             spec=samples.spec,
             samples=len(samples.batch),
             suite_id=samples.suite_id,
-            **_state(samples.commit),
+            **_name_state(samples.commit),
         ),
         preprocess=dict(info.preprocess),
         options=request.run.reading(),
@@ -52,17 +88,17 @@ def provenance(job: Job) -> Run:
     )
 
 
-def origins(samples: Samples) -> dict[str, tuple[str, ...]]:
+def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
     """Return where each sample is found, by columns; nothing where they are made up."""
     if not samples.origins:
         return {}
-    texts = tuple(origin.text for origin in samples.origins)
     places = tuple(origin.place for origin in samples.origins)
-    said = {"text": texts} if any(texts) else {}
-    return {"ids": samples.batch.ids, "place": places, **said}
+    texts = tuple(origin.text for origin in samples.origins)
+    columns = {"ids": samples.batch.ids, "place": places}
+    return columns | ({"text": texts} if any(texts) else {})
 
 
-def _state(commit: Commit | None) -> dict[str, str]:
+def _name_state(commit: Commit | None) -> dict[str, str]:
     """Return which state of a repository of the Hub was read."""
     if commit is None:
         return {}
@@ -73,20 +109,13 @@ def versions() -> dict[str, str]:
     """Return the versions that can change a number."""
     installed = {"python": platform.python_version(), "lipaudit": __version__}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             installed[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return installed | _plugins()
+    plugins = [point.dist for group in GROUPS for point in entry_points(group=group)]
+    return installed | {dist.name: dist.version for dist in plugins if dist is not None}
 
 
-def _plugins() -> dict[str, str]:
-    """Return the versions of the packages that add bounds, measures or attacks."""
-    brought = [point.dist for group in GROUPS for point in entry_points(group=group)]
-    return {dist.name: dist.version for dist in brought if dist is not None}
-
-
-def _device(device: torch.device) -> str:
+def _name_device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device.type} ({torch.cuda.get_device_name(device)})"
     return device.type

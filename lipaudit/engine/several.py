@@ -11,8 +11,8 @@ from typing import Any
 
 from lipaudit.data.batch import Origin
 from lipaudit.engine.prepare import Job
-from lipaudit.engine.provenance import origins, provenance
-from lipaudit.errors import InputError, LipauditError, UsageError, visible
+from lipaudit.engine.provenance import describe_run, list_origins
+from lipaudit.errors import InputError, LipauditError, UsageError, as_user_meets, bug, visible
 from lipaudit.models.net import Kind
 from lipaudit.results import Report, Run, Section
 from lipaudit.results.report import Failure
@@ -52,7 +52,7 @@ class Outline:
     samples: dict[str, tuple[str, ...]]
 
 
-def outline(job: Job) -> Outline:
+def outline_job(job: Job) -> Outline:
     """Keep what several models are compared by."""
     net, batch = job.net, job.samples.batch
     return Outline(
@@ -65,13 +65,13 @@ def outline(job: Job) -> Outline:
         origins=job.samples.origins,
         counts=job.counts,
         measures={name: options.model_dump() for name, options in job.request.measures.items()},
-        run=provenance(job),
-        samples=origins(job.samples),
+        run=describe_run(job),
+        samples=list_origins(job.samples),
     )
 
 
 @contextmanager
-def named(model: str) -> Iterator[None]:
+def name_errors(model: str) -> Iterator[None]:
     """Say in errors which of several models they are of; free the memory of it at the end.
 
     Raises:
@@ -149,7 +149,7 @@ def _names(outline: Outline, label: int) -> list[str]:
     return [word for word in words if word and word != f"label {label}"]
 
 
-def finished(report: Report, outline: Outline) -> bool:
+def is_finished(report: Report, outline: Outline) -> bool:
     """Tell whether a report is the whole of what an outlined job would measure."""
     free = {"created": "", "command": ""}
     same = [run.model_copy(update=free) for run in (report.run, outline.run)]
@@ -170,9 +170,10 @@ def _measured(section: Section | None, options: Mapping[str, Any], ids: Sequence
     return all(settings[name] == asked[name] for name in settings.keys() & asked.keys())
 
 
-def lost(outline: Outline, error: LipauditError) -> Report:
+def make_failed_report(outline: Outline, error: Exception) -> Report:
     """Return the report of a model that could not be measured: every section says why."""
-    failure = Failure(reason=error.message, advice=error.advice, exit_code=error.exit_code)
+    fault = as_user_meets(error) or bug(error)
+    failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
     sections = tuple(
         Section(measure=name, settings=settings, failure=failure)
         for name, settings in outline.measures.items()

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from lipaudit import schema
 from lipaudit.data.loading import Samples
-from lipaudit.engine.execute import execute
+from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.files import require_folder, write
-from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.weights import OF_TRAINING, SUFFIXES, list_weight_files

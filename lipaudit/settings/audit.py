@@ -52,7 +52,7 @@ class AuditOptions(Settings):
         "More samples, all of AutoAttack.",
         need=Need("no --quick: the two exclude each other", lambda options: not options.quick),
     )
-    only: Names = option(None, f"Only these measures; {', '.join(USUAL)} if not given.")
+    only: Names = option(None, f"Only these measures; default: {', '.join(USUAL)}.")
     skip: Names = option(None, "All but these measures.")
     certify: bool = option(
         False, f"Also certificates, where they can be had: {SECONDS:g} s a sample, --eps."

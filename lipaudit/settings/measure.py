@@ -407,18 +407,16 @@ class AttackOptions(MeasureOptions):
 
     eps: Radii = option(
         (),
-        "Radii in pixel space [0, 1]: 2/255 or 1/255,0.03; for words and characters how many: "
-        "1,2 (or 1words,2characters).",
+        "Radii in pixel space [0, 1]: 2/255 or 1/255,0.03; for words and characters: how many.",
     )
     attack: str | None = option(
         None,
-        "fgsm, pgd, autoattack (comma-separated), paper, standard, quick, lean (AutoAttack that "
-        "gives up where it gets nowhere), or custom:apgd-ce,apgd-t,fab-t,square; of texts words, "
-        f"characters. By default {IMAGES}; for text {TEXTS}, with --eps {EMBEDDINGS}.",
+        f"Comma-separated, default {IMAGES}; or standard, quick, lean, paper, custom:...; "
+        f"of texts {TEXTS}; of embeddings {EMBEDDINGS}.",
         values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
     )
     norm: Norm | None = option(
-        None, "linf, l2, or token-l2 (of tokens). By default linf; for text token-l2."
+        None, "linf (default of images), l2, or token-l2 (default of text)."
     )
     steps: int | None = option(
         None, "Iterations of each attack, in place of its own number.", need=_attack("steps"), gt=0
@@ -554,7 +552,7 @@ class CertifyOptions(MeasureOptions):
     eps: Balls = option(
         (), "Radii of pixels in [0, 1] or of token embeddings: 1/255 or 1/255,0.01."
     )
-    norm: BallNorm | None = option(None, "linf or l2. By default linf; for text l2.")
+    norm: BallNorm | None = option(None, "linf (default of images) or l2 (of text).")
     radius: bool = option(False, "Also the largest certified radius of every sample.")
     tol: float = option(
         0.1,
@@ -579,7 +577,7 @@ class CertifyOptions(MeasureOptions):
     )
     seconds: float | None = option(
         None,
-        "Time limit of a sample; what it cuts short depends on the machine. By default none.",
+        "Time limit of a sample: results then depend on the machine.",
         gt=0,
     )
     usual_eps: Radii = Field((), exclude=True)

@@ -24,7 +24,7 @@ from lipaudit.errors import UsageError, suggestion
 PLAIN = (bool, int, float, Path)
 """Types that a command line reads by itself; all others are written as text."""
 
-COMMAS = "comma-separated"
+COMMAS = "omma-separated"
 """What the help of an option says that takes several words at once."""
 
 

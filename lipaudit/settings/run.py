@@ -40,8 +40,8 @@ class RunOptions(Settings):
 
     data: str | None = option(
         None,
-        "demo, an image folder, .npz, .safetensors, IDX, .csv, .tsv, .jsonl, .parquet, .txt, "
-        "hf:NAME[SPLIT] (hf:ORG/NAME/CONFIGURATION[SPLIT]@REVISION) or random.",
+        "demo, random, an image folder, .npz, .safetensors, IDX, .csv, .jsonl, .parquet, .txt, "
+        "hf:NAME[SPLIT].",
         panel=DATA,
         env="LIPAUDIT_DATA",
         usual="demo for demos, else random",
@@ -77,7 +77,7 @@ class RunOptions(Settings):
         False, "Leave out samples that cannot be read, and count them.", panel=DATA
     )
     arch: str | None = option(
-        None, "Architecture of a weights file: timm:NAME or py:FILE:FACTORY.", panel=MODEL
+        None, "Architecture of a weights file: timm:NAME, py:FILE:FACTORY.", panel=MODEL
     )
     model_kwargs: Keywords = option(None, "k=v,... for the model's constructor.", panel=MODEL)
     mean: Numbers = option(None, "Override the pixel mean, R,G,B.", panel=MODEL, kinds=("image",))
@@ -115,7 +115,7 @@ class RunOptions(Settings):
     )
     batch_size: Size = option(
         None,
-        "auto (what a measure usually takes; halved where memory runs out), or samples at a time.",
+        "Samples at a time, or auto (fewer if memory runs out).",
         panel=RUN,
         usual="auto",
     )

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import lipaudit
 from lipaudit.cli.commands import build
-from lipaudit.engine.observer import Observer
+from lipaudit.engine.execute import Observer
 from lipaudit.models.sources.loading import load_net
 
 FILE = """
@@ -182,3 +182,18 @@ def test_from_python_an_audit_certifies_what_it_attacks():
     attack, certify = report.section("attack"), report.section("certify")
     assert attack.settings["eps"] == certify.settings["eps"] == ["0.01"]
     assert certify.rows[0].certified <= attack.rows[-1].robust
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "no time limit (default), 60,000 parts of a ball (default)"),
+        (("--nodes", "7"), "no time limit (default), 7 parts of a ball (--nodes)"),
+        (("--seconds", "9"), "9 s (--seconds), no limit of parts of a ball"),
+        (("--seconds", "9", "--nodes", "7"), "9 s (--seconds), 7 parts of a ball (--nodes)"),
+    ],
+)
+def test_limits_of_a_proof_are_said_first(options, says):
+    proof = ("certify", "demo", "-n", "1", "--eps", "0.001", *options)
+    first = CliRunner().invoke(build(), proof).stderr.splitlines()[0]
+    assert first == f"certify of demo: 1 samples; limits of a proof: {says}"

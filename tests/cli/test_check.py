@@ -225,30 +225,3 @@ def test_each_measure_runs_or_says_what_it_needs(model, data, needs):
         assert words in seen["needs"][name]
         row = next(line for line in told.splitlines() if re.match(rf"not run .*\b{name}\b", line))
         assert row.startswith("not run   ")
-
-
-@pytest.mark.parametrize(
-    ("options", "limits", "chosen", "says"),
-    [
-        ((), (None, 60_000), [], "no time limit (default), 60,000 parts of a ball (default)"),
-        (("--nodes", "7"), (None, 7), ["nodes"], "no time limit (default), 7 parts of a ball"),
-        (("--seconds", "9"), (9, None), ["seconds"], "9 s (--seconds), no limit of parts of a"),
-        (
-            ("--seconds", "9", "--nodes", "7"),
-            (9, 7),
-            ["seconds", "nodes"],
-            "9 s (--seconds), 7 parts of a ball (--nodes)",
-        ),
-    ],
-)
-def test_limits_of_certificates_are_said(options, limits, chosen, says):
-    seen = json.loads(check("demo", *options, "-f", "json"))["limits"]
-    assert ((seen["seconds"], seen["nodes"]), seen["set"]) == (limits, chosen)
-    assert f"limits of a proof: {says}" in " ".join(check("demo", *options).split())
-    proof = ("certify", "demo", "-n", "1", "--eps", "0.001", *options)
-    first = CliRunner().invoke(build(), proof).stderr.splitlines()[0]
-    assert first == f"certify of demo: 1 samples; limits of a proof: {seen['text']}"
-
-
-def test_limits_that_make_no_sense_are_refused():
-    assert "--seconds" in check("demo", "--seconds", "0", code=2)

@@ -236,13 +236,13 @@ def test_an_internal_error_is_3_and_not_a_regression(tmp_path):
 @pytest.mark.parametrize(("args", "code"), [((), 130), (("terminated",), 143)])
 def test_a_stopped_run_has_a_status_of_its_own(args, code, tmp_path, monkeypatch):
     from lipaudit.cli.commands import build
-    from lipaudit.engine import merging
+    from lipaudit.engine import execute
 
     def stopped(*_args, **_options):
         raise KeyboardInterrupt(*args)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(merging, "executed_together", stopped)
+    monkeypatch.setattr(execute, "executed", stopped)
     done = CliRunner().invoke(build(), ["bounds", "demo", "-o", "x.json"])
     assert done.exit_code == code
     assert done.stdout == ""
@@ -253,14 +253,14 @@ def test_a_stopped_run_has_a_status_of_its_own(args, code, tmp_path, monkeypatch
 @pytest.mark.parametrize("args", [("attention", "demo"), ("audit", "demo", "--run-dir", "run")])
 def test_a_run_that_ends_early_gives_the_cursor_back(args, fault, tmp_path, monkeypatch):
     from lipaudit.cli import progress
-    from lipaudit.engine.task import Task
+    from lipaudit.engine.execute import Task
 
     def fail(_task, _units):
         raise fault
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "Console", functools.partial(Console, force_terminal=True))
-    monkeypatch.setattr(Task, "measured", fail)
+    monkeypatch.setattr(Task, "_measure_left", fail)
     said = CliRunner().invoke(build(), [*args, "-n", "1"]).stderr
     hidden, shown = "\x1b[?25l", "\x1b[?25h"
     assert 0 <= said.rfind(hidden) < said.rfind(shown) < said.rfind("error:")

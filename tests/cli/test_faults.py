@@ -360,12 +360,11 @@ BESIDE = {
     "models/precision.py:_cudnn_allows_tf32": "reads a setting",
     "models/sources/offload.py:find_device": "asks for a device",
     "models/sources/huggingface.py:fetch_repository": "downloads",
-    "engine/execute.py:executed": "leaves the reason in a partial report",
-    "engine/execute.py:_kept_if_cut_short": "raises again",
-    "engine/execute.py:follow": "says it to the first process, which asks as_user_meets",
+    "engine/execute.py:_measure": "leaves the reason in a partial report",
+    "engine/execute.py:_note_kept": "raises again",
+    "engine/launcher.py:_connect": "meets the other processes",
+    "engine/launcher.py:_require_others": "hears from the other processes",
     "engine/preview.py:_footprint": "asks as_user_meets",
-    "engine/ranks.py:_asked": "asks the store of the processes",
-    "engine/ranks.py:_store": "meets the other processes",
 }
 """Broad handlers that need not ask whose fault an error is, and why."""
 

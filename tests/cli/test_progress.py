@@ -6,8 +6,7 @@ import pytest
 
 from lipaudit.cli import progress
 from lipaudit.cli.progress import OnStderr
-from lipaudit.engine.execute import execute
-from lipaudit.engine.observer import Observer
+from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.results import Note
 from lipaudit.settings import AttackOptions, RunOptions

@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from lipaudit.engine import ranks
-from lipaudit.engine.task import Task
+from lipaudit.engine.execute import Task
 from lipaudit.measures import MEASURES
 from lipaudit.schema import dumps, load
 from tests import processes
@@ -193,15 +192,15 @@ def test_shards_are_merged_to_the_same(case, model, tmp_path):
 
 
 def dawdle() -> None:
-    """Take a moment for every batch, so that a kill strikes among them; miss the dead soon."""
-    ranks.BEAT, ranks.LOST, ranks.JOIN, measured = 0.2, 5.0, 60.0, Task._run
+    """Take a moment for every batch, so that a kill strikes among them."""
+    measured = Task._measure_batches
 
     def slowly(self, *given: Any) -> Iterator[Any]:
         for part in measured(self, *given):
             time.sleep(0.1)
             yield part
 
-    Task._run = slowly
+    Task._measure_batches = slowly
 
 
 @pytest.mark.slow(seconds=3)

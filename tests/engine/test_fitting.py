@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from lipaudit import measure
-from lipaudit.engine import fitting
+from lipaudit.engine import preview
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import MEASURES
 from lipaudit.models import lifting
@@ -70,7 +70,7 @@ def test_memory_of_all_positions_is_tried_at_one(monkeypatch):
         return iter(())
 
     monkeypatch.setitem(MEASURES, "jacobian", replace(MEASURES["jacobian"], parts=parts))
-    fitting.footprint(job, "jacobian")
+    preview.footprint(job, "jacobian")
     assert set(tried) == {"hidden:last"}
 
 
@@ -99,9 +99,9 @@ def test_weights_are_lifted_once_for_a_survey_and_once_for_a_batch(stored, name,
 
 def test_a_batch_is_timed_after_one_that_is_not(monkeypatch):
     clock = iter([5.0, 5.25])
-    monkeypatch.setattr(fitting.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(preview.time, "perf_counter", lambda: next(clock))
     job = prepare(Request("demo", {"jacobian": JacobianOptions()}, RunOptions(samples=3)))
-    assert fitting.time_batch(job) == (3, 0.25)
+    assert preview.time_batch(job) == (3, 0.25)
 
 
 def test_a_batch_for_which_memory_runs_out_has_no_time(monkeypatch):
@@ -110,4 +110,4 @@ def test_a_batch_for_which_memory_runs_out_has_no_time(monkeypatch):
 
     job = prepare(Request("demo", {"jacobian": JacobianOptions()}, RunOptions(samples=3)))
     job = replace(job, net=replace(job.net, call=fails))
-    assert fitting.time_batch(job) is None
+    assert preview.time_batch(job) is None

@@ -11,10 +11,9 @@ from torch import nn
 
 import lipaudit
 from lipaudit.data.batch import Share
-from lipaudit.engine import fitting
-from lipaudit.engine.execute import execute
-from lipaudit.engine.fitting import footprint
+from lipaudit.engine.execute import advise_on_memory, execute
 from lipaudit.engine.prepare import Request, prepare
+from lipaudit.engine.preview import footprint
 from lipaudit.measures import MEASURES
 from lipaudit.models.memory import Footprint, Held, free
 from lipaudit.settings import AuditOptions, RunOptions
@@ -172,5 +171,5 @@ def test_weights_in_half_precision_are_said_to_be_kept_smaller_as_they_are():
     asked = job()
     note = SimpleNamespace(code="half-precision")
     net = replace(asked.net, info=replace(asked.net.info, notes=(note,)))
-    assert "--weights stored" in fitting.less(replace(asked, net=net))
-    assert "--weights stored" not in fitting.less(asked)
+    assert "--weights stored" in advise_on_memory(replace(asked, net=net))
+    assert "--weights stored" not in advise_on_memory(asked)

@@ -269,7 +269,7 @@ def test_an_audit_in_shards_is_the_audit_of_one_process(command, halves):
 
 
 def test_a_map_that_no_shard_kept_is_named(halves, monkeypatch):
-    monkeypatch.setattr("lipaudit.engine.merging.steepest", lambda _sections, _count: ["9.9"])
+    monkeypatch.setattr("lipaudit.engine.shards.steepest", lambda _sections, _count: ["9.9"])
     notes = lipaudit.merge([load(path) for path in halves]).section("attention").notes
     assert [note.text for note in notes if note.code == "no-map"] == [
         "no shard kept the attention map of head 9.9: lipaudit attention MODEL --map 9.9 draws it"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import lipaudit
 from lipaudit.cli.commands import build
 from lipaudit.data.batch import Share
-from lipaudit.engine import task
+from lipaudit.engine import execute
 from lipaudit.errors import UsageError
 from lipaudit.gate.comparable import find_fault
 from lipaudit.measures import MEASURES
@@ -39,7 +39,7 @@ def time_for(batches: int) -> Iterator[None]:
     """Let the time of whatever has a limit be up after so many batches."""
     now = chain(repeat(-math.inf, batches), repeat(math.inf))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        patch.setattr(execute, "time", SimpleNamespace(monotonic=lambda: next(now)))
         yield
 
 

@@ -10,11 +10,9 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lipaudit.data.batch import Share
-from lipaudit.engine.execute import execute
-from lipaudit.engine.merging import merge
-from lipaudit.engine.observer import Observer
+from lipaudit.engine.execute import Observer, Task, execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.engine.task import Task
+from lipaudit.engine.shards import merge
 from lipaudit.errors import InputError
 from lipaudit.measures import MEASURES
 from lipaudit.schema import dumps, loads

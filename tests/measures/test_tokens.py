@@ -94,7 +94,7 @@ def test_shares_are_those_of_the_dense_gradient(bert):
 
 def test_a_report_keeps_the_tokens_of_its_worst_samples(bert, monkeypatch):
     folder, _ = bert
-    monkeypatch.setattr("lipaudit.engine.execute.worst", lambda report: worst(report, 2))
+    monkeypatch.setattr("lipaudit.engine.provenance.worst", lambda report: worst(report, 2))
     run = RunOptions(data=str(folder / "t.jsonl"), samples=5)
     report = execute(prepare(Request(str(folder), {"jacobian": JacobianOptions()}, run)))
     section = report.section("jacobian")

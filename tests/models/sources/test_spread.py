@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.shared.demos import load_shipped
 from lipaudit import measure, merge
-from lipaudit.engine.place import Place, share_run
+from lipaudit.engine.launcher import Place, share_run
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models import lifting
 from lipaudit.models.lifting import devices

@@ -1,68 +1,63 @@
-"""The shards of a run, joined to the report that one process would have written."""
+"""Shards of a run, and the report that one process would have written, made of all of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from lipaudit.engine.execute import Adapt, executed, with_worst_drawn
-from lipaudit.engine.journal import unpack_parts
-from lipaudit.engine.observer import Observer
+from lipaudit.engine.journal import pack_parts, unpack_parts
 from lipaudit.engine.prepare import Job
-from lipaudit.engine.ranks import Ranks
-from lipaudit.engine.task import reduced
+from lipaudit.engine.provenance import make_report
 from lipaudit.errors import InputError
-from lipaudit.measures import Part
+from lipaudit.measures import MEASURES, Part
 from lipaudit.measures.measure import in_order, sample_ids
 from lipaudit.results import Note, Report, Section
 from lipaudit.results.report import Shard
 from lipaudit.results.summary import steepest
-from lipaudit.schema import dumps, loads
 from lipaudit.settings import AttentionOptions, MeasureOptions, option_types
 
 OWN = frozenset({"command", "created", "device", "device_map"})
 """What the runs of shards may have of their own; of devices the kind is the same."""
 
 
-@contextmanager
-def executed_together(
-    job: Job, observer: Observer, ranks: Ranks | None, *, adapt: Adapt = lambda options, _: options
-) -> Iterator[Report | None]:
-    """Run the measures of a job as `executed` does, with the other processes of the run if any.
+def make_shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard:
+    """Return what `merge` makes the whole run of, where a job measures some of its samples."""
+    number, of = job.request.run.shard or (1, 1)
+    return Shard(
+        number=number,
+        of=of,
+        ids=job.samples.batch.ids,
+        counts=dict(job.counts),
+        notes=job.notes,
+        options={name: o.unkept() for name, o in job.request.measures.items()},
+        parts={name: pack_parts(parts) for name, parts in measured.items()},
+    )
 
-    Each process measures a shard. Rank 0 has the report of all, the others None.
 
-    Raises:
-        LipauditError: whatever goes wrong, here or in another process.
+def summarise(
+    name: str,
+    parts: Sequence[Part],
+    options: MeasureOptions,
+    notes: tuple[Note, ...],
+    unmeasured: int,
+) -> list[Section]:
+    """Return the sections of a measure.
+
+    Args:
+        name: of the measure.
+        parts: in the order of the samples.
+        options: it ran with.
+        notes: remarks on loading, which come first.
+        unmeasured: samples that a time limit left.
     """
-    if ranks is None:
-        with executed(job, observer, adapt=adapt) as report:
-            yield report
-    elif ranks.rank == 0:
-
-        def join(report: Report) -> Report:
-            return merge([report, *map(loads, ranks.gather())], command=job.request.command)
-
-        with executed(job, observer, adapt=adapt, join=join) as report:
-            yield report
-    else:
-        with executed(job, _Follower(ranks), adapt=adapt) as report:
-            ranks.give(dumps(report))
-            yield None
-
-
-class _Follower(Observer):
-    """Ends a process that measures for rank 0 once that has ended."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-    def advances(self, measure: str, samples: int) -> None:
-        """Look whether rank 0 goes on."""
-        self.ranks.require_first()
+    if not parts:
+        settings = options.model_dump()
+        return [Section(measure=name, settings=settings, notes=notes, unmeasured=unmeasured)]
+    first, *others = MEASURES[name].summarise(parts, options)
+    changes = {"notes": notes + first.notes, "unmeasured": unmeasured}
+    return [first.model_copy(update=changes), *others]
 
 
 def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Report:
@@ -89,14 +84,7 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     sections: list[Section] = []
     for name in _measured(first):
         sections += _sections(name, whole, sections)
-    return with_worst_drawn(
-        Report(
-            run=first.run.model_copy(update=own),
-            status="partial" if any(r.failures or r.unmeasured for r in whole) else "complete",
-            samples=first.samples,
-            sections=tuple(sections),
-        )
-    )
+    return make_report(first.run.model_copy(update=own), sections, first.samples)
 
 
 def _shard(report: Report) -> Shard:
@@ -209,13 +197,7 @@ def _sections(measure: str, reports: Sequence[Report], before: Sequence[Section]
     if left:
         text = f"the time limit ended {measure} after {len(ids) - left} of {len(ids)} samples"
         notes = (*notes, Note(level="warning", code="cut-short", text=text))
-    if not parts:
-        settings = options.model_dump()
-        return [
-            Section(measure=measure, settings=settings, notes=first.notes + notes, unmeasured=left)
-        ]
-    whole, *others = reduced(measure, parts, options, first.notes + notes)
-    return [whole.model_copy(update={"unmeasured": left}), *others]
+    return summarise(measure, parts, options, first.notes + notes, left)
 
 
 def _with_map(

@@ -1,0 +1,180 @@
+"""The processes that a launcher starts for one run: which one this is, and how they meet.
+
+Process r of n measures every n-th batch, as `--shard` does; rank 0 gathers the shards.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.settings import RunOptions
+
+JOIN = timedelta(seconds=300)
+"""How long a process waits for the others to start."""
+CLOSING = 30.0
+"""Seconds in which the port of the command before becomes free, if a launcher runs several."""
+MEASURING = timedelta(days=365)
+"""How long a process waits for the shards of the others: one that dies is noticed at once."""
+PAUSE = 0.05
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process of how many this is, and where they meet.
+
+    Attributes:
+        rank: from 0.
+        size: how many there are.
+        local: which on its machine: it takes that device.
+        host: where rank 0, or the launcher, keeps the store.
+        port: of the store.
+    """
+
+    rank: int
+    size: int
+    local: int
+    host: str
+    port: int
+
+
+def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
+    """Return what a launcher says of this process; None where it is alone.
+
+    torchrun and `accelerate launch` set RANK and WORLD_SIZE. A step of srun is known by its
+    number of tasks: a batch script has SLURM_NTASKS, too, and is one process.
+
+    Raises:
+        UsageError: it does not say where the processes meet.
+    """
+    if "RANK" in env and int(env.get("WORLD_SIZE", "1")) > 1:
+        names, host, port = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), "", ""
+    elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        host = "127.0.0.1" if env.get("SLURM_STEP_NUM_NODES") == "1" else ""
+        # Two jobs on one machine need two ports: the job's number tells them apart.
+        port = f"{20000 + int(env.get('SLURM_JOB_ID', '0')) % 20000}"
+    else:
+        return None
+    host, port = env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
+    if not host or not port:
+        raise UsageError(
+            "several processes are started, and nothing says where they meet",
+            "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.",
+        )
+    rank, size, local = (int(env.get(name, "0")) for name in names)
+    return Place(rank, size, local, host, int(port))
+
+
+def share_run(run: RunOptions, place: Place) -> RunOptions:
+    """Return the options of one process: its shard of the samples, on a device of its own.
+
+    Raises:
+        UsageError: every process would spread its model over all devices, or the run is a shard.
+    """
+    import torch
+
+    if run.shard:
+        raise UsageError(
+            "--shard and a launcher of several processes both share the samples out",
+            "Leave --shard out, or run one process.",
+        )
+    run = run.model_copy(update={"shard": (place.rank + 1, place.size)})
+    if run.device_map is not None:
+        if Path(run.device_map).is_file():
+            return run
+        raise UsageError(
+            f"--device-map {run.device_map}: each process would spread its model over all devices",
+            "Run one process, or give a file that says where the modules lie.",
+        )
+    if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
+        return run
+    device = f"cuda:{place.local % torch.cuda.device_count()}"
+    return run.model_copy(update={"device": device})
+
+
+@contextmanager
+def join_processes(place: Place | None) -> Iterator[None]:
+    """Meet the other processes of a run, if any, and leave once all of them are done.
+
+    Raises:
+        EvaluationError: they do not come, or one of them ends before.
+    """
+    if place is None:
+        yield
+        return
+    import torch.distributed
+
+    _connect(place)
+    try:
+        yield
+        with _require_others(place):
+            torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def gather_texts(text: str, place: Place) -> list[str] | None:
+    """Return the texts that all processes give, in their order: rank 0; the others None.
+
+    Raises:
+        EvaluationError: another process has ended.
+    """
+    import torch.distributed
+
+    texts = [""] * place.size if place.rank == 0 else None
+    with _require_others(place):
+        torch.distributed.gather_object(text, texts)
+    return texts
+
+
+def _connect(place: Place) -> None:
+    """Make the process group, over sockets, that gathers the shards."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    url = f"tcp://{place.host}:{place.port}?rank={place.rank}&world_size={place.size}"
+    end = time.monotonic() + CLOSING
+    while True:
+        try:
+            store, *_ = next(rendezvous(url, timeout=JOIN))
+            # A launcher's own store outlives a command: each command has keys of its own.
+            number = (store.add("joined", 1) - 1) // place.size
+            store = PrefixStore(f"lipaudit-{number}", store)
+            store.set(f"{place.rank}", "here")
+            store.wait([f"{rank}" for rank in range(place.size)], JOIN)
+            dist.init_process_group(
+                "gloo", store=store, rank=place.rank, world_size=place.size, timeout=MEASURING
+            )
+        except RuntimeError as error:
+            # Until the store of the command before has closed, rank 0 finds its port taken and
+            # the others are cut off.
+            if time.monotonic() > end:
+                raise EvaluationError(
+                    f"rank {place.rank} of {place.size} cannot meet the others at "
+                    f"{place.host}:{place.port}: {str(error).partition(chr(10))[0]}",
+                    "Start as many processes as WORLD_SIZE says, rank 0 on that machine, and use "
+                    "a free port. To run alone, unset RANK and WORLD_SIZE.",
+                ) from error
+            time.sleep(PAUSE)
+        else:
+            return
+
+
+@contextmanager
+def _require_others(place: Place) -> Iterator[None]:
+    """Say in words that the connection to another process has closed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise EvaluationError(
+            f"another of the {place.size} processes has ended",
+            "What is finished is kept: --resume goes on, with any number of processes.",
+        ) from error

@@ -361,7 +361,7 @@ def test_env_asks_for_no_accelerator_where_there_is_none(monkeypatch):
     ],
 )
 def test_help_shows_the_default_as_it_would_be_typed(name, flag, shown):
-    said = CliRunner().invoke(build(), [name, "--help"], env={"COLUMNS": "150"}).output
+    said = CliRunner().invoke(build(), [name, "--help-all"], env={"COLUMNS": "150"}).output
     line = next(line for line in said.splitlines() if line.startswith(f"│ {flag} "))
     assert re.findall(r"\[default.*\]", line) == ([shown] if shown else [])
 

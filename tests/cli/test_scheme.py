@@ -50,14 +50,32 @@ def test_groups_say_so_too():
         assert all(len(set(p.opts) & set(SHORT)) < 2 for p in command.params)
 
 
+def help_of(name: str, width: int, flag: str = "--help") -> str:
+    done = CliRunner().invoke(build(), [*name.split(), flag], env={"COLUMNS": str(width)})
+    assert done.exit_code == 0, done.output
+    return done.stdout.strip("\n")
+
+
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("name", ["", "baseline", *COMMANDS])
 def test_the_help_fits_and_shows_no_types_of_python(name, width):
-    done = CliRunner().invoke(build(), [*name.split(), "--help"], env={"COLUMNS": str(width)})
-    assert done.exit_code == 0, done.output
-    assert max(map(len, done.stdout.splitlines())) <= width
-    for ugly in ("<bool>", "list[", "Path", "…", "None", "default: False"):
-        assert ugly not in done.stdout, ugly
+    pages = [help_of(name, width)]
+    if "--help-all" in pages[0]:
+        pages.append(help_of(name, width, "--help-all"))
+    for page in pages:
+        assert max(map(len, page.splitlines())) <= width
+        for ugly in ("<bool>", "list[", "Path", "…", "None", "default: False"):
+            assert ugly not in page, ugly
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_fits_a_screen_and_all_of_it_is_a_flag_away(name):
+    page = help_of(name, 100)
+    assert len(page.splitlines()) <= 40
+    whole = help_of(name, 100, "--help-all") if "--help-all" in page else page
+    for parameter in COMMANDS[name].params:
+        if parameter.param_type_name == "option":
+            assert f" {parameter.opts[0]} " in whole
 
 
 @pytest.mark.parametrize(
@@ -97,6 +115,5 @@ def test_a_configuration_of_runs_has_no_say_in_what_is_explained(tmp_path, monke
 def test_defaults_that_help_states_are_those_that_are_taken():
     usual = {name: option.usual for name, option in RunOptions.options().items()}
     assert usual["max_tokens"].partition(";")[0] == str(DataOptions.max_tokens)
-    said = CliRunner().invoke(build(), ["train", "--help"], env={"COLUMNS": "200"}).stdout
-    line = next(line for line in said.splitlines() if "--batch-size" in line)
+    line = next(line for line in help_of("train", 200).splitlines() if "--batch-size" in line)
     assert f"[default: {Recipe().batch_size}]" in line

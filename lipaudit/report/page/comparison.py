@@ -203,7 +203,9 @@ def _count_verdicts(pair: Pair) -> str:
     listed = ", ".join(f"{counts[status]} {status}" for status in FIRST if counts[status])
     worse = [_name_figure(v.metric, v.name) for v in judged if v.status == "regressed"]
     named = f" Regressed: {_name_first(worse, '; ')}." if worse else ""
-    return f"Of {len(judged)} figures: {listed}.{named}"
+    refused = sum(bool(v.reason) and not v.reason.endswith(ABSENT) for v in pair.verdicts)
+    listed += f", {refused} not compared" if refused else ""
+    return f"Of {len(judged) + refused} figures: {listed}.{named}"
 
 
 def _name_first(names: Sequence[str], between: str = ", ") -> str:

@@ -15,10 +15,12 @@ from lipaudit.measures.measure import (
     Measure,
     Part,
     Values,
+    distinct,
     lower_estimates,
     moved,
     notes,
     number_or_none,
+    repeat_notes,
     sample_ids,
     seed_of,
 )
@@ -217,11 +219,13 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     whole = {name: values for name, values in arrays.items() if not name.startswith("block_")}
     columns = {n: _cells(n, values, outside) for n, values in whole.items() if n != "within"}
     ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
-    rows = [_row(options, {name: values[~outside] for name, values in whole.items()}, ends)]
+    once = distinct(parts)  # a sample that repeats another counts once, as in every comparison
+    counted = once & ~outside
+    rows = [_row(options, {name: values[counted] for name, values in whole.items()}, ends)]
     for i, module in enumerate(facts.get("blocks", ())):
         method = "lanczos" if arrays["block_lanczos"][0, i] else "dense"
         ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
-        block = {name: arrays[f"block_{name}"][:, i] for name in OF_BLOCKS}
+        block = {name: arrays[f"block_{name}"][once, i] for name in OF_BLOCKS}
         rows.append(_row(options, block, ends))
     kept = {} if positions is None else {"positions": Array.of(positions)}
     if "block_norm" in arrays:
@@ -235,7 +239,8 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             arrays=kept,
             notes=notes(parts)
             + remarks(str(facts["to"]), parts, outside)
-            + _remarks(arrays, outside),
+            + _remarks(arrays, outside)
+            + repeat_notes(parts),
             gradients={n: g for part in parts for n, g in part.facts.get("gradients", {}).items()},
         )
     ]

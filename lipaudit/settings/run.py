@@ -40,7 +40,7 @@ class RunOptions(Settings):
 
     data: str | None = option(
         None,
-        "demo, random, an image folder, .npz, .safetensors, IDX, .csv, .jsonl, .parquet, .txt, "
+        "demo, random, an image folder, .npz, .safetensors, IDX, .csv, .jsonl, .txt..., "
         "hf:NAME[SPLIT].",
         panel=DATA,
         env="LIPAUDIT_DATA",
@@ -115,7 +115,7 @@ class RunOptions(Settings):
     )
     batch_size: Size = option(
         None,
-        "Samples at a time, or auto (fewer if memory runs out).",
+        "Samples at a time; auto: fewer if memory runs out.",
         panel=RUN,
         usual="auto",
     )

@@ -53,7 +53,7 @@ def test_groups_say_so_too():
 def help_of(name: str, width: int, flag: str = "--help") -> str:
     done = CliRunner().invoke(build(), [*name.split(), flag], env={"COLUMNS": str(width)})
     assert done.exit_code == 0, done.output
-    return done.stdout.strip("\n")
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("width", [80, 100])

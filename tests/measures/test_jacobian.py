@@ -135,3 +135,19 @@ def test_a_radius_that_was_not_completed_says_so():
         assert (min(radius) >= truth * (1 - 1e-6)) == complete
         codes = {note.code for note in section.notes}
         assert ("radius-incomplete" in codes) != complete
+
+
+def test_a_sample_that_repeats_another_counts_once():
+    """In every row: medians and means are those of the distinct samples."""
+    x = np.random.default_rng(0).random((3, 1, 8, 8)).astype(np.float32)
+    alone, twice = (
+        lipaudit.measure("demo", "jacobian", data=data, per_layer=True, samples=len(data))
+        for data in (x, np.concatenate([x, x[:1], x[:1]]))
+    )
+    sections = [report.section("jacobian") for report in (alone, twice)]
+    assert [row.samples for row in sections[1].rows] == [3] * 4
+    for before, after in zip(*(section.rows for section in sections), strict=True):
+        assert after.median == pytest.approx(before.median, rel=1e-4)
+        assert after.mean == pytest.approx(before.mean, rel=1e-4)
+    assert len(sections[1].ids) == 5
+    assert "repeated-samples" in {note.code for note in sections[1].notes}

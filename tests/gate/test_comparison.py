@@ -5,6 +5,7 @@ import pytest
 
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate import compare
+from lipaudit.report import of_comparison, render
 
 RNG = np.random.default_rng(21)
 EXACT = RNG.lognormal(0, 0.3, (6, 8))
@@ -193,3 +194,13 @@ def test_changes_below_the_accuracy_of_the_norms_are_none(report, jacobian, norm
     new = jacobian(norms * (1 + 1e-6))
     pair = compare([report(jacobian(norms)), report(new, weights="b")]).pairs[0]
     assert verdicts(pair)["jacobian.norm:median", ""].status == "unchanged"
+
+
+def test_figures_that_are_no_numbers_are_counted_as_not_compared(report, jacobian, attack, norms):
+    old = report(jacobian(norms), attack(np.ones(64, int)))
+    new = report(jacobian(np.full(64, np.nan)), attack(np.ones(64, int)), weights="b")
+    comparison = compare([old, new])
+    found = verdicts(comparison.pairs[0])
+    assert found["jacobian.norm:median", ""].reason.endswith("64 values are not finite")
+    page = render(of_comparison(comparison, [old, new]), "brief").decode()
+    assert "Of 4 figures: 2 inconclusive, 2 not compared." in " ".join(page.split())

@@ -133,21 +133,23 @@ def _request(current: str, baseline: Report, how: Remeasure) -> Request:
     from lipaudit.cli.measure import typed_command
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request
-    from lipaudit.gate import read_protocol
     from lipaudit.settings import option_types
 
-    before = read_protocol(baseline)
-    run = {"data": before.data, "seed": before.seed, "dtype": before.dtype} | before.options
+    before = baseline.run
+    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
+    sections = [section for section in baseline.sections if "." not in section.measure]
     given = {name: value for name, value in how.given.items() if name != "report"}
     measures = {
-        name: (kind := option_types()[name]).checked({**kind.once, **settings})
-        for name, settings in before.settings.items()
+        section.measure: (kind := option_types()[section.measure]).checked(
+            {**kind.once, **section.settings}
+        )
+        for section in sections
     }
     return Request(
         current,
         measures,
         RunOptions.checked(run | given),
-        before.samples,
+        {section.measure: len(section.ids) or before.data.samples for section in sections},
         command=typed_command(),
         place=find_place(),
     )

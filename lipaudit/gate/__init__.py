@@ -1,10 +1,8 @@
 """The gate: rules, paired statistics, verdicts, baselines. It never loads torch."""
 
-from lipaudit.gate.baseline import BaselineProtocol as BaselineProtocol
 from lipaudit.gate.baseline import find_problems as find_problems
 from lipaudit.gate.baseline import load_baseline as load_baseline
 from lipaudit.gate.baseline import promote as promote
-from lipaudit.gate.baseline import read_protocol as read_protocol
 from lipaudit.gate.baseline import require_samples as require_samples
 from lipaudit.gate.comparison import Comparison as Comparison
 from lipaudit.gate.comparison import compare as compare

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
@@ -17,41 +15,6 @@ from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.results import Report, Section, layouts
 
 _SAVE = "Write one with lipaudit baseline save REPORT."
-
-
-@dataclass(frozen=True)
-class BaselineProtocol:
-    """How a baseline was measured: what `gate MODEL` must repeat.
-
-    Attributes:
-        data: the --data argument.
-        seed: the seed.
-        dtype: the floating-point type.
-        options: what else decided how the model and the data were read.
-        settings: the options of every measure, by its name.
-        samples: how many samples each of them saw.
-    """
-
-    data: str
-    seed: int
-    dtype: str
-    options: dict[str, Any]
-    settings: dict[str, dict[str, Any]]
-    samples: dict[str, int]
-
-
-def read_protocol(baseline: Report) -> BaselineProtocol:
-    """Read from a baseline how it was measured."""
-    run = baseline.run
-    measured = [s for s in baseline.sections if "." not in s.measure]
-    return BaselineProtocol(
-        data=run.data.spec,
-        seed=run.seed,
-        dtype=run.dtype,
-        options=dict(run.options),
-        settings={section.measure: dict(section.settings) for section in measured},
-        samples={s.measure: len(s.ids) or run.data.samples for s in measured},
-    )
 
 
 def load_baseline(path: Path) -> Report:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from lipaudit.errors import BaselineError
-from lipaudit.results import Note, Report, Row, Run, Section
+from lipaudit.results import Note, Report, Run, Section
 from lipaudit.results.samples import is_repeat
-from lipaudit.results.trials import parse_budget, parse_column
+from lipaudit.results.trials import parse_budget
 
 FREE = frozenset(
     {"seed", "batch_size", "device", "samples", "map", "concat", "layer_within", "splitting"}
@@ -139,38 +138,6 @@ def word_warnings(current: Report, baseline: Report) -> tuple[str, ...]:
     return tuple(f"{text}{both[n.code in known]}" for text, n in list_warnings(current).items())
 
 
-def spell_radii_as(section: Section, other: Section) -> Section:
-    """Return a section with its radii as another one writes equal ones: 1/20 as 0.05."""
-    keys = [parse_column(name)[1] for name in other.samples] + [row.key for row in other.rows]
-    texts = {key.radius.value: key.radius.text for key in keys if key}
-
-    def spelled(name: str) -> str:
-        kind, key = parse_column(name)
-        text = key and texts.get(key.radius.value)
-        return (
-            replace(key, radius=replace(key.radius, text=text)).column(kind)
-            if key and text
-            else name
-        )
-
-    def row_spelled(row: Row) -> Row:
-        text = row.key and texts.get(row.key.radius.value)
-        return row.replace(eps_text=text) if text else row
-
-    eps = section.settings.get("eps")
-    settings = dict(section.settings)
-    if isinstance(eps, list | tuple):
-        known = [(each, parse_budget(each)) for each in _to_json_values({"eps": eps})["eps"]]
-        settings["eps"] = [t if r.unit else texts.get(r.value, t) for t, r in known]
-    return section.model_copy(
-        update={
-            "settings": settings,
-            "rows": tuple(map(row_spelled, section.rows)),
-            "samples": {spelled(name): cells for name, cells in section.samples.items()},
-        }
-    )
-
-
 def _count_repeats(report: Report) -> dict[str, str]:
     """Say how many samples repeat others: they count once."""
     most = max((sum(map(is_repeat, s.ids)) for s in report.sections), default=0)
@@ -218,7 +185,12 @@ def _require_same_settings(current: Section, baseline: Section) -> None:
     single = [{k: v for k, v in s.items() if k not in lists | FREE} for s in (new, old)]
     changes = [_list_changes(*single)]
     for key in sorted(lists - FREE):
-        lost = [str(item) for item in old[key] if item not in new[key]]
+        # Radii are equal however they are written: 1/20 and 0.05.
+        new[key], old[key] = (
+            [parse_budget(item) if key == "eps" else item for item in values[key]]
+            for values in (new, old)
+        )
+        lost = [getattr(item, "text", str(item)) for item in old[key] if item not in new[key]]
         changes.append(f"{key} lost {', '.join(lost)}" if lost else "")
     if any(changes):
         text = "; ".join(filter(None, changes))

@@ -15,9 +15,15 @@ from lipaudit.gate.comparable import (
     has_other_starts,
     has_same_weights,
     require_same_protocol,
+)
+from lipaudit.gate.pairing import (
+    ALL_BUT_FEW,
+    RuleValues,
+    align_sections,
+    is_mean,
+    read,
     spell_radii_as,
 )
-from lipaudit.gate.pairing import ALL_BUT_FEW, RuleValues, align_sections, is_mean, read
 from lipaudit.gate.rules import BINARY, Rule
 from lipaudit.gate.statistics import (
     DIGITS,
@@ -105,14 +111,13 @@ def contrast_values(
         read_trusted(rule, baseline, old)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
-    new = spell_radii_as(new, old)
     require_same_protocol(current, baseline, new, old)
     restarted = has_other_starts(new, old) and rule.column not in ("clean", "correct")
     new, old = align_sections(rule, new, old, least)
     same = compute_margin(rule) >= 0 and has_same_weights(current, baseline)
-    changes = _contrast_rows_or_samples(
-        rule, read(rule, new), read(rule, old), _read_accuracy(new)
-    )
+    before = read(rule, old)
+    after = spell_radii_as(read(rule, new), before)
+    changes = _contrast_rows_or_samples(rule, after, before, _read_accuracy(new))
     return [replace(c, same=same and (c.same or restarted)) for c in changes]
 
 

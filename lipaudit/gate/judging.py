@@ -15,7 +15,7 @@ from lipaudit.gate.contrasts import (
     contrast_values,
     express_change,
 )
-from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, parse_rule
+from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, correct_by_holm
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.results import Report
@@ -113,24 +113,9 @@ def _choose_rules(current: Report, baseline: Report) -> tuple[Rule, ...]:
     if not kept:
         raise UsageError(
             f"no default rule is about {', '.join(sorted(measures)) or 'what was not measured'}",
-            _suggest_rules(current),
+            "Name one with --fail-on: lipaudit explain lists what a rule can name.",
         )
     return kept
-
-
-def _suggest_rules(report: Report) -> str:
-    """Write rules on what a report has."""
-    rules = [
-        f"--fail-on '{section.measure}.{name} {'<= +5%' if how.better == 'lower' else '>= -5%'}'"
-        for section in report.sections
-        for name, how in section.columns.items()
-        if how.better and name not in BINARY
-    ]
-    which = f"Such as {rules[0]}; " if rules else ""
-    return (
-        f"{which}lipaudit explain {report.sections[0].measure if report.sections else 'rules'}"
-        " lists what a rule can name."
-    )
 
 
 def _judge_clean_accuracy(current: Report, baseline: Report) -> tuple[Verdict, ...]:

@@ -66,6 +66,22 @@ def read(rule: Rule, section: Section) -> RuleValues:
     return RuleValues(names, points, pairs, section.ids)
 
 
+def spell_radii_as(values: RuleValues, other: RuleValues) -> RuleValues:
+    """Return values whose names write radii as another report writes equal ones: 1/20 as 0.05."""
+    known = {TrialKey.parse(name): name for name in other.names}
+
+    def spell(name: str) -> str:
+        trial = TrialKey.parse(name)
+        return known.get(trial, name) if trial else name
+
+    return RuleValues(
+        tuple(map(spell, values.names)),
+        {spell(name): point for name, point in values.points.items()},
+        {spell(name): line for name, line in values.pairs.items()},
+        values.ids,
+    )
+
+
 def is_mean(rule: Rule) -> bool:
     """Tell whether the rows of a rule are means over the tokens of all samples."""
     return rule.reduction is not None and rule.reduction.stat == "mean"

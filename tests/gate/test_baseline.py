@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from lipaudit import schema
 from lipaudit.cli.commands import build
 from lipaudit.errors import BaselineError, UsageError
-from lipaudit.gate import find_problems, judge, load_baseline, promote, read_protocol
+from lipaudit.gate import find_problems, judge, load_baseline, promote
 from lipaudit.results import Array
 
 EXACT = np.random.default_rng(1).lognormal(0, 0.3, (144, 8))
@@ -79,14 +79,6 @@ def test_an_unfit_report_is_not_promoted(report, jacobian, bounds, norms):
         assert words in find_problems(bad)[0]
         with pytest.raises(BaselineError, match=words):
             promote(bad, "why")
-
-
-def test_the_protocol_is_what_a_run_must_repeat(full):
-    found = read_protocol(promote(full, "why"))
-    assert (found.data, found.seed, found.dtype) == ("demo", 0, "float32")
-    assert found.samples == {"bounds": 8, "jacobian": 64, "attack": 128}
-    assert found.options == full.run.options
-    assert found.settings["attack"] == {"seed": 0, "steps": 100, "eps": ["2/255"]}
 
 
 @pytest.mark.parametrize("where", [(), ("-o", "kept here.json")])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import lipaudit
 from lipaudit import schema
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data

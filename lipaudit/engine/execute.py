@@ -18,9 +18,9 @@ from lipaudit.engine.shards import make_shard, merge, summarise
 from lipaudit.errors import EvaluationError, as_user_meets, bug, out_of_memory
 from lipaudit.measures import MEASURES, Part
 from lipaudit.measures.measure import in_order, listening, sample_ids
-from lipaudit.models.failing import first_failure
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.requirements import first_failure
 from lipaudit.results import Note, Report, Section
 from lipaudit.results.report import Failure
 from lipaudit.results.summary import steepest

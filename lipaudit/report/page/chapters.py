@@ -23,7 +23,7 @@ from lipaudit.report.page.views import (
     map_column,
     pair_points,
     pick_largest,
-    read_rows,
+    read_all,
     scatter_samples,
     spread_columns,
     tabulate,
@@ -32,7 +32,7 @@ from lipaudit.report.page.views import (
 from lipaudit.report.pictures import Curve, Scatter, Series
 from lipaudit.results import Column, Row
 from lipaudit.results.bounds import ranked
-from lipaudit.results.figures import finite, log10_ratio
+from lipaudit.results.figures import finite, log10_ratio, order
 from lipaudit.results.trials import COSTS, WORST
 
 
@@ -68,7 +68,7 @@ def format_ratio(logarithm: float | None) -> float | str | None:
 def list_steepest(sections: Sections) -> Iterator[Table]:
     """List the heads with the largest exact norms, and each bound as a multiple of the norm."""
     columns = find_columns(sections)
-    rows = pick_largest([row for s in sections.values() for row in read_rows(s)], "exact")
+    rows = pick_largest(read_all(sections), "exact")
     multiples = {
         b.name: [format_ratio(log10_ratio(row, b.name)) for row in rows] for b in ranked()
     }
@@ -101,7 +101,7 @@ TIGHTNESS = (
 def list_tightness(sections: Sections) -> Iterator[Table]:
     """List how many times each bound is above the exact norm."""
     columns = find_columns(sections)
-    rows, lines = [row for s in sections.values() for row in read_rows(s)], []
+    rows, lines = read_all(sections), []
     for bound in ranked():
         known, column = finite(log10_ratio(row, bound.name) for row in rows), columns[bound.name]
         ends = [format_ratio(reduce(known)) if known else None for reduce in (median, max)]
@@ -112,7 +112,7 @@ def list_tightness(sections: Sections) -> Iterator[Table]:
 def scatter_bounds(sections: Sections) -> Iterator[Scatter]:
     """Set every bound of every head over its exact norm: no point may be below y = x."""
     columns = find_columns(sections)
-    rows = [row for section in sections.values() for row in read_rows(section)]
+    rows = read_all(sections)
     exact, names = [row.exact for row in rows], [f"head {row['head']}" for row in rows]
     series: list[Series] = []
     for bound in ranked():
@@ -128,25 +128,23 @@ def scatter_bounds(sections: Sections) -> Iterator[Scatter]:
 
 def draw_accuracies(sections: Sections) -> Iterator[Curve]:
     """Draw accuracy over the radius: a line per attack, of several reports one each."""
-    columns, several = find_columns(sections), "" not in sections
-    rows = [
-        row.replace(line=label if several else row.attack)
-        for label, section in sections.items()
-        for row in read_rows(section)
-        if not several or row.attack == WORST
-    ]
+    columns, rows = find_columns(sections), read_all(sections)
+    if "" not in sections:
+        rows = [row for row in rows if row.attack == WORST] or rows
+    accuracy = replace(columns["robust"], label="accuracy")
     for norm, group in group_rows(rows, lambda row: str(row.norm)).items():
-        series = []
-        for name, line in group_rows(group, lambda row: str(row.line)).items():
-            start = Row({"eps": 0.0, "robust": line[0].clean})  # no attack is a ball of radius 0
-            series.append(make_series(name, [*line, start], "eps", "robust"))
+        lines = group_rows(group, lambda row: str(row.model or row.attack))
+        # No attack is a ball of radius 0.
+        starts = [Row({"eps": 0.0, "robust": line[0].clean}) for line in lines.values()]
+        series = (
+            make_series(name, [*line, start], "eps", "robust")
+            for (name, line), start in zip(lines.items(), starts, strict=True)
+        )
         kept = tuple(each for each in series if len(each.x) > 1)
         ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
-        accuracy = replace(columns["robust"], label="accuracy")
         if kept:
-            yield Curve(
-                f"Accuracy under attack, {norm}", columns["eps"], accuracy, kept, ticks=ticks
-            )
+            title = f"Accuracy under attack, {norm}"
+            yield Curve(title, columns["eps"], accuracy, kept, ticks=ticks)
 
 
 # Norms over the length of the sequence
@@ -159,28 +157,27 @@ MODES = {
     "split": "On data, every token duplicated",
     "adversarial": "At worst-case tokens",
     "ascent": "At the best tokens of an ascent",
+    "radius": "Worst-case tokens over the radius",
 }
 
 
 def name_line(row: Row) -> str:
-    """Name what was measured, with its radius R unless the data set it."""
-    chosen = row.mode in ("adversarial", "ascent") and row.radius is not None
-    masked = ", masked" * bool(row.masked)
-    return f"{row['head']}{masked}" + (f", R = {row['radius']:.3g}" if chosen else "")
+    """Name what was measured, with its radius R unless the data set it, or its length n."""
+    ends = {"adversarial": "radius", "ascent": "radius", "radius": "n"}
+    name = f"{row.head}, masked" if row.masked else str(row.head)
+    fixed = ends.get(row["mode"])
+    if fixed is None or row[fixed] is None:
+        return name
+    return f"{name}, {'R' if fixed == 'radius' else 'n'} = {row[fixed]:.3g}"
 
 
 def list_lengths(sections: Sections) -> Iterator[Table]:
     """List the norms on data: a row per head or layer, a column per length."""
     columns, several = find_columns(sections), "" not in sections
-    rows = [
-        row.replace(model=label)
-        for label, section in sections.items()
-        for row in read_rows(section)
-        if row.mode == "real"
-    ]
-    lines = group_rows(rows, lambda row: f"{row['head']} {row['model']}")
-    firsts = [line[0] for line in lines.values()]
-    norms = [{row.n: row.norm for row in line} for line in lines.values()]
+    rows = [row for row in read_all(sections) if row.mode == "real"]
+    lines = group_rows(rows, lambda row: f"{row.head} {row.model}").values()
+    firsts = [line[0] for line in lines]
+    norms = [{row.n: row.norm for row in line} for line in lines]
     shown = [
         (HEAD, [row.head for row in firsts]),
         *([(MODEL, [row.model for row in firsts])] if several else []),
@@ -190,46 +187,35 @@ def list_lengths(sections: Sections) -> Iterator[Table]:
             for n in sorted({row.n for row in rows})
         ),
     ]
-    if lines:
+    if firsts:
         yield make_table("On data: median norms by length", shown, keys=1 + several)
 
 
 def draw_lengths(sections: Sections) -> Iterator[Curve]:
-    """Draw norms over the length n beside the slopes of n^(1/4) and n^(1/2), by mode."""
+    """Draw norms over the length n beside n^(1/4) and n^(1/2), by mode; over R in mode radius."""
     columns = find_columns(sections)
-    rows = [
-        row.replace(line=f"{label} {name_line(row)}".strip())
-        for label, section in sections.items()
-        for row in read_rows(section)
-        if any(value > 0 for value in finite([row.norm]))
-    ]
+    rows = [row for row in read_all(sections) if order(row.norm) > 0]
     for mode, title in MODES.items():
-        lines = group_rows((row for row in rows if row.mode == mode), lambda row: str(row.line))
+        x = "radius" if mode == "radius" else "n"
+        lines = group_rows(
+            (row for row in rows if row["mode"] == mode),
+            lambda row: f"{row.model} {name_line(row)}".strip(),
+        )
         names = list(lines)
         if len(names) > LINES:
             names = [names[round(i * (len(names) - 1) / (LINES - 1))] for i in range(LINES)]
-        series = [make_series(name, lines[name], "n", "norm") for name in names]
-        if series:
+        series = [make_series(name, lines[name], x, "norm") for name in names]
+        if series and x == "n":
             start, end = min(s.x[0] for s in series), max(s.x[-1] for s in series)
             first = series[0].y[0]
-            guides = [
+            series += [
                 Series(
                     f"n^{text}", (start, end), (first, first * (end / start) ** power), guide=True
                 )
                 for text, power in (("1/4", 0.25), ("1/2", 0.5))
             ]
-            yield Curve(title, columns["n"], columns["norm"], (*series, *guides), log=True)
-
-
-def draw_radii(sections: Sections) -> Iterator[Curve]:
-    """Draw norms at worst-case tokens over their radius R, at one length."""
-    columns = find_columns(sections)
-    rows = [row for s in sections.values() for row in read_rows(s) if row.mode == "radius"]
-    lines = group_rows(rows, lambda row: f"{name_line(row)}, n = {row['n']}")
-    series = [make_series(name, line, "radius", "norm") for name, line in [*lines.items()][:LINES]]
-    if any(each.x for each in series):
-        title = "Worst-case tokens over the radius"
-        yield Curve(title, columns["radius"], columns["norm"], tuple(series), log=True)
+        if series:
+            yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
 
 
 # Norms at each position of a text
@@ -361,7 +347,7 @@ OUTLINES: dict[str, Outline] = {
     "scaling": Outline(
         "How do norms grow with the length of the sequence?",
         "n is the number of tokens. Dotted lines are slopes to compare with.",
-        (list_lengths, draw_lengths, draw_radii),
+        (list_lengths, draw_lengths),
     ),
     "scaling.fit": Outline(
         "By which power of the length do norms grow?",

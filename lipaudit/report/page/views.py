@@ -48,6 +48,11 @@ def read_rows(section: Section) -> list[Row]:
     return rows
 
 
+def read_all(sections: Sections) -> list[Row]:
+    """Return the rows of all reports; `model` is the name of the report."""
+    return [row.replace(model=k) for k, section in sections.items() for row in read_rows(section)]
+
+
 def name_head(layer: int | None, head: int | None) -> str:
     """Name a head LAYER.HEAD; without a head the layer, without a layer the model."""
     if layer is None:

@@ -285,19 +285,6 @@ def explain_shades(block: Passage) -> str:
 
 
 @dataclass(frozen=True)
-class Spreadsheet:
-    """Rows of plain values, for other programs; None is a missing value.
-
-    Attributes:
-        names: of the columns.
-        rows: as many values each.
-    """
-
-    names: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-
-
-@dataclass(frozen=True)
 class Grid:
     """A table as texts.
 

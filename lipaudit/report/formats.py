@@ -11,7 +11,7 @@ from lipaudit.errors import UsageError, suggestion
 from lipaudit.report import html, latex, markdown, records, terminal
 
 Form = Literal["page", "screen", "record", "frame", "lines", "judgement", "picture"]
-"""A `Document`, one that fits a screen, a pydantic model, a `Spreadsheet`, lines of
+"""A `Document`, one that fits a screen, a pydantic model, rows of plain values, lines of
 text, a `Judgement` of the gate, the blocks of a picture."""
 Subject = Mapping[Form, Callable[[], Any]]
 """A result, as functions that make each of its forms."""

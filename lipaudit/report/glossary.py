@@ -133,8 +133,7 @@ WORDS: Mapping[str, str] = {
     "fragile": "See fragile attention rows.",
     "tightest bound": "The upper bound that is closest to the exact norm of a head: bound / exact "
     "at the median head.",
-    "tightest certified bound": "The same among bounds that hold on a set of inputs, not only at "
-    "the samples.",
+    "certified bound": "The tightest bound that holds on a whole set of inputs.",
     "accuracy": "Share of the samples that are classified correctly.",
     "amplification": "How much a small change of a head's input is magnified: ||J||.",
     "rule": "A line of the gate's contract: METRIC[@SELECTOR][:STATISTIC] OP LIMIT.",

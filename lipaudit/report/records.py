@@ -7,24 +7,22 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from lipaudit import schema
 from lipaudit.errors import visible
-from lipaudit.report.blocks import Spreadsheet
 from lipaudit.report.cells import show_controls
-from lipaudit.results import Column, Report, Section
+from lipaudit.results import Column, Report
 
 if TYPE_CHECKING:
     from xml.etree import ElementTree
 
     from lipaudit.gate import Judgement
-    from lipaudit.gate.changes import SampleChange
     from lipaudit.gate.comparison import Comparison
-    from lipaudit.gate.ranking import Ranked, Ranking
+    from lipaudit.gate.ranking import Ranking
     from lipaudit.gate.verdicts import Verdict
 
 
@@ -49,12 +47,13 @@ def _make_strict(value: Any) -> Any:
     return value
 
 
-def write_csv(frame: Spreadsheet) -> bytes:
+def write_csv(rows: Iterable[Cells]) -> bytes:
     """Write the names, then the rows; missing values are empty, control characters are shown."""
-    file = io.StringIO(newline="")
+    rows, file = list(rows), io.StringIO(newline="")
+    names = dict.fromkeys(name for row in rows for name in row)
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(map(_format_csv, frame.names))
-    writer.writerows([_format_csv(value) for value in row] for row in frame.rows)
+    writer.writerow(map(_format_csv, names))
+    writer.writerows([_format_csv(row.get(name)) for name in names] for row in rows)
     return file.getvalue().encode()
 
 
@@ -123,105 +122,82 @@ def write_lines(lines: Sequence[str]) -> bytes:
     return ("\n".join(map(show_controls, lines)) + "\n").encode()
 
 
-# Rows of plain values, for pandas and spreadsheets
+# Rows of plain values, for pandas and spreadsheets: cells by column
 
 
-LONG = (
-    "model",
-    "measure",
-    "row",
-    "layer",
-    "head",
-    "sample",
-    "place",
-    "column",
-    "value",
-    "text",
-    "unit",
-    "domain",
-    "status",
-)
-"""Columns of a report: a line for each cell; a number is a `value`, a word is a `text`."""
-AT = ("layer", "head")
-"""Those of them that name rows."""
+Cells = dict[str, Any]
 
 
-def list_cells(report: Report) -> Spreadsheet:
+def list_cells(report: Report) -> Iterator[Cells]:
     """Lay a report out long: a line for each cell of its rows, then of its samples.
 
-    A line of a row has no sample; a line of a sample has no row. Truth values are 1 and 0.
+    A line of a row has no sample; a line of a sample has no row. A number is a `value`, a word is
+    a `text`. Truth values are 1 and 0.
     """
-    lines = (line for section in report.sections for line in _section(section, report))
-    return Spreadsheet(LONG, tuple((report.run.model.spec, *line) for line in lines))
-
-
-def list_models(ranking: Ranking) -> Spreadsheet:
-    """Lay models out, a row each; accuracies of a ball are named `attacked@linf,2/255`."""
-    rows = [dict(_model(model)) for model in ranking.models]
-    names = tuple(dict.fromkeys(name for row in rows for name in row))
-    return Spreadsheet(names, tuple(tuple(row.get(name) for name in names) for row in rows))
-
-
-def list_samples(comparison: Comparison) -> Spreadsheet:
-    """Lay samples out, a row for each of every pair: figures and states, `.old` and `.new`."""
-    rows = [
-        {"old": pair.old, "new": pair.new, **dict(_sample(sample))}
-        for pair in comparison.pairs
-        for sample in pair.samples
-    ]
-    names = tuple(dict.fromkeys(name for row in rows for name in row))
-    return Spreadsheet(names, tuple(tuple(row.get(name) for name in names) for row in rows))
-
-
-def _sample(sample: SampleChange) -> Iterator[tuple[str, Any]]:
-    yield from (("sample", sample.id), ("place", sample.place or None))
-    yield from (("lost", len(sample.lost)), ("gained", len(sample.gained)))
-    for name, both in (sample.states | sample.figures).items():
-        yield from zip((f"{name}.old", f"{name}.new"), both, strict=True)
-
-
-def _section(section: Section, report: Report) -> Iterator[tuple[Any, ...]]:
     from lipaudit.gate.pairing import name_rows
 
-    columns = section.columns
-    for name, row in zip(name_rows(section), section.rows, strict=True):
-        at = (section.measure, name, row.get("layer"), row.get("head"), None, None)
-        for key in (key for key in row if key not in AT):
-            value = row[key]
-            yield (*at, *_cell(key, value, columns[key]))
     places = report.found("place")
-    for key, values in section.samples.items():
-        for sample, value in zip(section.ids, values, strict=True) if key != "ids" else ():
-            of = (section.measure, None, None, None, sample, places.get(sample))
-            yield (*of, *_cell(key, value, section.sample_column(key)))
+    for section in report.sections:
+        start: dict[str, Any] = {"model": report.run.model.spec, "measure": section.measure}
+        names = ("row", "layer", "head", "sample", "place")
+        for name, row in zip(name_rows(section), section.rows, strict=True):
+            about = dict(zip(names, (name, row.get("layer"), row.get("head")), strict=False))
+            about |= dict.fromkeys(("sample", "place"))
+            for key in (key for key in row if key not in ("layer", "head")):
+                yield start | about | _describe_cell(key, row[key], section.columns[key])
+        for key, values in section.samples.items():
+            for sample, value in zip(section.ids, values, strict=True) if key != "ids" else ():
+                about = dict.fromkeys(names) | {"sample": sample, "place": places.get(sample)}
+                yield start | about | _describe_cell(key, value, section.sample_column(key))
 
 
-def _cell(name: str, value: Any, column: Column) -> tuple[Any, ...]:
+def _describe_cell(name: str, value: Any, column: Column) -> Cells:
     word = isinstance(value, str)
-    number = int(value) if isinstance(value, bool) else value
     proven = column.domain and column.format != "s"
-    how = (column.unit, column.domain, column.status) if proven else (column.unit, None, None)
-    return name, None if word else number, value if word else None, *how
+    return {
+        "column": name,
+        "value": None if word else int(value) if isinstance(value, bool) else value,
+        "text": value if word else None,
+        "unit": column.unit,
+        "domain": column.domain if proven else None,
+        "status": column.status if proven else None,
+    }
 
 
-def _model(model: Ranked) -> Iterator[tuple[str, Any]]:
-    yield from (("rank", model.rank), ("model", model.model), ("outcome", model.outcome))
-    yield from _difference(model.difference)
-    for each in model.accuracy:
-        ball = f"@{each.norm},{each.eps}" if each.norm else ""
-        for name, value in (("", each.share), ("_low", each.low), ("_high", each.high)):
-            yield f"{each.kind}{name}{ball}", value
-        yield f"{each.kind}_samples{ball}", each.samples
-    for name in ("median", "low", "high", "p95", "samples"):
-        yield f"norm_{name}", model.norm and getattr(model.norm, name)
-    head = model.head
-    yield "head", head and f"{head.layer}.{head.head}"
-    yield "head_norm", head and head.exact
-    yield "fragile", model.fragile
-    yield "reason", model.reason
+def list_samples(comparison: Comparison) -> Iterator[Cells]:
+    """Lay samples out, a row for each of every pair: figures and states, `.old` and `.new`."""
+    for pair in comparison.pairs:
+        for sample in pair.samples:
+            figures = sample.states | sample.figures
+            yield {
+                "old": pair.old,
+                "new": pair.new,
+                "sample": sample.id,
+                "place": sample.place or None,
+                "lost": len(sample.lost),
+                "gained": len(sample.gained),
+                **{
+                    f"{k}.{end}": both[end == "new"] for k, both in figures.items() for end in ENDS
+                },
+            }
 
 
-def _difference(difference: Verdict | None) -> Iterator[tuple[str, Any]]:
-    for name in ("paired", "low", "high", "unit", "p", "samples"):
-        key = "difference" if name == "paired" else f"difference_{name}"
-        yield key, difference and getattr(difference, name)
+ENDS = ("old", "new")
+
+
+def list_models(ranking: Ranking) -> Iterator[Cells]:
+    """Lay models out, a row each; accuracies of a ball are named `attacked@linf,2/255`."""
+    for model in ranking.models:
+        row: dict[str, Any] = {name: getattr(model, name) for name in ("rank", "model", "outcome")}
+        for name in ("paired", "low", "high", "unit", "p", "samples"):
+            key = "difference" if name == "paired" else f"difference_{name}"
+            row[key] = model.difference and getattr(model.difference, name)
+        for each in model.accuracy:
+            ball = f"@{each.norm},{each.eps}" if each.norm else ""
+            ends = {"": "share", "_low": "low", "_high": "high", "_samples": "samples"}
+            row |= {f"{each.kind}{k}{ball}": getattr(each, name) for k, name in ends.items()}
+        for name in ("median", "low", "high", "p95", "samples"):
+            row[f"norm_{name}"] = model.norm and getattr(model.norm, name)
+        row["head"] = model.head and f"{model.head.layer}.{model.head.head}"
+        row["head_norm"] = model.head and model.head.exact
+        yield row | {"fragile": model.fragile, "reason": model.reason}

@@ -141,7 +141,7 @@ def strip_name(name: str) -> str:
 
 
 def _list_measures() -> Iterator[Topic]:
-    from lipaudit.report.page.chapters import find_outline
+    from lipaudit.report.page.chapters import find_plan
     from lipaudit.results import layouts, measures
     from lipaudit.settings import option_types
 
@@ -151,9 +151,9 @@ def _list_measures() -> Iterator[Topic]:
         texts = (p.replace("\n", " ") for p in others if not p.startswith("[dim]"))
         yield Topic(group, name, name, first.replace("\n", " "), " ".join(texts))
     for section, layout in layouts().items():
-        outline = find_outline(section, layout.title)
-        question = (outline.question,)
-        yield Topic(group, section, section, outline.question, outline.about, words=question)
+        plan = find_plan(section, layout.title)
+        question = (plan.question,)
+        yield Topic(group, section, section, plan.question, plan.about, words=question)
 
 
 def _list_columns() -> Iterator[Topic]:

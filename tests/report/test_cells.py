@@ -21,6 +21,8 @@ def column(**how: object) -> Column:
         (-math.inf, {}, "-inf"),
         (1.2, {}, "1.20"),
         (130.0, {"unit": "×"}, "130×"),
+        (1.2, {"format": "+.3g"}, "+1.20"),
+        (-130.0, {"format": "+.3g"}, "-130"),
         (9000.0, {}, "9.00e3"),
         (1.5e-7, {}, "1.50e-7"),
         (1e300, {}, "1.00e300"),
@@ -67,8 +69,3 @@ def test_marks_suffice_for_every_row_type(kind):
     standings = {cells.describe_standing(c) for c in columns} - {""}
     assert len(notes) == len(standings)
     assert len(set(marks) - {""}) in (0, len(standings))
-
-
-def test_a_signed_number_keeps_its_trailing_zeros():
-    assert cells.format_significant(1.2, "+.3g") == "+1.20"
-    assert cells.format_significant(-130.0, "+.3g") == "-130"

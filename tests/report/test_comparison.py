@@ -278,11 +278,6 @@ def test_of_many_balls_those_are_told_in_which_most_was_lost(before, after):
     assert said[0].endswith("index 0, index 1, index 2 and 2 more.")
 
 
-def test_figures_are_sorted_as_numbers(subject):
-    (figures,) = blocks(subject["page"](), "change-0", Table)
-    assert [c.label for c in figures.columns if c.format == "s"] == ["metric", "verdict"]
-
-
 def test_a_change_is_that_of_the_two_figures_beside_it(report, before):
     norms = NORMS * np.where(np.arange(64) % 3, 0.5, 2)
     after = measured(report, EXACT, norms, np.ones(64, int))

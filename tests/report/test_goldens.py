@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lipaudit.report import markdown, records, terminal
-from lipaudit.report.page.chapters import find_outline
+from lipaudit.report.page.chapters import find_plan
 from lipaudit.report.page.document import make_page
 from lipaudit.results import layouts
 
@@ -37,9 +37,7 @@ def cut(text: str) -> dict[str, str]:
     lines = text.splitlines(keepends=True)
     starts = {}
     for measure in layouts():
-        heads = {
-            head.format(title=find_outline(measure).question, measure=measure) for head in HEADS
-        }
+        heads = {head.format(title=find_plan(measure).question, measure=measure) for head in HEADS}
         (starts[measure],) = (i for i, line in enumerate(lines) if line.rstrip("\n") in heads)
     last = max(starts.values())
     end = next(i for i, line in enumerate(lines) if i > last and line.rstrip("\n") in END)

@@ -70,20 +70,11 @@ def test_nothing_is_loaded_and_only_its_own_script_runs(any_page):
         assert all(v.startswith(("#", "data:image/png;")) for v in any_page.attributes(name))
 
 
-def test_no_address_stands_anywhere(page):
-    assert not re.search(r"https?://|@import|url\((?!#)", page)
-
-
-def test_browser_is_told_to_load_nothing(parsed):
-    (policy,) = [a["content"] for t, a in parsed.tags if t == "meta" and "http-equiv" in a]
-    assert "default-src 'none'" in policy
-
-
 def test_browser_is_told_the_one_script_that_may_run(page, parsed):
     (policy,) = [a["content"] for t, a in parsed.tags if t == "meta" and "http-equiv" in a]
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"; script-src 'sha256-{digest}';" in policy
+    assert f"default-src 'none'; script-src 'sha256-{digest}';" in policy
     assert "\r" not in script
 
 
@@ -118,18 +109,9 @@ def test_every_picture_has_an_alternative_text(any_page):
     assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in pictures)
 
 
-def test_every_section_is_there(report, parsed):
-    ids = set(parsed.attributes("id"))
-    assert {section.measure for section in report.sections} <= ids
-
-
 def test_equal_reports_give_equal_bytes(report):
     alone = keep(report, *report.sections[3:5])
     assert html.render(make_page(alone)) == html.render(make_page(alone))
-
-
-def test_page_of_a_large_model_stays_small(large_report):
-    assert len(html.render(make_page(large_report))) < 2_000_000
 
 
 def scaled(row, layer: int, head: int):

@@ -109,10 +109,3 @@ def test_a_hostile_model_stays_within_its_table(report):
 )
 def test_what_is_no_ascii_is_written_so_that_plain_latex_takes_it(text, written):
     assert latex.escape(text) == written
-
-
-def test_a_missing_value_is_a_dash():
-    page = Document(
-        "t", (), (), (Chapter("c", "c", (Table("t", (NAME, VALUE), (("x", None),)),)),)
-    )
-    assert "x & -- \\\\\n" in latex.render(page).decode()

@@ -6,7 +6,6 @@ import pytest
 
 from lipaudit.report import markdown
 from lipaudit.report.page.document import make_page
-from tests.report.conftest import rename
 
 
 def test_tables_have_as_many_cells_in_every_row(report, other):
@@ -42,9 +41,3 @@ def test_only_our_own_tags_are_markup(report, other):
         f"<{end}{tag}>" for tag in ("details", "summary", "sub", "code", "br") for end in ("", "/")
     }
     assert "\x1b" not in text
-
-
-def test_drawings_cannot_be_left_by_a_hostile_label(report):
-    hostile = rename(report, spec="~~~~\n```\n# heading")
-    lines = markdown.render(make_page(hostile, report)).decode().splitlines()
-    assert not [line for line in lines if line.startswith(("# heading", "~~~", "```"))]

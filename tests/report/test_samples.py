@@ -137,12 +137,6 @@ def test_a_decided_ball_has_no_reason_for_being_undecided(report):
     assert told(samples.inspect_sample(report, IDS[3]), "What is proven?")[said][0] == "bound"
 
 
-def test_an_index_is_a_name(report):
-    said = {"ids": IDS, "place": tuple(f"index {i}, made of x" for i in range(24))}
-    placed = report.model_copy(update={"samples": said})
-    assert samples.choose_sample(placed, "13") == IDS[13]
-
-
 @pytest.mark.parametrize("format", ["table", "markdown", "html"])
 def test_every_format_shows_it(placed, format):
     text = render(of_sample(placed, "x.json", "cat/7.png"), format).decode().replace("\\", "")

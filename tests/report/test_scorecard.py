@@ -113,11 +113,6 @@ def test_limits_of_a_median_hold_it_as_often_as_they_say(count):
     assert limits == ((k - 1, count - k) if k else None)
 
 
-def test_what_is_right_is_counted_without_an_attack_too(report):
-    (clean,) = summary(keep(report, report.section("jacobian"))).accuracy
-    assert (clean.kind, clean.share) == ("clean", 23 / 24)
-
-
 def test_norms_name_the_sample_that_has_the_largest(report):
     row, norms = report.section("jacobian").rows[0], summary(report).norms
     assert (norms.median, norms.p95, norms.max) == (row.median, row.p95, row.max)
@@ -188,8 +183,9 @@ def test_the_command_that_lowers_the_share_of_fragile_rows(report):
     said = lines(report.model_copy(update={"run": run}))["fragile attention rows"][2]
     assert said == "lipaudit train demo --penalty jasmin"
     assert lines(report)["fragile attention rows"][2].endswith("--penalty jasmin --data TRAIN")
-    calm = with_rows(report, "attention", intermediate=0.01)
-    assert lines(calm)["fragile attention rows"][2] == ""
+    for share in (0.01, 0.3):  # nothing to pull; no head with more than half
+        calm = with_rows(report, "attention", intermediate=share)
+        assert lines(calm)["fragile attention rows"][2] == ""
     features = report.section("jacobian")
     rows = tuple(row.replace(to="features") for row in features.rows)
     encoder = (report.section("attention"), features.model_copy(update={"rows": rows}))
@@ -225,12 +221,6 @@ def test_a_page_explains_the_words_of_its_scorecard(report):
     assert "lipaudit explain WORD" in more.text
 
 
-def test_where_no_head_is_fragile_no_training_is_offered(report):
-    few = with_rows(report, "attention", intermediate=0.3)
-    assert summary(few).fragile.k is not None
-    assert lines(few)["fragile attention rows"][2] == ""
-
-
 def test_heads_are_named_as_such_with_the_samples_they_were_measured_at(report):
     section = report.section("bounds").model_copy(update={"samples": {"ids": ("00", "01")}})
     said = lines(keep(report, section))["steepest attention head, ‖J‖"][1]
@@ -253,8 +243,8 @@ def test_bounds_shown_are_the_tightest_of_each_standing(report):
     for name, values in ratios.items():
         assert summed[name].median == pytest.approx(10 ** median(map(log10, values)))
         assert summed[name].largest == pytest.approx(max(values))
-    shown = [name for name in lines(report) if name.startswith("tightest")]
-    assert shown == ["tightest bound, sharp", "tightest certified bound, castin"]
+    shown = [name for name in lines(report) if " bound, " in name]
+    assert shown == ["tightest bound, sharp", "certified bound, castin"]
 
 
 def test_a_report_without_figures_has_no_scorecard(report, blank_report):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import shlex
 
+import pytest
+
 from lipaudit.cli.commands import build
 from lipaudit.report import terminal
 from lipaudit.report.page.document import make_page
@@ -35,21 +37,22 @@ def test_a_gate_is_offered_on_what_is_complete(report):
     assert commands(partial.model_copy(update={"run": resumed}))[0] == resumed.command
 
 
-def test_noise_calls_for_data(report):
-    note = Note(level="warning", code="random-data", text="noise")
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        ("random-data", "Measure at real samples: these are noise."),
+        ("random-weights", "Load trained weights: these are random."),
+    ],
+)
+def test_noise_calls_for_a_model_in_use(report, code, advice):
+    note = Note(level="warning", code=code, text="noise")
     first = report.sections[0].model_copy(update={"notes": (note,)})
     noise = keep(report, first, *report.sections[1:])
-    assert any(each.endswith("--data DATA") for each in commands(noise))
+    text, command = make_page(noise).steps[0]
+    assert text == advice
+    assert command.endswith("--data DATA")
     assert not any(each.endswith("--data DATA") for each in commands(report))
     assert not any("--baseline" in each for each in commands(noise))
-
-
-def test_random_weights_call_for_trained_ones(report):
-    note = Note(level="warning", code="random-weights", text="random")
-    first = report.sections[0].model_copy(update={"notes": (note,)})
-    random = keep(report, first, *report.sections[1:])
-    assert make_page(random).steps[0][0] == "Load trained weights: these are random."
-    assert commands(random)[0].startswith("lipaudit audit ")
 
 
 def test_every_step_says_what_its_command_is_for(report):

@@ -62,16 +62,6 @@ def test_control_characters_never_reach_the_terminal(report):
     assert r"\x1b[31mred" in terminal.render(make_page(report)).decode()
 
 
-def test_partial_report_says_so(report):
-    partial = report.model_copy(update={"status": "partial"})
-    assert b"Partial: the run was cut short." in terminal.render(make_page(partial))
-    assert b"Partial" not in terminal.render(make_page(report))
-
-
-def test_worst_case_is_marked_without_colour(report):
-    assert terminal.render(make_page(report)).decode().count("▸ worst") == 2
-
-
 def test_charts_are_said_in_words_and_only_the_map_of_heads_is_drawn(report):
     """A chart's place has its title and what it shows, in a terminal and in Markdown."""
     page = make_page(report)
@@ -139,12 +129,6 @@ def test_a_file_that_is_named_gets_full_width(report, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     emit(report, Output(format="json", output=(tmp_path / "x.txt",)), always=False)
     assert (tmp_path / "x.txt").read_bytes() == terminal.render(make_page(report))
-
-
-def test_text_that_fits_is_not_broken(report):
-    """The longest domain of a bound stands on one line where the table has room for it."""
-    said = terminal.render(make_page(report), width=80).decode()
-    assert "all inputs, every ‖x_i‖ ≤ R" in said
 
 
 def test_heads_say_in_what_their_norm_is_taken(report):

@@ -37,7 +37,7 @@ from lipaudit.results.trials import COSTS, WORST
 
 
 @dataclass(frozen=True)
-class Outline:
+class ChapterPlan:
     """What a chapter shows.
 
     Attributes:
@@ -246,8 +246,8 @@ FRAGILE: tuple[str, ...] = (
 )
 QUANTILES = ("norm", "mean", "median", "p95", "max", "within", "samples", "converged")
 
-OUTLINES: dict[str, Outline] = {
-    "bounds": Outline(
+PLANS: dict[str, ChapterPlan] = {
+    "bounds": ChapterPlan(
         "Which heads amplify a small change most?",
         "Exact norm ‖J‖ of each head: by how much a small change of the head's own input can grow "
         "in its output, median over the samples. Later layers may shrink the change again.",
@@ -259,7 +259,7 @@ OUTLINES: dict[str, Outline] = {
         ),
         (spread_columns("exact", "sharp", "sharp_ratio_max", "p_norm"),),
     ),
-    "bounds.layers": Outline(
+    "bounds.layers": ChapterPlan(
         "How much do whole layers amplify?",
         "The same norm for all heads of a layer together.",
         (
@@ -268,14 +268,14 @@ OUTLINES: dict[str, Outline] = {
             ),
         ),
     ),
-    "bounds.ball": Outline(
+    "bounds.ball": ChapterPlan(
         "How large can the norm of a head get near the samples?",
         "In a ball of radius r around a sample's tokens: the largest norm that a search found, "
         "and proven upper bounds.",
         (tabulate(keys=("head", "r")),),
         whole=True,
     ),
-    "attention": Outline(
+    "attention": ChapterPlan(
         "Where is attention fragile?",
         "An attention row is fragile (intermediate) if it is neither flat nor one-hot: the "
         "softmax then reacts most to a small change.",
@@ -300,7 +300,7 @@ OUTLINES: dict[str, Outline] = {
             draw_attention,
         ),
     ),
-    "jacobian": Outline(
+    "jacobian": ChapterPlan(
         "How sensitive is the whole model?",
         "Jacobian norm ‖J‖: by how much a small change of a sample can grow in the model's "
         "output, in the worst direction.",
@@ -310,7 +310,7 @@ OUTLINES: dict[str, Outline] = {
             list_positions,
         ),
     ),
-    "attack": Outline(
+    "attack": ChapterPlan(
         "Which attacks succeed?",
         "Share of the samples that stay right under each attack, with 95 % limits. A stronger "
         "attack can only lower it.",
@@ -324,7 +324,7 @@ OUTLINES: dict[str, Outline] = {
             draw_accuracies,
         ),
     ),
-    "certify": Outline(
+    "certify": ChapterPlan(
         "What is proven?",
         "The true robust accuracy is between what is certified and what attacks left (robust).",
         (
@@ -338,24 +338,24 @@ OUTLINES: dict[str, Outline] = {
             ),
         ),
     ),
-    "certify.radius": Outline(
+    "certify.radius": ChapterPlan(
         "How far around a sample is its class proven?",
         "Radii of the balls around correctly classified samples.",
         (tabulate(keys=("norm",)),),
         whole=True,
     ),
-    "scaling": Outline(
+    "scaling": ChapterPlan(
         "How do norms grow with the length of the sequence?",
         "n is the number of tokens. Dotted lines are slopes to compare with.",
         (list_lengths, draw_lengths),
     ),
-    "scaling.fit": Outline(
+    "scaling.fit": ChapterPlan(
         "By which power of the length do norms grow?",
         "norm = c n^a: [C24] finds a near 1/4 on text; 1/2 is the worst case.",
         (tabulate(keys=("head", "mode", "radius")),),
         whole=True,
     ),
-    "scaling.split": Outline(
+    "scaling.split": ChapterPlan(
         "Does duplicating tokens help an attack?",
         "The largest change of a head's output that a move of the tokens can cause, and the same "
         "with every token duplicated first.",
@@ -364,6 +364,6 @@ OUTLINES: dict[str, Outline] = {
 }
 
 
-def find_outline(measure: str, title: str = "") -> Outline:
+def find_plan(measure: str, title: str = "") -> ChapterPlan:
     """Return what the chapter of a section shows; of a plug-in's, what its columns say."""
-    return OUTLINES.get(measure) or Outline(title or measure, whole=True)
+    return PLANS.get(measure) or ChapterPlan(title or measure, whole=True)

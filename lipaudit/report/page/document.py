@@ -10,7 +10,7 @@ from typing import Any
 from lipaudit.report.blocks import Block, Chapter, Document, Facts, Notes, Paragraph, make_table
 from lipaudit.report.cells import LIMITS, STATUS, write_math
 from lipaudit.report.glossary import ATTACKS, NORMS, WORDS
-from lipaudit.report.page.chapters import find_outline
+from lipaudit.report.page.chapters import find_plan
 from lipaudit.report.page.facts import (
     CHARACTERS,
     describe_gaps,
@@ -54,13 +54,13 @@ def show_section(
     """
     if section.failure is not None:
         return (_describe_failure("", section),)
-    outline = find_outline(section.measure, section.title)
+    plan = find_plan(section.measure, section.title)
     listed = _list_settings(section.settings if settings is None else settings)
     notes = merge_notes(note for note in section.notes if note not in said)
-    views = outline.views if outline.whole else (*outline.views, list_all_rows)
+    views = plan.views if plan.whole else (*plan.views, list_all_rows)
     blocks = [_name_points(block, places) for view in views for block in view({"": section})]
     return (
-        *([Paragraph(outline.about)] if outline.about else []),
+        *([Paragraph(plan.about)] if plan.about else []),
         *(blocks if _has_figures(section) else [NOTHING]),
         *([Paragraph(f"Settings: {listed}.")] if listed else []),
         *([Notes(notes)] if notes else []),
@@ -74,8 +74,8 @@ def compare_sections(sections: Mapping[str, Section]) -> tuple[Block, ...]:
     if not filled:
         return tuple(failed) or (NOTHING,)
     first = next(iter(filled.values()))
-    outline = find_outline(first.measure, first.title)
-    views = outline.several or outline.views
+    plan = find_plan(first.measure, first.title)
+    views = plan.several or plan.views
     return (*failed, *(block for view in views for block in view(filled)))
 
 
@@ -192,7 +192,7 @@ def _show_one(report: Report) -> Document:
             settings = {}  # the section that it is part of lists the same
         folded = len(measures) > 1 and name != measures[0] and name not in OPEN
         blocks = show_section(section, said, places, settings)
-        chapters.append(Chapter(name, find_outline(name, section.title).question, blocks, folded))
+        chapters.append(Chapter(name, find_plan(name, section.title).question, blocks, folded))
     if has_ranking(report):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst", title, show_worst(report)))
@@ -239,7 +239,7 @@ def _show_several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Documen
         blocks = compare_sections(sections)
         title = next(iter(sections.values())).title
         folded = bool(chapters) and measure not in OPEN
-        chapters.append(Chapter(measure, find_outline(measure, title).question, blocks, folded))
+        chapters.append(Chapter(measure, find_plan(measure, title).question, blocks, folded))
     cards = (tabulate_scorecards(names, reports),)
     return replace(
         _start_several(reports),

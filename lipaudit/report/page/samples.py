@@ -24,7 +24,7 @@ from lipaudit.report.cells import (
     format_value,
     write_math,
 )
-from lipaudit.report.page.chapters import find_outline
+from lipaudit.report.page.chapters import find_plan
 from lipaudit.report.page.facts import (
     CHARACTERS,
     describe_gaps,
@@ -364,7 +364,7 @@ def inspect_sample(report: Report, sample: str) -> Document:
         rows = [f.cells(sample) for f in figures if f.values.get(sample, "") != ""]
         if rows:
             table = Table("", FIGURES, tuple(rows))
-            title = find_outline(section.measure, section.title).question
+            title = find_plan(section.measure, section.title).question
             chapters.append(Chapter(section.measure, title, (table,)))
     kept: tuple[Block, ...] = (*make_gallery(report, [sample]), *list_passages(report, [sample]))
     if kept:

@@ -156,7 +156,7 @@ MUTATIONS = (
         "models/derivative/linear_mode.py",
         "if training and (running_mean is not None or _mixes_samples(input)):",
         "if False:",
-        "tests/models/derivative/test_adjoints.py",
+        "tests/models/derivative/test_linear_mode.py",
     ),
 )
 

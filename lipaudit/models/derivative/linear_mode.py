@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipaudit.errors import InputError, of_machine
-from lipaudit.models.derivative import adjoints
 from lipaudit.models.graph import leaves
+from lipaudit.models.lifting import keep
 from lipaudit.models.precision import widen_call
 
 
@@ -24,11 +23,6 @@ def _refuse_dropout(probability: float) -> None:
             f"dropout is on (p = {probability:g}): every forward pass is another function",
             "call model.eval() first, or set the probability to 0",
         )
-
-
-def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The signature of torch.softmax and Tensor.softmax."""
-    return adjoints.softmax(input, dim, dtype=dtype)
 
 
 def _attention(
@@ -41,7 +35,37 @@ def _attention(
     **kwargs: Any,
 ) -> Tensor:
     _refuse_dropout(dropout_p)
-    return adjoints.attention(query, key, value, attn_mask, *args, **kwargs)
+    return NotImplemented
+
+
+class _LiftedLinear(torch.autograd.Function):
+    """x W + b, whose W is read again for every product.
+
+    A graph that kept W would hold a copy of every weight that is stored in another precision or
+    place, beside the model: that of a 7B model in bfloat16 takes 28 GB.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Callable[[], Tensor], bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight(), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.weight = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
+        weight = ctx.weight
+        return _LiftedLinear.apply(u, lambda: weight().t(), None), None, None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    kept = keep(weight)
+    if isinstance(kept, Tensor):
+        return NotImplemented
+    return _LiftedLinear.apply(input, kept.lifted, bias)
 
 
 def _dropout(
@@ -93,28 +117,21 @@ def _mixes_samples(input: Tensor) -> bool:
     return len(input) > 1 and not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
 
 
-_ACTIVATIONS = (F.gelu, F.silu, F.mish, F.hardswish, torch.tanh, torch.sigmoid)
 _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
-    **{function: partial(adjoints.elementwise, function) for function in _ACTIVATIONS},
-    **{f: partial(adjoints.elementwise, f) for f in (Tensor.tanh, Tensor.sigmoid)},
-    **dict.fromkeys((torch.softmax, Tensor.softmax), _softmax),
-    F.softmax: adjoints.softmax,
-    F.linear: adjoints.linear,
-    F.layer_norm: adjoints.layer_norm,
-    F.rms_norm: adjoints.rms_norm,
-    F.conv2d: adjoints.patch_conv,
+    F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
     F.batch_norm: _batch_norm,
 }
+"""A replacement returns NotImplemented where torch's own is to run."""
 
 
-class AdjointMode(TorchFunctionMode):
-    """Run a model with the operations of `adjoints` in place of torch's own.
+class LinearMode(TorchFunctionMode):
+    """Run a model so that it can be differentiated twice, and refuse what is no fixed function.
 
     Outputs change by rounding only. In a float64 run (`widen`) nothing is computed in float32 on
     the way: many models cast to float32 inside, for norms, rotary positions or softmax, which
-    would leave seven of the sixteen digits. J^T u is differentiable in u alone.
+    would leave seven of the sixteen digits.
 
     Raises:
         InputError: inside the block, where the model uses dropout or batch statistics.
@@ -135,25 +152,17 @@ class AdjointMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.widen:
             func, args, kwargs = widen_call(func, args, kwargs)
-        replacement = None if _is_mapped() else _REPLACEMENTS.get(func)
+        replacement = _REPLACEMENTS.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
-
-
-def _is_mapped() -> bool:
-    """Say whether torch.func maps over a function, which the operations of `adjoints` do not let.
-
-    torch's own can be differentiated twice too; they take more time.
-    """
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor) -> Tensor:
     """Evaluate f with operations that can be differentiated twice."""
     sdpa = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
-    # The mode cannot see attention inside nn.MultiheadAttention: MATH can be differentiated.
-    with sdpa, hooks, AdjointMode(widen=leaf.dtype == torch.float64):
+    # The backward pass of fused kernels has no derivative; that of MATH, torch operations, has.
+    with sdpa, hooks, LinearMode(widen=leaf.dtype == torch.float64):
         return f(leaf.clone(), index)  # a copy, which f may change in place
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, InputError, UsageError, of_machine
 from lipaudit.models.derivative.linear_mode import evaluate, explain_errors
-from lipaudit.models.derivative.reads import learning
 from lipaudit.models.derivative.trail import Trail
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.theory.scale import times_power
@@ -36,7 +34,8 @@ class Linearization:
     """J v and J^T u of f at every sample of x at once, in units of 2^exponent.
 
     One forward pass is kept; a product costs about as much as one more. J^T u is a backward pass,
-    J v the derivative of J^T u with respect to u (see `adjoints`).
+    J v the derivative of J^T u with respect to u: two backward
+    passes replace forward mode, which fused attention lacks.
 
     All products are those of 2^-exponent J. The exponents are 0 until `fit` or the first `outer`,
     `inner`, `rows` or `columns` meets derivatives that are far from one: products of two would
@@ -50,8 +49,6 @@ class Linearization:
         index: which samples of the first batch the rows are, (batch,).
         output: f(x), (batch, *out).
         exponent: per sample, (batch,), on the CPU.
-        generic: whether the u of the first `outer` is random. It then tells which tokens the
-            last operations are read at, and products from there on cost nothing at the others.
     """
 
     def __init__(self, f: Function, x: Tensor, index: Tensor) -> None:
@@ -59,7 +56,6 @@ class Linearization:
         self.exponent = torch.zeros(len(x), dtype=torch.int64)
         self._fitted = False
         self._transposed: tuple[Tensor, Tensor] | None = None
-        self.generic = False
         self.output = self._graph[1].detach()
 
     def __len__(self) -> int:
@@ -89,9 +85,8 @@ class Linearization:
 
     def outer(self, u: Tensor) -> Tensor:
         """Return J J^T u per sample, (batch, *out) -> (batch, *out)."""
-        if self._transposed is None:
-            return self.jvp(self.sized(lambda u: self._in_units(self._begin, u), u))
-        return self.jvp(self.sized(self.vjp, u))
+        first = partial(self._in_units, self._begin) if self._transposed is None else self.vjp
+        return self.jvp(self.sized(first, u))
 
     def inner(self, v: Tensor) -> Tensor:
         """Return J^T J v per sample, (batch, *in) -> (batch, *in)."""
@@ -136,7 +131,6 @@ class Linearization:
         """Linearise again at some of the samples, so that the others cost nothing more."""
         part = Linearization(self.f, self.x[index], self.index[index])
         part.exponent, part._fitted = self.exponent[index.cpu()], self._fitted
-        part.generic = self.generic
         return part
 
     def release(self) -> None:
@@ -161,8 +155,7 @@ class Linearization:
 
     def _begin(self, u: Tensor) -> Tensor:
         """J^T u, which comes with the graph that J needs."""
-        with learning() if self.generic else nullcontext():
-            self._transposed = self._transpose(u)
+        self._transposed = self._transpose(u)
         return self._transposed[1].detach()
 
     def sized(self, product: Product, z: Tensor) -> Tensor:
@@ -341,8 +334,8 @@ def _agree(output: Tensor, reference: Tensor) -> bool:
 def _require_equal(output: Tensor, reference: Tensor, what: str) -> None:
     if not _agree(output, reference):
         gap = (output - reference).abs().max()
-        raise EvaluationError(
+        raise InputError(
             f"the model's output {what} (by up to {gap:.1e})",
-            "call model.eval(), and switch off dropout, noise, random token selection, autocast "
-            "and parts in half precision",
+            "call model.eval(), and switch off dropout, noise, random token selection and "
+            "autocast; where parts are in half precision, say --dtype float64",
         )

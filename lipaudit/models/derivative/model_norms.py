@@ -253,7 +253,6 @@ def _lanczos_norms(
     size = min(linear.outputs, linear.inputs)
     device = linear.x.device
     start = random_starts(seeds, size).to(device, torch.float64)
-    linear.generic = True
 
     def select(index: Tensor) -> Products:
         if len(index) == len(linear):

@@ -68,11 +68,11 @@ UNSUITABLE = {
     "dropout": (nn.Dropout(0.5).train(), InputError, "dropout is on"),
     "attention dropout": (
         lambda x: nn.MultiheadAttention(4, 2, 0.9, batch_first=True)(x, x, x)[0],
-        EvaluationError,
+        InputError,
         "one forward pass to the next",
     ),
-    "noise": (noisy, EvaluationError, "one forward pass to the next"),
-    "noise on one sample": (noisy_at_first, EvaluationError, "one forward pass to the next"),
+    "noise": (noisy, InputError, "one forward pass to the next"),
+    "noise on one sample": (noisy_at_first, InputError, "one forward pass to the next"),
     "batch statistics": (nn.BatchNorm1d(3).train(), InputError, "statistics of the batch"),
     "neighbour": (of_the_neighbour, InputError, "depends on another"),
     "batch as a sequence": (of_those_before, InputError, "depends on another"),
@@ -174,5 +174,5 @@ def test_a_model_that_counts_its_passes_is_linearised_and_keeps_no_nan():
 def test_a_wrong_mask_is_noticed():
     """An f that forgets `index` gives samples another mask where it is run on a part."""
     scale = torch.tensor([1.0, 2.0, 3.0])[:, None]
-    with pytest.raises(EvaluationError, match="beside it"):
+    with pytest.raises(InputError, match="beside it"):
         linearize(lambda z, _: z * scale[: len(z)], torch.randn(3, 4))

@@ -32,7 +32,7 @@ from benchmarks.shared.models import random_gpt2
 from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, quartiles, resident, spread, timed
 from lipaudit.models.derivative.linearize import Linearization, linearize
-from lipaudit.models.derivative.model_norms import DENSE, jacobian_norms
+from lipaudit.models.derivative.model_norms import DENSE, compute_jacobian_norms
 from lipaudit.models.sources.demo import MEAN, STD, WIDTH, load_demo
 
 
@@ -111,7 +111,7 @@ def words(samples: int) -> Problem:
 
 
 def ours(problem: Problem, tol: float) -> Tensor:
-    return jacobian_norms(linearize(lambda z, _: problem.call(z), problem.x), tol=tol).norm
+    return compute_jacobian_norms(linearize(lambda z, _: problem.call(z), problem.x), tol=tol).norm
 
 
 def parts(problem: Problem, together: int) -> list[Problem]:
@@ -121,7 +121,9 @@ def parts(problem: Problem, together: int) -> list[Problem]:
 
 def truth_of(problem: Problem) -> tuple[Tensor, int]:
     each = [linearize(lambda z, _: problem.wide(z), x.double()) for x in problem.x.split(4)]
-    return torch.cat([jacobian_norms(one, tol=1e-11).norm for one in each]), each[0].outputs
+    return torch.cat([compute_jacobian_norms(one, tol=1e-11).norm for one in each]), each[
+        0
+    ].outputs
 
 
 @dataclass

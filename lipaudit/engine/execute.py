@@ -20,7 +20,7 @@ from lipaudit.measures import MEASURES, Part
 from lipaudit.measures.measure import in_order, listening, sample_ids
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
-from lipaudit.models.requirements import first_failure
+from lipaudit.models.requirements import find_first_failure
 from lipaudit.results import Note, Report, Section
 from lipaudit.results.report import Failure
 from lipaudit.results.summary import steepest
@@ -295,7 +295,7 @@ class Task:
             return
         net, samples = self.job.net, self.job.samples
         for batch in batches:
-            failure = first_failure(net, batch.to(net.device, net.dtype))
+            failure = find_first_failure(net, batch.to(net.device, net.dtype))
             if failure is not None:
                 index, text, cause = failure
                 name = batch.ids[index]

@@ -22,7 +22,7 @@ from lipaudit.models.requirements import (
     require_padding_is_unread,
     require_per_sample,
 )
-from lipaudit.models.scoring import scoring
+from lipaudit.models.scoring import score_continuations
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results import Note
 from lipaudit.settings import MeasureOptions, RunOptions, Settings
@@ -257,7 +257,7 @@ def _score_continuations(net: Net, samples: Samples, how: Literal["sum", "mean"]
             "Give a table with prompt and continuation; question, choices and answer; or text and "
             "label.",
         )
-    return scoring(net, samples.task, how)
+    return score_continuations(net, samples.task, how)
 
 
 def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:

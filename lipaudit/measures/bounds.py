@@ -29,7 +29,7 @@ from lipaudit.measures.measure import (
     seed_of,
 )
 from lipaudit.models.attention.capture import Layer
-from lipaudit.models.attention.numeric import numeric_norms
+from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
 from lipaudit.models.net import Net
 from lipaudit.results import BOUNDS_TABLE, LAYERS_TABLE, Array, Note, Row, Section
@@ -160,7 +160,7 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
 
     NaN where it was surveyed with a closed form and its module cannot be run on its own.
     """
-    reduced = _norms(numeric_norms(layer, seeds=seeds, **options.accuracy))
+    reduced = _norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     open_head = torch.full_like(reduced["exact"], torch.nan)
     reduced |= dict.fromkeys((*BOUNDS, *INGREDIENTS, "g1_max", "splitting_gain"), open_head)
     open_layer = open_head[:, :1]

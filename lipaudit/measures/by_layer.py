@@ -13,8 +13,8 @@ from lipaudit.data.batch import Batch, find_first
 from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.measure import Part
 from lipaudit.models.attention.capture import Layer, capture
-from lipaudit.models.attention.sites import Site, blocks_without_attention
-from lipaudit.models.attention.survey import surveyed, unread
+from lipaudit.models.attention.sites import Site, list_blocks_without_attention
+from lipaudit.models.attention.survey import list_unread, surveyed
 from lipaudit.models.attention.surveyor import HALF
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import require_padding_is_ignored
@@ -210,7 +210,7 @@ def _part_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
 
 def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     """Say which modules have attention that no layer is of: layers are numbered without it."""
-    modules = unread(net, sites)
+    modules = list_unread(net, sites)
     if not modules:
         return ()
     text = (
@@ -223,7 +223,7 @@ def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
 
 def _hybrid_notes(net: Net, sites: Sequence[Site]) -> tuple[Note, ...]:
     """Say which blocks of a language model are left out, having no attention."""
-    blocks = blocks_without_attention(net.module, sites) if net.kind == "text" else ()
+    blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
     if not blocks:
         return ()
     text = (

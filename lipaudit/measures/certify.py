@@ -35,7 +35,7 @@ from lipaudit.models.certificate import (
     Bracket,
     Certificate,
     Proof,
-    order_of,
+    choose_order,
     require_room,
     require_rules,
 )
@@ -95,7 +95,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box, net.sample_shape)
     # At one order it is the longest sample that takes the most: of each order that occurs.
-    longest = {order_of(net, s, options.order): s for s in _by_length(net, batch)}
+    longest = {choose_order(net, s, options.order): s for s in _by_length(net, batch)}
     for order, sample in longest.items():
         require_room(net, sample, order)
     require_rules(net, batch[:1].trim().to(net.device, net.dtype))
@@ -113,7 +113,7 @@ def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> B
     limit = math.inf if options.seconds is None else options.seconds
     proof = Proof(
         norm=options.norm or "linf",
-        order=order_of(net, sample, options.order),
+        order=choose_order(net, sample, options.order),
         nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
         deadline=time.monotonic() + limit,
     )

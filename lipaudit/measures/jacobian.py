@@ -32,12 +32,12 @@ from lipaudit.measures.positions import (
     remarks,
     spread,
 )
-from lipaudit.models.attention.residual import Residual, residual_norms, residuals
+from lipaudit.models.attention.residual import Residual, compute_residual_norms, find_residuals
 from lipaudit.models.attention.routing import Routing
 from lipaudit.models.attention.survey import surveyed
-from lipaudit.models.derivative.endpoints import end_of, places, sample_function
+from lipaudit.models.derivative.endpoints import find_places, make_sample_function, resolve_target
 from lipaudit.models.derivative.linearize import Linearization, linearize
-from lipaudit.models.derivative.model_norms import Margins, jacobian_norms, margins
+from lipaudit.models.derivative.model_norms import Margins, compute_jacobian_norms, compute_margins
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import require_padding_is_ignored
 from lipaudit.results import JACOBIAN_TABLE, Array, Note, Row, Section
@@ -73,7 +73,7 @@ def _of_batch(net: Net, batch: Batch, options: JacobianOptions) -> Measured:
 
     Where one was left out, `outside` says which.
     """
-    end = end_of(net, batch, options.target)
+    end = resolve_target(net, batch, options.target)
     columns = columns_of(net, batch, end)
     if columns is None:
         return _of_model(net, batch, options, end, None)
@@ -92,7 +92,7 @@ def _of_batch(net: Net, batch: Batch, options: JacobianOptions) -> Measured:
 
 def _by_position(net: Net, batch: Batch, options: JacobianOptions, end: Target) -> Measured:
     """Return the norms at every position of every text; of the text, the largest of them."""
-    columns = places(batch, end.where)
+    columns = find_places(batch, end.where)
     pairs = (columns >= 0).nonzero()
     each: list[dict[str, Values]] = []
     facts: dict[str, Any] = {}
@@ -114,12 +114,12 @@ def _of_model(
     place: torch.Tensor | None,
 ) -> Measured:
     """Return the norms of the model and its margins, per sample, and what was differentiated."""
-    at = sample_function(net, batch, start=options.start, target=end.text, place=place)
+    at = make_sample_function(net, batch, start=options.start, target=end.text, place=place)
     linear = linearize(at.f, at.x)
     every = end.where == "all"
     decides = end.what == "logits" and not every and linear.output.ndim == 2
     decides = decides and linear.output.shape[1] > 1
-    norms = jacobian_norms(
+    norms = compute_jacobian_norms(
         linear,
         norm=options.norm,
         seeds=[seed_of(i, options.seed) for i in batch.ids],
@@ -164,7 +164,7 @@ class _Around(NamedTuple):
 
 def _residuals(net: Net, batch: Batch) -> _Around:
     sites = surveyed(net, batch)
-    around = residuals(net, batch, sites)
+    around = find_residuals(net, batch, sites)
     alone = [str(s.index) for s, one in zip(sites, around, strict=True) if one is None]
     text = f"attention layers {', '.join(alone)} have no block: nothing leads past them"
     remarks = (Note(level="info", code="no-block", text=text),) if alone else ()
@@ -176,7 +176,7 @@ def _residual_values(
 ) -> dict[str, Values]:
     """Norms of the residuals, what is proven of them and what they cost, (samples, residuals)."""
     seeds = [seed_of(i, options.seed) for i in batch.ids]
-    each = residual_norms(net, batch, around, seeds=seeds, **options.accuracy)
+    each = compute_residual_norms(net, batch, around, seeds=seeds, **options.accuracy)
     norms = [one for _, one in each]
     if not norms:
         return {}
@@ -196,7 +196,7 @@ def _decision(
     predicted = linear.output.argmax(1)
     y = predicted if labels is None else labels
     how: dict[str, Any] = {"norm": options.norm, "upper": upper, "rivals": options.rivals}
-    first_order: Margins = margins(linear, y, **how)
+    first_order: Margins = compute_margins(linear, y, **how)
     right = (y < 0) | (predicted == y)
     decision = {
         "margin": first_order.margin.numpy(),
@@ -319,10 +319,10 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
             "Leave out --per-layer, or --score.",
         )
     batch = batch.to(net.device, net.dtype)
-    end = end_of(net, batch, options.target)
+    end = resolve_target(net, batch, options.target)
     columns = columns_of(net, batch, end)
     if columns is not None and not bool((columns >= 0).any()):
-        longest = int(places(batch, "all").shape[1])
+        longest = int(find_places(batch, "all").shape[1])
         raise InputError(
             f"no text is long enough for --to {end.text}: the longest has {longest} tokens",
             "Name a position that is there (they count from 0, or from the end: -1), or give "

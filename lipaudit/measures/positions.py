@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures.measure import Part, Values
-from lipaudit.models.derivative.endpoints import places
+from lipaudit.models.derivative.endpoints import find_places
 from lipaudit.models.net import Net
 from lipaudit.results import Note
 from lipaudit.settings.measure import Target
@@ -25,8 +25,8 @@ def columns_of(net: Net, batch: Batch, end: Target) -> Tensor | None:
     The loss of a text is there from its second token on.
     """
     if end.what == "loss" and net.classes is None:
-        return places(batch, "1")
-    return places(batch, end.where) if end.where else None
+        return find_places(batch, "1")
+    return find_places(batch, end.where) if end.where else None
 
 
 def spread(values: Values, where: Values) -> Values:

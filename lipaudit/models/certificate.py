@@ -122,26 +122,26 @@ def certificate(
     return Certificate(verdict.certified, why, verdict.bound, verdict.nodes)
 
 
-def order_of(net: Net, sample: Batch, asked: str = "auto") -> int:
+def choose_order(net: Net, sample: Batch, asked: str = "auto") -> int:
     """Return the order of forms: the one asked for, or what inputs of this size allow."""
     if asked != "auto":
         return int(asked)
-    inputs = _inputs(net, sample)
+    inputs = _count_inputs(net, sample)
     return 2 if inputs * (inputs + 1) // 2 <= MOST_PAIRS else 1
 
 
-def _inputs(net: Net, sample: Batch) -> int:
+def _count_inputs(net: Net, sample: Batch) -> int:
     """Count the numbers of a sample that may move."""
     free, point = net.free(sample), net.point(sample)
     return point.numel() if free is None else int(free.sum()) * point.shape[-1]
 
 
-def rows_of(net: Net, sample: Batch, order: int) -> int:
+def count_rows(net: Net, sample: Batch, order: int) -> int:
     """Return about how many rows of symbols a pass ends with: it costs as many forwards.
 
     One per input (and pair of inputs at order 2), and one per number that a module returns.
     """
-    inputs = _inputs(net, sample)
+    inputs = _count_inputs(net, sample)
     pairs = inputs * (inputs + 1) // 2 if order == 2 else 0
     return inputs + pairs + sum(_count_numbers(net, sample))
 
@@ -155,9 +155,9 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
         InputError: with the memory that it would take.
     """
     widest = max([net.point(sample).numel(), *_count_numbers(net, sample)])
-    rows = rows_of(net, sample, order)
+    rows = count_rows(net, sample, order)
     needed = TENSORS * rows * widest * torch.finfo(net.dtype).bits // 8
-    there = _memory(net.device)
+    there = _read_memory(net.device)
     if needed > there:
         raise InputError(
             f"a certificate of {net.info.architecture} takes about {needed / 2**30:,.0f} GiB at "
@@ -177,7 +177,7 @@ def _count_numbers(net: Net, sample: Batch) -> list[int]:
     return counts
 
 
-def _memory(device: torch.device) -> int:
+def _read_memory(device: torch.device) -> int:
     """Return the bytes that a device has in all."""
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -255,7 +255,7 @@ class Bracket:
         self.tried: dict[float, Certificate] = {}
         self.seconds: dict[float, float] = {}
         self.notes: list[Note] = []
-        self.clean = next(self._outcomes(()))
+        self.clean = next(self._run_attacks(()))
         self.example = self.clean.x_adv
         self.correct = bool(self.clean.robust)
 
@@ -283,14 +283,19 @@ class Bracket:
         """Search for the smallest adversarial radius, then for the largest certified one."""
         if not self.correct:
             return
-        most = self._most()
-        _search(self._attacked, lambda: (self.stood, self.nearest), (START * most, most), tol)
+        most = self._find_largest_radius()
+        _search(
+            self._attack_and_approach,
+            lambda: (self.stood, self.nearest),
+            (START * most, most),
+            tol,
+        )
         reach = min(self.nearest, most)
-        _search(self.prove, self._proven, (SHARE * reach, reach), tol)
+        _search(self.prove, self._find_proven, (SHARE * reach, reach), tol)
 
     def attack(self, radius: Radius) -> None:
         """Attack one ball, until something breaks it."""
-        _, *outcomes = self._outcomes(self.trials([radius]))
+        _, *outcomes = self._run_attacks(self.trials([radius]))
         for outcome in outcomes:
             self.notes += outcome.notes
             if not outcome.robust:
@@ -307,14 +312,14 @@ class Bracket:
         if self.tried[eps].certified:
             self.certified = max(self.certified, eps)
 
-    def _attacked(self, eps: float) -> None:
+    def _attack_and_approach(self, eps: float) -> None:
         """Attack a ball, and move what is found towards the sample while it stays broken."""
         known = self.nearest
         self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
         if self.nearest < known:
-            self.nearest = min(self.nearest, self._nearer())
+            self.nearest = min(self.nearest, self._approach())
 
-    def _nearer(self) -> float:
+    def _approach(self) -> float:
         """Return how near on the line to the sample the example that was found still is one."""
         x, low, high = self.net.point(self.sample), 0.0, 1.0
         for _ in range(HALVINGS):
@@ -324,12 +329,12 @@ class Bracket:
             low, high = (low, middle) if int(logits.argmax()) != self.wanted else (middle, high)
         return float(distance(torch.lerp(x, self.example, high), x, self.proof.norm))
 
-    def _proven(self) -> tuple[float, float]:
+    def _find_proven(self) -> tuple[float, float]:
         """Return the largest certified radius, and the smallest that is not."""
         refused = (eps for eps, each in self.tried.items() if not each.certified)
         return max(self.certified, 0.0), min([self.nearest, *refused])
 
-    def _most(self) -> float:
+    def _find_largest_radius(self) -> float:
         """Return the largest radius in question: the space's width, or the sample's size."""
         point, linf = self.net.point(self.sample), self.proof.norm == "linf"
         if self.net.box is None:
@@ -337,7 +342,7 @@ class Bracket:
         width = self.net.box[1] - self.net.box[0]
         return width if linf else width * math.sqrt(point.numel())
 
-    def _outcomes(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
+    def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
         """Run attacks, the sample without attack first; its random numbers are its own."""
         y = torch.tensor([self.wanted], device=self.sample.x.device)
         chunk = Chunk(0, self.net.point(self.sample), y, self.net.free(self.sample))

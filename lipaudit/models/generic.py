@@ -29,16 +29,20 @@ def generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     ids, and so its special tokens and masks; the returned net moves their embeddings instead.
     """
     if net.kind == "text":
-        ids = _longest(net, batch)
-        return _add_noise(net), _pair(batch, ids, ids.flip(-1)), _pair(batch, ids, ids)
+        ids = _take_longest(net, batch)
+        return (
+            _move_embeddings(net),
+            _make_pair(batch, ids, ids.flip(-1)),
+            _make_pair(batch, ids, ids),
+        )
     x = batch.x[:1]
-    one, other, third = (_noisy(net, t, seed) for seed, t in enumerate((x, x.flip(-1), x)))
-    return net, _pair(batch, one, other), _pair(batch, one, third)
+    one, other, third = (_add_noise(net, t, seed) for seed, t in enumerate((x, x.flip(-1), x)))
+    return net, _make_pair(batch, one, other), _make_pair(batch, one, third)
 
 
 def shape_at(net: Net, batch: Batch) -> torch.Size:
     """Return the shape of the sample that `generic` makes of a batch."""
-    return (_longest(net, batch) if net.kind == "text" else batch.x[:1]).shape[1:]
+    return (_take_longest(net, batch) if net.kind == "text" else batch.x[:1]).shape[1:]
 
 
 def find_token_embeddings(net: Net) -> list[nn.Module]:
@@ -52,12 +56,12 @@ def find_token_embeddings(net: Net) -> list[nn.Module]:
     return tied or [net.entry]
 
 
-def _pair(batch: Batch, one: Tensor, companion: Tensor) -> Batch:
+def _make_pair(batch: Batch, one: Tensor, companion: Tensor) -> Batch:
     ids = (batch.ids[0], batch.ids[0] + "-companion")
     return Batch(torch.cat([one, companion]), None, ids)
 
 
-def _longest(net: Net, batch: Batch) -> Tensor:
+def _take_longest(net: Net, batch: Batch) -> Tensor:
     """Return the longest sample without its padding, repeated or cut to a useful length."""
     ids = batch.x[:1]
     if batch.mask is not None:
@@ -67,22 +71,22 @@ def _longest(net: Net, batch: Batch) -> Tensor:
     return ids.repeat(1, -(-wanted // ids.shape[1]))[:, : min(wanted, MOST_TOKENS)]
 
 
-def _noisy(net: Net, x: Tensor, seed: int) -> Tensor:
+def _add_noise(net: Net, x: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if net.box is None:
-        return x + _size(x) * torch.randn(x.shape, generator=generator).to(x)
+        return x + _measure_size(x) * torch.randn(x.shape, generator=generator).to(x)
     low, high = net.box
     noise = low + (high - low) * torch.rand(x.shape, generator=generator).to(x)
     return 0.5 * (x + noise)
 
 
-def _size(x: Tensor) -> Tensor:
+def _measure_size(x: Tensor) -> Tensor:
     """Return the root mean square of every token, or 1 where it is zero."""
     size = x.square().mean(-1, keepdim=True).sqrt()
     return torch.where(size == 0, 1.0, size)
 
 
-def _add_noise(net: Net) -> Net:
+def _move_embeddings(net: Net) -> Net:
     """Return the same model with noise on its token embeddings, the same in every pass."""
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
@@ -90,7 +94,7 @@ def _add_noise(net: Net) -> Net:
 
         def move(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(next(seeds))
-            return out + _size(out) * torch.randn(out.shape, generator=generator).to(out)
+            return out + _measure_size(out) * torch.randn(out.shape, generator=generator).to(out)
 
         with ExitStack() as hooks:
             for module in find_token_embeddings(net):

@@ -34,17 +34,17 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
     """
     if a.shape != b.shape:
         return False
-    near = _largest(a - b, each) <= tolerance * _largest(a, each)
+    near = _find_largest(a - b, each) <= tolerance * _find_largest(a, each)
     return bool(near.all())
 
 
-def _largest(t: Tensor, each: int | None = None) -> Tensor:
+def _find_largest(t: Tensor, each: int | None = None) -> Tensor:
     """Return the largest entry, or that of every slice along an axis."""
     axes = [axis for axis in range(t.ndim) if axis != each]
     return (t.abs().amax(axes) if axes else t.abs()).double()
 
 
-def output_rows(net: Net, batch: Batch) -> Tensor:
+def compute_output_rows(net: Net, batch: Batch) -> Tensor:
     """Return the model's output, one row per sample.
 
     Raises:
@@ -76,7 +76,9 @@ def require_fixed(net: Net, batch: Batch, output: Tensor) -> None:
     with torch.no_grad():
         again = net.output(batch)
     if not agree(output, again, each=0):
-        where = _first_difference(net.module, lambda: net.output(batch), lambda: net.output(batch))
+        where = _find_first_difference(
+            net.module, lambda: net.output(batch), lambda: net.output(batch)
+        )
         raise InputError(
             f"the model is randomised: two passes over the same samples differ, first in {where}",
             "switch the noise or the dropout off; sensitivity is defined for a fixed function",
@@ -92,7 +94,9 @@ def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> N
     with torch.no_grad():
         alone = net.output(other)
     if not agree(output[0], alone[0]):
-        where = _first_difference(net.module, lambda: net.output(batch), lambda: net.output(other))
+        where = _find_first_difference(
+            net.module, lambda: net.output(batch), lambda: net.output(other)
+        )
         raise InputError(
             f"the output of a sample depends on the other samples of its batch, first in {where}",
             "a model that mixes samples (batch statistics, attention across the batch) has no "
@@ -114,7 +118,9 @@ def require_padding_is_ignored(net: Net, batch: Batch) -> None:
     padded = batch[i : i + 1]
     assert padded.mask is not None
     alone = replace(padded, x=padded.x[:, padded.mask[0]], mask=None)
-    pairs = zip(_token_vectors(net, padded), _token_vectors(net, alone), strict=False)
+    pairs = zip(
+        _collect_token_vectors(net, padded), _collect_token_vectors(net, alone), strict=False
+    )
     for (name, one), (other, true) in pairs:
         if name == other and not agree(true, one, AGREES):
             raise InputError(
@@ -123,7 +129,7 @@ def require_padding_is_ignored(net: Net, batch: Batch) -> None:
             )
 
 
-def _token_vectors(net: Net, sample: Batch) -> list[tuple[str, Tensor]]:
+def _collect_token_vectors(net: Net, sample: Batch) -> list[tuple[str, Tensor]]:
     """Run one sample; return what each innermost module makes of its real tokens."""
     seen: list[tuple[str, Tensor]] = []
     real = slice(None) if sample.mask is None else sample.mask[0]
@@ -166,16 +172,16 @@ def require_same(captured: Tensor, output: Tensor) -> None:
         )
 
 
-def _first_difference(
+def _find_first_difference(
     module: nn.Module, first: Callable[[], object], second: Callable[[], object]
 ) -> str:
     """Name the first module whose output for the first sample differs between two passes."""
-    pairs = zip(_outputs(module, first), _outputs(module, second), strict=False)
+    pairs = zip(_collect_outputs(module, first), _collect_outputs(module, second), strict=False)
     names = (name for (name, x), (_, y) in pairs if x.shape != y.shape or not agree(x, y))
     return next(names, "the model's own code")
 
 
-def _outputs(module: nn.Module, forward: Callable[[], object]) -> list[tuple[str, Tensor]]:
+def _collect_outputs(module: nn.Module, forward: Callable[[], object]) -> list[tuple[str, Tensor]]:
     """Run a model on two samples; return what each innermost module gives for the first."""
     seen: list[tuple[str, Tensor]] = []
 
@@ -188,7 +194,7 @@ def _outputs(module: nn.Module, forward: Callable[[], object]) -> list[tuple[str
     return seen
 
 
-def first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
+def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
     """Run a model by itself on each sample of a batch, up to the first on which it fails.
 
     Returns:
@@ -331,7 +337,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     pair = batch[:2].trim()
     try:
         with _in_float64(net), exact_arithmetic(net.device), Widening():
-            shares = _differences(net, pair.to(net.device, torch.float64))
+            shares = _measure_differences(net, pair.to(net.device, torch.float64))
     except Exception as error:  # whatever the model's own code raises: the measures say so
         if of_machine(error):
             raise
@@ -347,7 +353,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     return (Note(level="warning", code="no-derivative", text=text),)
 
 
-def _differences(net: Net, batch: Batch) -> Tensor:
+def _measure_differences(net: Net, batch: Batch) -> Tensor:
     """Return |D(h) - J u . w| as a share of the derivative, the smallest over h; per sample."""
     x = net.point(batch)
     generator = torch.Generator().manual_seed(0)
@@ -362,13 +368,13 @@ def _differences(net: Net, batch: Batch) -> Tensor:
         point = x.clone().requires_grad_()
         output = net.forward(point, batch)
         w = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-        pulled = _gradient((output * w).sum(), point)
+        pulled = _compute_gradient((output * w).sum(), point)
     slope = (pulled * u).sum(flat)
     # Of a random u the slope is about ||J^T w|| ||u|| / sqrt(n): chance may make one far smaller.
     entries = u.count_nonzero() / len(u)
     usual = torch.linalg.vector_norm(pulled, dim=flat) * length.flatten() / entries.sqrt()
     with torch.no_grad():
-        found = torch.stack([_central(net, batch, x, u, w, h) for h in STEPS])
+        found = torch.stack([_central_difference(net, batch, x, u, w, h) for h in STEPS])
     scale = torch.stack([slope.abs(), usual]).amax(0).clamp_min(found.abs())
     # What rounding may make of g, where the derivative itself vanishes.
     eps = torch.finfo(torch.float64).eps
@@ -377,12 +383,14 @@ def _differences(net: Net, batch: Batch) -> Tensor:
     return apart.amin(0)
 
 
-def _central(net: Net, batch: Batch, x: Tensor, u: Tensor, w: Tensor, h: float) -> Tensor:
+def _central_difference(
+    net: Net, batch: Batch, x: Tensor, u: Tensor, w: Tensor, h: float
+) -> Tensor:
     ahead, behind = (net.forward(x + sign * h * u, batch) for sign in (1, -1))
     return ((ahead - behind) * w).flatten(1).sum(1) / (2 * h)
 
 
-def _gradient(value: Tensor, point: Tensor) -> Tensor:
+def _compute_gradient(value: Tensor, point: Tensor) -> Tensor:
     """Return the gradient; zeros where no graph leads to the point."""
     if not value.requires_grad:
         return torch.zeros_like(point)

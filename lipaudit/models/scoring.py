@@ -25,7 +25,7 @@ TRIED = 6
 """Tokens on which they are compared."""
 
 
-def scoring(net: Net, task: Task, how: Score) -> Net:
+def score_continuations(net: Net, task: Task, how: Score) -> Net:
     """Return a language model as a classifier of what may follow a prompt.
 
     A score is log p(continuation | prompt): the sum over its tokens t of log p(t | what is before
@@ -44,7 +44,7 @@ def scoring(net: Net, task: Task, how: Score) -> Net:
     count = 1 if alone else len(task.classes)
 
     def call(x: Tensor, mask: Tensor | None) -> Tensor:
-        given = _follow(net, _unpack(x, mask, net.vocabulary or 0, count))
+        given = _run_rows(net, _unpack_rows(x, mask, net.vocabulary or 0, count))
         scores = given.scores(how)
         if alone:
             return torch.stack([scores, scores - given.ahead(how)], 1)
@@ -85,7 +85,7 @@ class _Rows:
     follows: Tensor
 
 
-def _unpack(x: Tensor, mask: Tensor | None, vocabulary: int, count: int) -> _Rows:
+def _unpack_rows(x: Tensor, mask: Tensor | None, vocabulary: int, count: int) -> _Rows:
     """Take packed samples apart, each into a prompt with one of its continuations per row."""
     part = x // vocabulary if mask is None else (x // vocabulary).masked_fill(~mask, -1)
     each = torch.arange(1, count + 1, device=x.device)[:, None]
@@ -112,24 +112,24 @@ class _Given:
 
     def scores(self, how: Score) -> Tensor:
         """Return log p of each continuation, or the mean of its tokens, (rows,)."""
-        own = self._spread(self.logs.gather(1, self.tokens)[:, 0], 0.0)
-        return own.sum(1) / self._per(how)
+        own = self._spread_values(self.logs.gather(1, self.tokens)[:, 0], 0.0)
+        return own.sum(1) / self._find_divisor(how)
 
     def ahead(self, how: Score) -> Tensor:
         """Return how far each is ahead of its rival, in the same terms, (rows,)."""
         own = self.logs.gather(1, self.tokens)[:, 0]
         other = self.logs.scatter(1, self.tokens, -math.inf).amax(1)
-        return self._spread(own - other, math.inf).amin(1) / self._per(how)
+        return self._spread_values(own - other, math.inf).amin(1) / self._find_divisor(how)
 
-    def _per(self, how: Score) -> Tensor | int:
+    def _find_divisor(self, how: Score) -> Tensor | int:
         return 1 if how == "sum" else self.where.sum(1)
 
-    def _spread(self, values: Tensor, elsewhere: float) -> Tensor:
+    def _spread_values(self, values: Tensor, elsewhere: float) -> Tensor:
         full = values.new_full(self.where.shape, elsewhere)
         return full.index_put((self.where,), values)
 
 
-def _follow(net: Net, rows: _Rows) -> _Given:
+def _run_rows(net: Net, rows: _Rows) -> _Given:
     """Run a model on prompts with their continuations, and read the tokens of these."""
     assert net.next_logits is not None
     z = _embed_rows(net, rows)
@@ -147,14 +147,14 @@ def _embed_rows(net: Net, rows: _Rows) -> Tensor:
 
     They are looked up twice: who replaces the first output of `entry` moves prompts alone.
     """
-    entry = _entry(net)
+    entry = _require_entry(net)
     moving, still = entry(rows.ids), entry(rows.ids)
     z = torch.where(rows.prompt[..., None], moving, still)
     samples = torch.arange(len(z), device=z.device)[:, None, None]
     return z[samples, rows.order].flatten(0, 1)
 
 
-def _entry(net: Net) -> nn.Module:
+def _require_entry(net: Net) -> nn.Module:
     if net.entry is None:
         raise InputError(
             f"where {net.info.architecture} looks up its token ids is not known",
@@ -173,7 +173,7 @@ def _require_causal(net: Net) -> None:
         return net.next_logits(z, 0)
 
     with eager(), exact_arithmetic(net.device), torch.no_grad():
-        z = lifting(_entry(net))(ids)
+        z = lifting(_require_entry(net))(ids)
         whole, start = lifting(behind)(z), lifting(behind)(z[:, :-1])
         usual = net.output(Batch(ids, None, ("",)))
         with torch.enable_grad():

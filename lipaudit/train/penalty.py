@@ -19,7 +19,7 @@ from lipaudit.models.attention.observe.calls import (
     AttentionCall,
     Explicit,
     Fused,
-    additive,
+    make_additive,
 )
 from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.linears import Linear
@@ -164,12 +164,12 @@ def _seen(form: Fused, call: AttentionCall, rows: slice) -> Tensor | None:
     """Return what is added to the logits of some queries."""
     if form.causal:
         shape = call.q.shape[-2], call.k.shape[-2]
-        return additive(
+        return make_additive(
             torch.ones(shape, dtype=torch.bool, device=call.q.device).tril(), call.q.dtype
         )[rows]
     if form.mask is None:
         return None
-    mask = additive(form.mask, call.q.dtype)
+    mask = make_additive(form.mask, call.q.dtype)
     return mask if mask.shape[-2] == 1 else mask[..., rows, :]
 
 

@@ -140,5 +140,5 @@ def test_a_margin_is_the_same_to_attacks_and_to_radii():
 
     x = torch.randn(4, 7, dtype=torch.float64)
     torch.testing.assert_close(
-        margins(f(x), y), model_norms.margins(linearize(f, x), y, rivals=4).margin
+        margins(f(x), y), model_norms.compute_margins(linearize(f, x), y, rivals=4).margin
     )

@@ -282,11 +282,11 @@ def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(er
     def fault(*_args, **_options):
         raise error
 
-    monkeypatch.setattr(surveyor, "_read", fault)
+    monkeypatch.setattr(surveyor, "_read_layout", fault)
     with pytest.raises(EvaluationError):
         lipaudit.measure("demo", "bounds", samples=1)
     monkeypatch.undo()
-    monkeypatch.setattr(numeric, "_linearized", fault)
+    monkeypatch.setattr(numeric, "_linearize_layer", fault)
     layer = SimpleNamespace(site=SimpleNamespace(inputs=(0,)), frame=(), output="x", samples=1)
     with pytest.raises(type(error)):
         numeric.find_obstacle(layer)

@@ -8,7 +8,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.continuations import pack
 from lipaudit.data.samples import Drawn, Task, to_batch
 from lipaudit.errors import InputError
-from lipaudit.models.scoring import scoring
+from lipaudit.models.scoring import score_continuations
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions
@@ -98,7 +98,7 @@ def test_scores_are_those_of_a_plain_loop(name):
     batch = batch_of(net, ROWS)
     loops = [[plain(net.module, prompt, text)[0] for text in texts] for prompt, texts in ROWS]
     for how, reduce in (("sum", torch.sum), ("mean", torch.mean)):
-        scored = scoring(net, CHOICES, how)
+        scored = score_continuations(net, CHOICES, how)
         truth = torch.stack([torch.stack([reduce(own) for own in row]) for row in loops])
         assert torch.allclose(scored.output(batch), truth, rtol=0, atol=slack(net, name))
     assert (scored.classes, scored.info.labels) == (3, ("A", "B", "C"))
@@ -115,7 +115,7 @@ def test_a_continuation_leads_its_rival_where_greedy_decoding_gives_it():
         rows += [(prompt, [text]), (prompt, [[*text[:2], (text[2] + 1) % VOCABULARY]])]
         greedy += [True, False]
     for how, reduce in (("sum", torch.sum), ("mean", torch.mean)):
-        scores = scoring(net, ALONE, how).output(batch_of(net, rows))
+        scores = score_continuations(net, ALONE, how).output(batch_of(net, rows))
         assert (scores.argmax(1) == 0).tolist() == greedy
         for (prompt, (text,)), (score, rival) in zip(rows, scores, strict=True):
             own, other = plain(net.module, prompt, text)
@@ -128,7 +128,7 @@ def test_a_continuation_leads_its_rival_where_greedy_decoding_gives_it():
 def test_the_prompt_moves_and_nothing_else():
     """The gradient is that of a plain loop in the prompt's embeddings, zero behind it."""
     net = language_model("gpt2")
-    batch, scored = batch_of(net, ROWS), scoring(net, CHOICES, "sum")
+    batch, scored = batch_of(net, ROWS), score_continuations(net, CHOICES, "sum")
     z = scored.point(batch).requires_grad_()
     scored.forward(z, batch)[:, 1].sum().backward()
     free = scored.free(batch)
@@ -146,7 +146,7 @@ def test_the_prompt_moves_and_nothing_else():
 
 def test_a_score_does_not_depend_on_what_it_is_batched_with():
     net = language_model("opt", dtype="float32")
-    scored = scoring(net, CHOICES, "sum")
+    scored = score_continuations(net, CHOICES, "sum")
     batch = batch_of(net, ROWS)
     alone = torch.cat([scored.output(part) for part in batch.split(1)])
     assert torch.allclose(scored.output(batch), alone, rtol=1e-5, atol=1e-5)
@@ -156,7 +156,9 @@ def test_weights_as_stored_give_the_scores_of_these_weights():
     net = language_model("llama", dtype="float32")
     batch = batch_of(net, ROWS)
     held = language_model("llama", dtype="float64", weights="stored")
-    scores = [scoring(each, CHOICES, "sum").output(batch).double() for each in (net, held)]
+    scores = [
+        score_continuations(each, CHOICES, "sum").output(batch).double() for each in (net, held)
+    ]
     assert torch.allclose(*scores, rtol=1e-4)
     assert next(held.module.parameters()).dtype == torch.float32
 
@@ -171,7 +173,7 @@ def test_models_that_see_what_follows_are_refused(seed):
         describe_transformers(module, LoadOptions()), LoadOptions(), name="bert", source="test"
     )
     with pytest.raises(InputError, match="looks at what is behind a token"):
-        scoring(net, CHOICES, "sum")
+        score_continuations(net, CHOICES, "sum")
 
 
 def test_models_that_read_more_than_embeddings_are_refused():
@@ -179,7 +181,7 @@ def test_models_that_read_more_than_embeddings_are_refused():
     unlike = net.next_logits
     object.__setattr__(net, "next_logits", lambda z, first: 2 * unlike(z, first))
     with pytest.raises(InputError, match="gives other logits for embeddings"):
-        scoring(net, ALONE, "sum")
+        score_continuations(net, ALONE, "sum")
 
 
 def test_models_of_no_language_have_no_next_logits():
@@ -189,7 +191,7 @@ def test_models_of_no_language_have_no_next_logits():
 
 def test_packed_rows_are_taken_apart_whatever_their_padding():
     net = language_model("gpt2")
-    scored = scoring(net, CHOICES, "sum")
+    scored = score_continuations(net, CHOICES, "sum")
     batch = batch_of(net, ROWS)
     wide = torch.cat([batch.x, batch.x.new_zeros(len(batch), 4)], 1)
     mask = torch.cat([batch.mask, batch.mask.new_zeros(len(batch), 4)], 1)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.derivative.endpoints import sample_function
+from lipaudit.models.derivative.endpoints import make_sample_function
 from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import jacobian_norms
+from lipaudit.models.derivative.model_norms import compute_jacobian_norms
 from lipaudit.models.sources.loading import LoadOptions, load_net
 
 STARTS = 200
@@ -19,7 +19,7 @@ STARTS = 200
 def at_samples(spec, target, dtype, **data):
     net = load_net(spec, LoadOptions(dtype=dtype))
     batch = load_data("demo" if spec == "demo" else "random", net, DataOptions(**data)).batch
-    return sample_function(net, batch.to(net.device, net.dtype), start=None, target=target)
+    return make_sample_function(net, batch.to(net.device, net.dtype), start=None, target=target)
 
 
 def dense_norms(at):
@@ -38,7 +38,7 @@ def missed(at, truth, tol):
     for i, sigma in enumerate(truth):
         index = torch.full((STARTS,), i)
         linear = linearize(lambda z, part, i=index: at.f(z, i[part]), at.x[index])
-        found = jacobian_norms(linear, tol=tol, seeds=range(STARTS))
+        found = compute_jacobian_norms(linear, tol=tol, seeds=range(STARTS))
         assert found.method == "lanczos"
         assert found.converged.all()
         short[i] = bool(((found.norm - sigma).abs() > tol * sigma).any())
@@ -50,7 +50,7 @@ def test_the_demo_has_the_norms_of_its_dense_jacobian(target):
     wide, narrow = (at_samples("demo", target, d, samples=4) for d in ("float64", "float32"))
     truth = dense_norms(wide)
     for at, rtol in ((wide, 1e-8), (narrow, 1e-4)):
-        found = jacobian_norms(linearize(at.f, at.x), tol=rtol / 10)
+        found = compute_jacobian_norms(linearize(at.f, at.x), tol=rtol / 10)
         assert found.converged.all()
         torch.testing.assert_close(found.norm.double(), truth, rtol=rtol, atol=0)
 

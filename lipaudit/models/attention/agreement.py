@@ -42,7 +42,7 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     if heads.valid is not None:
         u = u * heads.valid[:, None, :, None]
     queries, memory = [parts["q"]] if "q" in parts else [], [parts["k"], parts["v"]]
-    sketches = {"x": _sketch(heads.x), "x_kv": _sketch(memory[0].x)}
+    sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(memory[0].x)}
     most = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, most, sketches)
     u = u.to(call.output)
@@ -52,14 +52,14 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     apart = []
     for group in [queries + memory] if one or not queries else [queries, memory]:
         leaves = {id(part.leaf): part for part in group}.values()
-        sketch = _sketch(group[0].x)
-        true = torch.stack([_pulled(part, call.output, u, sketch) for part in leaves]).sum(0)
-        read = [_scattered(p, z) for p, z in closed if any(p is part for part in group)]
+        sketch = _draw_sketch(group[0].x)
+        true = torch.stack([_pull_back(part, call.output, u, sketch) for part in leaves]).sum(0)
+        read = [_scatter(p, z) for p, z in closed if any(p is part for part in group)]
         apart.append(torch.linalg.vector_norm(true - torch.stack(read).sum(0)))
     return bool(torch.stack(apart).norm() <= AGREES)
 
 
-def _sketch(x: Tensor) -> Tensor:
+def _draw_sketch(x: Tensor) -> Tensor:
     """Return random directions R of the channels of an input, with E ||R^T g||^2 = ||g||^2.
 
     Summed over tokens that is the norm of the whole gradient to some per cent.
@@ -72,7 +72,7 @@ def _sketch(x: Tensor) -> Tensor:
     return noise / SKETCH**0.5
 
 
-def _pulled(part: Projected, output: Tensor, u: Tensor, sketch: Tensor | None = None) -> Tensor:
+def _pull_back(part: Projected, output: Tensor, u: Tensor, sketch: Tensor | None = None) -> Tensor:
     """J^T u, or R^T J^T u, through the graph, for the input of one linear map, a token per row."""
     pulled = vjp(output, part.leaf, u)
     assert pulled is not None
@@ -80,7 +80,7 @@ def _pulled(part: Projected, output: Tensor, u: Tensor, sketch: Tensor | None = 
     return part.linear.outputs(pulled) @ (weight if sketch is None else weight @ sketch)
 
 
-def _scattered(part: Projected, dx: Tensor) -> Tensor:
+def _scatter(part: Projected, dx: Tensor) -> Tensor:
     """The same of the closed form, whose tokens are those of the attention."""
     inputs, index = part.linear.inputs, part.index
     rows = index.rows(len(inputs) // index.length).flatten()

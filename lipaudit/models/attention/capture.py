@@ -27,7 +27,7 @@ from lipaudit.models.attention.observe.calls import (
     arrange,
 )
 from lipaudit.models.attention.observe.trace import Frame, Tracer, freeze, run_observed
-from lipaudit.models.attention.project.logits import LogitForm, position_terms, read_logits
+from lipaudit.models.attention.project.logits import LogitForm, read_logits, read_position_terms
 from lipaudit.models.attention.project.projections import (
     NotClosedForm,
     Projected,
@@ -63,8 +63,8 @@ def read_distribution(
     """
     if isinstance(call.form, Fused):
         return read_product(call, layout, batch, queries)[0]
-    parts, form = _from_logits(call.form.logits.detach(), call.q.ndim, layout, len(batch))
-    return _heads(parts, form, False, batch, queries)
+    parts, form = _wrap_logits(call.form.logits.detach(), call.q.ndim, layout, len(batch))
+    return _make_heads(parts, form, False, batch, queries)
 
 
 def read_product(
@@ -76,13 +76,13 @@ def read_product(
         NotClosedForm: a logit depends on the product of another pair.
     """
     arranged = arrange_call(call, layout, len(batch))
-    form = _form(call, layout, len(batch))
+    form = _read_form(call, layout, len(batch))
     parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach()
     causal = isinstance(call.form, Fused) and call.form.causal
-    return _heads(parts, form, causal, batch, queries), form.relative
+    return _make_heads(parts, form, causal, batch, queries), form.relative
 
 
-def _heads(
+def _make_heads(
     parts: _Vectors, form: LogitForm, causal: bool, batch: Batch, queries: TokenIndex | None
 ) -> Heads:
     q, k, v = parts
@@ -97,7 +97,7 @@ def _heads(
         scale=form.scale,
         bias=form.bias,
         causal=causal,
-        valid=_valid(batch, windows, tokens, queries),
+        valid=_find_valid_rows(batch, windows, tokens, queries),
         to_q=None,
         to_k=None,
         to_v=None,
@@ -128,11 +128,11 @@ def add_inputs(
         NotClosedForm: the call is not what the structure says.
     """
     parts = _project_parts(structure, call, len(batch))
-    memory = _without_padding(parts["k"], batch)
+    memory = _zero_padding(parts["k"], batch)
     width = (*call.q.shape[::2], memory.shape[2])
     heads = replace(
         attention,
-        x=_without_padding(parts["q"], batch) if "q" in parts else memory.new_zeros(width),
+        x=_zero_padding(parts["q"], batch) if "q" in parts else memory.new_zeros(width),
         x_kv=None if structure.joint else memory,
         to_q=parts["q"].projection if "q" in parts else None,
         to_k=parts["k"].projection,
@@ -140,7 +140,7 @@ def add_inputs(
         out=None if structure.out is None else structure.out.per_head(call.q.shape[1]),
     )
     if relative is not None:
-        heads = replace(heads, pairs=position_terms(heads, relative, parts))
+        heads = replace(heads, pairs=read_position_terms(heads, relative, parts))
     return heads, parts
 
 
@@ -157,7 +157,7 @@ def _project_parts(
     }
 
 
-def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
+def _read_form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
     """Return the logits with axes (#windows, #heads, #queries, #keys)."""
 
     def arranged(t: Tensor | None) -> Tensor | None:
@@ -185,7 +185,7 @@ def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
     return LogitForm(scale, arranged(mask.expand(*call.q.shape[:-1], call.k.shape[-2])))
 
 
-def _from_logits(
+def _wrap_logits(
     logits: Tensor, axes: int, layout: str, samples: int
 ) -> tuple[_Vectors, LogitForm]:
     """Return q, k, v of width 0 and scale 0: all of P is in the bias, the captured logits."""
@@ -198,7 +198,9 @@ def _from_logits(
     return (q, k, v), LogitForm(logits.new_zeros(1, 1), logits)
 
 
-def _valid(batch: Batch, windows: int, tokens: int, index: TokenIndex | None) -> Tensor | None:
+def _find_valid_rows(
+    batch: Batch, windows: int, tokens: int, index: TokenIndex | None
+) -> Tensor | None:
     mask = batch.mask
     if mask is None or bool(mask.all()):
         return None
@@ -208,7 +210,7 @@ def _valid(batch: Batch, windows: int, tokens: int, index: TokenIndex | None) ->
     return mask if (windows, tokens) == mask.shape else None
 
 
-def _without_padding(part: Projected, batch: Batch) -> Tensor:
+def _zero_padding(part: Projected, batch: Batch) -> Tensor:
     if batch.mask is None or batch.mask.shape[1] != part.index.length:
         return part.x
     return part.x * part.index.pick(batch.mask)[..., None]

@@ -20,7 +20,7 @@ from lipaudit.theory.scale import powers_of_two
 from lipaudit.theory.spectral.lanczos import Norms, Products, random_starts, spectral_norms
 
 
-def numeric_norms(
+def compute_numeric_norms(
     layer: Layer,
     *,
     seeds: Sequence[int],
@@ -40,15 +40,17 @@ def numeric_norms(
         max_steps: most products per head.
         within: how far `upper` may lie above a norm, relatively: what is proven.
     """
-    linear = _runnable(layer)
+    linear = _linearize_module(layer)
     if isinstance(linear, str):
-        return _unknown(layer)
-    start = _starts(layer, seeds)
+        return _make_nan_norms(layer)
+    start = _draw_starts(layer, seeds)
     how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
 
     def of_head(head: int) -> Norms:
         # The samples share one graph: those that are done ride along.
-        norms = spectral_norms(lambda _: _products(linear, layer, head), start, rebuild=2.0, **how)
+        norms = spectral_norms(
+            lambda _: _make_products(linear, layer, head), start, rebuild=2.0, **how
+        )
         return norms.times(powers_of_two(linear.exponent))
 
     each = [of_head(head) for head in range(layer.site.heads)]
@@ -58,17 +60,17 @@ def numeric_norms(
 
 def find_obstacle(layer: Layer) -> str | None:
     """Say why the norms of a layer cannot be computed numerically; None where they can."""
-    linear = _runnable(layer)
+    linear = _linearize_module(layer)
     return linear if isinstance(linear, str) else None
 
 
-def _runnable(layer: Layer) -> Linearization | str:
+def _linearize_module(layer: Layer) -> Linearization | str:
     """Linearise the module of a layer, or say why it cannot be run on its own."""
     outside = "its module cannot be run on its own"
     if not layer.site.inputs or layer.frame is None or len(layer.output) % layer.samples:
         return outside
     try:
-        linear = _linearized(layer)
+        linear = _linearize_layer(layer)
         linear.outer(torch.ones_like(linear.output))
     except Exception as error:  # whatever the model's own code says of being run again
         if of_machine(error):
@@ -77,16 +79,16 @@ def _runnable(layer: Layer) -> Linearization | str:
     return linear
 
 
-def _linearized(layer: Layer) -> Linearization:
+def _linearize_layer(layer: Layer) -> Linearization:
     """Linearise O in all inputs of the module around the layer, end to end: (1, numbers)."""
     assert layer.frame is not None
-    inputs = list({id(t): t for t in _given(layer.frame, layer.site.inputs)}.values())
+    inputs = list({id(t): t for t in _pick_inputs(layer.frame, layer.site.inputs)}.values())
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
 
     def output(z: Tensor, _index: Tensor) -> Tensor:
         parts = torch.split(z[0], [t.numel() for t in inputs])
         moved = {id(t): part.view(t.shape) for t, part in zip(inputs, parts, strict=True)}
-        return _output(layer, moved).flatten()[None]
+        return _run_module(layer, moved).flatten()[None]
 
     linear = Linearization(output, z, torch.zeros(1, dtype=torch.long, device=z.device))
     again = linear.output[0].view_as(layer.output)
@@ -106,7 +108,7 @@ class _Output(Exception):
         self.output = output
 
 
-def _output(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
+def _run_module(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
     """Run the module with some tensors replaced: O, (windows, heads, tokens, d_v)."""
     calls: list[AttentionCall] = []
 
@@ -128,35 +130,35 @@ def _output(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
     raise EvaluationError(f"{layer.site.scope} has no attention when it is run on its own")
 
 
-def _given(frame: Frame, keys: Sequence[int | str]) -> list[Any]:
+def _pick_inputs(frame: Frame, keys: Sequence[int | str]) -> list[Any]:
     return [frame.args[key] if isinstance(key, int) else frame.kwargs[key] for key in keys]
 
 
-def _products(linear: Linearization, layer: Layer, head: int) -> Products:
+def _make_products(linear: Linearization, layer: Layer, head: int) -> Products:
     """J_h J_h^T u of one head at every sample, in units of its own."""
     linear.reset()
 
     def apply(u: Tensor) -> Tensor:
         whole = torch.zeros_like(layer.output)
-        whole[:, head] = _masked(u.reshape(whole[:, head].shape), layer)
+        whole[:, head] = _zero_padding(u.reshape(whole[:, head].shape), layer)
         product = linear.outer(whole.flatten()[None]).view_as(whole)[:, head]
-        return _masked(product, layer).reshape(u.shape)
+        return _zero_padding(product, layer).reshape(u.shape)
 
     return apply
 
 
-def _starts(layer: Layer, seeds: Sequence[int]) -> Tensor:
+def _draw_starts(layer: Layer, seeds: Sequence[int]) -> Tensor:
     one = layer.output[:, 0]
     start = random_starts(seeds, one.numel() // layer.samples).to(one)
-    return _masked(start.view(one.shape), layer).reshape(start.shape)
+    return _zero_padding(start.view(one.shape), layer).reshape(start.shape)
 
 
-def _masked(rows: Tensor, layer: Layer) -> Tensor:
+def _zero_padding(rows: Tensor, layer: Layer) -> Tensor:
     """Zero the rows of padded queries, which are no outputs."""
     valid = layer.attention.valid
     return rows if valid is None else rows * valid[..., None]
 
 
-def _unknown(layer: Layer) -> Norms:
+def _make_nan_norms(layer: Layer) -> Norms:
     nan = torch.full((layer.samples, layer.site.heads), torch.nan, dtype=torch.float64)
     return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())

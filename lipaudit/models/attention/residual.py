@@ -17,7 +17,7 @@ from lipaudit.models.attention.observe.calls import Address, AttentionCall
 from lipaudit.models.attention.observe.trace import Tracer, freeze, run_observed
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.derivative.linearize import Function, linearize
-from lipaudit.models.derivative.model_norms import JacobianNorms, jacobian_norms
+from lipaudit.models.derivative.model_norms import JacobianNorms, compute_jacobian_norms
 from lipaudit.models.graph import leaves
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
@@ -40,7 +40,7 @@ class Residual(NamedTuple):
     output: int
 
 
-def residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Residual | None, ...]:
+def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Residual | None, ...]:
     """Find the residual of every attention layer: the smallest module around it with a skip path.
 
     In a pass that is cut at every linear map and every attention, the output of a module still
@@ -52,12 +52,12 @@ def residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Residual |
     """
     seen = _SkipPaths()
     module = net.module
-    with freeze(module), _entered(module, seen.enter), _left(module, seen.leave):
+    with freeze(module), _watch_entries(module, seen.enter), _watch_exits(module, seen.leave):
         run_observed(net, batch[:1], Tracer(seen.attention))
     return tuple(seen.residual(site.address) for site in sites)
 
 
-def residual_norms(
+def compute_residual_norms(
     net: Net,
     batch: Batch,
     residuals: Sequence[Residual],
@@ -88,7 +88,7 @@ def residual_norms(
         freeze(module),
         exact_arithmetic(net.device),
         torch.no_grad(),
-        _recording(module, residuals) as calls,
+        _record_calls(module, residuals) as calls,
     ):
         net.output(batch)
     for residual in dict.fromkeys(residuals):
@@ -96,7 +96,7 @@ def residual_norms(
         with freeze(module):
             linear = linearize(call.without_padding(batch.mask), call.x)
             how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
-            norms = jacobian_norms(linear, seeds=seeds, **how)
+            norms = compute_jacobian_norms(linear, seeds=seeds, **how)
         yield residual, norms
 
 
@@ -128,11 +128,11 @@ class _SkipPaths:
 
     def enter(self, module: str, call: int, _module: nn.Module, given: Any) -> None:
         """Note where a module call starts."""
-        self.stack.append(_Running(module, call, _first_moving(given)))
+        self.stack.append(_Running(module, call, _find_first_moving(given)))
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """See whether the output of a module call leads back to its input."""
-        here, end = self.stack.pop(), _first_moving(output)
+        here, end = self.stack.pop(), _find_first_moving(output)
         if here.input is None or end is None:
             return
         (i, x), (j, y) = here.input, end
@@ -140,7 +140,7 @@ class _SkipPaths:
             here.residual = Residual(here.module, here.call, i, j)
 
 
-def _first_moving(values: Any) -> tuple[int, Tensor] | None:
+def _find_first_moving(values: Any) -> tuple[int, Tensor] | None:
     """Return the first tensor that depends on the model's input, and its position."""
     for i, value in enumerate(tree_flatten(values)[0]):
         if isinstance(value, Tensor) and value.requires_grad:
@@ -164,7 +164,7 @@ class _Call:
 
     def at(self, z: Tensor, index: Tensor) -> Tensor:
         """Run the module on some of the samples, with z as its input."""
-        given = [self._part(value, index) for value in self.given]
+        given = [self._take_part(value, index) for value in self.given]
         given[self.residual.input] = z
         args, kwargs = tree_unflatten(given, self.spec)
         return tree_flatten(self.module(*args, **kwargs))[0][self.residual.output]
@@ -175,14 +175,14 @@ class _Call:
             return self.at
         return lambda z, index: self.at(z, index) * mask[index, :, None]
 
-    def _part(self, value: Any, index: Tensor) -> Any:
+    def _take_part(self, value: Any, index: Tensor) -> Any:
         """The rows of what is given per sample: masks and positions may be shared by all."""
         shared = not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(self.x)
         return value if shared else value[index]
 
 
 @contextmanager
-def _recording(
+def _record_calls(
     module: nn.Module, residuals: Sequence[Residual]
 ) -> Iterator[dict[Residual, _Call]]:
     """Keep what the wanted module calls are given, as it is before they can change it."""
@@ -195,12 +195,12 @@ def _recording(
             copies = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, given)
             calls[residual] = _Call(residual, part, *tree_flatten(copies))
 
-    with _entered(module, keep):
+    with _watch_entries(module, keep):
         yield calls
 
 
 @contextmanager
-def _entered(
+def _watch_entries(
     module: nn.Module, notify: Callable[[str, int, nn.Module, Any], None]
 ) -> Iterator[None]:
     """Call notify(path, number of the call, module, (args, kwargs)) whenever one starts."""
@@ -221,7 +221,9 @@ def _entered(
 
 
 @contextmanager
-def _left(module: nn.Module, notify: Callable[[nn.Module, Any, Any], None]) -> Iterator[None]:
+def _watch_exits(
+    module: nn.Module, notify: Callable[[nn.Module, Any, Any], None]
+) -> Iterator[None]:
     """Call notify(module, args, output) whenever a module call ends, by an error too."""
     with ExitStack() as hooks:
         for part in module.modules():

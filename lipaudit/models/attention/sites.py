@@ -130,7 +130,7 @@ class Site:
         return ONE_INPUT if self.structure.joint else APART
 
 
-def blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[str, ...]:
+def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[str, ...]:
     """Return the paths of blocks without attention in stacks in which others have some.
 
     A stack is a list of modules that is in no other stack. Of a module that several blocks share
@@ -141,16 +141,16 @@ def blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[
     def holds(block: nn.Module) -> bool:
         return any(id(part) in holders for part in block.modules())
 
-    stacks = [(name, stack) for name, stack in _stacks(module) if holds(stack)]
+    stacks = [(name, stack) for name, stack in _walk_stacks(module) if holds(stack)]
     blocks = [(f"{name}.{i}", block) for name, stack in stacks for i, block in enumerate(stack)]
     return tuple(path for path, block in blocks if not holds(block))
 
 
-def _stacks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+def _walk_stacks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
     """Yield the outermost lists of modules."""
     for name, part in module.named_children():
         here = f"{path}.{name}" if path else name
         if isinstance(part, nn.ModuleList):
             yield here, part
         else:
-            yield from _stacks(part, here)
+            yield from _walk_stacks(part, here)

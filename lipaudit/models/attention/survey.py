@@ -44,14 +44,14 @@ def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
         if known.holds(net, batch, shape):
             return known.sites
     surveyor = make_survey(net, batch)
-    sites, weights = surveyor.sites, _state(net.module)
+    sites, weights = surveyor.sites, _fingerprint_weights(net.module)
     current = [known for known in net.surveys if known.weights == weights]
     known = _Known(sites, tuple(dict.fromkeys(surveyor.unread)), weights, {shape})
     net.surveys[:] = [*current, known]
     return sites
 
 
-def unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
+def list_unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
     """Return where `surveyed` met attention that no site is of: modules, with a line of code."""
     known: _Known
     for known in net.surveys:
@@ -82,18 +82,18 @@ class _Known:
 
     def holds(self, net: Net, batch: Batch, shape: torch.Size) -> bool:
         """Say whether the survey holds for a batch; remember it if so."""
-        if self.weights != _state(net.module):
+        if self.weights != _fingerprint_weights(net.module):
             return False
         if shape not in self.shapes:
             if not all(site.closed_form for site in self.sites):
                 return False
-            if [site.address for site in self.sites] != _attention_calls(net, batch):
+            if [site.address for site in self.sites] != _list_attention_calls(net, batch):
                 return False
             self.shapes.add(shape)
         return True
 
 
-def _state(module: nn.Module) -> Hashable:
+def _fingerprint_weights(module: nn.Module) -> Hashable:
     """Return what changes when a weight is replaced, moved or written to.
 
     Sums are of the values: a write to `p.data` leaves the version of p as it was.
@@ -107,7 +107,7 @@ def _state(module: nn.Module) -> Hashable:
     return versions, tuple(t.data_ptr() for t in tensors), values
 
 
-def _attention_calls(net: Net, batch: Batch) -> list[Address]:
+def _list_attention_calls(net: Net, batch: Batch) -> list[Address]:
     """Return the attention calls of one pass at the shape of a batch."""
     addresses: list[Address] = []
 
@@ -142,9 +142,9 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
     """Return what `survey` has seen: the layers, and where other attention is."""
     net, pair, other = generic(net, batch)
     with freeze(net.module), exact_arithmetic(net.device):
-        output, uses = _plain(net, pair)
+        output, uses = _run_plain(net, pair)
         try:
-            surveyor = _observed(net, pair, other, output, uses)
+            surveyor = _run_observed(net, pair, other, output, uses)
             surveyor.unread = uses.beyond(site.module for site in surveyor.sites)
             return surveyor
         except Exception as error:
@@ -156,7 +156,7 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
             raise
 
 
-def _plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
+def _run_plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
     """Run the model as it is: return its output, and where it attends."""
     place = Place()
     uses = Uses(place.module)
@@ -166,14 +166,14 @@ def _plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
         for module in find_token_embeddings(net):
             hook = module.register_forward_hook(lambda _module, _args, out: uses.input(out))
             hooks.callback(hook.remove)
-        return requirements.output_rows(net, batch), uses
+        return requirements.compute_output_rows(net, batch), uses
 
 
-def _observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> Surveyor:
+def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> Surveyor:
     """Return what two observed passes show, whose outputs must be the plain one's."""
-    surveyor = _surveyor(net, pair, output, uses)
+    surveyor = _run_surveyor(net, pair, output, uses)
     if surveyor.inner:
-        surveyor.adopt(_surveyor(net, pair, output, uses, uncut=frozenset(surveyor.inner)))
+        surveyor.adopt(_run_surveyor(net, pair, output, uses, uncut=frozenset(surveyor.inner)))
     explicit = (site for site in surveyor.sites if site.explicit)
     written_out = frozenset().union(*(site.sources for site in explicit))
     alone = run_observed(net, other, Tracer(surveyor.compare, wanted=written_out))
@@ -182,12 +182,12 @@ def _observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
         if not surveyor.layers:
-            raise _no_attention(net, uses.beyond(()))
+            raise _refuse(net, uses.beyond(()))
     surveyor.join()
     return surveyor
 
 
-def _surveyor(
+def _run_surveyor(
     net: Net,
     pair: Batch,
     output: Tensor,
@@ -203,13 +203,13 @@ def _surveyor(
             requirements.require_fixed(net, pair, output)
             requirements.require_same(observed, output)
         if not surveyor.layers:
-            raise _no_attention(net, uses.beyond(()))
+            raise _refuse(net, uses.beyond(()))
         if not surveyor.forgot:
             break
     return surveyor
 
 
-def _no_attention(net: Net, modules: Sequence[str]) -> NoHeadsError:
+def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
     name = net.info.architecture
     if modules:
         return NoHeadsError(

@@ -71,16 +71,16 @@ class Chains:
         The nearest such tensor counts. Empty where there is none, or where they do already.
         """
         ways = [
-            list(self._back(address))
+            list(self._walk_back(address))
             for address in {o.address for o in origins if o.linear or o.forgotten}
         ]
         for x, _ in ways[0] if ways else ():
-            passed = [_until(x, way) for way in ways]
+            passed = [_find_way(x, way) for way in ways]
             if all(maps is not None for maps in passed):
                 return frozenset(a for maps in passed if maps is not None for a in maps)
         return frozenset()
 
-    def _back(self, address: Address) -> Iterator[tuple[Tensor, tuple[Address, ...]]]:
+    def _walk_back(self, address: Address) -> Iterator[tuple[Tensor, tuple[Address, ...]]]:
         """Yield what a linear map reads, what the one before it reads, and so on.
 
         With each comes what lies between.
@@ -94,13 +94,13 @@ class Chains:
             between, address = (*between, address), before[0]
 
 
-def _until(
+def _find_way(
     x: Tensor, way: Sequence[tuple[Tensor, tuple[Address, ...]]]
 ) -> Sequence[Address] | None:
-    return next((between for other, between in way if _same(x, other)), None)
+    return next((between for other, between in way if _is_same(x, other)), None)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _is_same(a: Tensor, b: Tensor) -> bool:
     """Say whether two tensors are the same memory, read alike; both are alive."""
     return a is b or (
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
@@ -128,7 +128,7 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
         return Analysis(list_layouts(call, len(batch))[0], ("rounded",) * 3, None, reason)
     tried = []
     for layout in list_layouts(call, len(batch)):
-        tried.append(_analyse(call, layout, batch))
+        tried.append(_analyse_layout(call, layout, batch))
         if tried[-1].structure is not None:
             return tried[-1]
     return tried[0]
@@ -158,9 +158,9 @@ def find_output_map(linear: Linear, source: Probed) -> OutputMap | None:
     return OutputMap(keep(linear.weight), order, gain) if single else None
 
 
-def _analyse(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
+def _analyse_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     try:
-        return _read(call, layout, batch)
+        return _read_layout(call, layout, batch)
     except RuntimeError as error:
         if of_machine(error):
             raise
@@ -170,9 +170,9 @@ def _analyse(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
         return Analysis(layout, ("unread", "unread", "unread"), None, reason)
 
 
-def _read(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
+def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     arranged = arrange_call(call, layout, len(batch))
-    parts = {name: _attempt(arranged, name, len(batch)) for name in "qkv"}
+    parts = {name: _try_decode(arranged, name, len(batch)) for name in "qkv"}
     behind = call.origins.leaves(call.q, call.k, call.v)
     unread = any(isinstance(part, NotClosedForm) for part in parts.values())
     windows = len(arranged.q) != len(batch)
@@ -181,7 +181,7 @@ def _read(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
         return Analysis(layout, ("shared", "shared", "shared"), None, reason)
     q, k, v = ("constant" if part is None else part.kind for part in parts.values())
     try:
-        structure = _structure(call, arranged, parts)
+        structure = _build_structure(call, arranged, parts)
         _require_agreement(structure, call, layout, batch)
     except NotClosedForm as obstacle:
         return Analysis(layout, (q, k, v), None, obstacle.reason)
@@ -205,7 +205,7 @@ def _require_agreement(
         raise NotClosedForm("wrong", "its closed form disagrees with autograd")
 
 
-def _attempt(
+def _try_decode(
     call: AttentionCall, name: str, samples: int
 ) -> ProjectionForm | NotClosedForm | None:
     t: Tensor = getattr(call, name)
@@ -215,7 +215,7 @@ def _attempt(
         return obstacle
 
 
-def _structure(
+def _build_structure(
     call: AttentionCall,
     arranged: AttentionCall,
     parts: Mapping[str, ProjectionForm | NotClosedForm | None],
@@ -224,23 +224,23 @@ def _structure(
     problems = [
         f"{name} {part.reason}" for name, part in parts.items() if isinstance(part, NotClosedForm)
     ]
-    problems += _logit_problems(call)
+    problems += _list_logit_problems(call)
     if problems:
         raise NotClosedForm("several", "; ".join(problems))
     forms = {n: part for n, part in parts.items() if isinstance(part, ProjectionForm)}
     q, k, v = (forms.get(name) for name in "qkv")
     if k is None or v is None:
         raise NotClosedForm("constant", "its keys or values are constants, or have no gradient")
-    if not _read_alike(arranged, ("k", k), ("v", v)):
+    if not _reads_alike(arranged, ("k", k), ("v", v)):
         raise NotClosedForm("two inputs", "its keys and values read different inputs")
-    joint = q is not None and _read_alike(arranged, ("q", q), ("k", k))
-    if q is not None and not joint and _reordered(arranged, q, k):
+    joint = q is not None and _reads_alike(arranged, ("q", q), ("k", k))
+    if q is not None and not joint and _is_reordered(arranged, q, k):
         reason = "its keys are the tokens of its queries in another order"
         raise NotClosedForm("reordered", reason)
     return Structure(q, k, v, joint, out=None)
 
 
-def _logit_problems(call: AttentionCall) -> list[str]:
+def _list_logit_problems(call: AttentionCall) -> list[str]:
     if not isinstance(call.form, Explicit):
         return []
     try:
@@ -250,7 +250,7 @@ def _logit_problems(call: AttentionCall) -> list[str]:
     return []
 
 
-def _read_alike(
+def _reads_alike(
     call: AttentionCall, a: tuple[str, ProjectionForm], b: tuple[str, ProjectionForm]
 ) -> bool:
     """Say whether two parts of a call read the same tokens of the same input."""
@@ -263,7 +263,7 @@ def _read_alike(
     )
 
 
-def _reordered(call: AttentionCall, q: ProjectionForm, k: ProjectionForm) -> bool:
+def _is_reordered(call: AttentionCall, q: ProjectionForm, k: ProjectionForm) -> bool:
     """Say whether queries and keys read the same tokens, at a generic point, in another order."""
     sides = []
     for t, form in ((call.q, q), (call.k, k)):
@@ -363,21 +363,23 @@ class Surveyor:
 
     def attention(self, call: AttentionCall, address: Address) -> None:
         """Analyse a call."""
-        site = self._site(call, address)
+        site = self._make_site(call, address)
         if not site.closed_form:
             made_by = [origin for _, origin in call.origins.leaves(call.q, call.k, call.v)]
             self.forgot |= _reads_forgotten(call)
             self.inner |= self._chains.inner(made_by)
-            site = self._with_obstacle(site, call)
-            if _tokens_as_heads(site, call, self.batch):
+            site = self._check_numeric(site, call)
+            if _has_tokens_as_heads(site, call, self.batch):
                 reason = f"{site.reason}; nor can its heads be told from its tokens"
                 site = replace(site, reason=reason, inputs=())
-        first = _first_sample(call, site)
-        self.layers[address] = Surveyed(site, first, call.transposed, _maps(call), _sizes(call))
+        first = _take_first_sample(call, site)
+        self.layers[address] = Surveyed(
+            site, first, call.transposed, _identify_maps(call), _measure_sizes(call)
+        )
 
-    def _site(self, call: AttentionCall, address: Address) -> Site:
+    def _make_site(self, call: AttentionCall, address: Address) -> Site:
         frames = self.place.frames
-        analysis, scope = analyse(call, self.batch), _scope(call, frames)
+        analysis, scope = analyse(call, self.batch), _find_scope(call, frames)
         return Site(
             index=len(self.layers),
             module=address.module,
@@ -390,8 +392,8 @@ class Surveyor:
             sources=frozenset(o.address for _, o in call.origins.leaves(call.q, call.k, call.v)),
             explicit=isinstance(call.form, Explicit),
             scope=scope.name,
-            inputs=tuple(key for key, _ in _inputs(scope)),
-            direct=_direct(analysis.structure, call, scope),
+            inputs=tuple(key for key, _ in _find_inputs(scope)),
+            direct=_is_direct(analysis.structure, call, scope),
             line=line_of_code(),
         )
 
@@ -415,11 +417,11 @@ class Surveyor:
             return
         if layer.site.sources:
             # What holds both samples changes with one of them, maybe less than any tolerance.
-            moved = layer.sizes != _sizes(call)
+            moved = layer.sizes != _measure_sizes(call)
             self._moved.setdefault(address.module, set()).add(moved)
         if len(layer.first[0]) == 0:
             return
-        pairs = zip(layer.first, _first_sample(call, layer.site), strict=True)
+        pairs = zip(layer.first, _take_first_sample(call, layer.site), strict=True)
         if not all(agree(a, b, each=1) for a, b in pairs):
             layer.open("its rows cannot be attributed to samples")
 
@@ -452,7 +454,7 @@ class Surveyor:
                 ):
                     layer.open("its queries are a part of those that meet its keys")
 
-    def _with_obstacle(self, site: Site, call: AttentionCall) -> Site:
+    def _check_numeric(self, site: Site, call: AttentionCall) -> Site:
         """Try whether the layer can be differentiated numerically."""
         if call.output.dtype in HALF:
             reason = f"{site.reason}: switch autocast off, or use --dtype float64"
@@ -464,7 +466,7 @@ class Surveyor:
         return replace(site, reason=reason, inputs=())
 
 
-def _tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:
+def _has_tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:
     """Say whether the heads of a text model's layer are as many as its tokens, which are not.
 
     Without a closed form nothing else proves which of the axes is which.
@@ -479,24 +481,24 @@ def _reads_forgotten(call: AttentionCall) -> bool:
     return any(len(each) == 1 and each[0].origin.forgotten for each in behind)
 
 
-def _first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:
+def _take_first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:
     arranged = arrange_call(call, site.layout, 2)
     parts = (arranged.q, arranged.k, arranged.v)
     return tuple(t[: len(t) // 2].detach() for t in parts)
 
 
-def _maps(call: AttentionCall) -> tuple[frozenset[object], frozenset[object]]:
+def _identify_maps(call: AttentionCall) -> tuple[frozenset[object], frozenset[object]]:
     queries = [origin for _, origin in call.origins.leaves(call.q)]
     keys = [origin for _, origin in call.origins.leaves(call.k)]
     made = frozenset((o.address.module, o.address.op, o.root) for o in queries)
     return made, frozenset(origin.address for origin in keys)
 
 
-def _sizes(call: AttentionCall) -> tuple[float, ...]:
+def _measure_sizes(call: AttentionCall) -> tuple[float, ...]:
     return tuple(float(t.detach().double().norm()) for t in (call.q, call.k, call.v))
 
 
-def _scope(call: AttentionCall, frames: Sequence[Frame]) -> Frame:
+def _find_scope(call: AttentionCall, frames: Sequence[Frame]) -> Frame:
     """Return the innermost module call that holds an attention call and its projections.
 
     All else that q, k, v and the logits are made of has to enter it as an argument.
@@ -517,7 +519,7 @@ def _holds(frame: Frame, call: AttentionCall) -> bool:
     if not all(frame.holds(origin.address.module) for origin in projections):
         return False
     held = any(frame.holds(origin.address.module) for origin in maps)
-    given = [value for _, value in _inputs(frame)]
+    given = [value for _, value in _find_inputs(frame)]
     # What is given q, k and v one by one holds no map of theirs, and is no module of attention.
     if made_by and not held and call.origins.met(call.q, call.k, call.v, given=given) != 1:
         return False
@@ -527,18 +529,18 @@ def _holds(frame: Frame, call: AttentionCall) -> bool:
     return all(frame.holds(origin.address.module) for origin in beside)
 
 
-def _inputs(frame: Frame) -> Iterator[tuple[int | str, Tensor]]:
+def _find_inputs(frame: Frame) -> Iterator[tuple[int | str, Tensor]]:
     given: list[tuple[int | str, Any]] = [*enumerate(frame.args), *frame.kwargs.items()]
     for key, value in given:
         if isinstance(value, Tensor) and value.requires_grad:
             yield key, value
 
 
-def _direct(structure: Structure | None, call: AttentionCall, frame: Frame) -> bool:
+def _is_direct(structure: Structure | None, call: AttentionCall, frame: Frame) -> bool:
     """Say whether the projections read the inputs of a module, each side its own."""
     if structure is None:
         return False
-    given = [root(value) for _, value in _inputs(frame)]
+    given = [root(value) for _, value in _find_inputs(frame)]
     read = [origin.root for _, origin in call.origins.leaves(call.q, call.k)]
     apart = structure.joint or len({id(one) for one in read}) == len(read)
     return apart and all(any(one is other for other in given) for one in read)

@@ -33,7 +33,7 @@ Forward = Callable[[], Any]
 Score = Callable[[Tensor], Tensor]
 
 
-def places(batch: Batch, where: str) -> Tensor:
+def find_places(batch: Batch, where: str) -> Tensor:
     """Return in which columns of a batch of texts a position is, (samples, 1).
 
     Positions count the tokens that are not padded, wherever the padding is.
@@ -46,7 +46,7 @@ def places(batch: Batch, where: str) -> Tensor:
     Returns:
         The columns; -1 where a text has no such position.
     """
-    real = _real(batch)
+    real = _find_real(batch)
     # The columns of a text's own tokens, then those of its padding.
     columns = torch.argsort((~real).long(), dim=1, stable=True)
     count = real.sum(1, keepdim=True)
@@ -60,18 +60,18 @@ def places(batch: Batch, where: str) -> Tensor:
     return columns.gather(1, slot.where(inside, 0)).masked_fill(~inside, -1)
 
 
-def _real(batch: Batch) -> Tensor:
+def _find_real(batch: Batch) -> Tensor:
     """Which columns are no padding, (samples, columns)."""
     return torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
 
 
-def next_token(scorer: NextToken, place: Tensor, forward: Forward) -> Tensor:
+def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> Tensor:
     """Return the logits of the token behind a column of every sample, (samples, vocabulary)."""
-    with _head_reads(scorer, lambda states: at_columns(states, place)[:, None]):
+    with _replace_head_input(scorer, lambda states: pick_columns(states, place)[:, None]):
         return scorer.read(forward())[:, 0]
 
 
-def hidden_states(scorer: NextToken, forward: Forward) -> Tensor:
+def read_hidden_states(scorer: NextToken, forward: Forward) -> Tensor:
     """Return what the head reads, (samples, columns, width); it is given one column of it."""
     seen: list[Tensor] = []
 
@@ -79,30 +79,30 @@ def hidden_states(scorer: NextToken, forward: Forward) -> Tensor:
         seen.append(states)
         return states[:, :1]
 
-    with _head_reads(scorer, first):
+    with _replace_head_input(scorer, first):
         forward()
     return seen[0]
 
 
 def embedding(net: Net, scorer: NextToken, batch: Batch) -> Tensor:
     """Return the embeddings of texts: the model has to run, its head on one column only."""
-    with _head_reads(scorer, lambda states: states[:, :1]):
+    with _replace_head_input(scorer, lambda states: states[:, :1]):
         return net.embedding(batch)
 
 
-def at_columns(states: Tensor, place: Tensor) -> Tensor:
+def pick_columns(states: Tensor, place: Tensor) -> Tensor:
     """Return one column of every sample, (samples, width)."""
     return states[torch.arange(len(states), device=states.device), place.to(states.device)]
 
 
-def text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward) -> Tensor:
+def compute_text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward) -> Tensor:
     """Return the mean cross-entropy of each text's own next tokens, in nat, (samples, 1).
 
     L = -1 / (n - 1) sum_(t = 1)^(n - 1) log p(x_t | x_0, ..., x_(t - 1)); a text of one token
     has none (NaN).
     """
-    states = hidden_states(scorer, forward)
-    real = _real(part).to(states.device)  # the head may lie on another device than the texts
+    states = read_hidden_states(scorer, forward)
+    real = _find_real(part).to(states.device)  # the head may lie on another device than the texts
     leads = real[:, :-1] & real[:, 1:]
     vocabulary = net.vocabulary or 1
 
@@ -126,7 +126,7 @@ def _apply_head(net: Net, scorer: NextToken, ids: Tensor, rows: Tensor) -> Tenso
     By the model's own head and whatever it does behind it: the model runs on one token, and its
     head is given these in place of what comes of that.
     """
-    with _head_reads(scorer, lambda _: rows[None]):
+    with _replace_head_input(scorer, lambda _: rows[None]):
         return scorer.read(net.call(ids[:1, :1], None))[0]
 
 
@@ -184,8 +184,8 @@ def has_head(net: Net, batch: Batch) -> bool:
     with exact_arithmetic(net.device), torch.no_grad():
         plain = scorer.read(forward())[0]
         try:
-            last = next_token(scorer, end, forward)
-            every = _apply_head(net, scorer, text, hidden_states(scorer, forward)[0])
+            last = compute_next_logits(scorer, end, forward)
+            every = _apply_head(net, scorer, text, read_hidden_states(scorer, forward)[0])
         except (IndexError, RuntimeError, ValueError) as error:
             if of_machine(error):
                 raise
@@ -198,7 +198,7 @@ def has_head(net: Net, batch: Batch) -> bool:
 
 
 @contextmanager
-def _head_reads(scorer: NextToken, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Let the head read something else in place of its input while the block runs the model."""
     hook = scorer.head.register_forward_pre_hook(lambda _m, args: (change(args[0]), *args[1:]))
     try:
@@ -241,7 +241,7 @@ class _Ends:
     scorer: NextToken | None
 
 
-def end_of(net: Net, batch: Batch, target: str | None) -> Target:
+def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     """Return what the Jacobian of a model is of, with the position where there is one.
 
     By default the logits, of a causal language model those of the token behind the last one; of a
@@ -278,7 +278,7 @@ def end_of(net: Net, batch: Batch, target: str | None) -> Target:
     return Target(what, (where or "last") if placed else "")
 
 
-def sample_function(
+def make_sample_function(
     net: Net,
     batch: Batch,
     *,
@@ -288,9 +288,10 @@ def sample_function(
 ) -> SampleFunction:
     """Return the function from `start` to `target` at the samples of a batch.
 
-    By default from the attacked space (pixels of images, embeddings of text) to what `end_of`
-    says. The loss of a classifier is the cross-entropy with the label, with the predicted class
-    where there is none; that of a language model is `text_loss`.
+    By default from the attacked space (pixels of images, embeddings of text) to the target of
+    `resolve_target`.
+    The loss of a classifier is the cross-entropy with the label, with the predicted class
+    where there is none; that of a language model is `compute_text_loss`.
 
     Args:
         net: the model.
@@ -304,16 +305,16 @@ def sample_function(
     """
     embedded = net.kind == "text" or start == "embeddings"
     name = "embeddings" if embedded else {"image": "pixels"}.get(net.kind, net.kind)
-    end = end_of(net, batch, target)
+    end = resolve_target(net, batch, target)
     _require_start(net, start, embedded)
     if place is None and end.where:
-        place = _only_place(batch, end)
+        place = _find_only_place(batch, end)
     scorer = require_head(net, batch) if net.classes is None and _needs_head(net, end) else None
     ends, read = _Ends(net, batch.y, place, scorer), _READERS[end.what]
 
     def f(z: Tensor, index: Tensor) -> Tensor:
         part = batch.without_ids(index)
-        forward = _from_embedding if embedded else _from_input
+        forward = _run_from_embedding if embedded else _run_from_input
         # What is read inside of a model that is spread over devices lies on any of them.
         return read(ends, part, index, lambda: forward(net, z, part)).to(z.device)
 
@@ -331,8 +332,8 @@ def _needs_head(net: Net, end: Target) -> bool:
     return net.next_token is not None and end.what not in ("features", "tokens")
 
 
-def _only_place(batch: Batch, end: Target) -> Tensor:
-    column = places(batch, end.where)
+def _find_only_place(batch: Batch, end: Target) -> Tensor:
+    column = find_places(batch, end.where)
     if column.shape[1] != 1 or bool((column < 0).any()):
         raise InputError(
             f"--to {end.text} is not one position of every text",
@@ -351,28 +352,28 @@ def _require_start(net: Net, start: str | None, embedded: bool) -> None:
         )
 
 
-def _from_input(net: Net, z: Tensor, part: Batch) -> Any:
+def _run_from_input(net: Net, z: Tensor, part: Batch) -> Any:
     return net.call(z, part.mask)
 
 
-def _from_embedding(net: Net, z: Tensor, part: Batch) -> Any:
+def _run_from_embedding(net: Net, z: Tensor, part: Batch) -> Any:
     with net.replace_embedding(z):
         return net.call(part.x, part.mask)
 
 
-def _logits(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
+def _read_logits(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
     if ends.scorer is None or ends.place is None:
         return ends.net.read(forward())
-    return next_token(ends.scorer, ends.place[index], forward)
+    return compute_next_logits(ends.scorer, ends.place[index], forward)
 
 
-def _probabilities(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    return torch.softmax(_logits(ends, part, index, forward), -1)
+def _read_probabilities(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
+    return torch.softmax(_read_logits(ends, part, index, forward), -1)
 
 
-def _loss(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
+def _read_loss(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
     if ends.scorer is not None:
-        return text_loss(ends.net, ends.scorer, part, forward)
+        return compute_text_loss(ends.net, ends.scorer, part, forward)
     logits = ends.net.read(forward())
     predicted = logits.detach().argmax(1)  # no choice that the model makes
     own = predicted if ends.labels is None else ends.labels[index]
@@ -380,21 +381,21 @@ def _loss(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, own, reduction="none")[:, None]
 
 
-def _hidden(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
+def _read_hidden(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
     """Read what enters the head of a language model, else the last layer norm over tokens."""
     if ends.scorer is None:
-        states = _tokens(ends, part, index, forward)
+        states = _read_tokens(ends, part, index, forward)
     else:
-        states = hidden_states(ends.scorer, forward)
+        states = read_hidden_states(ends.scorer, forward)
     if states.shape[:2] != part.x.shape:
         raise InputError(
             f"the last hidden states of {ends.net.info.architecture} are not one for each token",
             "Use --to tokens or --to features.",
         )
-    return states if ends.place is None else at_columns(states, ends.place[index])
+    return states if ends.place is None else pick_columns(states, ends.place[index])
 
 
-def _features(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
+def _read_features(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
     """Read what enters the last linear layer of a classifier, or a headless model's output."""
     if ends.net.classes is None:
         return ends.net.read(forward())
@@ -403,7 +404,7 @@ def _features(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tens
     return seen[-1]
 
 
-def _tokens(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
+def _read_tokens(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
     """Read the output of the last layer norm over tokens; padded tokens are left out as zeros."""
     with _norm_outputs(ends.net.module) as seen:
         forward()
@@ -451,10 +452,10 @@ def _hook_modules(
 
 
 _READERS: dict[str, Callable[[_Ends, Batch, Tensor, Forward], Tensor]] = {
-    "logits": _logits,
-    "probabilities": _probabilities,
-    "loss": _loss,
-    "hidden": _hidden,
-    "features": _features,
-    "tokens": _tokens,
+    "logits": _read_logits,
+    "probabilities": _read_probabilities,
+    "loss": _read_loss,
+    "hidden": _read_hidden,
+    "features": _read_features,
+    "tokens": _read_tokens,
 }

@@ -25,7 +25,7 @@ def _refuse_dropout(probability: float) -> None:
         )
 
 
-def _attention(
+def _check_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -61,21 +61,21 @@ class _LiftedLinear(torch.autograd.Function):
         return _LiftedLinear.apply(u, lambda: weight().t(), None), None, None
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     kept = keep(weight)
     if isinstance(kept, Tensor):
         return NotImplemented
     return _LiftedLinear.apply(input, kept.lifted, bias)
 
 
-def _dropout(
+def _check_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     _refuse_dropout(p if training else 0.0)
     return NotImplemented
 
 
-def _batch_norm(
+def _run_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -99,11 +99,11 @@ def _batch_norm(
         return NotImplemented
     gain = (running_var + eps).rsqrt()
     gain = gain if weight is None else gain * weight
-    shift = 0.0 if bias is None else _channels(bias, input)
-    return (input - _channels(running_mean, input)) * _channels(gain, input) + shift
+    shift = 0.0 if bias is None else _to_channels(bias, input)
+    return (input - _to_channels(running_mean, input)) * _to_channels(gain, input) + shift
 
 
-def _channels(values: Tensor, like: Tensor) -> Tensor:
+def _to_channels(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 2))
 
 
@@ -118,10 +118,10 @@ def _mixes_samples(input: Tensor) -> bool:
 
 
 _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
-    F.linear: _linear,
-    F.scaled_dot_product_attention: _attention,
-    F.dropout: _dropout,
-    F.batch_norm: _batch_norm,
+    F.linear: _run_linear,
+    F.scaled_dot_product_attention: _check_attention,
+    F.dropout: _check_dropout,
+    F.batch_norm: _run_batch_norm,
 }
 """A replacement returns NotImplemented where torch's own is to run."""
 

@@ -74,14 +74,14 @@ class Linearization:
     def vjp(self, u: Tensor) -> Tensor:
         """Return J^T u per sample: (batch, *out) -> (batch, *in)."""
         leaf, value = self._graph
-        return self._in_units(lambda u: self._gradient(value, leaf, u), u)
+        return self._in_units(lambda u: self._compute_gradient(value, leaf, u), u)
 
     def jvp(self, v: Tensor) -> Tensor:
         """Return J v per sample: (batch, *in) -> (batch, *out)."""
         if self._transposed is None:
             self._transposed = self._transpose(torch.zeros_like(self.output))
         u, pullback = self._transposed
-        return self._in_units(lambda v: self._gradient(pullback, u, v), v)
+        return self._in_units(lambda v: self._compute_gradient(pullback, u, v), v)
 
     def outer(self, u: Tensor) -> Tensor:
         """Return J J^T u per sample, (batch, *out) -> (batch, *out)."""
@@ -95,7 +95,7 @@ class Linearization:
     def fit(self) -> None:
         """Choose the exponents by one product, unless that has been done."""
         if not self._fitted:
-            self.sized(self.vjp, _noise(self.output))
+            self.sized(self.vjp, _draw_noise(self.output))
 
     def reset(self) -> None:
         """Forget the exponents: products of other vectors may be of another size."""
@@ -109,7 +109,7 @@ class Linearization:
         parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
 
         def dense(_: Tensor) -> Tensor:
-            return torch.cat([self._vjps(part) for part in parts]).flatten(2).transpose(0, 1)
+            return torch.cat([self._pull_rows(part) for part in parts]).flatten(2).transpose(0, 1)
 
         return self.sized(dense, torch.ones_like(self.output))
 
@@ -118,14 +118,14 @@ class Linearization:
         """The dense transpose, (batch, inputs, outputs), by one J v per input."""
 
         def dense(_: Tensor) -> Tensor:
-            units = (_unit(self.x, i) for i in range(self.inputs))
+            units = (_make_unit(self.x, i) for i in range(self.inputs))
             return torch.stack([self.jvp(v).flatten(1) for v in units], 1)
 
         return self.sized(dense, torch.ones_like(self.x))
 
     def row(self, i: int | Tensor) -> Tensor:
         """Return row i, or row i[b] of sample b, of the Jacobian: (batch, inputs)."""
-        return self.vjp(_unit(self.output, i)).flatten(1)
+        return self.vjp(_make_unit(self.output, i)).flatten(1)
 
     def select(self, index: Tensor) -> Linearization:
         """Linearise again at some of the samples, so that the others cost nothing more."""
@@ -162,7 +162,7 @@ class Linearization:
         """Return product(z), after choosing the exponents such that it is of the size of z."""
         image = product(z)
         for _ in range(0 if self._fitted else 3):
-            change = _excess(image, z)
+            change = _compute_excess(image, z)
             if not change.any():
                 break
             self.exponent += change
@@ -180,7 +180,7 @@ class Linearization:
         before = (-self.exponent).clamp(-room, room)
         return times_power(product(times_power(z, before)), -self.exponent - before)
 
-    def _vjps(self, u: Tensor) -> Tensor:
+    def _pull_rows(self, u: Tensor) -> Tensor:
         """J^T u of several u, in one backward pass where every operation can be mapped over."""
         if len(u) > 1:
             leaf, value = self._graph
@@ -198,20 +198,20 @@ class Linearization:
                     raise
         return torch.stack([self.vjp(each) for each in u])
 
-    def _gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
+    def _compute_gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
         with exact_arithmetic(self.x.device), explain_errors():
             (gradient,) = torch.autograd.grad(of, leaf, cotangent, retain_graph=True)
         return gradient
 
 
-def _unit(like: Tensor, i: int | Tensor) -> Tensor:
+def _make_unit(like: Tensor, i: int | Tensor) -> Tensor:
     """Basis vector i, or i[b] for sample b, of the space of `like`."""
     flat = torch.zeros_like(like).flatten(1)
     flat[torch.arange(len(like), device=like.device), i] = 1
     return flat.view_as(like)
 
 
-def _excess(image: Tensor, z: Tensor) -> Tensor:
+def _compute_excess(image: Tensor, z: Tensor) -> Tensor:
     """By which powers of two the image is out of range, per sample; 0 where it is not."""
     room = _ROOM[z.dtype]
     sizes = [t.flatten(1).abs().amax(1) for t in (image, z)]
@@ -282,9 +282,9 @@ def _check_outputs(f: Function, x: Tensor) -> Tensor:
     x = x[index]
     pair = Linearization(f, x, index)
     _require_samples(pair)
-    gradient = pair.sized(pair.vjp, _only(0, pair.output))
+    gradient = pair.sized(pair.vjp, _draw_one(0, pair.output))
     pair.exponent[1] = pair.exponent[0]
-    back = pair.vjp(_only(1, pair.output))
+    back = pair.vjp(_draw_one(1, pair.output))
     leak = torch.maximum(gradient[1].abs().max(), back[0].abs().max())
     if leak != 0:  # the host waits for this once
         require_finite(leak)
@@ -298,14 +298,14 @@ def _check_outputs(f: Function, x: Tensor) -> Tensor:
     return pair.output
 
 
-def _only(sample: int, output: Tensor) -> Tensor:
+def _draw_one(sample: int, output: Tensor) -> Tensor:
     """A random vector for one sample and 0 for the others."""
     u = torch.zeros_like(output)
-    u[sample] = _noise(output)[sample]
+    u[sample] = _draw_noise(output)[sample]
     return u
 
 
-def _noise(output: Tensor) -> Tensor:
+def _draw_noise(output: Tensor) -> Tensor:
     """The same random vector for every sample."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(output[0].shape, generator=generator).to(output)

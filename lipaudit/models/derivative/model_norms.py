@@ -74,7 +74,7 @@ class Margins:
     direction: Tensor
 
 
-def jacobian_norms(
+def compute_jacobian_norms(
     linear: Linearization,
     *,
     norm: OutputNorm = "2",
@@ -105,14 +105,14 @@ def jacobian_norms(
         EvaluationError: a derivative is not finite.
     """
     if norm == "inf":
-        return _row_norms(linear)
+        return _compute_row_norms(linear)
     if min(linear.inputs, linear.outputs) <= DENSE:
-        return _dense_norms(linear, directions=directions)
+        return _compute_dense_norms(linear, directions=directions)
     how = {"tol": tol, "max_steps": max_steps, "within": within, "vectors": directions}
-    return _lanczos_norms(linear, [0] * len(linear) if seeds is None else seeds, how)
+    return _compute_lanczos_norms(linear, [0] * len(linear) if seeds is None else seeds, how)
 
 
-def margins(
+def compute_margins(
     linear: Linearization,
     y: Tensor,
     *,
@@ -130,7 +130,7 @@ def margins(
         linear: the map to logits (batch, classes), linearised at the samples.
         y: class of each sample, (batch,); the predicted class stands in where it is negative.
         norm: of the attack: gradients are measured in the dual one (l_1 for inf).
-        upper: what the same norm of J is at most, from `jacobian_norms`; None: not known.
+        upper: what the same norm of J is at most, from `compute_jacobian_norms`; None: not known.
         rivals: how many other classes are looked at, where there are more than `DENSE`; None: all.
 
     Raises:
@@ -144,7 +144,7 @@ def margins(
     gaps = (logits.gather(1, y[:, None]) - logits.gather(1, order)).cpu().double()
     if upper is None:
         upper = torch.full((len(y),), torch.inf)
-    return _nearest(gaps, order, _Slopes(linear, y, upper.cpu().double(), norm), rivals)
+    return _find_nearest(gaps, order, _Slopes(linear, y, upper.cpu().double(), norm), rivals)
 
 
 class _Slopes:
@@ -154,13 +154,13 @@ class _Slopes:
         self.linear, self.dual, self.every = linear, 1 if norm == "inf" else 2, linear.outputs
         if self.every > DENSE:
             linear.fit()
-        self.own = self._row(y)
+        self.own = self._compute_row(y)
         # Gradients are in units of 2^exponent, and so is what limits them.
         self.most = 2**0.5 * upper if self.dual == 2 else upper + self.norm(self.own)
 
     def gradient(self, j: Tensor) -> Tensor:
         """Return grad(f_y - f_j) for one class j per sample, (batch, inputs)."""
-        return self.own - self._row(j)
+        return self.own - self._compute_row(j)
 
     def norm(self, *gradients: Tensor) -> Tensor:
         """Return the norms of gradients, (batch,) of each, one behind the other."""
@@ -179,13 +179,13 @@ class _Slopes:
         else:
             yield from self.norm(*gradients).view(order.shape[1], -1)
 
-    def _row(self, j: Tensor) -> Tensor:
+    def _compute_row(self, j: Tensor) -> Tensor:
         if self.every > DENSE:
             return self.linear.row(j)
         return self.linear.rows[torch.arange(len(j), device=j.device), j]
 
 
-def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -> Margins:
+def _find_nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -> Margins:
     """Look at the classes of `order`, (batch, classes - 1), as long as one may be the nearest.
 
     Gaps are on the CPU, the order where the gradients are.
@@ -210,7 +210,7 @@ def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -
     return Margins(gaps[:, 0], slopes.norm(first), limit, closest, looked, complete, first)
 
 
-def _row_norms(linear: Linearization) -> JacobianNorms:
+def _compute_row_norms(linear: Linearization) -> JacobianNorms:
     m = linear.outputs
     if m > MOST_ROWS:
         raise UsageError(
@@ -221,10 +221,10 @@ def _row_norms(linear: Linearization) -> JacobianNorms:
         linear.fit()
     rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
     sums = [row.abs().sum(1, dtype=torch.float64) for row in rows]
-    return _exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
+    return _make_exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
 
 
-def _dense_norms(linear: Linearization, *, directions: bool) -> JacobianNorms:
+def _compute_dense_norms(linear: Linearization, *, directions: bool) -> JacobianNorms:
     few_outputs = linear.outputs <= linear.inputs
     dense = linear.rows if few_outputs else linear.columns
     # One sample at a time: the whole in float64 would be twice the memory of what there is.
@@ -232,14 +232,16 @@ def _dense_norms(linear: Linearization, *, directions: bool) -> JacobianNorms:
     gram = torch.stack([j @ j.T for j in wide])
     require_finite(gram)
     norm = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
-    exact = _exact(linear, norm, dense.shape[1], "dense")
+    exact = _make_exact(linear, norm, dense.shape[1], "dense")
     if not directions:
         return exact
     top = torch.linalg.eigh(gram)[1][:, None, :, -1].to(dense)
     return replace(exact, direction=(top @ dense)[:, 0] if few_outputs else top[:, 0])
 
 
-def _exact(linear: Linearization, norm: Tensor, products: int, method: Method) -> JacobianNorms:
+def _make_exact(
+    linear: Linearization, norm: Tensor, products: int, method: Method
+) -> JacobianNorms:
     require_finite(norm)
     norm = times_power(norm.cpu().double(), linear.exponent)
     spent = torch.full((len(linear),), products)
@@ -247,7 +249,7 @@ def _exact(linear: Linearization, norm: Tensor, products: int, method: Method) -
     return JacobianNorms(norm, norm, torch.zeros_like(norm), spent, converged, method)
 
 
-def _lanczos_norms(
+def _compute_lanczos_norms(
     linear: Linearization, seeds: Sequence[int], how: dict[str, Any]
 ) -> JacobianNorms:
     size = min(linear.outputs, linear.inputs)
@@ -256,9 +258,9 @@ def _lanczos_norms(
 
     def select(index: Tensor) -> Products:
         if len(index) == len(linear):
-            return gram_products(linear)
+            return make_gram_products(linear)
         linear.release()
-        return gram_products(linear.select(index.to(device)))
+        return make_gram_products(linear.select(index.to(device)))
 
     norms = spectral_norms(select, start, **how).times(powers_of_two(linear.exponent))
     spent = 2 * norms.products  # J^T u comes with A u = J J^T u
@@ -269,11 +271,11 @@ def _lanczos_norms(
         spent,
         norms.converged,
         "lanczos",
-        None if norms.vector is None else _leading(linear, norms.vector),
+        None if norms.vector is None else _compute_leading(linear, norms.vector),
     )
 
 
-def _leading(linear: Linearization, vector: Tensor) -> Tensor:
+def _compute_leading(linear: Linearization, vector: Tensor) -> Tensor:
     """Return the leading right singular vectors, given those of the smaller space."""
     if linear.outputs > linear.inputs:
         return vector
@@ -281,7 +283,7 @@ def _leading(linear: Linearization, vector: Tensor) -> Tensor:
     return linear.vjp(u).flatten(1)
 
 
-def gram_products(linear: Linearization) -> Products:
+def make_gram_products(linear: Linearization) -> Products:
     """Return the products with J J^T or J^T J, whichever is smaller, on flat vectors."""
     few_outputs = linear.outputs <= linear.inputs
     product: Products = linear.outer if few_outputs else linear.inner

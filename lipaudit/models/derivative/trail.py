@@ -46,15 +46,17 @@ class Trail(EagerMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the operation, and look at what went in where NaN may not come out."""
-        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            _identify_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
         if func._schema.is_mutable:
             self._keep(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        results = (_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor))
+        results = (_identify_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor))
         self._storages.update(storage for storage in results if storage not in given)
         if torch.Tag.nondeterministic_seeded in func.tags and func._opname != _ATTENTION:
             self.lost = True
-        elif func._opname in _DROPS or not all(map(_shows, tree_leaves(result))):
+        elif func._opname in _DROPS or not all(map(_shows_nan, tree_leaves(result))):
             self.lost |= any(map(_is_nan, tree_leaves((args, kwargs))))
         return result
 
@@ -64,16 +66,16 @@ class Trail(EagerMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for t in tree_leaves(value) if written else ():
-                if isinstance(t, Tensor) and _storage(t) not in self._storages:
+                if isinstance(t, Tensor) and _identify_storage(t) not in self._storages:
                     self._states.append((t, t.clone()))
 
 
-def _storage(tensor: Tensor) -> int:
+def _identify_storage(tensor: Tensor) -> int:
     """What tells a storage from all others that are there at the same time."""
     return tensor.untyped_storage()._cdata
 
 
-def _shows(value: Any) -> bool:
+def _shows_nan(value: Any) -> bool:
     """Whether a NaN could be seen in a result."""
     if not isinstance(value, Tensor):
         return value is None

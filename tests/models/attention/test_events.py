@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lipaudit.models.attention.observe.calls import AttentionCall, Fused, probabilities
+from lipaudit.models.attention.observe.calls import AttentionCall, Fused, compute_probabilities
 from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.linears import Linear, find_operands
 
@@ -51,20 +51,20 @@ def test_fused_calls(options):
     assert isinstance(call.form, Fused)
     want = F.scaled_dot_product_attention(q, k, v, **options)
     torch.testing.assert_close(call.output, want)
-    torch.testing.assert_close(probabilities(call) @ call.v, want)
+    torch.testing.assert_close(compute_probabilities(call) @ call.v, want)
 
 
 def test_grouped_queries_are_repeated():
     q, k, v = rows(2, 4, 5, 8), rows(2, 2, 5, 8), rows(2, 2, 5, 8)
     (call,) = calls_of(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
     torch.testing.assert_close(call.k, k.repeat_interleave(2, 1))
-    torch.testing.assert_close(probabilities(call) @ call.v, call.output)
+    torch.testing.assert_close(compute_probabilities(call) @ call.v, call.output)
 
 
 def test_probabilities_can_be_differentiated_twice():
     q, k, v = rows(1, 2, 3, 4), rows(1, 2, 3, 4), rows(1, 2, 3, 4)
     (call,) = calls_of(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=MASK[:3, :3]))
-    loss = probabilities(call).square().sum()
+    loss = compute_probabilities(call).square().sum()
     (gradient,) = torch.autograd.grad(loss, q, create_graph=True)
     assert torch.autograd.grad(gradient.square().sum(), k)[0].abs().sum() > 0
 
@@ -127,7 +127,7 @@ def test_written_out_softmax(attend):
     q, k, v = rows(2, 3, 4, 6), rows(2, 3, 5, 6), rows(2, 3, 5, 7)
     (call,) = calls_of(lambda: attend(q, k, v))
     p = (q @ k.mT * 0.5).softmax(-1)
-    torch.testing.assert_close(probabilities(call).reshape(p.shape), p)
+    torch.testing.assert_close(compute_probabilities(call).reshape(p.shape), p)
     torch.testing.assert_close(call.q.reshape(q.shape), q)
     torch.testing.assert_close(call.k.reshape(k.shape), k)
     torch.testing.assert_close(call.v.reshape(v.shape), v)
@@ -148,7 +148,7 @@ def test_multi_head_attention_is_looked_into():
     for need_weights in (False, True):
         (call,) = calls_of(lambda need=need_weights: module(x, x, x, need_weights=need))
         p = module(x, x, x, average_attn_weights=False)[1]
-        torch.testing.assert_close(probabilities(call).reshape(p.shape), p)
+        torch.testing.assert_close(compute_probabilities(call).reshape(p.shape), p)
 
 
 def no_product(x):

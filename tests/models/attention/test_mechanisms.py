@@ -14,8 +14,8 @@ from benchmarks.reference.loaded import alone
 from benchmarks.reference.mechanisms import MECHANISMS, load, row, texts
 from lipaudit.measures import MEASURES
 from lipaudit.models.attention.capture import Layer, capture
-from lipaudit.models.attention.numeric import numeric_norms
-from lipaudit.models.attention.sites import blocks_without_attention
+from lipaudit.models.attention.numeric import compute_numeric_norms
+from lipaudit.models.attention.sites import list_blocks_without_attention
 from lipaudit.models.attention.survey import survey
 from lipaudit.settings import option_types
 from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
@@ -28,7 +28,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "mechanisms.md"
 def norms(layer: Layer) -> Tensor:
     """The norm of every head, (samples, heads)."""
     if not layer.site.closed_form:
-        return numeric_norms(layer, seeds=[0] * layer.samples, tol=1e-12, within=1e-6).norm
+        return compute_numeric_norms(layer, seeds=[0] * layer.samples, tol=1e-12, within=1e-6).norm
     return torch.linalg.matrix_norm(dense_jacobian(layer.heads()), 2)
 
 
@@ -61,7 +61,7 @@ def test_heads_and_bounds_are_those_of_the_model(name, hard):
 def test_blocks_without_attention_are_named(name, left_out):
     net = load(name)
     batch = texts(net)
-    assert blocks_without_attention(net.module, survey(net, batch)) == left_out
+    assert list_blocks_without_attention(net.module, survey(net, batch)) == left_out
     (part,) = MEASURES["bounds"].parts(net, [batch], option_types()["bounds"]())
     said = [note.text for note in part.notes if note.code == "no-attention"]
     assert len(said) == len(left_out)
@@ -74,7 +74,7 @@ def test_a_block_that_shares_its_attention_has_it():
     model = nn.ModuleDict({"body": nn.ModuleDict({"layers": stack})})
     site = survey(net := load("grouped"), texts(net))[0]
     shared = replace(site, module="body.layers.0.shared")
-    assert blocks_without_attention(model, [shared]) == ("body.layers.1",)
+    assert list_blocks_without_attention(model, [shared]) == ("body.layers.1",)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

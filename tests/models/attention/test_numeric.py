@@ -10,14 +10,14 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.measures.by_layer import per_sample
 from lipaudit.models.attention.capture import Layer, capture
-from lipaudit.models.attention.numeric import numeric_norms
+from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.theory.exact.head_norms import head_norms
 
 SEEDS = [3, 4]
 
 
 def numeric(net, sites, batch: Batch, index: int, seeds=SEEDS):
-    norms_of = partial(numeric_norms, seeds=seeds, tol=1e-8)
+    norms_of = partial(compute_numeric_norms, seeds=seeds, tol=1e-8)
     (norms,) = capture(net, sites, batch, norms_of, layers=[index])
     assert norms.converged.all()
     return norms.norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lipaudit.models.attention.residual import residual_norms, residuals
+from lipaudit.models.attention.residual import compute_residual_norms, find_residuals
 
 PATHS = {
     "timm-vit": "blocks.{}",
@@ -21,20 +21,20 @@ PATHS = {
 @pytest.mark.parametrize(("name", "path"), PATHS.items())
 def test_the_smallest_module_with_a_skip_path_is_found(zoo, name, path):
     net, sites, batch = zoo(name)
-    blocks = residuals(net, batch, sites)
+    blocks = find_residuals(net, batch, sites)
     assert [block.module for block in blocks[:2]] == [path.format(0), path.format(1)]
 
 
 def test_calls_of_a_shared_module_are_told_apart(zoo):
     net, sites, batch = zoo("albert")
-    first, second = residuals(net, batch, sites)
+    first, second = find_residuals(net, batch, sites)
     assert (first.module, first.call) == (second.module, 0)
     assert second.call == 1
 
 
 def test_attention_without_a_skip_path_has_no_block(zoo):
     net, sites, batch = zoo("handwritten")
-    assert residuals(net, batch, sites) == (None,)
+    assert find_residuals(net, batch, sites) == (None,)
 
 
 def alone(net, batch, sample, block):
@@ -66,8 +66,8 @@ def alone(net, batch, sample, block):
 )
 def test_norms_are_those_of_the_module_without_padding(zoo, name):
     net, sites, batch = zoo(name, "float64")
-    block = residuals(net, batch, sites)[1]
-    ((found, norms),) = residual_norms(net, batch, [block], tol=1e-9, seeds=[1, 2])
+    block = find_residuals(net, batch, sites)[1]
+    ((found, norms),) = compute_residual_norms(net, batch, [block], tol=1e-9, seeds=[1, 2])
     assert found == block
     assert norms.converged.all()
     truth = alone(net, batch, 1, block)  # the second sentence is padded
@@ -76,7 +76,7 @@ def test_norms_are_those_of_the_module_without_padding(zoo, name):
 
 def test_the_model_is_left_as_it_was(zoo):
     net, sites, batch = zoo("timm-vit")
-    for _ in residual_norms(net, batch, residuals(net, batch, sites)):
+    for _ in compute_residual_norms(net, batch, find_residuals(net, batch, sites)):
         pass
     for module in net.module.modules():
         assert not module._forward_hooks

@@ -35,7 +35,7 @@ RULES = {
         "tutorial",
     ),
     "tokens in another order are one input": (
-        [(surveyor, "_reordered", lambda *_: False)],
+        [(surveyor, "_is_reordered", lambda *_: False)],
         "rolled",
     ),
     "every use of a map is accounted for": (

@@ -13,9 +13,9 @@ from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention.capture import capture
-from lipaudit.models.attention.numeric import numeric_norms
+from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import jacobian_norms
+from lipaudit.models.derivative.model_norms import compute_jacobian_norms
 
 X = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
 
@@ -29,7 +29,7 @@ def network(inputs, outputs, dtype):
 
 def norms_of(model, x, norm="2"):
     linear = linearize(lambda z, _: model(z), x)
-    return jacobian_norms(linear, norm=norm, tol=1e-6, within=1e-6)
+    return compute_jacobian_norms(linear, norm=norm, tol=1e-6, within=1e-6)
 
 
 def scaled(model, powers):
@@ -82,7 +82,7 @@ def test_samples_of_different_size_do_not_disturb_each_other():
     factors = torch.tensor([1.0, 1e-25, 1e25])[:, None]
     model = network(40, 20, torch.float32)
     alone = norms_of(model, X).norm
-    beside = jacobian_norms(linearize(lambda z, i: model(z) * factors[i], X), tol=1e-6)
+    beside = compute_jacobian_norms(linearize(lambda z, i: model(z) * factors[i], X), tol=1e-6)
     torch.testing.assert_close(beside.norm / factors[:, 0].double(), alone, rtol=1e-5, atol=0)
 
 
@@ -92,7 +92,7 @@ def test_layers_without_a_closed_form(zoo, power):
     values = net.module.get_submodule(sites[0].module).value_proj
     batch = Batch(batch.x[:1], None, batch.ids[:1])
 
-    norms_of = partial(numeric_norms, seeds=[3])
+    norms_of = partial(compute_numeric_norms, seeds=[3])
     norms = []
     kept = copy.deepcopy(values.state_dict())
     try:

@@ -14,7 +14,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.attention import surveyor
 from lipaudit.models.attention.capture import capture
-from lipaudit.models.attention.numeric import numeric_norms
+from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -454,7 +454,7 @@ def test_layer_that_cannot_be_run_again_says_so():
     (site,) = survey(net, batch)
     assert site.inputs == ()
     assert "nor can its norms be computed numerically" in site.reason
-    found = capture(net, (site,), batch, lambda layer: numeric_norms(layer, seeds=[1, 2]))
+    found = capture(net, (site,), batch, lambda layer: compute_numeric_norms(layer, seeds=[1, 2]))
     assert found[0].norm.isnan().all()
     assert not found[0].converged.any()
 

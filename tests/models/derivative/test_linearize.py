@@ -15,7 +15,7 @@ from torch import nn
 
 from lipaudit.errors import UsageError
 from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import jacobian_norms
+from lipaudit.models.derivative.model_norms import compute_jacobian_norms
 
 TEXT = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -166,9 +166,9 @@ def test_products_in_float64(case):
 def test_norms_are_those_of_the_dense_jacobian(case):
     model, x, jacobian = case
     truth = torch.linalg.matrix_norm(jacobian, 2)
-    double = jacobian_norms(linearize(lambda z, _: call(model, z), x), tol=1e-9)
+    double = compute_jacobian_norms(linearize(lambda z, _: call(model, z), x), tol=1e-9)
     single_model = copy.deepcopy(model).float()
-    single = jacobian_norms(linearize(lambda z, _: call(single_model, z), x.float()))
+    single = compute_jacobian_norms(linearize(lambda z, _: call(single_model, z), x.float()))
     assert double.converged.all()
     assert single.converged.all()
     assert double.method == ("lanczos" if jacobian.shape[1] > 16 else "dense")
@@ -178,9 +178,9 @@ def test_norms_are_those_of_the_dense_jacobian(case):
 
 def test_norms_do_not_depend_on_the_batch(case):
     model, x, _ = case
-    together = jacobian_norms(linearize(lambda z, _: call(model, z), x), seeds=[3, 1, 2])
+    together = compute_jacobian_norms(linearize(lambda z, _: call(model, z), x), seeds=[3, 1, 2])
     apart = [
-        jacobian_norms(linearize(lambda z, _: call(model, z), x[i : i + 1]), seeds=[seed])
+        compute_jacobian_norms(linearize(lambda z, _: call(model, z), x[i : i + 1]), seeds=[seed])
         for i, seed in enumerate([3, 1, 2])
     ]
     torch.testing.assert_close(
@@ -202,7 +202,7 @@ def test_a_padded_sentence_has_the_norm_of_the_sentence():
         hidden = model.bert(inputs_embeds=z, attention_mask=mask[index]).last_hidden_state
         return hidden[torch.arange(len(z)), mask[index].sum(1) - 1]
 
-    padded = jacobian_norms(linearize(last_token, x), tol=1e-9)
+    padded = compute_jacobian_norms(linearize(last_token, x), tol=1e-9)
     for i, length in enumerate(lengths):
         alone = dense_last_token(model, x[i, :length])
         torch.testing.assert_close(padded.norm[i], alone, rtol=1e-8, atol=0)

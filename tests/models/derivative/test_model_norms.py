@@ -10,7 +10,7 @@ from torch import nn
 
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import jacobian_norms, margins
+from lipaudit.models.derivative.model_norms import compute_jacobian_norms, compute_margins
 
 
 def matrices(samples, outputs, inputs, seed=0):
@@ -36,7 +36,7 @@ def linear_maps(a):
 )
 def test_spectral_norm_on_either_side(outputs, inputs, method):
     a = matrices(5, outputs, inputs)
-    found = jacobian_norms(linear_maps(a), tol=1e-10)
+    found = compute_jacobian_norms(linear_maps(a), tol=1e-10)
     torch.testing.assert_close(found.norm, torch.linalg.matrix_norm(a, 2), rtol=1e-9, atol=0)
     assert found.method == method
     assert (found.upper >= found.norm).all()
@@ -47,17 +47,19 @@ def test_spectral_norm_on_either_side(outputs, inputs, method):
 @pytest.mark.parametrize("scale", [1.0, 1e-200])
 def test_the_leading_direction_on_either_side(outputs, inputs, scale):
     a = matrices(5, outputs, inputs)
-    direction = jacobian_norms(linear_maps(a * scale), tol=1e-12, directions=True).direction
+    direction = compute_jacobian_norms(
+        linear_maps(a * scale), tol=1e-12, directions=True
+    ).direction
     truth = torch.linalg.svd(a)[2][:, 0]
     cosines = torch.cosine_similarity(direction / direction.abs().amax(), truth)
     torch.testing.assert_close(cosines.abs(), torch.ones_like(cosines), rtol=1e-9, atol=0)
-    assert jacobian_norms(linear_maps(a)).direction is None
+    assert compute_jacobian_norms(linear_maps(a)).direction is None
 
 
 @pytest.mark.parametrize("outputs", [3, 40])
 def test_inf_norm_is_the_largest_row_sum(outputs):
     a = matrices(4, outputs, 7)
-    found = jacobian_norms(linear_maps(a), norm="inf")
+    found = compute_jacobian_norms(linear_maps(a), norm="inf")
     torch.testing.assert_close(found.norm, torch.linalg.matrix_norm(a, torch.inf))
     assert found.products.tolist() == [outputs] * 4
 
@@ -72,14 +74,14 @@ def test_samples_that_finish_early_leave_the_batch():
         sizes.append(len(index))
         return (a[index] @ z[:, :, None])[:, :, 0]
 
-    found = jacobian_norms(linearize(f, torch.zeros(8, 50, dtype=a.dtype)), tol=1e-9)
+    found = compute_jacobian_norms(linearize(f, torch.zeros(8, 50, dtype=a.dtype)), tol=1e-9)
     torch.testing.assert_close(found.norm, torch.linalg.matrix_norm(a, 2), rtol=1e-8, atol=0)
     assert 4 in sizes
     assert found.products[::2].max() < found.products[1::2].min()
 
 
 def test_what_does_not_converge_is_marked():
-    found = jacobian_norms(linear_maps(matrices(3, 60, 60)), tol=1e-12, max_steps=4)
+    found = compute_jacobian_norms(linear_maps(matrices(3, 60, 60)), tol=1e-12, max_steps=4)
     assert not found.converged.any()
     assert found.products.tolist() == [8] * 3
 
@@ -92,7 +94,7 @@ def test_no_start_vector_misses_the_norm():
     truth = torch.linalg.matrix_norm(jacobian.view(24, 24), 2)
     linear = linearize(lambda z, _: layer(z), x.expand(200, 4, 6))
     for tol in (1e-3, 1e-6):
-        found = jacobian_norms(linear, tol=tol, seeds=range(200))
+        found = compute_jacobian_norms(linear, tol=tol, seeds=range(200))
         assert found.converged.all()
         assert (found.norm >= truth * (1 - tol)).all()
         assert (found.norm <= truth * (1 + 1e-12)).all()
@@ -102,7 +104,7 @@ def test_no_start_vector_misses_the_norm():
 def test_a_constant_direction_and_a_zero_map():
     a = matrices(2, 20, 20)
     a[0] = 0
-    found = jacobian_norms(linear_maps(a), tol=1e-9)
+    found = compute_jacobian_norms(linear_maps(a), tol=1e-9)
     assert found.norm[0] == 0
     assert found.converged.all()
 
@@ -112,12 +114,14 @@ def test_a_derivative_that_is_not_finite_is_an_error(outputs):
     x = torch.ones(3, outputs)
     x[1] = 0
     with pytest.raises(EvaluationError, match="not finite"):
-        jacobian_norms(linearize(lambda z, _: z.abs().sqrt(), x))
+        compute_jacobian_norms(linearize(lambda z, _: z.abs().sqrt(), x))
 
 
 def test_rows_of_a_large_output_are_refused():
     with pytest.raises(UsageError, match="2000 outputs"):
-        jacobian_norms(linearize(lambda z, _: z.expand(-1, 2000), torch.ones(2, 1)), norm="inf")
+        compute_jacobian_norms(
+            linearize(lambda z, _: z.expand(-1, 2000), torch.ones(2, 1)), norm="inf"
+        )
 
 
 @settings(deadline=None, max_examples=20)
@@ -126,7 +130,7 @@ def test_margins_are_those_of_the_rows(classes, norm, seed):
     a, b = matrices(4, classes, 9, seed), matrices(4, classes, 1, seed + 1)[:, :, 0]
     f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
     y = torch.tensor([0, classes - 1, 1, -1])
-    found = margins(linearize(f, torch.zeros(4, 9).double()), y, norm=norm, rivals=classes)
+    found = compute_margins(linearize(f, torch.zeros(4, 9).double()), y, norm=norm, rivals=classes)
     for i in range(4):
         label = int(y[i]) if y[i] >= 0 else int(b[i].argmax())
         others = [j for j in range(classes) if j != label]
@@ -147,7 +151,7 @@ def test_the_direction_of_a_margin_is_its_gradient():
     x = matrices(4, 30, 1, seed=1)[:, :, 0]
     for rows in (20, 5):
         part = linearize(lambda z, index, m=rows: f(z, index)[:, :m], x)
-        found = margins(part, y, norm="2")
+        found = compute_margins(part, y, norm="2")
         for i, logits in enumerate(part.output):
             own = int(y[i]) if y[i] >= 0 else int(logits.argmax())
             other = max((j for j in range(rows) if j != own), key=lambda j, f=logits: f[j])
@@ -160,7 +164,7 @@ def test_the_radius_of_a_linear_classifier_is_where_the_decision_turns():
     linear = linearize(f, torch.zeros(3, 9).double())
     y = linear.output.argmax(1)
     for norm, steepest in (("inf", torch.sign), ("2", lambda g: g / g.norm(dim=1, keepdim=True))):
-        found = margins(linear, y, norm=norm)
+        found = compute_margins(linear, y, norm=norm)
         each = torch.arange(3)
         direction = steepest(a[each, found.closest] - a[each, y])
         for factor, moved in ((0.999, False), (1.001, True)):
@@ -187,14 +191,14 @@ def test_the_nearest_boundary_may_be_that_of_the_last_class(classes, norm):
     f = lambda z, _: (a @ z[:, :, None])[:, :, 0] + b  # noqa: E731
     linear = linearize(f, torch.zeros(2, 70).double())
     y = torch.zeros(2, dtype=torch.long)
-    upper = jacobian_norms(linear, norm=norm).upper
-    found = margins(linear, y, norm=norm, upper=upper, rivals=classes)
+    upper = compute_jacobian_norms(linear, norm=norm).upper
+    found = compute_margins(linear, y, norm=norm, upper=upper, rivals=classes)
     want = radii(linear, y, 1 if norm == "inf" else 2)
     torch.testing.assert_close(found.radius, want.amin(1), rtol=1e-9, atol=0)
     assert found.closest.tolist() == [classes - 1] * 2
     assert found.complete.all()
     assert found.rivals.tolist() == [classes - 1] * 2
-    few = margins(linear, y, norm=norm, upper=upper, rivals=5)
+    few = compute_margins(linear, y, norm=norm, upper=upper, rivals=5)
     assert few.complete.tolist() == [classes == 8] * 2
     assert (few.radius <= want.amin(1) * (1 + 1e-12)).all()
     assert (few.radius > 0).all()
@@ -207,8 +211,8 @@ def test_no_class_that_was_not_looked_at_is_nearer(norm, seed, rivals):
     f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
     linear = linearize(f, torch.zeros(5, 9).double())
     y = linear.output.argmax(1)
-    upper = jacobian_norms(linear, norm=norm).upper
-    found = margins(linear, y, norm=norm, upper=upper, rivals=rivals)
+    upper = compute_jacobian_norms(linear, norm=norm).upper
+    found = compute_margins(linear, y, norm=norm, upper=upper, rivals=rivals)
     want = radii(linear, y, 1 if norm == "inf" else 2).amin(1)
     done = found.complete
     torch.testing.assert_close(found.radius[done], want[done], rtol=1e-9, atol=0)
@@ -216,7 +220,7 @@ def test_no_class_that_was_not_looked_at_is_nearer(norm, seed, rivals):
     assert (found.rivals[~done] == rivals).all()
     assert (found.rivals <= rivals).all()
     # Without a limit of the norm every class has to be looked at.
-    unknown = margins(linear, y, norm=norm, rivals=rivals)
+    unknown = compute_margins(linear, y, norm=norm, rivals=rivals)
     assert (unknown.complete == (rivals == 39)).all()
 
 
@@ -225,8 +229,8 @@ def test_a_clear_decision_needs_few_classes():
     b[:, :2] = torch.tensor([100.0, 99.0])
     f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
     linear = linearize(f, torch.zeros(3, 9).double())
-    upper = jacobian_norms(linear).upper
-    found = margins(linear, torch.zeros(3).long(), norm="2", upper=upper)
+    upper = compute_jacobian_norms(linear).upper
+    found = compute_margins(linear, torch.zeros(3).long(), norm="2", upper=upper)
     assert found.complete.all()
     assert found.rivals.tolist() == [1, 1, 1]
 
@@ -235,7 +239,7 @@ def test_a_clear_decision_needs_few_classes():
 def test_margins_need_classes(shape):
     linear = linearize(lambda z, _: z, torch.randn(shape))
     with pytest.raises(UsageError, match="logits"):
-        margins(linear, torch.zeros(3, dtype=torch.long))
+        compute_margins(linear, torch.zeros(3, dtype=torch.long))
 
 
 CROWDS = [(count, gap) for count in (2, 3, 10) for gap in (1e-3, 1e-5, 1e-7, 1e-9, 0.0)]
@@ -254,11 +258,11 @@ def test_largest_singular_values_that_agree_to_many_digits():
     """A norm is proven to tol with few products; as estimated it may lie anywhere among them."""
     matrices = torch.stack([crowded(*crowd, seed) for seed, crowd in enumerate(CROWDS)])
     seeds = range(len(CROWDS))
-    proven = jacobian_norms(linear_maps(matrices), tol=1e-6, within=1e-6, seeds=seeds)
+    proven = compute_jacobian_norms(linear_maps(matrices), tol=1e-6, within=1e-6, seeds=seeds)
     assert proven.converged.all()
     assert (proven.norm - 1).abs().max() <= 1e-6
     assert (proven.within <= 1e-6 * (1 + 1e-6)).all()
-    estimated = jacobian_norms(linear_maps(matrices), tol=1e-6, seeds=seeds)
+    estimated = compute_jacobian_norms(linear_maps(matrices), tol=1e-6, seeds=seeds)
     assert (estimated.norm * (1 + estimated.within) >= 1 - 1e-12).all()
     for (count, gap), spent, miss in zip(
         CROWDS, proven.products / 2, 1 - estimated.norm, strict=True

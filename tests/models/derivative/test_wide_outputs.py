@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import jacobian_norms
+from lipaudit.models.derivative.model_norms import compute_jacobian_norms
 
 WORDS = 30_000
 
@@ -74,7 +74,7 @@ def test_norms_of_many_outputs(make, dtype):
     model.to(dtype)
     with Largest() as largest:
         linear = linearize(lambda z, _: logits(z), x.to(dtype))
-        norms = jacobian_norms(linear, tol=1e-7)
+        norms = compute_jacobian_norms(linear, tol=1e-7)
     torch.testing.assert_close(norms.norm, torch.stack(truth), rtol=1e-6, atol=0)
     assert norms.converged.all()
     assert (norms.products <= 60).all()

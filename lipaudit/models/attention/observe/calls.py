@@ -194,13 +194,13 @@ class AttentionCall:
     origins: Origins = field(default_factory=Origins)
 
 
-def probabilities(call: AttentionCall) -> Tensor:
+def compute_probabilities(call: AttentionCall) -> Tensor:
     """Return P, all of it, differentiable to any order."""
     if isinstance(call.form, Explicit):
         return call.form.p
     logits = call.form.scale * (call.q @ call.k.mT)
     if call.form.mask is not None:
-        logits = logits + additive(call.form.mask, logits.dtype)
+        logits = logits + make_additive(call.form.mask, logits.dtype)
     if call.form.causal:
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(future, -torch.inf)
@@ -209,7 +209,7 @@ def probabilities(call: AttentionCall) -> Tensor:
     return p if call.form.mask is None else p.masked_fill(logits.isneginf().all(-1, True), 0.0)
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as what is added to the logits: -inf where a boolean one is False."""
     if mask.dtype != torch.bool:
         return mask
@@ -250,13 +250,13 @@ def list_layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
     """Return the layouts that q could have, most likely first."""
     t = call.q
     names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))
-    heads = _folded_heads(call, samples) if t.ndim == 3 else 0
+    heads = _count_folded_heads(call, samples) if t.ndim == 3 else 0
     folded = (f"windows*{heads}heads tokens",) if heads else ()
     plain = (name for name in names if "*" not in name or t.shape[0] % samples == 0)
     return (*plain, *folded)
 
 
-def _folded_heads(call: AttentionCall, samples: int) -> int:
+def _count_folded_heads(call: AttentionCall, samples: int) -> int:
     """Return how many heads q has if its first axis holds several windows of a sample; else 0."""
     t = call.q
     linears = [o.linear for _, o in call.origins.leaves(t) if o.linear is not None]

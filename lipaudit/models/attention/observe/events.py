@@ -82,15 +82,15 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     too, which is no logits to the softmax of the next layer. Told by what one row of its input is
     made from; a second map of the logits is judged by what it takes from the first.
     """
-    spread = _spread(linear, product)
+    spread = _count_spread(linear, product)
     if not spread:
         cuts = (leaf for leaf in leaves(linear.x)[0] if product.node in past.get(leaf, ()))
-        return any(sum(n > 1 for n in _spread(linear, cut)) <= 1 for cut in cuts)
+        return any(sum(n > 1 for n in _count_spread(linear, cut)) <= 1 for cut in cuts)
     *heads, queries, keys = spread
     return queries == 1 and (keys == 1 or max(heads) == 1)
 
 
-def _spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
+def _count_spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
     """Count along each axis of `source` what one row of the input of a map is made from."""
     row = torch.zeros_like(linear.inputs)
     row[len(row) // 2] = 1.0
@@ -155,23 +155,23 @@ class _Meeting:
 
     def fits(self) -> bool:
         """Say whether P meets v in the axes in which q met k: not if chunks were laid out anew."""
-        a, b = self._factors()
-        if not _broadcasts(a, b, self.v):
+        a, b = self._arrange_factors()
+        if not _can_broadcast(a, b, self.v):
             return False
         return self.p.shape[-2] == a.shape[-2] and self.v.shape[-2] == b.shape[-1]
 
-    def _factors(self) -> tuple[Tensor, Tensor]:
+    def _arrange_factors(self) -> tuple[Tensor, Tensor]:
         """Return q and k^T; heads that were one axis with the samples, as v has them, or not."""
         a, b = self.softmax.product.a, self.softmax.product.b
         lead = self.v.shape[:-2]
         folded = a.shape[:-2] == b.shape[:-2] and math.prod(lead) == math.prod(a.shape[:-2])
-        if _broadcasts(a, b, self.v) or not folded:
+        if _can_broadcast(a, b, self.v) or not folded:
             return a, b
         return a.reshape(*lead, *a.shape[-2:]), b.reshape(*lead, *b.shape[-2:])
 
     def call(self, output: Tensor) -> AttentionCall:
         """Return the attention call that this is, with what the model's product gives."""
-        softmax, (a, b) = self.softmax, self._factors()
+        softmax, (a, b) = self.softmax, self._arrange_factors()
         q, k, v = _broadcast(a, b.mT, self.v)
         form = Explicit(softmax.product.edge, softmax.logits, softmax.p, self.p, softmax.others)
         return AttentionCall(q, k, v, form, output, self.transposed)
@@ -216,41 +216,41 @@ class AttentionMode(TorchFunctionMode):
             found = None if factors is None else self._on_product(factors)
             if found is not None:
                 linear, cut = found
-                return self._linear(linear, cut(func(*args, **kwargs)))
+                return self._remember_cut(linear, cut(func(*args, **kwargs)))
         handler = _HANDLERS.get(func)
         return handler(self, func, *args, **kwargs) if handler else func(*args, **kwargs)
 
-    def _linear(self, linear: Linear, cut: Tensor) -> Tensor:
+    def _remember_cut(self, linear: Linear, cut: Tensor) -> Tensor:
         """Where a linear map mixes logits or P, remember across the cut what they are.
 
         Talking heads: behind a cut q k^T would be out of sight.
         """
-        known = self._known()
+        known = self._find_known()
         hits = leaves(linear.x, known, self._past)[1]
         past = [node for node in hits if maps_logits(linear, known[node], self._past)]
         for leaf in leaves(cut)[0] if hits else ():
             self._past[leaf] = past
         return cut
 
-    def _known(self) -> dict[Node, GradientEdge]:
+    def _find_known(self) -> dict[Node, GradientEdge]:
         """Return where the noted products and the awaited maps enter the graph."""
         edges = [product.edge for product in self._products]
         edges += [get_gradient_edge(s.p) for s in self._awaited if s.p.grad_fn is not None]
         return {edge.node: edge for edge in edges}
 
-    def _fused(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        return self._on_attention(_fused_call(func(*args, **kwargs), *args, **kwargs))
+    def _handle_fused(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return self._on_attention(_make_fused_call(func(*args, **kwargs), *args, **kwargs))
 
-    def _composite(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _handle_composite(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
             return _multi_head_attention(*args, **kwargs)
 
-    def _matmul(self, func: Callable[..., Tensor], *operands: Any, **kwargs: Any) -> Tensor:
+    def _handle_matmul(self, func: Callable[..., Tensor], *operands: Any, **kwargs: Any) -> Tensor:
         """Complete an attention call, or note a product that may become one."""
         out = func(*operands, **kwargs)
         if kwargs or len(operands) != 2 or not all(isinstance(t, Tensor) for t in operands):
             return out
-        meeting = self._meeting(*operands)
+        meeting = self._find_meeting(*operands)
         if meeting is None:
             self._note_product(out, *operands)
             return out
@@ -258,7 +258,7 @@ class AttentionMode(TorchFunctionMode):
         # Longformer lays P out anew, in chunks, before it meets v: `uses` names such a layer.
         return self._on_attention(meeting.call(out)) if meeting.fits() else out
 
-    def _meeting(self, a: Tensor, b: Tensor) -> _Meeting | None:
+    def _find_meeting(self, a: Tensor, b: Tensor) -> _Meeting | None:
         """Return the softmax that a product brings to its values, if any."""
         for softmax in self._awaited:
             made = [reaches(t, softmax.p, self._past) for t in (a, b)]
@@ -274,7 +274,7 @@ class AttentionMode(TorchFunctionMode):
             product = _Product(get_gradient_edge(out), a, b)
             self._products = [*self._products, product][-_PRODUCTS:]
 
-    def _baddbmm(
+    def _handle_baddbmm(
         self,
         func: Callable[..., Tensor],
         bias: Tensor,
@@ -284,9 +284,9 @@ class AttentionMode(TorchFunctionMode):
         beta: float = 1,
         alpha: float = 1,
     ) -> Tensor:
-        return beta * bias + alpha * self._matmul(torch.bmm, batch1, batch2)
+        return beta * bias + alpha * self._handle_matmul(torch.bmm, batch1, batch2)
 
-    def _einsum(self, func: Callable[..., Tensor], equation: Any, *operands: Any) -> Tensor:
+    def _handle_einsum(self, func: Callable[..., Tensor], equation: Any, *operands: Any) -> Tensor:
         if len(operands) == 1 and isinstance(operands[0], list | tuple):
             operands = tuple(operands[0])
         c = (
@@ -298,13 +298,13 @@ class AttentionMode(TorchFunctionMode):
             return func(equation, *operands)
         a = operands[0].permute([c.first.index(x) for x in c.batch + c.rows + c.summed])
         b = operands[1].permute([c.second.index(x) for x in c.batch + c.summed + c.columns])
-        out, axes = self._matmul(torch.matmul, a, b), c.batch + c.rows + c.columns
+        out, axes = self._handle_matmul(torch.matmul, a, b), c.batch + c.rows + c.columns
         if axes == c.out:
             return out
         # A copy: in a view, autograd would not tell what the model writes in place.
         return out.permute([axes.index(x) for x in c.out]).clone()
 
-    def _softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _handle_softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Await the values of a softmax whose logits contain a noted product.
 
         A row whose keys are all masked is NaN, and constant; torch has NaN for its gradient too.
@@ -315,25 +315,25 @@ class AttentionMode(TorchFunctionMode):
         if self._products and logits.requires_grad and p.isnan().any():
             empty = logits.isneginf().all(dim, keepdim=True)
             p = torch.where(empty, p.detach(), torch.softmax(logits.where(~empty, 0.0), dim).to(p))
-        self._await(logits, p, dim)
+        self._await_values(logits, p, dim)
         return p
 
-    def _exp(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _handle_exp(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Note an exponential while there are products that it may be of."""
         e = func(*args, **kwargs)
         if self._products and e.requires_grad:
             self._exponentials.note(e, args[0] if args else kwargs["input"])
         return e
 
-    def _divide(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _handle_divide(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Await the values of a softmax that is written out."""
         quotient = func(*args, **kwargs)
         logits = self._exponentials.logits(*args) if len(args) == 2 and not kwargs else None
         if logits is not None:
-            self._await(logits, quotient, -1)
+            self._await_values(logits, quotient, -1)
         return quotient
 
-    def _await(self, logits: Tensor, p: Tensor, dim: int) -> None:
+    def _await_values(self, logits: Tensor, p: Tensor, dim: int) -> None:
         if not logits.requires_grad or logits.ndim < 3:
             return
         noted = {product.edge.node: product for product in self._products}
@@ -346,7 +346,7 @@ class AttentionMode(TorchFunctionMode):
         self._awaited = [*self._awaited, softmax][-_AWAITED:]
 
 
-def _fused_call(
+def _make_fused_call(
     output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -365,7 +365,7 @@ def _fused_call(
     return AttentionCall(q, k, v, Fused(s, attn_mask, is_causal), output)
 
 
-def _broadcasts(*tensors: Tensor) -> bool:
+def _can_broadcast(*tensors: Tensor) -> bool:
     try:
         torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -378,7 +378,7 @@ def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.expand(*batch, *t.shape[-2:]) for t in tensors)
 
 
-def _without_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:
+def _strip_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a torch composite that runs its body instead of asking the mode again."""
     assert isinstance(func, FunctionType)
     scope = {**func.__globals__, "has_torch_function": lambda _: False}
@@ -387,18 +387,20 @@ def _without_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-_multi_head_attention = _without_dispatch(F.multi_head_attention_forward)
+_multi_head_attention = _strip_dispatch(F.multi_head_attention_forward)
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.scaled_dot_product_attention: AttentionMode._fused,
-    F.multi_head_attention_forward: AttentionMode._composite,
-    torch.einsum: AttentionMode._einsum,
-    torch.baddbmm: AttentionMode._baddbmm,
-    torch.Tensor.baddbmm: AttentionMode._baddbmm,
+    F.scaled_dot_product_attention: AttentionMode._handle_fused,
+    F.multi_head_attention_forward: AttentionMode._handle_composite,
+    torch.einsum: AttentionMode._handle_einsum,
+    torch.baddbmm: AttentionMode._handle_baddbmm,
+    torch.Tensor.baddbmm: AttentionMode._handle_baddbmm,
     **dict.fromkeys(
         (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm),
-        AttentionMode._matmul,
+        AttentionMode._handle_matmul,
     ),
-    **dict.fromkeys((torch.softmax, torch.Tensor.softmax, F.softmax), AttentionMode._softmax),
-    **dict.fromkeys((torch.exp, torch.Tensor.exp), AttentionMode._exp),
-    **dict.fromkeys((torch.div, torch.Tensor.div), AttentionMode._divide),
+    **dict.fromkeys(
+        (torch.softmax, torch.Tensor.softmax, F.softmax), AttentionMode._handle_softmax
+    ),
+    **dict.fromkeys((torch.exp, torch.Tensor.exp), AttentionMode._handle_exp),
+    **dict.fromkeys((torch.div, torch.Tensor.div), AttentionMode._handle_divide),
 }

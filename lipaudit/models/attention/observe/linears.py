@@ -119,17 +119,17 @@ def parse_contraction(equation: str) -> Contraction | None:
     return Contraction(first, second, out, *("".join(part) for part in parts))
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Operands]:
+def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Operands]:
     if weight.ndim == 2:
         yield Operands(input, weight, bias, RIGHT, lambda: Linear(input, weight.t(), bias), True)
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Iterator[Operands]:
+def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Iterator[Operands]:
     if not scaling:
         yield Operands(mat1, mat2, input, RIGHT, lambda: Linear(mat1, mat2, input), True)
 
 
-def _conv(
+def _read_conv(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -139,27 +139,27 @@ def _conv(
     groups: int = 1,
 ) -> Iterator[Operands]:
     pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
-    dense = _all(stride, 1) and (isinstance(padding, str) or _all(padding, 0))
+    dense = _all_equal(stride, 1) and (isinstance(padding, str) or _all_equal(padding, 0))
     if pointwise and dense:
 
         def read() -> Linear:
             whole = weight.flatten(1)
             if groups > 1:
                 whole = torch.block_diag(*whole.chunk(groups))  # type: ignore[no-untyped-call]
-            return Linear(_channels_last(input), whole.t(), bias, _channels_last)
+            return Linear(_to_channels_last(input), whole.t(), bias, _to_channels_last)
 
         yield Operands(input, weight, bias, RIGHT, read, True)
 
 
-def _channels_last(t: Tensor) -> Tensor:
+def _to_channels_last(t: Tensor) -> Tensor:
     return t.movedim(1, -1)
 
 
-def _all(value: int | tuple[int, ...], wanted: int) -> bool:
+def _all_equal(value: int | tuple[int, ...], wanted: int) -> bool:
     return all(v == wanted for v in ((value,) if isinstance(value, int) else value))
 
 
-def _matmul(*operands: Any, **kwargs: Any) -> Iterator[Operands]:
+def _read_matmul(*operands: Any, **kwargs: Any) -> Iterator[Operands]:
     if len(operands) != 2 or kwargs or not all(isinstance(t, Tensor) for t in operands):
         return
     a, b = operands
@@ -168,39 +168,39 @@ def _matmul(*operands: Any, **kwargs: Any) -> Iterator[Operands]:
     elif min(a.ndim, b.ndim) > 1:
         lead = ascii_lowercase[: max(a.ndim, b.ndim) - 2]
         first, second = (lead[len(lead) + 2 - t.ndim :] for t in (a, b))
-        yield from _either(a, f"{first}xy", b, f"{second}yz", f"{lead}xz")
+        yield from _read_either(a, f"{first}xy", b, f"{second}yz", f"{lead}xz")
 
 
-def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Iterator[Operands]:
+def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Iterator[Operands]:
     if isinstance(dims, int):
         dims = range(a.ndim - dims, a.ndim), range(dims)
     first, second = ascii_lowercase[: a.ndim], list(ascii_lowercase[a.ndim :][: b.ndim])
     for i, j in zip(*dims, strict=True):
         second[j] = first[i]
     out = "".join(c for c in [*first, *second] if (c in first) != (c in second))
-    yield from _either(a, first, b, "".join(second), out)
+    yield from _read_either(a, first, b, "".join(second), out)
 
 
-def _einsum(equation: Any, *operands: Any) -> Iterator[Operands]:
+def _read_einsum(equation: Any, *operands: Any) -> Iterator[Operands]:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     c = parse_contraction(equation) if len(operands) == 2 and isinstance(equation, str) else None
     if c is not None:
-        yield from _either(operands[0], c.first, operands[1], c.second, c.out)
+        yield from _read_either(operands[0], c.first, operands[1], c.second, c.out)
 
 
-def _either(a: Tensor, first: str, b: Tensor, second: str, out: str) -> Iterator[Operands]:
+def _read_either(a: Tensor, first: str, b: Tensor, second: str, out: str) -> Iterator[Operands]:
     """Read a sum over products of entries, with the second operand for a weight, and the first.
 
     The first is one only where it is the same for all samples: what has axes in common with the
     second is a learned query.
     """
-    yield Operands(a, b, None, RIGHT, lambda: _contracted(a, first, b, second, out))
+    yield Operands(a, b, None, RIGHT, lambda: _contract(a, first, b, second, out))
     if not set(first) & set(second) & set(out):
-        yield Operands(b, a, None, LEFT, lambda: _contracted(b, second, a, first, out))
+        yield Operands(b, a, None, LEFT, lambda: _contract(b, second, a, first, out))
 
 
-def _contracted(x: Tensor, given: str, weight: Tensor, letters: str, out: str) -> Linear | None:
+def _contract(x: Tensor, given: str, weight: Tensor, letters: str, out: str) -> Linear | None:
     """Return y = x W of a sum over products of entries.
 
     Along axes that both have, and that are not summed over, each entry has a block of W.
@@ -233,19 +233,19 @@ def _is_even(t: Tensor, axis: int) -> bool:
 
 
 _READERS: dict[Callable[..., Any], Callable[..., Iterator[Operands]]] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
-    F.conv1d: _conv,
-    F.conv2d: _conv,
-    torch.conv1d: _conv,
-    torch.conv2d: _conv,
-    torch.matmul: _matmul,
-    torch.mm: _matmul,
-    torch.Tensor.mm: _matmul,
-    torch.bmm: _matmul,
-    torch.Tensor.bmm: _matmul,
-    torch.tensordot: _tensordot,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.__matmul__: _matmul,
-    torch.einsum: _einsum,
+    F.linear: _read_linear,
+    torch.addmm: _read_addmm,
+    F.conv1d: _read_conv,
+    F.conv2d: _read_conv,
+    torch.conv1d: _read_conv,
+    torch.conv2d: _read_conv,
+    torch.matmul: _read_matmul,
+    torch.mm: _read_matmul,
+    torch.Tensor.mm: _read_matmul,
+    torch.bmm: _read_matmul,
+    torch.Tensor.bmm: _read_matmul,
+    torch.tensordot: _read_tensordot,
+    torch.Tensor.matmul: _read_matmul,
+    torch.Tensor.__matmul__: _read_matmul,
+    torch.einsum: _read_einsum,
 }

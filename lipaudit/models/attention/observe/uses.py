@@ -74,51 +74,57 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        given = [self._marks_of(t) for t in _tensors((args, kwargs))]
+        given = [self._find_marks(t) for t in _walk_tensors((args, kwargs))]
         if any(given) and not name.endswith("_like") and not name.startswith(_NEW):
-            marks = self._after(name.rstrip("_") if name in _IN_PLACE else name, args, given, out)
-            for t in _tensors(out):
+            marks = self._compute_marks(
+                name.rstrip("_") if name in _IN_PLACE else name, args, given, out
+            )
+            for t in _walk_tensors(out):
                 self._mark(t, marks if t.is_floating_point() or t.is_complex() else _SAMPLE)
         return out
 
-    def _after(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
+    def _compute_marks(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
         """Return the marks of the result of an op."""
         if name.startswith(_FUSED):
-            return self._use() if all(given[:3]) else _SAMPLE
+            return self._count_use() if all(given[:3]) else _SAMPLE
         if name in _PRODUCTS:
             left, right = args[_PRODUCTS[name] :][:2]
-            a, b = self._marks_of(left), self._marks_of(right)
+            a, b = self._find_marks(left), self._find_marks(right)
             if not (a and b):
-                return _SAMPLE | self._scored(out, a | b)
+                return _SAMPLE | self._keep_score(out, a | b)
             values = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]
-            return _SAMPLE | _PAIR if tuple(values) == (1,) or not (a ^ b) & _PAIR else self._use()
+            return (
+                _SAMPLE | _PAIR
+                if tuple(values) == (1,) or not (a ^ b) & _PAIR
+                else self._count_use()
+            )
         marks = 0
         for each in given[:1] if name in _CHOICES else given:
             marks |= each
         if name in _ENTRYWISE and _is_outer(args, out) and all(given[:2]):
-            return self._use() if marks & _PAIR and name == "mul" else marks | _OUTER
+            return self._count_use() if marks & _PAIR and name == "mul" else marks | _OUTER
         if name == "add" and len(given) == 2 and all(given) and (given[0] ^ given[1]) & _PAIR:
             return _SAMPLE  # a residual stream
         return marks | _SAMPLE | (_PAIR if marks & _OUTER and name in _SOFTMAXES else 0)
 
-    def _scored(self, out: Tensor, marks: int) -> int:
+    def _keep_score(self, out: Tensor, marks: int) -> int:
         """Return what is left of a mark behind a linear map to a single column: a score."""
         return marks & _OUTER if out.ndim == 1 or out.shape[-1] == 1 else 0
 
-    def _use(self) -> int:
+    def _count_use(self) -> int:
         module = self._where()
         self.counts[module] += 1
         if module not in self.lines:
             self.lines[module] = line_of_code()
         return _SAMPLE
 
-    def _marks_of(self, t: object) -> int:
-        key = _storage(t)
+    def _find_marks(self, t: object) -> int:
+        key = _find_storage(t)
         return 0 if key is None else self._marks.get(key._cdata, (None, 0))[1]
 
     def _mark(self, t: Tensor, marks: int) -> None:
         """Mark a tensor, and whatever shares its memory; a part adds to the marks of the whole."""
-        key = _storage(t)
+        key = _find_storage(t)
         if key is not None:
             entire = t.numel() * t.element_size() == key.nbytes()
             before = 0 if entire else self._marks.get(key._cdata, (None, 0))[1]
@@ -130,15 +136,15 @@ _reference: Callable[[Any], StorageWeakRef] = StorageWeakRef
 _IN_PLACE = {f"{name}_" for name in _ENTRYWISE}
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _walk_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
+            yield from _walk_tensors(each)
 
 
-def _storage(t: object) -> Any:
+def _find_storage(t: object) -> Any:
     if not isinstance(t, Tensor) or t.layout != torch.strided:
         return None
     return t.untyped_storage()

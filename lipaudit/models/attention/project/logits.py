@@ -1,8 +1,8 @@
 """Read logits: s q k^T + bias, any function of each pair (q_i, k_j), a sink, vectors of positions.
 
-`read_logits` takes a written-out softmax apart. `position_terms` finds what q and k meet beside
-each other: in S_ij = s <q_i, k_j> + <q_i, r_ij> + <k_j, t_ij> + bias the gradients of the logits
-in q_i and k_j are s k_j + r_ij and s q_i + t_ij, so r and t are what remains of them.
+`read_logits` takes a written-out softmax apart. `read_position_terms` finds what q and k meet
+beside each other: in S_ij = s <q_i, k_j> + <q_i, r_ij> + <k_j, t_ij> + bias the gradients of the
+logits in q_i and k_j are s k_j + r_ij and s q_i + t_ij, so r and t are what remains of them.
 """
 
 from __future__ import annotations
@@ -75,22 +75,22 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
             meets v.
     """
     product = (call.q @ call.k.mT).detach()
-    keys = _keys(form, product)
-    slope = _slopes(form, product, keys)
+    keys = _find_keys(form, product)
+    slope = _read_slopes(form, product, keys)
     _check_weights(form, keys)
-    sink = _sink(form, product, keys)
+    sink = _read_sink(form, product, keys)
     if form.others and sink is not None:
         raise NotClosedForm("sinks", f"it has sinks, and {BESIDE}")
     logits, p = (t.detach()[..., keys].reshape(product.shape) for t in (form.logits, form.p))
     seen = (p > 0) & (slope != 0).any(-1, keepdim=True)
     scale = torch.where(seen, slope, 0.0).abs().amax((-2, -1), keepdim=True)
-    even = _close(torch.where(seen, slope, scale), scale, 1e-4)
+    even = _is_close(torch.where(seen, slope, scale), scale, 1e-4)
     masked = (slope == 0) & ~seen
     if even and not form.others and _is_affine(form, with_sink=sink is not None):
-        bias = _bias(form, logits, scale * product, masked, with_sink=sink is not None)
+        bias = _read_bias(form, logits, scale * product, masked, with_sink=sink is not None)
         return LogitForm(scale[..., 0, 0], bias, sink=sink)
     share = torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
-    level = _close(
+    level = _is_close(
         torch.where(seen, share, 1.0),
         torch.ones_like(share),
         _ROUNDING * torch.finfo(slope.dtype).eps,
@@ -102,7 +102,7 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
     return LogitForm(scale[..., 0, 0], bias, bent, sink, relative)
 
 
-def _keys(form: Explicit, product: Tensor) -> slice:
+def _find_keys(form: Explicit, product: Tensor) -> slice:
     """Return which of the logits of a row are those of the keys: those that meet the values."""
     m, extra = product.shape[-1], form.logits.shape[-1] - product.shape[-1]
     if form.logits.numel() == product.numel():
@@ -110,23 +110,23 @@ def _keys(form: Explicit, product: Tensor) -> slice:
     if extra != 1 or form.logits.numel() != product.numel() // m * (m + 1):
         raise NotClosedForm("sinks", "it has other logits than those of its keys and one sink")
     for keys in (slice(0, m), slice(1, m + 1)):
-        if _unchanged(form, keys):
+        if _is_unchanged(form, keys):
             return keys
     raise NotClosedForm("sinks", "P with its sink is changed between the softmax and the values")
 
 
-def _sink(form: Explicit, product: Tensor, keys: slice) -> Tensor | None:
+def _read_sink(form: Explicit, product: Tensor, keys: slice) -> Tensor | None:
     if keys.start is None:
         return None
-    return form.logits.detach()[..., _beside(keys)].reshape(product.shape[:-1])
+    return form.logits.detach()[..., _find_sink_column(keys)].reshape(product.shape[:-1])
 
 
-def _beside(keys: slice) -> int:
+def _find_sink_column(keys: slice) -> int:
     """Where the sink is: behind the keys, or in front of them."""
     return -1 if keys.start == 0 else 0
 
 
-def _slopes(form: Explicit, product: Tensor, keys: slice) -> Tensor:
+def _read_slopes(form: Explicit, product: Tensor, keys: slice) -> Tensor:
     """Return dS_ij / d<q_i, k_j>, once it is seen that S_ij depends on no other product.
 
     What is taken off all logits of a row does not count: softmax does not see it. With a sink the
@@ -136,21 +136,21 @@ def _slopes(form: Explicit, product: Tensor, keys: slice) -> Tensor:
     _require_shift(form, product)
     generator = torch.Generator(product.device).manual_seed(0)
     some = torch.rand(product.shape, generator=generator, device=product.device) < 0.5
-    ones, pulled = (_pulled(form, t.to(product), keys) for t in (torch.ones_like(some), some))
+    ones, pulled = (_pull_slopes(form, t.to(product), keys) for t in (torch.ones_like(some), some))
     # Exact zeros: a small share of a large head's logits would still be much in another head.
-    if not _close(pulled, ones * some, 1e-3):
+    if not _is_close(pulled, ones * some, 1e-3):
         raise NotClosedForm("mixed-logits", "its logits mix heads or keys")
     return ones
 
 
-def _pulled(form: Explicit, cotangent: Tensor, keys: slice) -> Tensor:
+def _pull_slopes(form: Explicit, cotangent: Tensor, keys: slice) -> Tensor:
     whole = cotangent.reshape(*form.logits.shape[:-1], -1)
     if keys.start is not None:
         padded = whole.new_zeros(form.logits.shape)
         padded[..., keys] = whole
-        padded[..., _beside(keys)] = -whole.sum(-1)
+        padded[..., _find_sink_column(keys)] = -whole.sum(-1)
         whole = padded
-    with _before_largest(form, lambda grads: tuple(g if g is None else 0 * g for g in grads)):
+    with _hook_largest(form, lambda grads: tuple(g if g is None else 0 * g for g in grads)):
         pulled = vjp(form.logits, form.product, whole.to(form.logits.dtype))
     if pulled is None:  # a linear map of the logits, at which the graph is cut
         raise NotClosedForm("x-dependent-bias", BESIDE)
@@ -162,30 +162,30 @@ def _require_shift(form: Explicit, product: Tensor) -> None:
 
     Cotangents that sum to 0 over a row, with no rounding, then pull nothing back to it.
     """
-    if _LARGEST.isdisjoint(_ops(form)):
+    if _LARGEST.isdisjoint(_list_ops(form)):
         return
     generator = torch.Generator(product.device).manual_seed(1)
     shape, device = form.logits.shape, product.device
     u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
     u[..., -1] -= u.sum(-1)
     pulled: list[Tensor] = []
-    with _before_largest(form, lambda grads: pulled.extend(g for g in grads if g is not None)):
+    with _hook_largest(form, lambda grads: pulled.extend(g for g in grads if g is not None)):
         vjp(form.logits, form.product, u)
     if any(bool((each != 0).any()) for each in pulled):
         raise NotClosedForm("mixed-logits", "its logits depend on the largest one of their row")
 
 
 @contextmanager
-def _before_largest(form: Explicit, hook: Callable[[Any], Any]) -> Iterator[None]:
+def _hook_largest(form: Explicit, hook: Callable[[Any], Any]) -> Iterator[None]:
     """Call `hook` with what is pulled back to the largest logit of each row."""
     with ExitStack() as hooks:
-        for node in _path(form):
+        for node in _walk_path(form):
             if op(node) in _LARGEST:
                 hooks.callback(node.register_prehook(hook).remove)
         yield
 
 
-def _bias(
+def _read_bias(
     form: Explicit, logits: Tensor, linear: Tensor, masked: Tensor, *, with_sink: bool
 ) -> Tensor | None:
     """Return B; zero in heads in which no row has more of it than rounding, None if in all.
@@ -193,10 +193,10 @@ def _bias(
     By the row: the logits of one head say nothing of the rounding in another one's. Rounding that
     would move P is kept, so that P is the model's own.
     """
-    if _ADDED.isdisjoint(_ops(form)) and not masked.any():
+    if _ADDED.isdisjoint(_list_ops(form)) and not masked.any():
         return None
     bias = (logits - linear).masked_fill(masked, -torch.inf)
-    if not with_sink and not _LARGEST.isdisjoint(_ops(form)):
+    if not with_sink and not _LARGEST.isdisjoint(_list_ops(form)):
         bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     rounding = _ROUNDING * torch.finfo(logits.dtype).eps * linear.abs().amax(-1, keepdim=True)
     rounding = rounding.clamp_max(_NEGLIGIBLE)
@@ -204,17 +204,17 @@ def _bias(
     return None if absent.all() else bias.masked_fill(absent, 0.0)
 
 
-def _close(a: Tensor, b: Tensor, relative: float) -> bool:
+def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:
     """Compare entry by entry; `torch.allclose` takes several times as long."""
     return bool(((a - b).abs_() <= relative * b.abs()).all())
 
 
-def _ops(form: Explicit) -> set[str]:
+def _list_ops(form: Explicit) -> set[str]:
     """Return the ops between q k^T and the softmax, without the product itself."""
-    return {op(node) for node in _path(form)}
+    return {op(node) for node in _walk_path(form)}
 
 
-def _path(form: Explicit) -> Iterator[Node]:
+def _walk_path(form: Explicit) -> Iterator[Node]:
     return (n for n in nodes(form.logits, (form.product.node,)) if n is not form.product.node)
 
 
@@ -229,15 +229,15 @@ def _is_cut_off(node: Node) -> bool:
 def _is_affine(form: Explicit, *, with_sink: bool) -> bool:
     """Say whether the logits pass through affine ops only: are what they are here everywhere."""
     allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST | ({"ConstantPadNd"} if with_sink else set())
-    return _ops(form) <= allowed and not any(_is_cut_off(node) for node in _path(form))
+    return _list_ops(form) <= allowed and not any(_is_cut_off(node) for node in _walk_path(form))
 
 
 def _check_weights(form: Explicit, keys: slice) -> None:
-    if not _unchanged(form, keys):
+    if not _is_unchanged(form, keys):
         raise NotClosedForm("post-softmax-op", "P is changed between the softmax and the values")
 
 
-def _unchanged(form: Explicit, keys: slice) -> bool:
+def _is_unchanged(form: Explicit, keys: slice) -> bool:
     """Say whether the values are met by these columns of P as they are; a row of NaN, by zeros."""
     p, weights = form.p.detach()[..., keys].nan_to_num(0.0), form.weights.detach()
     return p.numel() == weights.numel() and torch.equal(
@@ -249,7 +249,7 @@ LARGEST = 2**27  # numbers in r, or in t: 1 GiB in float64
 _GRADIENT_ROUNDING = 64  # times the machine epsilon of the largest gradient
 
 
-def position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected]) -> Pairs:
+def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected]) -> Pairs:
     """Return r and t of a layer, the same in all windows, beside its slope.
 
     Args:
@@ -272,10 +272,10 @@ def position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected])
         turned = name == "k"
         columns = part.form.columns
         side = _Side(
-            source=_source(logits.mT if turned else logits, part),
+            source=_make_source(logits.mT if turned else logits, part),
             rows=part.index.rows(int(heads.sample[-1]) + 1),
             columns=torch.arange(columns.numel()).view_as(columns.cpu()),
-            moves=_moves(part),
+            moves=_invert_mix(part),
             plain=s * (heads.q if turned else heads.k),
             slope=slope if slope is None or not turned else slope.mT,
             live=live.mT if turned else live,
@@ -285,7 +285,7 @@ def position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected])
     return Pairs(slope, terms["q"], None if t is None else t.transpose(2, 3))
 
 
-def _source(logits: Tensor, part: Projected) -> Probed:
+def _make_source(logits: Tensor, part: Projected) -> Probed:
     """Return the logits as a function of the columns of one linear map that made q (or k)."""
     mix, repeat = part.form.mix, part.form.repeat
     if part.projection.local is not None or repeat > 1:
@@ -300,7 +300,7 @@ def _source(logits: Tensor, part: Projected) -> Probed:
     return Probed(logits, part.leaf, lambda y: part.linear.outputs(y)[:, columns])
 
 
-def _moves(part: Projected) -> Tensor:
+def _invert_mix(part: Projected) -> Tensor:
     """Return the changes of every row of a source that move one channel each."""
     mix, (heads, width) = part.form.mix, part.form.columns.shape
     unit = torch.eye(width, dtype=part.leaf.dtype, device=part.leaf.device)
@@ -336,21 +336,21 @@ class _Side:
         self._require_own_pairs()
         parts, live = [], self.live
         apart = size = largest = self.plain.new_zeros(live.shape[1])
-        for c, gradient in enumerate(self._gradients()):
+        for c, gradient in enumerate(self._yield_gradients()):
             plain = self.plain[..., None, :, c]
             plain = plain if self.slope is None else self.slope * plain
             rest = (gradient - plain).where(live, 0.0)
             mean = rest.sum(0) / live.sum(0).clamp_min(1)
-            apart = torch.maximum(apart, _largest((rest - mean).where(live, 0.0)))
-            size = torch.maximum(size, _largest(gradient))
-            largest = torch.maximum(largest, _largest(mean[None]))
+            apart = torch.maximum(apart, _find_largest((rest - mean).where(live, 0.0)))
+            size = torch.maximum(size, _find_largest(gradient))
+            largest = torch.maximum(largest, _find_largest(mean[None]))
             parts.append(mean)
         if not bool((apart <= probes.LINEAR_TOLERANCE * size).all()):
             raise NotClosedForm("x-dependent-bias", BESIDE)
         rounding = _GRADIENT_ROUNDING * torch.finfo(size.dtype).eps * size
         return torch.stack(parts, -1)[None] if bool((largest > rounding).any()) else None
 
-    def _gradients(self) -> Iterator[Tensor]:
+    def _yield_gradients(self) -> Iterator[Tensor]:
         """Yield dS_ij / dq_ic of all pairs, (windows, heads, tokens, others), channel by channel.
 
         J^T u is linear in u: its own vector-Jacobian product with a move of all tokens is J times
@@ -369,9 +369,9 @@ class _Side:
         """Check by exact zeros that row i of the logits of a head depends on its q_i only."""
         windows, heads, tokens, _ = self.source.t.shape
         number = torch.arange(windows * tokens, device=self.rows.device)
-        by_row = probes.fed_labels(self.source, number.view(windows, 1, tokens, 1), rows=True)
+        by_row = probes.label_fed(self.source, number.view(windows, 1, tokens, 1), rows=True)
         head = torch.arange(heads, device=self.rows.device)
-        by_column = probes.fed_labels(self.source, head.view(1, heads, 1, 1), rows=False)
+        by_column = probes.label_fed(self.source, head.view(1, heads, 1, 1), rows=False)
         for labels, place, want in (
             (by_row, self.rows.flatten(), number),
             (by_column, self.columns.flatten(), head.repeat_interleave(self.columns.shape[1])),
@@ -384,6 +384,6 @@ class _Side:
                 raise NotClosedForm("x-dependent-bias", BESIDE)
 
 
-def _largest(t: Tensor) -> Tensor:
+def _find_largest(t: Tensor) -> Tensor:
     """Return the largest size of an entry of each head, the second axis."""
     return t.abs().amax((0, 2, 3))

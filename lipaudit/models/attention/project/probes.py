@@ -44,7 +44,7 @@ class Probed:
 
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries of y behind t, (windows, heads, tokens, e)."""
-        return _entries(self.as_rows(self.leaf.detach()), rows, columns)
+        return _pick_entries(self.as_rows(self.leaf.detach()), rows, columns)
 
     def merged(self) -> Probed:
         """Return all heads as one."""
@@ -52,7 +52,7 @@ class Probed:
 
     def touched(self, cotangent: Tensor, axis: int) -> Tensor:
         """Return which columns (axis 0) or rows (axis 1) of y lead to what a cotangent picks."""
-        return _touched(self.pull(cotangent), axis)
+        return _find_touched(self.pull(cotangent), axis)
 
     @cached_property
     def read(self) -> Tensor:
@@ -70,23 +70,23 @@ class Probed:
 def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
     """Index one axis by a tensor of any shape: a view of t where the index counts up by one."""
     if index not in _FIRST:
-        _FIRST[index] = _first(index)
+        _FIRST[index] = _find_first(index)
     first = _FIRST[index]
     if first is not None:
         return torch.unflatten(t.narrow(dim, first, index.numel()), dim, index.shape)
     return torch.unflatten(t.index_select(dim, index.flatten()), dim, index.shape)
 
 
-def _entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _pick_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Return entries of y by token and head, (windows, heads, tokens, e)."""
     return take(take(y, rows, 0), columns, -1).transpose(1, 2)
 
 
 _FIRST = WeakTensorKeyDictionary()
-"""What `_first` said of an index: each is used several times, and asking waits for the device."""
+"""Results of `_find_first`: an index is used several times, and asking waits for the device."""
 
 
-def _first(index: Tensor) -> int | None:
+def _find_first(index: Tensor) -> int | None:
     """Where an index starts that counts up by one, else None."""
     flat = index.flatten()
     first, steps = flat[0], flat.diff()
@@ -95,7 +95,7 @@ def _first(index: Tensor) -> int | None:
     return int(start) if plain else None
 
 
-def fed_labels(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
+def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     """Find which value of `code`, broadcast over t, each row (or column) of y feeds.
 
     Each value stands for a set of probes, half of them all: what two values feed is touched by
@@ -106,7 +106,7 @@ def fed_labels(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
         t with different values.
     """
     axis = 1 if rows else 0
-    sets = _probe_sets(int(code.max()) + 1).to(code.device)
+    sets = _make_probe_sets(int(code.max()) + 1).to(code.device)
     picks = sets[code].to(source.random.dtype)  # (..., probes)
     touched = [source.touched(source.random * pick, axis) for pick in picks.unbind(-1)]
     hits = torch.stack(touched, -1)
@@ -117,7 +117,7 @@ def fed_labels(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     return (hits.float() @ sets.mT.float()).argmax(-1).masked_fill(count == 0, -1)
 
 
-def _probe_sets(count: int) -> Tensor:
+def _make_probe_sets(count: int) -> Tensor:
     """Return as many different halves of the fewest probes, (count, probes)."""
     probes = next(k for k in range(2, 2 + count) if comb(k, k // 2) >= count)
     sets = torch.zeros(count, probes, dtype=torch.bool)
@@ -137,7 +137,7 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
 
 def in_order(source: Probed, rows: Tensor) -> bool:
     """Say whether y has just these rows: the usual case, seen in two products."""
-    touched = _touched(source.read, 1)
+    touched = _find_touched(source.read, 1)
     return len(touched) == rows.numel() and bool(touched.all()) and reads_only(source, rows)
 
 
@@ -154,7 +154,9 @@ def affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, T
     offset = rest.mean((0, 2))
     if not within(rest - offset[:, None], AFFINE_TOLERANCE, t, image):
         return None
-    zero = _per_head(offset[None, :, None]) <= AFFINE_TOLERANCE * _per_head(t)
+    zero = _find_largest_per_head(
+        offset[None, :, None]
+    ) <= AFFINE_TOLERANCE * _find_largest_per_head(t)
     return mix, offset.masked_fill(zero[:, None], 0.0)
 
 
@@ -198,8 +200,10 @@ def within(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
         tolerance: relative to the largest entry of the head in any of `sizes`.
         sizes: what the difference was taken of.
     """
-    size = torch.stack([_per_head(t) for t in sizes]).amax(0)
-    return bool((_per_head(rest) <= tolerance * size + torch.finfo(rest.dtype).tiny).all())
+    size = torch.stack([_find_largest_per_head(t) for t in sizes]).amax(0)
+    return bool(
+        (_find_largest_per_head(rest) <= tolerance * size + torch.finfo(rest.dtype).tiny).all()
+    )
 
 
 def is_orthogonal(local: Tensor) -> bool:
@@ -207,7 +211,7 @@ def is_orthogonal(local: Tensor) -> bool:
     gram = local @ local.mT
     c = gram.diagonal(dim1=-2, dim2=-1).mean()
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return bool(_largest(gram - c * eye) <= LINEAR_TOLERANCE * c)
+    return bool(_find_largest(gram - c * eye) <= LINEAR_TOLERANCE * c)
 
 
 def _probe(
@@ -225,17 +229,17 @@ def _probe(
     for shift in range(-(-width // count)):
         channel = ((slot + shift * count) % width).expand(vectors)
         unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
-        yield channel, _entries(source.pull(unit), rows, columns)
+        yield channel, _pick_entries(source.pull(unit), rows, columns)
 
 
-def _touched(pulled: Tensor, axis: int) -> Tensor:
+def _find_touched(pulled: Tensor, axis: int) -> Tensor:
     # (pulled != 0).any(axis), several times faster; NaN counts as touched here and there
     return (pulled.amax(axis) != 0) | (pulled.amin(axis) != 0)
 
 
-def _largest(t: Tensor) -> Tensor:
+def _find_largest(t: Tensor) -> Tensor:
     return t.abs().amax()
 
 
-def _per_head(t: Tensor) -> Tensor:
+def _find_largest_per_head(t: Tensor) -> Tensor:
     return t.abs().amax((0, 2, 3))

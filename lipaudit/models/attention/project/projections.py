@@ -140,7 +140,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         raise NotClosedForm("unprojected", "is not the output of a linear map")
     source = Probed(t, y, origin.linear.outputs)
     rows = find_token_rows(source)
-    source, columns, repeat = _heads(source)
+    source, columns, repeat = _find_heads(source)
     index = attribute_rows(rows, samples, origin.linear.inputs.shape[0])
     if columns is not None:
         plain = ProjectionForm("affine", origin.address, index, columns, repeat)
@@ -157,7 +157,7 @@ def find_token_rows(source: Probed) -> Tensor:
     number = torch.arange(windows * tokens, device=source.t.device)
     if probes.in_order(source, number.view(windows, tokens)):
         return number.view(windows, tokens)
-    token = probes.fed_labels(source, number.view(windows, 1, tokens, 1), rows=True)
+    token = probes.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
     if token is None:
         raise NotClosedForm("mixing", "depends on several tokens")
     times = torch.bincount(token[token >= 0], minlength=number.numel())
@@ -191,25 +191,25 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
     raise NotClosedForm("rows", "has rows that cannot be attributed to samples")
 
 
-def _heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
+def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
     """Find the columns of y that each distinct head reads, (heads, e), and how often it stands.
 
     Returns:
         The source without repeated heads; the columns, None where heads share them; the number of
         times that each head is repeated.
     """
-    columns = _head_columns(source)
+    columns = _find_head_columns(source)
     if columns is not None:
         return source, columns, 1
     unique, repeat = _undo_repeat(source.t)
     source = replace(source, t=unique)
-    return source, None if repeat == 1 else _head_columns(source), repeat
+    return source, None if repeat == 1 else _find_head_columns(source), repeat
 
 
-def _head_columns(source: Probed) -> Tensor | None:
+def _find_head_columns(source: Probed) -> Tensor | None:
     heads = source.t.shape[1]
     number = torch.arange(heads, device=source.t.device).view(1, heads, 1, 1)
-    head = probes.fed_labels(source, number, rows=False)
+    head = probes.label_fed(source, number, rows=False)
     if head is None:
         return None
     sizes = torch.bincount(head[head >= 0], minlength=heads)
@@ -241,10 +241,10 @@ def _refine(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionFor
         mix, offset = affine
         mixed, moved = not _is_identity(mix), bool(offset.any())
         return replace(form, mix=mix if mixed else None, offset=offset if moved else None)
-    return _by_position(source, rows, form)
+    return _refine_by_position(source, rows, form)
 
 
-def _by_position(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
+def _refine_by_position(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
     """Tell t_i = G_i y_i, orthogonal or not, from what is affine in y with a constant."""
     local = probes.position_map(source, rows, form.columns)
     shared = local is not None
@@ -303,17 +303,17 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     Raises:
         NotClosedForm: it is not what was decoded.
     """
-    leaf, origin, linear = _reading(form, leaves)
+    leaf, origin, linear = _find_leaf(form, leaves)
     source = Probed(t[:, :: form.repeat], leaf, linear.outputs)
-    index = _index_on(form, source, samples, linear.inputs.shape[0])
+    index = _find_index(form, source, samples, linear.inputs.shape[0])
     rows = index.rows(samples)
-    projection = _projection(form, source, linear, rows)
+    projection = _build_projection(form, source, linear, rows)
     x = probes.take(linear.inputs, rows, 0)
-    whole = _repeated(projection, form.repeat)
+    whole = _repeat_heads(projection, form.repeat)
     return Projected(form, whole, x, index, linear, leaf, origin)
 
 
-def _reading(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[Tensor, Origin, Linear]:
+def _find_leaf(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[Tensor, Origin, Linear]:
     """Return the one leaf behind q, k or v, once it is the output of the decoded linear map."""
     for leaf, origin in leaves:
         if len(leaves) == 1 and origin.address == form.source and origin.linear is not None:
@@ -321,7 +321,7 @@ def _reading(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[Tensor, Orig
     raise NotClosedForm("changed", "comes from another linear map than at first")
 
 
-def _index_on(form: ProjectionForm, source: Probed, samples: int, total: int) -> TokenIndex:
+def _find_index(form: ProjectionForm, source: Probed, samples: int, total: int) -> TokenIndex:
     index = form.index.resized(total // samples, source.t.shape[2])
     if index is None:
         return attribute_rows(find_token_rows(source), samples, total)
@@ -331,16 +331,20 @@ def _index_on(form: ProjectionForm, source: Probed, samples: int, total: int) ->
     return index
 
 
-def _projection(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) -> Projection:
+def _build_projection(
+    form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor
+) -> Projection:
     if form.kind == "affine":
-        return _affine(form, source, linear, rows)
+        return _build_affine(form, source, linear, rows)
     if form.kind == "cross-head":
-        merged = _local(form, source.merged(), linear, rows)
+        merged = _build_local(form, source.merged(), linear, rows)
         return _split_heads(merged, source.t.shape[1])
-    return _local(form, source, linear, rows)
+    return _build_local(form, source, linear, rows)
 
 
-def _affine(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) -> Projection:
+def _build_affine(
+    form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor
+) -> Projection:
     """T = M y + c of y = X W + b: t = X (W M^T) + (M b + c), checked on every token."""
     mix, offset, columns = form.mix, form.offset, form.columns
     t, value = source.t.detach(), source.values(rows, columns)
@@ -357,7 +361,7 @@ def _affine(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) 
     return Projection(weight, bias, None, "affine")
 
 
-def _local(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) -> Projection:
+def _build_local(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) -> Projection:
     """t_i = phi(X_i W + b) with the Jacobian G_i of phi."""
     columns = form.columns
     local = probes.position_map(source, rows, columns) if form.shared else None
@@ -377,7 +381,7 @@ def _split_heads(merged: Projection, heads: int) -> Projection:
     return Projection(merged.weight.expand(heads, -1, -1), bias, local, merged.kind)
 
 
-def _repeated(projection: Projection, repeat: int) -> Projection:
+def _repeat_heads(projection: Projection, repeat: int) -> Projection:
     if repeat == 1:
         return projection
     bias, local = projection.bias, projection.local

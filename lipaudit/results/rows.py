@@ -213,7 +213,9 @@ ATTENTION_TABLE = Layout(
             "language models; a change of the sink token reaches every other one.",
         ),
         "sink_token": Column(
-            "sink at", "Position of the most attended key, in most samples.", format="d"
+            "sink at",
+            "Position of the most attended key (in its window), in most samples.",
+            format="d",
         ),
         "uniform": Column(
             "uniform", "Share of the rows of all samples in the uniform-like regime.", format=".1%"
@@ -235,7 +237,9 @@ ATTENTION_TABLE = Layout(
             "short rows", "Rows with fewer than 3 keys: no share counts them."
         ),
         "p_norm": Column(
-            "||P||", "Spectral norm of a sample's attention matrix; mean over samples."
+            "||P||",
+            "Spectral norm of a sample's attention matrix, with windows of the largest; mean over "
+            "samples.",
         ),
     },
 )

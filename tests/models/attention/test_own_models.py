@@ -114,6 +114,14 @@ def test_output_in_half_precision_is_refused(measure):
         measured(AutocastWhole(), measure)
 
 
+@pytest.mark.parametrize("kind", [Half, Autocast])
+def test_jacobian_of_parts_in_half_precision_is_refused(kind):
+    """Each pass rounds them in another way, by 1e-4 here."""
+    with pytest.raises(InputError, match="differs from one forward pass to the next") as caught:
+        measured(kind(), "jacobian")
+    assert "--dtype float64" in caught.value.advice
+
+
 @pytest.mark.parametrize("kind", [Number, Written])
 def test_norm_of_the_model_is_that_of_a_dense_jacobian(kind):
     truth = kind().double()

@@ -117,7 +117,7 @@ def certificate(
     except UnboundedError:
         return Certificate(certified=False, why="unbounded")
     why: Why = "" if verdict.certified else verdict.limit  # type: ignore[assignment]
-    if why == "signs" and not verdict.units:
+    if why == "signs" and not verdict.units:  # a model without ReLU has no signs to decide
         why = "bound"
     return Certificate(verdict.certified, why, verdict.bound, verdict.nodes)
 

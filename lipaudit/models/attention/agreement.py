@@ -72,12 +72,11 @@ def _draw_sketch(x: Tensor) -> Tensor:
     return noise / SKETCH**0.5
 
 
-def _pull_back(part: Projected, output: Tensor, u: Tensor, sketch: Tensor | None = None) -> Tensor:
-    """J^T u, or R^T J^T u, through the graph, for the input of one linear map, a token per row."""
+def _pull_back(part: Projected, output: Tensor, u: Tensor, sketch: Tensor) -> Tensor:
+    """R^T J^T u through the graph, for the input of one linear map, a token per row."""
     pulled = vjp(output, part.leaf, u)
     assert pulled is not None
-    weight = part.linear.weight.T
-    return part.linear.outputs(pulled) @ (weight if sketch is None else weight @ sketch)
+    return part.linear.outputs(pulled) @ (part.linear.weight.T @ sketch)
 
 
 def _scatter(part: Projected, dx: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def _read_form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
     if mask.requires_grad:
         logits = arrange(layout, call.form.scale * (call.q @ call.k.mT) + mask, samples)
         return LogitForm(scale, logits.detach(), relative=logits)
-    if layout == "batch heads tokens":
+    if layout == "batch heads tokens":  # a mask that is broadcast stays small
         return LogitForm(scale, mask[(None,) * (4 - mask.ndim)])
     return LogitForm(scale, arranged(mask.expand(*call.q.shape[:-1], call.k.shape[-2])))
 
@@ -340,6 +340,7 @@ class _Reading(Generic[Result]):
             with torch.no_grad():
                 layer = make_layer(site, call, self._batch, self.tracer.place.frames)
                 self.results.append(self._reduce(layer))
+            # The rest of the model, its logits over all tokens too, would be for nothing.
             if not self.pending:
                 raise _AllRead
 

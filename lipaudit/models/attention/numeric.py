@@ -47,7 +47,8 @@ def compute_numeric_norms(
     how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
 
     def of_head(head: int) -> Norms:
-        # The samples share one graph: those that are done ride along.
+        # The samples share one graph, since the module is run as a whole: those that have
+        # converged ride along, and it is never built anew for the others.
         norms = spectral_norms(
             lambda _: _make_products(linear, layer, head), start, rebuild=2.0, **how
         )

@@ -85,6 +85,7 @@ class _Known:
         if self.weights != _fingerprint_weights(net.module):
             return False
         if shape not in self.shapes:
+            # A layer that mixes 5 tokens may be affine at 9: only a survey would find that out.
             if not all(site.closed_form for site in self.sites):
                 return False
             if [site.address for site in self.sites] != _list_attention_calls(net, batch):
@@ -176,6 +177,7 @@ def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Use
         surveyor.adopt(_run_surveyor(net, pair, output, uses, uncut=frozenset(surveyor.inner)))
     explicit = (site for site in surveyor.sites if site.explicit)
     written_out = frozenset().union(*(site.sources for site in explicit))
+    # Same sample, another companion: what moves is not of this sample.
     alone = run_observed(net, other, Tracer(surveyor.compare, wanted=written_out))
     if not agree(output[0], alone[0]):
         requirements.require_isolation(net, pair, other, output)

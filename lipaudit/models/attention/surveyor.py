@@ -124,7 +124,8 @@ class Analysis:
 def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     """Read a call in the first layout in which it has a closed form, or else in the likeliest."""
     if call.output.dtype in HALF:
-        reason = f"it is computed in {str(call.output.dtype).removeprefix('torch.')}"
+        kind = str(call.output.dtype).removeprefix("torch.")
+        reason = f"it is computed in {kind}: switch autocast off, or use --dtype float64"
         return Analysis(list_layouts(call, len(batch))[0], ("rounded",) * 3, None, reason)
     tried = []
     for layout in list_layouts(call, len(batch)):
@@ -176,6 +177,7 @@ def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     behind = call.origins.leaves(call.q, call.k, call.v)
     unread = any(isinstance(part, NotClosedForm) for part in parts.values())
     windows = len(arranged.q) != len(batch)
+    # `Linear(d, d)` on (B, N, H, d), as many tutorials have it, looks like N windows of H tokens.
     if (unread or windows) and any(leaf.origin.divided for leaf in behind):
         reason = "one map reads its heads, parts of each token, one by one"
         return Analysis(layout, ("shared", "shared", "shared"), None, reason)
@@ -224,7 +226,11 @@ def _build_structure(
     problems = [
         f"{name} {part.reason}" for name, part in parts.items() if isinstance(part, NotClosedForm)
     ]
-    problems += _list_logit_problems(call)
+    if isinstance(call.form, Explicit):
+        try:
+            read_logits(call, call.form)
+        except NotClosedForm as obstacle:
+            problems.append(obstacle.reason)
     if problems:
         raise NotClosedForm("several", "; ".join(problems))
     forms = {n: part for n, part in parts.items() if isinstance(part, ProjectionForm)}
@@ -234,20 +240,11 @@ def _build_structure(
     if not _reads_alike(arranged, ("k", k), ("v", v)):
         raise NotClosedForm("two inputs", "its keys and values read different inputs")
     joint = q is not None and _reads_alike(arranged, ("q", q), ("k", k))
+    # Rolled or flipped keys are no second input: varied apart, norms would be of cross-attention.
     if q is not None and not joint and _is_reordered(arranged, q, k):
         reason = "its keys are the tokens of its queries in another order"
         raise NotClosedForm("reordered", reason)
     return Structure(q, k, v, joint, out=None)
-
-
-def _list_logit_problems(call: AttentionCall) -> list[str]:
-    if not isinstance(call.form, Explicit):
-        return []
-    try:
-        read_logits(call, call.form)
-    except NotClosedForm as obstacle:
-        return [obstacle.reason]
-    return []
 
 
 def _reads_alike(
@@ -415,7 +412,7 @@ class Surveyor:
         layer = self.layers.get(address)
         if layer is None:
             return
-        if layer.site.sources:
+        if layer.site.sources:  # a call of constants moves with no sample
             # What holds both samples changes with one of them, maybe less than any tolerance.
             moved = layer.sizes != _measure_sizes(call)
             self._moved.setdefault(address.module, set()).add(moved)
@@ -457,8 +454,7 @@ class Surveyor:
     def _check_numeric(self, site: Site, call: AttentionCall) -> Site:
         """Try whether the layer can be differentiated numerically."""
         if call.output.dtype in HALF:
-            reason = f"{site.reason}: switch autocast off, or use --dtype float64"
-            return replace(site, reason=reason, inputs=())
+            return replace(site, inputs=())
         why = find_obstacle(make_layer(site, call, self.batch, self.place.frames))
         if why is None:
             return site

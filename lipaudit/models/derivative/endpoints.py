@@ -8,7 +8,7 @@ text all logits would be larger than everything else together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -375,7 +375,7 @@ def _read_loss(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Ten
     if ends.scorer is not None:
         return compute_text_loss(ends.net, ends.scorer, part, forward)
     logits = ends.net.read(forward())
-    predicted = logits.detach().argmax(1)  # no choice that the model makes
+    predicted = logits.detach().argmax(1)  # our choice of class, not part of the function
     own = predicted if ends.labels is None else ends.labels[index]
     own = own.where(own >= 0, predicted)
     return torch.nn.functional.cross_entropy(logits, own, reduction="none")[:, None]
@@ -399,14 +399,16 @@ def _read_features(ends: _Ends, part: Batch, index: Tensor, forward: Forward) ->
     """Read what enters the last linear layer of a classifier, or a headless model's output."""
     if ends.net.classes is None:
         return ends.net.read(forward())
-    with _linear_inputs(ends.net.module) as seen:
+    is_linear = lambda m: isinstance(m, nn.Linear)  # noqa: E731
+    with _watch_modules(ends.net.module, is_linear, lambda args, _: args[0]) as seen:
         forward()
     return seen[-1]
 
 
 def _read_tokens(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
     """Read the output of the last layer norm over tokens; padded tokens are left out as zeros."""
-    with _norm_outputs(ends.net.module) as seen:
+    is_norm = lambda m: "Norm" in type(m).__name__  # noqa: E731
+    with _watch_modules(ends.net.module, is_norm, lambda _, out: out) as seen:
         forward()
     tokens = [t for t in seen if t.ndim == 3]
     if not tokens:
@@ -417,38 +419,18 @@ def _read_tokens(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> T
 
 
 @contextmanager
-def _linear_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect the inputs of the linear layers while the block runs."""
-    with _hook_modules(
-        module, lambda m: isinstance(m, nn.Linear), lambda args, _: args[0]
-    ) as seen:
-        yield seen
-
-
-@contextmanager
-def _norm_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect the outputs of the layer norms while the block runs."""
-    with _hook_modules(module, lambda m: "Norm" in type(m).__name__, lambda _, out: out) as seen:
-        yield seen
-
-
-@contextmanager
-def _hook_modules(
+def _watch_modules(
     module: nn.Module,
     wanted: Callable[[nn.Module], bool],
     pick: Callable[[tuple[Any, ...], Any], Any],
 ) -> Iterator[list[Tensor]]:
+    """Collect what `pick` takes of the (arguments, output) of each module that is wanted."""
     seen: list[Tensor] = []
-
-    def watch(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        seen.append(pick(args, output))
-
-    hooks = [m.register_forward_hook(watch) for m in module.modules() if wanted(m)]
-    try:
+    with ExitStack() as hooks:
+        for part in filter(wanted, module.modules()):
+            hook = part.register_forward_hook(lambda _m, args, out: seen.append(pick(args, out)))
+            hooks.callback(hook.remove)
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 _READERS: dict[str, Callable[[_Ends, Batch, Tensor, Forward], Tensor]] = {

@@ -161,7 +161,7 @@ class Linearization:
     def sized(self, product: Product, z: Tensor) -> Tensor:
         """Return product(z), after choosing the exponents such that it is of the size of z."""
         image = product(z)
-        for _ in range(0 if self._fitted else 3):
+        for _ in range(0 if self._fitted else 3):  # a first image may be 0 or infinite itself
             change = _compute_excess(image, z)
             if not change.any():
                 break
@@ -256,6 +256,7 @@ def linearize(f: Function, x: Tensor) -> Linearization:
 
 def _stands_alone(whole: Linearization) -> bool:
     """Whether the last sample's output is the plain model's between two samples of NaN."""
+    # The last sample between two others: attention over the batch, causal or not, would see one.
     rows = torch.tensor([0, len(whole) - 1, 0])
     beside, value, trail = whole.x[rows], whole._graph[1], Trail()
     beside[::2] = torch.nan

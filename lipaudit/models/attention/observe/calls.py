@@ -119,7 +119,7 @@ class Origins:
     def _leaves(self, t: Tensor) -> list[Tensor]:
         """Walk the graph behind a tensor once, or again where it has been written to."""
         node, known = self._behind.get(t, (None, []))
-        if node is None or node is not t.grad_fn:
+        if node is None or node is not t.grad_fn:  # a write in place gives t another node
             known = leaves(t)[0]
             self._behind[t] = t.grad_fn, known
         return known

@@ -40,34 +40,6 @@ from lipaudit.models.attention.observe.linears import (
 from lipaudit.models.graph import Past, leaves, vjp
 
 
-class Exponentials:
-    """The exponentials that were taken of logits, either of which may be half a softmax."""
-
-    def __init__(self) -> None:
-        self._logits: MutableMapping[Tensor, tuple[Node | None, Tensor]] = (
-            WeakTensorKeyDictionary()
-        )
-
-    def note(self, e: Tensor, logits: Tensor) -> None:
-        """Write down e = exp(logits), as it is now."""
-        self._logits[e] = e.grad_fn, logits
-
-    def logits(self, e: object, divisor: object) -> Tensor | None:
-        """Return the logits of which e / divisor is the softmax over the last axis, if it is.
-
-        The divisor is the sum of each row to the last bit: with something added it is another
-        function. An e that was written to since is no exponential.
-        """
-        if not isinstance(e, Tensor) or not isinstance(divisor, Tensor):
-            return None
-        if e not in self._logits:
-            return None
-        node, logits = self._logits[e]
-        if node is not e.grad_fn:
-            return None
-        return logits if torch.equal(divisor, e.sum(-1, keepdim=True)) else None
-
-
 def reaches(t: Tensor, target: Tensor, past: Past) -> bool:
     """Say whether t is made from the target, across cuts too."""
     if t.grad_fn is None or target.grad_fn is None:
@@ -200,7 +172,9 @@ class AttentionMode(TorchFunctionMode):
         self._on_product = on_product
         self._products: list[_Product] = []
         self._awaited: list[_Softmax] = []
-        self._exponentials = Exponentials()
+        self._exponentials: MutableMapping[Tensor, tuple[Node | None, Any]] = (
+            WeakTensorKeyDictionary()
+        )
         self._past: Past = WeakTensorKeyDictionary()  # behind cuts of logits and of P
 
     def __torch_function__(
@@ -262,7 +236,7 @@ class AttentionMode(TorchFunctionMode):
         """Return the softmax that a product brings to its values, if any."""
         for softmax in self._awaited:
             made = [reaches(t, softmax.p, self._past) for t in (a, b)]
-            if all(made):  # P P: a map still
+            if all(made):  # P P is still a map: (P P) v is one attention, read numerically
                 return None
             if any(made):
                 weights, values = (a, b) if made[0] else (b, a)
@@ -270,6 +244,7 @@ class AttentionMode(TorchFunctionMode):
         return None
 
     def _note_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        # A factor of two axes is a weight or a state, whichever way it came about: no q or k.
         if out.requires_grad and a.ndim > 2 and b.ndim > 2:
             product = _Product(get_gradient_edge(out), a, b)
             self._products = [*self._products, product][-_PRODUCTS:]
@@ -294,6 +269,7 @@ class AttentionMode(TorchFunctionMode):
             if isinstance(equation, str) and len(operands) == 2
             else None
         )
+        # With several axes of rows, columns or sums there is no one map of queries by keys.
         if c is None or not len(c.rows) == len(c.columns) == len(c.summed) == 1:
             return func(equation, *operands)
         a = operands[0].permute([c.first.index(x) for x in c.batch + c.rows + c.summed])
@@ -322,15 +298,20 @@ class AttentionMode(TorchFunctionMode):
         """Note an exponential while there are products that it may be of."""
         e = func(*args, **kwargs)
         if self._products and e.requires_grad:
-            self._exponentials.note(e, args[0] if args else kwargs["input"])
+            self._exponentials[e] = e.grad_fn, args[0] if args else kwargs["input"]
         return e
 
     def _handle_divide(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Await the values of a softmax that is written out."""
+        """Await the values of a softmax that is written out, e / sum(e) of e = exp(logits)."""
         quotient = func(*args, **kwargs)
-        logits = self._exponentials.logits(*args) if len(args) == 2 and not kwargs else None
-        if logits is not None:
-            self._await_values(logits, quotient, -1)
+        if len(args) == 2 and not kwargs and all(isinstance(t, Tensor) for t in args):
+            e, divisor = args
+            node, logits = self._exponentials.get(e, (None, None))
+            # An e that was written to since has another node. The divisor is the sum of each row
+            # to the last bit: with something added to it, this is another function.
+            written_out = logits is not None and node is e.grad_fn
+            if written_out and torch.equal(divisor, e.sum(-1, keepdim=True)):
+                self._await_values(logits, quotient, -1)
         return quotient
 
     def _await_values(self, logits: Tensor, p: Tensor, dim: int) -> None:
@@ -341,7 +322,7 @@ class AttentionMode(TorchFunctionMode):
         if not hits or dim not in (-1, logits.ndim - 1):
             return
         first = next(product for node, product in noted.items() if node in hits)
-        self._products.clear()
+        self._products.clear()  # what came before this softmax is not of the next one
         softmax = _Softmax(first, logits, p, others=bool(inputs) or len(hits) > 1)
         self._awaited = [*self._awaited, softmax][-_AWAITED:]
 
@@ -381,6 +362,8 @@ def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _strip_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a torch composite that runs its body instead of asking the mode again."""
     assert isinstance(func, FunctionType)
+    # nn.MultiheadAttention calls it, and its body decides between the fused op and a softmax that
+    # is written out; a mode is asked about the whole, and would never see that body.
     scope = {**func.__globals__, "has_torch_function": lambda _: False}
     copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
     copy.__kwdefaults__ = func.__kwdefaults__

@@ -144,7 +144,7 @@ def _read_conv(
 
         def read() -> Linear:
             whole = weight.flatten(1)
-            if groups > 1:
+            if groups > 1:  # channels apart: a block of W each
                 whole = torch.block_diag(*whole.chunk(groups))  # type: ignore[no-untyped-call]
             return Linear(_to_channels_last(input), whole.t(), bias, _to_channels_last)
 
@@ -196,6 +196,7 @@ def _read_either(a: Tensor, first: str, b: Tensor, second: str, out: str) -> Ite
     second is a learned query.
     """
     yield Operands(a, b, None, RIGHT, lambda: _contract(a, first, b, second, out))
+    # A weight on the left has no axis in common with the samples of the other operand.
     if not set(first) & set(second) & set(out):
         yield Operands(b, a, None, LEFT, lambda: _contract(b, second, a, first, out))
 

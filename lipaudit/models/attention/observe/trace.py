@@ -142,6 +142,8 @@ class Tracer:
         """
         behind = [] if factors.entire else self.origins.leaves(factors.x)
         width = factors.x.shape[-1]
+        # A head is narrower than the output of its linear map; a second map in a row (LoRA, a
+        # latent) reads the whole of it.
         return (
             len(behind) == 1
             and behind[0].origin.linear is not None
@@ -155,6 +157,7 @@ class Tracer:
         if self.sparing:
             self.origins.mix(linear.x)
         bias = None if linear.bias is None else linear.bias.detach()
+        # `keep`: weights that are lifted for the run must not live as long as the graph.
         constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
         if self.wanted is not None:
             return self._cut(output, Origin(address, constant))

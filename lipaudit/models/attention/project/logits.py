@@ -79,6 +79,7 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
     slope = _read_slopes(form, product, keys)
     _check_weights(form, keys)
     sink = _read_sink(form, product, keys)
+    # No model is known to have both; the position terms would have to leave out the column of the sink.
     if form.others and sink is not None:
         raise NotClosedForm("sinks", f"it has sinks, and {BESIDE}")
     logits, p = (t.detach()[..., keys].reshape(product.shape) for t in (form.logits, form.p))
@@ -109,7 +110,7 @@ def _find_keys(form: Explicit, product: Tensor) -> slice:
         return slice(None)
     if extra != 1 or form.logits.numel() != product.numel() // m * (m + 1):
         raise NotClosedForm("sinks", "it has other logits than those of its keys and one sink")
-    for keys in (slice(0, m), slice(1, m + 1)):
+    for keys in (slice(0, m), slice(1, m + 1)):  # gpt-oss has its sink behind, others in front
         if _is_unchanged(form, keys):
             return keys
     raise NotClosedForm("sinks", "P with its sink is changed between the softmax and the values")

@@ -128,7 +128,7 @@ def _make_probe_sets(count: int) -> Tensor:
 def reads_only(source: Probed, rows: Tensor) -> bool:
     """Check a row map by one product: half of the tokens of t must not touch other rows of y."""
     pick = source.random[:, :1, :, :1]
-    half = pick > pick.median()
+    half = pick > pick.median()  # a random half of the tokens
     touched = source.touched(source.random * half, 1)
     rows, half = rows.flatten(), half[:, 0, :, 0].flatten()
     touched[rows] &= ~half  # a row feeds one token

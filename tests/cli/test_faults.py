@@ -355,8 +355,7 @@ def test_options_of_a_kind_are_refused_from_python_alike():
 
 BESIDE = {
     "api/measuring.py:prepared": "asks as_user_meets",
-    "models/attention/observe/events.py:_broadcasts": "compares shapes",
-    "models/derivative/linear_mode.py:explained": "raises again what it does not know",
+    "models/attention/observe/events.py:_can_broadcast": "compares shapes",
     "models/precision.py:_cudnn_allows_tf32": "reads a setting",
     "models/sources/offload.py:find_device": "asks for a device",
     "models/sources/huggingface.py:fetch_repository": "downloads",

@@ -110,7 +110,8 @@ def _find_keys(form: Explicit, product: Tensor) -> slice:
         return slice(None)
     if extra != 1 or form.logits.numel() != product.numel() // m * (m + 1):
         raise NotClosedForm("sinks", "it has other logits than those of its keys and one sink")
-    for keys in (slice(0, m), slice(1, m + 1)):  # gpt-oss has its sink behind, others in front
+    # The sink stands behind the keys (gpt-oss) or in front of them.
+    for keys in (slice(0, m), slice(1, m + 1)):
         if _is_unchanged(form, keys):
             return keys
     raise NotClosedForm("sinks", "P with its sink is changed between the softmax and the values")

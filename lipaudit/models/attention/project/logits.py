@@ -79,7 +79,7 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
     slope = _read_slopes(form, product, keys)
     _check_weights(form, keys)
     sink = _read_sink(form, product, keys)
-    # No model is known to have both; the position terms would have to leave out the column of the sink.
+    # No model is known to have both; position terms would have to leave out the sink.
     if form.others and sink is not None:
         raise NotClosedForm("sinks", f"it has sinks, and {BESIDE}")
     logits, p = (t.detach()[..., keys].reshape(product.shape) for t in (form.logits, form.p))

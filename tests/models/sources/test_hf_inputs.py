@@ -16,6 +16,7 @@ from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import compute_jacobian_norms
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.outputs import mean_pooling
+from tests.models.sources.cases import refused
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,13 +109,6 @@ def test_a_configuration_need_not_have_every_special_id(tmp_path, kind, settings
     assert survey(net, batch)
 
 
-def test_a_model_without_a_vocabulary_is_refused(tmp_path):
-    settings = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"num_hash_buckets": 8}
-    saved(tmp_path, "CanineModel", config_of("Canine", **settings))
-    with pytest.raises(InputError, match="CanineModel has no vocabulary"):
-        load_net(str(tmp_path))
-
-
 def test_a_recurrent_model_without_attention_is_refused_and_has_a_jacobian(tmp_path):
     settings = {k: v for k, v in TEXT.items() if "heads" not in k and "position" not in k}
     config = config_of("Rwkv", **settings | {"num_hidden_layers": 2}, attention_hidden_size=16)
@@ -141,17 +135,23 @@ def test_labels_that_are_null_are_no_labels(tmp_path):
     assert (net.info.labels, net.sample_shape) == (None, (3, 16, 16))
 
 
-def test_a_model_that_needs_more_than_text_is_refused(tmp_path):
-    saved(tmp_path, "ViltModel", config_of("Vilt", **TEXT, image_size=8, patch_size=4))
-    with pytest.raises(InputError, match=r"ViltModel cannot be run .*pixel_values") as caught:
-        load_net(str(tmp_path))
-    assert "input-size" not in caught.value.advice
+HASHED = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"num_hash_buckets": 8}
 
 
-def test_videos_are_refused(tmp_path):
-    saved(tmp_path, "VideoMAEModel", config_of("VideoMAE", **SEEN, num_frames=4))
-    with pytest.raises(InputError, match="VideoMAEModel takes videos of 4 frames"):
-        load_net(str(tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        ("Canine", HASHED, "CanineModel has no vocabulary"),
+        ("Vilt", TEXT | {"image_size": 8, "patch_size": 4}, "ViltModel cannot be run on one"),
+        ("Vilt", TEXT | {"image_size": 8, "patch_size": 4}, "pixel_values"),
+        ("VideoMAE", SEEN | {"num_frames": 4}, "VideoMAEModel takes videos of 4 frames"),
+    ],
+)
+def test_what_takes_neither_text_nor_images_alone_is_refused(tmp_path, kind, settings, says):
+    saved(tmp_path, f"{kind}Model", config_of(kind, **settings))
+    text = refused(tmp_path)
+    assert says in text
+    assert "input-size" not in text
 
 
 def test_a_class_that_no_auto_class_knows_is_loaded_as_it_is_named(tmp_path):
@@ -190,70 +190,65 @@ def test_texts_without_their_end_are_refused(tmp_path):
         net.output(batch)
 
 
-@pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM"])
-def test_a_classifier_of_sounds_takes_a_second_of_waveform(tmp_path, kind):
-    config = config_of(kind, **WAVE)
-    module = saved(tmp_path, f"{kind}ForSequenceClassification", config)
-    net = load_net(str(tmp_path), WIDE)
+def encoded(module, x):
+    return module.get_encoder()(x).last_hidden_state.mean(1)
+
+
+def projected(module, x):
+    return module.visual_projection(module.vision_model(pixel_values=x).pooler_output)
+
+
+def classified(module, x):
+    return module(x).logits
+
+
+FED = {
+    **{
+        f"{kind}ForSequenceClassification": (lambda k=kind: config_of(k, **WAVE), (16_000,), 3)
+        for kind in ("Wav2Vec2", "Hubert", "WavLM")
+    },
+    "ASTForAudioClassification": (
+        lambda: config_of(
+            "AST", **{k: v for k, v in SEEN.items() if k != "image_size"}, max_length=12,
+            num_mel_bins=8, frequency_stride=4, time_stride=4, num_labels=3,
+        ),
+        (12, 8), 3,
+    ),
+    "WhisperModel": (
+        lambda: config_of(
+            "Whisper", **{k: v for k, v in BART.items() if k != "max_position_embeddings"},
+            num_mel_bins=4, max_source_positions=5, max_target_positions=8,
+        ),
+        (4, 10), None,
+    ),
+    "CLIPForImageClassification": (lambda: clip(num_labels=3), (3, 8, 8), 3),
+    "CLIPModel": (clip, (3, 8, 8), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FED)
+def test_sounds_and_images_are_fed_as_the_model_s_own_code_takes_them(tmp_path, kind):
+    config, shape, classes = FED[kind]
+    module = saved(tmp_path, kind, config())
+    tower = "image" if kind == "CLIPModel" else None
+    net = load_net(str(tmp_path), LoadOptions(dtype="float64", device="cpu", tower=tower))
     batch = drawn(net)
-    assert (net.kind, net.sample_shape, net.classes) == ("tokens", (16_000,), 3)
-    torch.testing.assert_close(net.output(batch), module(batch.x).logits)
-    true = dense_norms(lambda x: module(x).logits, batch.x)
+    truth = {"WhisperModel": encoded, "CLIPModel": projected}.get(kind, classified)
+    assert (net.sample_shape, net.classes) == (shape, classes)
+    assert net.kind == ("image" if len(shape) == 3 else "tokens")
+    torch.testing.assert_close(net.output(batch), truth(module, batch.x))
+    true = dense_norms(lambda x: truth(module, x), batch.x)
     torch.testing.assert_close(norms(net, batch), true, rtol=1e-6, atol=0)
     assert len(survey(net, batch)) == 1
-
-
-def test_a_spectrogram_is_a_float_sequence(tmp_path):
-    config = config_of(
-        "AST", **{k: v for k, v in SEEN.items() if k != "image_size"}, max_length=12,
-        num_mel_bins=8, frequency_stride=4, time_stride=4, num_labels=3,
-    )  # fmt: skip
-    module = saved(tmp_path, "ASTForAudioClassification", config)
-    net = load_net(str(tmp_path), WIDE)
-    batch = drawn(net)
-    assert (net.sample_shape, net.classes) == ((12, 8), 3)
-    true = dense_norms(lambda x: module(x).logits, batch.x)
-    torch.testing.assert_close(norms(net, batch), true, rtol=1e-6, atol=0)
-    assert len(survey(net, batch)) == 1
-
-
-def test_a_model_that_writes_sounds_down_is_read_for_its_encoder(tmp_path):
-    config = config_of(
-        "Whisper", **{k: v for k, v in BART.items() if k != "max_position_embeddings"},
-        num_mel_bins=4, max_source_positions=5, max_target_positions=8,
-    )  # fmt: skip
-    module = saved(tmp_path, "WhisperModel", config)
-    net = load_net(str(tmp_path), WIDE)
-    batch = drawn(net)
-    expected = module.get_encoder()(batch.x).last_hidden_state.mean(1)
-    assert net.sample_shape == (4, 10)
-    torch.testing.assert_close(net.output(batch), expected)
 
 
 def test_a_model_with_two_towers_says_what_to_type(tmp_path):
     saved(tmp_path, "CLIPModel", clip())
-    with pytest.raises(UsageError, match="CLIPModel has a tower for images") as caught:
-        load_net(str(tmp_path))
-    assert caught.value.advice == "Add --tower image or --tower text."
-    with pytest.raises(UsageError, match="no tower 'sound'"):
-        load_net(str(tmp_path), LoadOptions(tower="sound"))
-    with pytest.raises(UsageError, match="demo has no towers"):
-        load_net("demo", LoadOptions(tower="image"))
-
-
-def test_the_tower_of_images_gives_what_is_compared(tmp_path):
-    module = saved(tmp_path, "CLIPModel", clip())
-    net = load_net(str(tmp_path), LoadOptions(tower="image", dtype="float64"))
-    batch = drawn(net)
-
-    def tower(x):
-        return module.visual_projection(module.vision_model(pixel_values=x).pooler_output)
-
-    assert (net.kind, net.sample_shape, net.classes) == ("image", (3, 8, 8), None)
-    torch.testing.assert_close(net.output(batch), tower(batch.x))
-    true = dense_norms(tower, batch.x)
-    torch.testing.assert_close(norms(net, batch), true, rtol=1e-6, atol=0)
-    assert len(survey(net, batch)) == 1
+    text = refused(tmp_path, UsageError)
+    assert "CLIPModel has a tower for images" in text
+    assert text.endswith("| Add --tower image or --tower text.")
+    assert "no tower 'sound'" in refused(tmp_path, UsageError, tower="sound")
+    assert "demo has no towers" in refused("demo", UsageError, tower="image")
 
 
 def test_the_tower_of_text_reads_the_end(tmp_path):
@@ -277,11 +272,6 @@ def test_padding_is_refused_where_the_last_position_is_read(tmp_path):
     padded = Batch(batch.x, None, batch.ids, torch.arange(6) < torch.tensor([[6], [4]]))
     with pytest.raises(InputError, match="reads the last position"):
         net.output(padded)
-
-
-def test_the_size_of_images_stands_with_the_part_that_sees(tmp_path):
-    saved(tmp_path, "CLIPForImageClassification", clip(num_labels=3))
-    assert load_net(str(tmp_path)).sample_shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize("kind", ["LongformerForSequenceClassification", "LEDModel"])

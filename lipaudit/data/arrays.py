@@ -147,14 +147,17 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray 
     Raises:
         ValueError: the array claims more than the file holds, or it holds Python objects.
     """
+    # The header alone first: memory is taken only for what can be in the file.
     with archive.open(entry) as file:
         start = io.BytesIO(file.read(HEADER))
     read_header = {1: npy.read_array_header_1_0, 2: npy.read_array_header_2_0}
     shape, _, kind = read_header[npy.read_magic(start)[0]](start)
     if kind.hasobject:
         raise ValueError(f"{entry.filename} holds Python objects")
+    # Texts beside the numbers (a credit, say) are passed over.
     if kind.kind not in "uif":
         return None
+    # The directory of an archive may lie about sizes; that of the file itself does not.
     stored = min(entry.compress_size, Path(str(archive.filename)).stat().st_size)
     packed = 1 if entry.compress_type == zipfile.ZIP_STORED else DEFLATED
     check_size(shape, kind.itemsize, min(entry.file_size, packed * stored))
@@ -296,12 +299,14 @@ def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
     """
     shape = tuple(x.shape[1:])
     if len(shape) == 3:
+        # (8, 5, 4) may be 8 channels first or 4 channels last; (3, 32, 32) only the first.
         last = shape[2] in CHANNELS and shape[0] not in CHANNELS
         first = SampleForm("image", shape)
         return (first, SampleForm("image", (shape[2], *shape[:2]))) if last else (first,)
     if len(shape) == 2:
         if x.dtype == torch.uint8:
             return (SampleForm("image", (1, *shape)),)
+        # Values beyond [0, 1] are no pixels: then the samples are sequences.
         inside = not x.is_complex() and bool(((x >= 0) & (x <= 1)).all())
         return SampleForm("tokens", shape), SampleForm("image", (1, *shape), fits=inside)
     if len(shape) == 1:

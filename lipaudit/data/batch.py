@@ -80,6 +80,7 @@ class Batch:
             yield from self.split(size)
             return
         lengths = self.mask.sum(1).tolist()
+        # Sorting is stable: of one length the order of the samples stays.
         order = sorted(range(len(self)), key=lengths.__getitem__)
         alike = [[*run] for _, run in groupby(order, key=lengths.__getitem__)]
         for rows in sorted(run[i : i + size] for run in alike for i in range(0, len(run), size)):
@@ -144,6 +145,7 @@ def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str,
 
 def _digest(sample: Tensor, label: int | None) -> str:
     array = sample.detach().cpu().contiguous().numpy()
+    # Equal bytes of another shape or label are another sample.
     head = f"{array.dtype}{array.shape}{label}".encode()
     return hashlib.sha256(head + array.tobytes()).hexdigest()[:16]
 

@@ -167,6 +167,7 @@ def _encode_pair(
     start = prompt.rstrip()
     blank = prompt[len(start) :] or ("" if text[:1].isspace() else " ")
     before, both = tokenize(start, WHOLE), tokenize(start + blank + text, WHOLE)
+    # Some tokenizers end every text with a token, which is no part of a prompt.
     closed = before and both[-1:] == before[-1:] and both[: len(before)] != before
     if closed and both[: len(before) - 1] == before[:-1]:  # a token ends every text
         before, both = before[:-1], both[:-1]
@@ -297,6 +298,7 @@ def _find_answer(value: Any, choices: Sequence[str], letters: Sequence[str]) -> 
     text = str(value).strip()
     if text in letters:
         return letters.index(text)
+    # 1 is an index; "1" may be one, or the text of a choice.
     known = [[str(i) for i in range(len(choices))]]
     if not isinstance(value, int) or isinstance(value, bool):
         known += [[choice.strip() for choice in choices], [*LETTERS[: len(choices)]]]

@@ -56,6 +56,7 @@ Words = tuple[str, str]
 
 def explain_refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that says why a repository cannot be had, by what its client raised."""
+    # Clients wrap what happened, often twice: the first cause that has words is right.
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -148,6 +149,7 @@ def _explain_silence(error: BaseException, _repository: Repository) -> Words | N
     """Say that nothing came back, or not all of it."""
     from huggingface_hub import constants
 
+    # By name: requests, httpx and urllib each have classes of their own.
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & TIMEOUTS:
         text = f"{HUB} did not answer in time ({constants.ENDPOINT})"
@@ -209,6 +211,7 @@ class Commit:
         revision = self.repository.revision
         if self.unasked or HASH.fullmatch(revision):
             return
+        # Files are fetched by commit, which tells the cache nothing of the branch.
         reference = _find_cache(self.repository) / "refs" / revision
         with suppress(OSError):  # a cache that cannot be written is read all the same
             reference.parent.mkdir(parents=True, exist_ok=True)
@@ -248,6 +251,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     except Exception as error:  # every HTTP library has exceptions of its own
         refused = explain_refusal(error, repository)
         cached = _find_cached(repository, refused.message)
+        # A revision that the Hub denies is no matter of a connection: no cache stands in for it.
         if cached is None or isinstance(error, (HFValidationError, RevisionNotFoundError)):
             raise refused from error
         return cached
@@ -481,6 +485,7 @@ def _build_table(reference: Reference, commit: Commit, split: str, folder: Path)
         raise
     files = builder.config.data_files
     _require_known("split", split, [str(name) for name in files], reference)
+    # All splits would be downloaded; of a large data set that is hours.
     builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
     builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")
 

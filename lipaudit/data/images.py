@@ -61,6 +61,7 @@ def resize(
     image = image.convert(COLOUR_MODES[channels])
     if image.size == (width, height):
         return _to_pixels(image)
+    # A strip one pixel wide would be scaled to cover a square: refuse it as a bomb.
     scale = max(width / image.width, height / image.height)
     if image.width * image.height * scale**2 > (Image.MAX_IMAGE_PIXELS or math.inf):
         raise ValueError(f"{image.width}x{image.height} pixels are too narrow to be scaled")
@@ -84,6 +85,7 @@ def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
     """
     low, high = box or (0.0, 1.0)
     shown = (pixels if len(pixels) in (1, 3) else pixels[:1]).sub(low).div(high - low)
+    # Back to bytes, as the file of a picture holds them.
     array = (shown.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8).numpy()
     image = Image.fromarray(array[0] if len(array) == 1 else array.transpose(1, 2, 0))
     image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)

@@ -120,8 +120,10 @@ def _note_unknown(drawn: Drawn, net: Net) -> tuple[Note, ...]:
     """Warn where most tokens of the texts are unknown to the tokenizer."""
     if net.unknown_id is None or net.tokenize is None:
         return ()
+    # Special tokens around a text are known, and count neither as known nor as unknown.
     around = len(net.tokenize("", SOME_TOKENS))
     count = sum(max(len(ids) - around, 0) for ids in drawn.x)
+    # Continuations are packed as id + i * vocabulary: the remainder is the id.
     unknown = sum(int((ids % (net.vocabulary or 1) == net.unknown_id).sum()) for ids in drawn.x)
     if unknown <= MOST_UNKNOWN * count:
         return ()
@@ -205,6 +207,7 @@ def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     _, height, width = shape
     spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
     rows, columns = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)
+    # The constant has frequency 0, and the amplitude of the lowest one.
     frequency = torch.hypot(rows, columns).clamp_min(1 / max(height, width))
     image = torch.fft.irfft2(spectrum / frequency, s=(height, width))
     spread = image.std(unbiased=False).clamp_min(torch.finfo(image.dtype).tiny)

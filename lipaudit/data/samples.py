@@ -130,6 +130,7 @@ def warning(code: str, text: str) -> Note:
 
 def draw_indices(total: int, samples: int, seed: int) -> list[int]:
     """Draw without replacement; a larger number of samples only adds to a smaller one."""
+    # Always the whole permutation: n + 1 samples are n and one more.
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return order[:samples].tolist()
 
@@ -178,6 +179,7 @@ def to_batch(drawn: Drawn, net: Net) -> Batch:
     lengths = torch.as_tensor([len(tokens) for tokens in drawn.x])
     mask = torch.arange(x.shape[1]) < lengths[:, None]
     texts = tuple((text,) if isinstance(text, str) else text for text in drawn.texts)
+    # Without a mask models take their faster path.
     padded = None if bool(mask.all()) else mask
     return Batch(x, y, ids, padded, texts=texts, limit=drawn.limit)
 
@@ -214,6 +216,7 @@ def match_classes(
     }
     if None not in index.values():
         return {name: i for name, i in index.items() if i is not None}, ()
+    # Numbers and order only where no name is known: half a match is a mistake.
     if not any(i is not None for i in index.values()):
         numbers = {name: number for name in names if (number := _read_number(name)) is not None}
         if len(numbers) == len(names) and (
@@ -221,6 +224,7 @@ def match_classes(
         ):
             require_labels(numbers, net)
             return numbers, ()
+        # As many names as classes: the order is the last resort, and is said.
         if net.classes == len(names):
             order_of = {name: i for i, name in enumerate(_sort_names(names))}
             labels = net.info.labels
@@ -257,6 +261,7 @@ def match_labels(
     """
     names = [str(value).strip() for value in values]
     try:
+        # Labels of rows are never numbered by their order where they are numbers.
         index, notes = match_classes(sorted(set(names)), net, order=False)
     except LabelError as error:
         place = places[names.index(error.name)]

@@ -70,6 +70,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def _read_separated(path: Path) -> Iterator[Row]:
     """Yield the rows of a file whose first line names the columns; empty lines are none."""
+    # A byte order mark, as spreadsheets write it, is no part of the first name.
     with path.open(encoding="utf-8-sig", newline="") as lines:
         table = csv.reader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
         names: list[str] = []
@@ -111,6 +112,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             "pip install pyarrow, or save the table as .csv or .jsonl.",
         ) from error
     size = path.stat().st_size
+    # A dictionary of one value may stand for a million rows of it.
     room, number = DEFLATED * size, 0
     with parquet.ParquetFile(path) as file:
         check_size([file.metadata.num_rows], 1, size)  # a row takes a byte at least

@@ -168,6 +168,7 @@ def _note_pairs(net: Net, columns: Sequence[str]) -> tuple[Note, ...]:
     """Say that a tokenizer puts nothing between the two texts of a pair, if it does not."""
     if len(columns) < 2 or net.tokenize is None or net.tokenize_pair is None:
         return ()
+    # Pairs that begin alike share ids up to the separator; without one, only up to the text.
     alone = [net.tokenize(text, SHOWN) for text in "ab"]
     joined = [net.tokenize_pair("a", text, SHOWN) for text in "bc"]
     ending = len(commonprefix([ids[::-1] for ids in alone]))
@@ -208,6 +209,7 @@ def cut_windows(
     comes `after`.
     """
     limit, notes = limit_tokens(net, options)
+    # Equal parts of the whole text: its end is as likely as its beginning.
     starts = [round(i * len(text) / options.samples) for i in range(options.samples)]
     text += after
     parts = []

@@ -64,6 +64,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         if notes and placement is None:  # else each weight is converted where it is to lie
             module = module.float()
     require_finite_weights(module, name)
+    # Before weights take the precision of the run: the hash names the checkpoint.
     digest = hash_weights(module)
     module.eval().requires_grad_(False)
     spec = replace(spec, module=module)
@@ -334,6 +335,7 @@ def _make_blank(spec: ModelSpec, like: Tensor) -> Tensor:
         ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
         return torch.tensor([ids], device=like.device)
     middle = 0.5 if spec.kind == "image" else 0.0
+    # Grey pixels, and zeros for floats: what every model should stand.
     return torch.full((1, *spec.input_shape), middle, device=like.device, dtype=like.dtype)
 
 

@@ -109,6 +109,7 @@ def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None
         if options.pretrained:
             kinds = _list_dtypes(path)
             kept = options.weights == "stored" or options.device_map is not None
+            # Only weights of one precision are kept as stored; a merged adapter needs float32.
             alone = kept and adapter is None and len(kinds) == 1
             dtype = HALF_NAMES.get(min(kinds), torch.float32) if alone else torch.float32
             module, report = _load_weights(loader, path, config, dtype)
@@ -264,6 +265,7 @@ def _build(loader: Any, config: Any) -> Any:
 
 def _with_attention(config: Any, build: Callable[[str], Any]) -> Any:
     """Build with fused attention, or eager where a model has no other or caps its logits."""
+    # Fused kernels leave the cap out without a word.
     if getattr(find_text_config(config), "attn_logit_softcapping", None):
         return build("eager")
     try:
@@ -328,6 +330,7 @@ def _take_buffers(module: Any, loader: Any, config: Any) -> None:
 
     They are no weights: the model computes them when it is built, in the type it is built in.
     """
+    # Sizes alone are built: a second copy of the weights would not fit.
     with _without_weights():
         built = dict(_build(loader, config).named_modules())
     for name, part in module.named_modules():

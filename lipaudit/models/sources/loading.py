@@ -47,6 +47,7 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
     require_versions()
     options = options or LoadOptions()
     place = find_device(options.device)
+    # Random weights, where asked for, are the same each time; the caller keeps their state.
     with seed_device(SEED, place):
         source, model = _load(spec, options)
         _refuse_options(spec, source, options)

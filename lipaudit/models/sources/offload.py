@@ -167,6 +167,7 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
             "pip install 'lipaudit[accelerate]'",
         ) from error
     planned = wanted in PLANNED
+    # Accelerate numbers devices, and so may a file.
     places = _plan_devices(module, dtype) if planned else _read_device_map(module, wanted)
     places = {name: _name_device(place) for name, place in places.items()}
     try:
@@ -175,6 +176,7 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
         devices = {word: torch.empty(0, device=find_device(word)).device for word in words}
     except UsageError as error:
         raise UsageError(error.message, f"Change --device-map {wanted}.") from error
+    # Samples begin where the first parameter, the embedding, lies.
     owner = next(module.named_parameters())[0].rpartition(".")[0]
     first = [_look_up(places, owner), *words]
     computing = [devices[w] for w in first if w in devices and devices[w].type != CPU]

@@ -125,6 +125,7 @@ def _choose_features(module: Any, tower: str | None) -> Callable[[Any], Tensor] 
     """Return how features are read of a result without a mask; None where there is a head."""
     if tower is not None:
         return read_tower
+    # `read` finds the logits of a head by itself.
     return None if has_head(module) else lambda out: mean_pooling(out, None)
 
 
@@ -275,6 +276,7 @@ def describe_images(
     normalisation: dict[str, Any] = {}
     if processor is not None:
         # The processor's steps on pixels in [0, 1]: 255 x factor, then mean and std.
+        # Nearly always 1: the factor is 1/255.
         scale = 255 * processor.rescale_factor if processor.do_rescale else 255.0
         for name, neutral in (("mean", 0.0), ("std", 1.0)):
             values = getattr(processor, f"image_{name}") if processor.do_normalize else (neutral,)

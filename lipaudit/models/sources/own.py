@@ -133,6 +133,7 @@ def _import_path(place: str) -> Iterator[None]:
     """Let the user's module import its neighbours, as `python FILE` or `python -m` would."""
     root = str(Path(place).resolve().parent) if place.endswith(".py") else str(Path.cwd())
     before = list(sys.path)
+    # First, as Python itself puts the folder of a script.
     sys.path.insert(0, root)
     try:
         yield
@@ -188,6 +189,7 @@ def _try_forms(module: nn.Module, forms: Sequence[SampleForm]) -> ModelSpec:
             + "; ".join(f"{form} ({error})" for form, error in errors.items()),
             "Check the shape of the data, or give a lipaudit.ModelSpec that says how to feed it.",
         )
+    # Where values rule one reading out, the other is meant.
     ran = [form for form in ran if form.fits] or ran
     if len(ran) > 1:
         sizes = [",".join(map(str, form.shape)) for form in ran if form.kind == "image"]

@@ -55,6 +55,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
 def _list_ignored(folder: Path) -> Callable[[str, list[str]], set[str]]:
     """Leave out weights, and the copy itself where it lies inside what is copied."""
     weights = shutil.ignore_patterns(*WEIGHTS)
+    # A checkpoint may be saved into a folder of the model it was trained from.
     around = {folder.resolve(), *folder.resolve().parents}
 
     def ignored(directory: str, names: list[str]) -> set[str]:

@@ -68,6 +68,7 @@ def read_lexicon(
     for special in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder):
         if special < count:
             kinds[special] = FIXED
+    # An embedding may have more rows than the tokenizer has tokens.
     kinds += [FIXED] * (vocabulary - count)
     special = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
@@ -316,6 +317,7 @@ def _keep_last(mask: Tensor) -> Any:
 
 def _find_free_id(config: Any, x: Tensor, mask: Tensor | None, end: int | None) -> int:
     """Return an id that ends no text; without padding one that is not in the vocabulary."""
+    # Behind the vocabulary no id can be met by chance.
     size: int = config.vocab_size
     if mask is None:
         return size

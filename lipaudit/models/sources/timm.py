@@ -130,6 +130,7 @@ def describe_timm(
         notes, known_labels = (*notes, new_classifier(options.classes)), False
     config = timm.data.resolve_model_data_config(module)
     shape = options.image_shape(_image_shape(module, config, options.model_kwargs))
+    # The transform is built for the size that was asked for.
     config["input_size"] = shape
     labels, aliases = _read_labels(module) if known_labels else (None, {})
     steps = timm.data.create_transform(**config, is_training=False).transforms

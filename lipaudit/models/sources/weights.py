@@ -69,6 +69,7 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
         raise InputError(
             f"{path} holds no tensors by name", "Save the model's state_dict(), nothing around it."
         )
+    # Wrappers nest: DataParallel around a compiled model around Lightning.
     for prefix in WRAPPERS:
         if all(k.startswith(prefix) for k in state):
             state = {k.removeprefix(prefix): v for k, v in state.items()}
@@ -187,6 +188,7 @@ def hash_weights(module: nn.Module) -> str:
         # Half precision is hashed as float32: the same, however it is kept.
         dtype = torch.float32 if value.dtype in HALF else value.dtype
         digest.update(f"{name} {dtype} {tuple(value.shape)}".encode())
+        # In pieces: a second copy of the largest weight would double the memory.
         for piece in value.reshape(-1).split(HASHED):
             digest.update(piece.to(dtype).view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -200,6 +202,7 @@ def _read_pickle(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of zip files, of pickles and of PyTorch: what junk may hold
         asked = re.search(r"allocate (\d+) bytes", str(error))
+        # A damaged file may ask for more memory than it has bytes: that is no lack of memory.
         lies = asked is not None and int(asked[1]) > path.stat().st_size
         if out_of_memory(error) and not lies:
             raise

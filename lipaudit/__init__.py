@@ -1,4 +1,4 @@
-"""lipaudit: how robust is a transformer checkpoint?
+"""lipaudit: how sensitive is a transformer checkpoint, and where?
 
     import lipaudit
 
@@ -7,7 +7,7 @@
     lipaudit.render(report, "html")
     lipaudit.bounds.sharp(x, wq, wk, wv)
 
-What is public here is loaded when it is first used: `import lipaudit` loads nothing else.
+Each public name is loaded when it is first used; `import lipaudit` does not load torch.
 """
 
 __version__ = "0.2.0"
@@ -29,7 +29,7 @@ PUBLIC = {
     "summarize": "lipaudit.report:summarize",
     "watch": "lipaudit.monitor.watching:watch",
 }
-"""Where each public name is."""
+"""The module and the object of each public name."""
 
 __all__ = ["__version__", *PUBLIC]
 

@@ -1,9 +1,9 @@
-"""The bounds of one attention layer on bare tensors: `lipaudit.bounds.sharp(x, wq, wk, wv)`.
+"""Bounds of one attention layer on bare tensors: `lipaudit.bounds.sharp(x, wq, wk, wv)`.
 
-Every bound of the catalogue is a function here, under its name and with the same arguments:
-`sharp`, `theorem3`, `theorem3_g1`, `appendix_c`, `castin`, `mean_field`, `hu`, and those that
-plug-ins add. `exact` is the norm that they bound. `ball_sharp` and `ball_norm` take a radius as
-well: what no norm in that ball around X exceeds, and the largest that was found there.
+Every bound is a function with the same arguments: `sharp`, `theorem3`, `theorem3_g1`,
+`appendix_c`, `castin`, `mean_field`, `hu`, and the bounds of plug-ins. `exact` is the norm that
+they bound. `ball_sharp` and `ball_norm` also take a radius: an upper bound of every norm in that
+ball around X, and the largest norm found there.
 
     >>> import torch, lipaudit
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
@@ -46,9 +46,9 @@ def heads(
     causal: bool = False,
     mask: ArrayLike | None = None,
 ) -> Heads:
-    """Return softmax(s X W_Q (X W_K)^T + mask) X W_V as the theory takes it, in float64.
+    """Return the heads softmax(s X W_Q (X W_K)^T + mask) X W_V, in float64.
 
-    Tensors, NumPy arrays and nested lists are taken alike.
+    Arguments are tensors, NumPy arrays or nested lists.
 
     Args:
         x: tokens X, (tokens, D) or (batch, tokens, D).
@@ -56,12 +56,12 @@ def heads(
         wk: W_K, of the same shape.
         wv: W_V, (D, d_v) or (heads, D, d_v).
         biases: of q, k and v, each (d,) or (heads, d), or None.
-        scale: s; 1 / sqrt(d) if None.
-        causal: whether no query sees later keys.
+        scale: s; default 1 / sqrt(d).
+        causal: whether queries see no later keys.
         mask: added to the logits, broadcastable to (batch, heads, tokens, tokens).
 
     Raises:
-        UsageError: no real numbers, none at all, or shapes that do not fit.
+        UsageError: values that are not real numbers, empty arrays, or shapes that do not fit.
     """
     tokens = _numbers("tokens", x, 3)
     weights = [_numbers(f"W_{n}", w, 3) for n, w in zip("QKV", (wq, wk, wv), strict=True)]
@@ -87,8 +87,8 @@ def heads(
 def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any) -> Tensor:
     """Return ||J||, the spectral norm of each head's Jacobian at x, to 1e-6.
 
-    Arguments are those of `heads`; the shape is (batch, heads), less an axis for each that the
-    tokens and the weights came without.
+    Arguments are those of `heads`. The shape is (batch, heads), without the axes that the tokens
+    or the weights did not have.
 
     Raises:
         UsageError: shapes that do not fit.
@@ -107,7 +107,7 @@ def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any)
 def every(
     x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any
 ) -> dict[str, Tensor]:
-    """Return every bound of the catalogue by its name; NaN where one cannot be given.
+    """Return every bound by name; NaN where a bound does not apply.
 
     Arguments and shapes are those of `exact`.
     """
@@ -118,7 +118,7 @@ def every(
 def ball_sharp(
     x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, r: float, **how: Any
 ) -> Tensor:
-    """Return a Lipschitz constant on all X' with ||X' - X||_F <= r, certified; `sharp` at r = 0.
+    """Return a certified Lipschitz constant for all X' with ||X' - X||_F <= r; `sharp` at r = 0.
 
     Other arguments and shapes are those of `exact`.
 

@@ -1,4 +1,4 @@
-"""Measure a checkpoint, or a module of one's own, from Python."""
+"""Measure a checkpoint or a module from Python."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def measure(
     observer: Observer | None = None,
     **options: Any,
 ) -> Report:
-    """Run one measure: what `lipaudit NAME MODEL` does.
+    """Run one measure, like `lipaudit NAME MODEL`.
 
     Args:
-        model: the name of a checkpoint as on the command line, an `nn.Module`, which is left as
-            it was, or a `ModelSpec`.
-        name: bounds, attention, jacobian, attack, certify, scaling, or that of a plug-in.
-        data: as on the command line, or arrays: x, or (x, y) with labels.
-        input_shape: of one sample, for a module that does not say what it takes.
-        observer: is told what happens; nothing is printed.
-        options: any option of the measure or of every run, by its name on the command line with
+        model: a MODEL of the command line, an `nn.Module` (unchanged afterwards), or a
+            `ModelSpec`.
+        name: bounds, attention, jacobian, attack, certify, scaling, or the measure of a plug-in.
+        data: a DATA of the command line, or arrays: x, or (x, y) with labels y.
+        input_shape: shape of one sample, for a module that does not declare its input.
+        observer: receives progress and notes; nothing is printed.
+        options: options of the measure and of every run, named as on the command line with
             underscores: `samples=8, tol=1e-5, eps="2/255"`.
 
     Raises:
-        LipauditError: whatever goes wrong, with what to do about it.
+        LipauditError: any failure; its `advice` says what to do.
 
     Examples:
         >>> report = measure("demo", "jacobian", samples=2)
@@ -98,24 +98,24 @@ def audit(
     observer: Observer | None = None,
     **options: Any,
 ) -> Report | list[Report]:
-    """Run several measures on one load of a model: what `lipaudit audit MODEL` does.
+    """Run several measures on one model, like `lipaudit audit MODEL`.
 
     Args:
-        model: as of `measure`; or a list of several, which are measured on the same samples, each
-            with a report: `lipaudit.rank(reports)` ranks them, and `lipaudit.render(reports,
-            "html")` shows them. Where one fails its report says why, and the others go on.
-        measures: their names, or their options by their names; by default bounds, attention,
-            jacobian and attack. What model or data do not allow is left out, with a note; what
-            fails has its reason in `Report.failures`, and the others go on.
-        data: as of `measure`.
-        input_shape: as of `measure`.
-        observer: as of `measure`.
-        options: any option of every run: `samples=8, seed=1, device="cpu"`; `eps`, `attack`
-            and `norm` of the attacks.
+        model: as in `measure`, or a list of models. Each model of a list is measured on the same
+            samples and has its own report. `lipaudit.rank(reports)` ranks them,
+            `lipaudit.render(reports, "html")` shows them side by side.
+        measures: names of measures, or a dictionary from names to options. Default: bounds,
+            attention, jacobian and attack. Measures that model or data do not allow are left out,
+            with a note. `Report.failures` has the reason of each measure that failed.
+        data: as in `measure`.
+        input_shape: as in `measure`.
+        observer: as in `measure`.
+        options: options of every run (`samples=8, seed=1, device="cpu"`), and `eps`, `attack` and
+            `norm` of the attacks.
 
     Raises:
-        LipauditError: whatever goes wrong, with what to do about it; several models that do not
-            share samples are refused before any is measured.
+        LipauditError: any failure; its `advice` says what to do. Models that do not share samples
+            are refused before any is measured.
 
     Examples:
         >>> report = audit("demo", ["bounds", "jacobian"], samples=2)

@@ -9,9 +9,9 @@ from lipaudit.settings.option import Option
 
 HEAD = """# Options
 
-Made from the settings of the package by `python -m lipaudit.settings.page`. From Python an option
-has the name of its flag with underscores: `lipaudit.measure("demo", "bounds", max_tokens=64)`.
-Those that all measures share can stand in [a file](configuration.md).
+Generated from the code by `python -m lipaudit.settings.page`. In Python, an option has the name of
+its flag with underscores: `lipaudit.measure("demo", "bounds", max_tokens=64)`.
+Options that all measures share can be set in [a file](configuration.md).
 """
 
 
@@ -25,7 +25,7 @@ def page() -> str:
 
 def _table(heading: str, group: type[Settings]) -> Iterator[str]:
     yield f"## {heading}\n"
-    yield "| option | default | what it says |"
+    yield "| option | default | meaning |"
     yield "| --- | --- | --- |"
     yield from (_row(option) for option in group.options().values())
     yield ""

@@ -239,7 +239,7 @@ def test_words_of_other_tokenizers(tmp_path, kind):
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
-    known = read_lexicon(fast, len(fast) + 5)
+    known = read_lexicon(fast, len(fast) + 5, lambda texts, _most, **more: fast(*texts, **more))
     ids = fast(text)["input_ids"]
     assert known.spell([0, *ids, 1]).strip() == text
     words = known.words([0, *ids, 1])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lipaudit.data.images import resize
 from lipaudit.data.samples import warning
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError, UsageError, explain_failure
 from lipaudit.models.net import NO_DECISION
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.schema import read_json
@@ -306,7 +306,14 @@ def _load_processor(path: Path | None) -> Any:
 
     if path is None or not (path / "preprocessor_config.json").is_file():
         return None
-    return AutoImageProcessor.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    with explain_failure(
+        f"the image processor in {path} cannot be loaded",
+        "Install what it names, or update transformers if its class is newer. Without "
+        "preprocessor_config.json, --mean and --std say how images are normalised.",
+    ):
+        return AutoImageProcessor.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
 
 
 def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:

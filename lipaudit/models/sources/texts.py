@@ -42,7 +42,7 @@ BEGINS_MARKS = ("\u0120", "\u2581")
 
 
 def read_lexicon(
-    tokenizer: Any, vocabulary: int, encode: Callable[..., Mapping[str, Any]] | None = None
+    tokenizer: Any, vocabulary: int, encode: Callable[..., Mapping[str, Any]]
 ) -> Lexicon:
     """Read the vocabulary of a tokenizer of transformers that says where its tokens stand.
 
@@ -53,14 +53,8 @@ def read_lexicon(
     Args:
         tokenizer: of transformers.
         vocabulary: how many ids the model has an embedding for.
-        encode: (texts, most tokens, further options) -> what the tokenizer makes of them; the
-            tokenizer itself by default.
+        encode: (texts, most tokens, further options) -> what the tokenizer makes of them.
     """
-
-    def plain(texts: Sequence[str], most: int, **more: bool) -> Mapping[str, Any]:
-        encoded: Mapping[str, Any] = tokenizer(*texts, truncation=True, max_length=most, **more)
-        return encoded
-
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(range(count)))]
     mark = _find_mark(tokenizer)
@@ -78,7 +72,7 @@ def read_lexicon(
 
     @lru_cache(maxsize=READINGS)
     def read(texts: tuple[str, ...], most: int) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-        encoded: Any = (encode or plain)(texts, most, return_offsets_mapping=True)
+        encoded: Any = encode(texts, most, return_offsets_mapping=True)
         stands = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
         spans = [_strip_span(texts, piece, *span) for piece, span in stands]
         return tuple(encoded["input_ids"]), tuple(spans)

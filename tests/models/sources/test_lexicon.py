@@ -15,7 +15,8 @@ def test_a_byte_level_vocabulary_that_holds_hashes_is_no_wordpiece():
     own = Tokenizer(models.BPE(ids, merges))
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = decoders.ByteLevel()
-    known = read_lexicon(transformers.PreTrainedTokenizerFast(tokenizer_object=own), len(ids))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own)
+    known = read_lexicon(fast, len(ids), lambda texts, _most, **more: fast(*texts, **more))
     assert known.kinds[ids["Ġab"]] == BEGINS
     assert known.kinds[ids["ab"]] == GOES_ON
     words = known.words([ids["ab"], ids["Ġa"], ids["b"], ids["Ġab"]])

@@ -94,29 +94,34 @@ def test_every_figure_is_that_of_weights_in_memory(qwen, written, name, dtype, h
     assert figures(qwen(dtype), name, device_map=written(BLOCKS), **how) == plain
 
 
-@pytest.mark.parametrize("target", ["loss", "logits:all", "hidden:3"])
-def test_positions_of_texts_are_those_of_weights_in_memory(qwen, written, target):
-    plain = figures(qwen(), "jacobian", target=target, max_tokens=6)
-    places = written(BLOCKS)
-    assert figures(qwen(), "jacobian", target=target, max_tokens=6, device_map=places) == plain
-
-
-OTHERS = {
-    "attack": {"eps": "0.1", "norm": "token-l2", "attack": "fgsm,pgd", "steps": 3},
-    "scaling": {"lengths": "4:8:log2", "layers": "0", "mode": "real"},
-    "certify": {"eps": "1e-4", "samples": 1},
-}
-
-
-@pytest.mark.parametrize("name", ["attack", "scaling"])
-def test_attacks_and_scaling_follow_the_weights(tmp_path, written, name):
+@pytest.fixture
+def bert(tmp_path):
+    """Return where a classifier of texts is."""
     torch.manual_seed(0)
     config = transformers.BertConfig(**SIZES, num_labels=3, initializer_range=0.5)
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
-    how = OTHERS[name] | {"data": texts(tmp_path)}
-    places = written({"": "disk", "bert.encoder.layer.1": "cpu"})
-    bert = str(tmp_path / "bert")
-    assert figures(bert, name, device_map=places, **how) == figures(bert, name, **how)
+    return str(tmp_path / "bert")
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("jacobian", {"target": "loss", "max_tokens": 6}),
+        ("jacobian", {"target": "logits:all", "max_tokens": 6}),
+        ("jacobian", {"target": "hidden:3", "max_tokens": 6}),
+        ("attack", {"eps": "0.1", "norm": "token-l2", "attack": "fgsm,pgd", "steps": 3}),
+        ("scaling", {"lengths": "4:8:log2", "layers": "0", "mode": "real"}),
+    ],
+    ids=str,
+)
+def test_positions_attacks_and_scaling_follow_the_weights(
+    qwen, bert, tmp_path, written, name, how
+):
+    model, places = qwen(), BLOCKS
+    if name != "jacobian":
+        how = how | {"data": texts(tmp_path)}
+        model, places = bert, {"": "disk", "bert.encoder.layer.1": "cpu"}
+    assert figures(model, name, device_map=written(places), **how) == figures(model, name, **how)
 
 
 def test_what_lies_on_the_disk_is_a_view_of_a_file_without_a_name(written, tmp_path, monkeypatch):
@@ -197,7 +202,10 @@ def test_any_module_is_spread_even_if_it_reads_the_weights_of_its_parts(tmp_path
     (tmp_path / "own.py").write_text(FACTORY)
     model = f"py:{tmp_path / 'own.py'}:make"
     places = written({"": "cpu", "encoder.layers.1": "disk"})
-    for name, how in (("jacobian", {"dtype": "float64"}), ("certify", OTHERS["certify"])):
+    for name, how in (
+        ("jacobian", {"dtype": "float64"}),
+        ("certify", {"eps": "1e-4", "samples": 1}),
+    ):
         plain = figures(model, name, **how)
         assert figures(model, name, device_map=places, **how) == plain
 

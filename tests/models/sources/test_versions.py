@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from lipaudit.cli.commands import build
 from lipaudit.errors import ExitCode, InputError, bug, find_unmet_requirement
 from lipaudit.models.sources.loading import load_net
-from tests.models.sources.cases import bert, refused, save
+from tests.models.sources.cases import bert, refused, save, vit
 
 
 @pytest.fixture
@@ -77,3 +77,12 @@ def test_a_tokenizer_whose_class_is_not_there_says_what_to_install(tmp_path):
     text = refused(tmp_path)
     assert "the tokenizer in" in text
     assert "pip install sentencepiece" in text
+
+
+def test_an_image_processor_whose_class_is_not_there_says_what_to_do(tmp_path):
+    save(vit(), tmp_path, tokenizer=False)
+    settings = '{"image_processor_type": "ProcessorOfTomorrow"}'
+    (tmp_path / "preprocessor_config.json").write_text(settings)
+    text = refused(tmp_path)
+    assert "the image processor in" in text
+    assert "--mean and --std" in text

@@ -8,10 +8,10 @@ attention call into `Heads`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -303,46 +303,31 @@ def capture(
     """
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
     cut = [s for s in sites if s.explicit or (projections and s.address in chosen)]
-    reading = _Reading(chosen, batch, reduce, frozenset().union(*(s.sources for s in cut)))
+    pending, results = dict(chosen), list[Result]()
+
+    def visit(call: AttentionCall, address: Address) -> None:
+        """Reduce a layer, if it is wanted, while the model is in it."""
+        site = pending.pop(address, None)
+        if site is None:
+            return
+        with torch.no_grad():
+            results.append(reduce(make_layer(site, call, batch, tracer.place.frames)))
+        if not pending:
+            raise _AllRead
+
+    tracer = Tracer(visit, wanted=frozenset().union(*(site.sources for site in cut)))
     with freeze(net.module), exact_arithmetic(net.device), suppress(_AllRead):
-        run_observed(net, batch, reading.tracer)
-    for site in reading.pending.values():
+        run_observed(net, batch, tracer)
+    for site in pending.values():
         raise EvaluationError(
             f"attention layer {site.index} ({site.module}) was not met on this batch",
             "the model chooses its layers by the data: leave this one out with --layers",
         )
-    return reading.results
+    return results
 
 
 class _AllRead(Exception):
     """Ends a pass: the rest of the model, its logits over all tokens too, would be for nothing."""
-
-
-class _Reading(Generic[Result]):
-    """One pass: the layers that are still to come, and the results so far."""
-
-    def __init__(
-        self,
-        sites: Mapping[Address, Site],
-        batch: Batch,
-        reduce: Callable[[Layer], Result],
-        cut: frozenset[Address],
-    ) -> None:
-        self.pending = dict(sites)
-        self.results: list[Result] = []
-        self.tracer = Tracer(self.attention, wanted=cut)
-        self._batch, self._reduce = batch, reduce
-
-    def attention(self, call: AttentionCall, address: Address) -> None:
-        """Reduce a layer, if it is wanted, while the model is in it."""
-        site = self.pending.pop(address, None)
-        if site is not None:
-            with torch.no_grad():
-                layer = make_layer(site, call, self._batch, self.tracer.place.frames)
-                self.results.append(self._reduce(layer))
-            # The rest of the model, its logits over all tokens too, would be for nothing.
-            if not self.pending:
-                raise _AllRead
 
 
 def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Frame]) -> Layer:

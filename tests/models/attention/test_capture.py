@@ -17,7 +17,6 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
-from lipaudit.models.graph import leaves
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.bounds.ingredients import KnownWeights
 from lipaudit.theory.exact.head_norms import dense_jacobian
@@ -193,36 +192,38 @@ def parts(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.unflatten(0, (heads, -1)).mT
 
 
-def test_weights_of_separate_projections(zoo):
-    net, sites, batch = zoo("bert")
-    heads = heads_of(net, sites, batch)[1]
-    attention = net.module.bert.encoder.layer[1].attention
-    for made, linear in (
-        (heads.to_q, attention.self.query),
-        (heads.to_k, attention.self.key),
-        (heads.to_v, attention.self.value),
-    ):
-        assert torch.equal(made.weight, parts(linear.weight, 4))
-        assert torch.equal(made.bias, linear.bias.view(4, -1))
-    assert torch.equal(heads.out, attention.output.dense.weight.T.unflatten(0, (4, -1)))
+def bert_weights(module):
+    attention = module.bert.encoder.layer[0].attention
+    linears = (attention.self.query, attention.self.key, attention.self.value)
+    return [(m.weight, m.bias) for m in linears], attention.output.dense.weight.T
 
 
-def test_weights_of_one_fused_linear(zoo):
-    net, sites, batch = zoo("timm-vit")
+def vit_weights(module):
+    attention = module.blocks[0].attn
+    fused = zip(attention.qkv.weight.chunk(3), attention.qkv.bias.chunk(3), strict=True)
+    return list(fused), attention.proj.weight.T
+
+
+def gpt2_weights(module):
+    """They are stored the other way round."""
+    attention = module.transformer.h[0].attn
+    fused = attention.c_attn
+    pairs = zip(fused.weight.chunk(3, 1), fused.bias.chunk(3), strict=True)
+    return [(weight.T, bias) for weight, bias in pairs], attention.c_proj.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("bert", bert_weights), ("timm-vit", vit_weights), ("gpt2", gpt2_weights)],
+)
+def test_weights_are_those_of_the_parameters(zoo, name, weights):
+    net, sites, batch = zoo(name)
     heads = heads_of(net, sites, batch)[0]
-    attention = net.module.blocks[0].attn
-    for i, made in enumerate((heads.to_q, heads.to_k, heads.to_v)):
-        assert torch.equal(made.weight, parts(attention.qkv.weight.chunk(3)[i], 4))
-        assert torch.equal(made.bias, attention.qkv.bias.chunk(3)[i].view(4, -1))
-    assert torch.equal(heads.out, attention.proj.weight.T.unflatten(0, (4, -1)))
-
-
-def test_weights_stored_the_other_way_round(zoo):
-    net, sites, batch = zoo("gpt2")
-    heads = heads_of(net, sites, batch)[0]
-    fused = net.module.transformer.h[0].attn.c_attn.weight
-    for i, made in enumerate((heads.to_q, heads.to_k, heads.to_v)):
-        assert torch.equal(made.weight, parts(fused.chunk(3, 1)[i].T, 4))
+    true, out = weights(net.module)
+    for made, (weight, bias) in zip((heads.to_q, heads.to_k, heads.to_v), true, strict=True):
+        assert torch.equal(made.weight, parts(weight, 4))
+        assert torch.equal(made.bias, bias.view(4, -1))
+    assert torch.equal(heads.out, out.unflatten(0, (4, -1)))
 
 
 def test_weights_of_grouped_queries_are_repeated(zoo):
@@ -534,15 +535,6 @@ def test_one_layer_is_alive_at_a_time(zoo, name):
 
     capture(net, sites, batch, visit)
     assert len(kept) == 4 * len(sites)
-
-
-@pytest.mark.parametrize("name", ["timm-vit", "bert-eager"])
-def test_tensors_of_the_model_carry_no_marks(zoo, name):
-    net, sites, batch = zoo(name)
-    calls = capture(net, sites, batch, lambda layer: layer.call)
-    behind = [leaf for call in calls for t in (call.q, call.k, call.v) for leaf in leaves(t)[0]]
-    assert len(behind) >= 3
-    assert all(vars(leaf) == {} for leaf in behind)
 
 
 def test_everything_is_put_back_after_an_error(zoo):

@@ -14,7 +14,8 @@ import numpy as np
 
 from lipaudit.gate import DEFAULT_RULES, judge
 from lipaudit.gate.statistics import judge_mean, judge_median, judge_share
-from lipaudit.results import ATTACK_TABLE, BOUNDS_TABLE, Array, Data, Model, Report, Run, Section
+from lipaudit.results import Array, Data, Model, Report, Run
+from lipaudit.settings import ATTACK_TABLE, BOUNDS_TABLE, layouts
 
 ALPHA = 0.05
 LEVEL = ALPHA / len(DEFAULT_RULES)
@@ -181,15 +182,13 @@ def report(norms: np.ndarray, heads: np.ndarray, robust: np.ndarray, weights: st
     return Report(
         run=run,
         sections=(
-            Section(
-                measure="bounds",
+            layouts()["bounds"].section(
                 rows=rows,
                 samples={"ids": ids[:BOUNDS_SAMPLES]},
                 arrays={"exact": Array.of(heads)},
             ),
-            Section(measure="jacobian", samples={"ids": ids, "norm": tuple(norms.tolist())}),
-            Section(
-                measure="attack",
+            layouts()["jacobian"].section(samples={"ids": ids, "norm": tuple(norms.tolist())}),
+            layouts()["attack"].section(
                 rows=(
                     ATTACK_TABLE.row(attack="worst", norm="linf", eps=2 / 255, eps_text="2/255"),
                 ),

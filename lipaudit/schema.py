@@ -12,9 +12,10 @@ from pydantic_core import from_json
 
 from lipaudit.errors import InputError, neighbours, suggestion
 from lipaudit.results import Report
-from lipaudit.results.convert import convert
+from lipaudit.results.convert import complete
 from lipaudit.results.report import SCHEMA_VERSION
 from lipaudit.results.summary import Summary, summary
+from lipaudit.settings.registry import layouts
 
 M = TypeVar("M", bound=BaseModel)
 _CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
@@ -48,8 +49,7 @@ def loads(text: str, *, name: str = "report") -> Report:
     document = _parse(text, name)
     _require(document, REPORT, name)
     document.pop("summary", None)
-    if str(document["schema_version"]).startswith("1."):
-        convert(document)
+    complete(document, layouts())
     document["schema_version"] = SCHEMA_VERSION  # what is written again is of this version
     return _validated(Report, document, name)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lipaudit.results import Layout, MeasureRecord, measures
-from lipaudit.results.measures import OWN
+from lipaudit.results import Layout
+from lipaudit.settings import MeasureOptions, MeasureRecord, measures
+from lipaudit.settings.registry import OWN
 
 
 def register(monkeypatch: pytest.MonkeyPatch, table: Layout) -> None:
     """Add a measure of one table, until the test ends or it is registered again."""
-    record = MeasureRecord(name=table.name, tables=(table,), options="", runs="")
+    record = MeasureRecord(name=table.name, tables=(table,), options=MeasureOptions, runs="")
     monkeypatch.setitem(OWN, record.name, record)
     measures.cache_clear()
 

@@ -18,7 +18,7 @@ from lipaudit.errors import ExitCode
 from lipaudit.monitor import CALLBACKS
 from lipaudit.report.formats import RENDERERS
 from lipaudit.results.bounds import GROUP as BOUNDS
-from lipaudit.results.measures import GROUP as MEASURES
+from lipaudit.settings.registry import GROUP as MEASURES
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

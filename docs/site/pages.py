@@ -22,9 +22,9 @@ from lipaudit import schema
 from lipaudit.cli.commands import build
 from lipaudit.cli.options import Output, Terminal
 from lipaudit.report.topics import list_topics
-from lipaudit.results import Column, measures
+from lipaudit.results import Column
 from lipaudit.results.bounds import SYMBOLS, catalogue
-from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, option_types
+from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, measures, option_types
 from lipaudit.settings.option import Option
 
 HERE = Path(__file__).parent

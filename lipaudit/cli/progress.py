@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lipaudit.engine.execute import Observer
 from lipaudit.errors import visible
-from lipaudit.results import Note, measures
+from lipaudit.results import Note
+from lipaudit.settings import measures
 
 HEARTBEAT = 30.0
 

@@ -25,7 +25,7 @@ from lipaudit.results import Note, Report, Section
 from lipaudit.results.report import Failure
 from lipaudit.results.summary import steepest
 from lipaudit.schema import dumps, loads
-from lipaudit.settings import AttentionOptions, MeasureOptions
+from lipaudit.settings import AttentionOptions, MeasureOptions, layouts
 from lipaudit.settings.parsing import write_duration
 
 CANDIDATES = 8
@@ -137,7 +137,7 @@ def make_failed(
     """Return the section of a measure that failed: the reason in place of figures."""
     fault = as_user_meets(error) or bug(error)
     failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
-    return Section(measure=name, settings=options.model_dump(), notes=notes, failure=failure)
+    return layouts()[name].section(settings=options.model_dump(), notes=notes, failure=failure)
 
 
 def _draw_steepest(

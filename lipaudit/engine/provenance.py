@@ -18,9 +18,9 @@ from lipaudit.engine.prepare import Job
 from lipaudit.results import Data, Model, Report, Run, Section
 from lipaudit.results.bounds import GROUP as BOUNDS
 from lipaudit.results.columns import Cell
-from lipaudit.results.measures import GROUP as MEASURES
 from lipaudit.results.report import Shard
 from lipaudit.results.worst import worst
+from lipaudit.settings.registry import GROUP as MEASURES
 
 PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
 GROUPS = (BOUNDS, MEASURES, ATTACKS)

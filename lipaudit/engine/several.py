@@ -16,6 +16,7 @@ from lipaudit.errors import InputError, LipauditError, UsageError, as_user_meets
 from lipaudit.models.net import Kind
 from lipaudit.results import Report, Run, Section
 from lipaudit.results.report import Failure
+from lipaudit.settings import layouts
 
 TAKES: Mapping[Kind, str] = {"image": "images", "text": "text", "tokens": "sequences of numbers"}
 APART = "Audit them apart."
@@ -175,7 +176,7 @@ def make_failed_report(outline: Outline, error: Exception) -> Report:
     fault = as_user_meets(error) or bug(error)
     failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
     sections = tuple(
-        Section(measure=name, settings=settings, failure=failure)
+        layouts()[name].section(settings=settings, failure=failure)
         for name, settings in outline.measures.items()
     )
     return Report(run=outline.run, status="partial", samples=outline.samples, sections=sections)

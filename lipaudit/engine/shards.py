@@ -16,7 +16,7 @@ from lipaudit.measures.measure import in_order, sample_ids
 from lipaudit.results import Note, Report, Section
 from lipaudit.results.report import Shard
 from lipaudit.results.summary import steepest
-from lipaudit.settings import AttentionOptions, MeasureOptions, option_types
+from lipaudit.settings import AttentionOptions, MeasureOptions, layouts, option_types
 
 OWN = frozenset({"command", "created", "device", "device_map"})
 """What the runs of shards may have of their own; of devices the kind is the same."""
@@ -54,7 +54,7 @@ def summarise(
     """
     if not parts:
         settings = options.model_dump()
-        return [Section(measure=name, settings=settings, notes=notes, unmeasured=unmeasured)]
+        return [layouts()[name].section(settings=settings, notes=notes, unmeasured=unmeasured)]
     first, *others = MEASURES[name].summarise(parts, options)
     changes = {"notes": notes + first.notes, "unmeasured": unmeasured}
     return [first.model_copy(update=changes), *others]

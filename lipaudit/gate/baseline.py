@@ -12,7 +12,8 @@ from lipaudit.gate.comparable import find_fault
 from lipaudit.gate.contrasts import read_trusted
 from lipaudit.gate.pairing import ALL_BUT_FEW, find_shared
 from lipaudit.gate.rules import DEFAULT_RULES
-from lipaudit.results import Report, Section, layouts
+from lipaudit.results import Report, Section
+from lipaudit.settings import layouts
 
 _SAVE = "Write one with lipaudit baseline save REPORT."
 

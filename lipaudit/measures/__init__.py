@@ -2,9 +2,7 @@
 
 from lipaudit.measures.measure import Measure as Measure
 from lipaudit.measures.measure import Part as Part
-from lipaudit.results import measures
+from lipaudit.settings import measures
 
-MEASURES: dict[str, Measure] = {
-    name: record.load(record.runs) for name, record in measures().items()
-}
+MEASURES: dict[str, Measure] = {name: record.load() for name, record in measures().items()}
 """Every measure, by the name of its sub-command and section: ours, then those of plug-ins."""

@@ -34,10 +34,11 @@ from lipaudit.measures.measure import (
 )
 from lipaudit.measures.texts import Continued
 from lipaudit.models.net import Net
-from lipaudit.results import ATTACK_TABLE, Note, Row, Section
+from lipaudit.results import Note, Row, Section
 from lipaudit.results.figures import wilson
 from lipaudit.results.trials import COSTS, COUNTED, TrialKey, worst_cases
-from lipaudit.settings.measure import TABLE, AttackOptions
+from lipaudit.settings import ATTACK_TABLE
+from lipaudit.settings.attack import TABLE, AttackOptions
 
 DRAWN = 512
 """So many samples are drawn, where attacks break them: the worst of them are kept."""
@@ -265,8 +266,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         columns[ball.column("robust")] = unbroken.astype(int)
     columns |= raised
     return [
-        Section(
-            measure="attack",
+        ATTACK_TABLE.section(
             settings=options.model_dump(),
             rows=(*worst, *rows),
             samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},

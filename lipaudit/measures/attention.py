@@ -37,8 +37,9 @@ from lipaudit.measures.measure import (
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
-from lipaudit.results import ATTENTION_TABLE, Array, Section
-from lipaudit.settings.measure import AttentionOptions
+from lipaudit.results import Array, Section
+from lipaudit.settings import ATTENTION_TABLE
+from lipaudit.settings.attention import AttentionOptions
 from lipaudit.settings.parsing import read_head
 from lipaudit.theory import softmax
 from lipaudit.theory.heads import Heads, rows_in_reach
@@ -268,8 +269,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         arrays |= drawn
         attended = attention_map.map_tokens(parts, drawn)
     return [
-        Section(
-            measure="attention",
+        ATTENTION_TABLE.section(
             settings=options.model_dump(),
             rows=rows,
             samples=ids,

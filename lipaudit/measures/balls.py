@@ -10,9 +10,10 @@ import torch
 
 from lipaudit.measures.by_layer import Reduced
 from lipaudit.measures.measure import Values
-from lipaudit.results import BALLS_TABLE, Array, Note, Row, Section
+from lipaudit.results import Array, Note, Row, Section
 from lipaudit.results.bounds import AFFINE_PLAIN
-from lipaudit.settings.measure import BoundsOptions
+from lipaudit.settings import BALLS_TABLE
+from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.theory.bounds.ball import ball_sharp, ball_size_bounds
 from lipaudit.theory.bounds.ingredients import Weights
 from lipaudit.theory.growth.ascent import ball_norm
@@ -82,8 +83,7 @@ def ball_section(
     ]
     kept = ("ball_norm", "ball_sharp")
     arrays = {name: Array.of(columns[name].reshape(len(ids), -1).T) for name in kept}
-    return Section(
-        measure=BALLS_TABLE.name,
+    return BALLS_TABLE.section(
         settings=options.model_dump(),
         rows=tuple(rows),
         samples={"ids": ids},

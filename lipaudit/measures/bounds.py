@@ -32,8 +32,9 @@ from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
 from lipaudit.models.net import Net
-from lipaudit.results import BOUNDS_TABLE, LAYERS_TABLE, Array, Note, Row, Section
-from lipaudit.settings.measure import BoundsOptions
+from lipaudit.results import Array, Note, Row, Section
+from lipaudit.settings import BOUNDS_TABLE, LAYERS_TABLE
+from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.bounds.ingredients import KnownWeights, Weights
 from lipaudit.theory.condition import forward_error
@@ -188,8 +189,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     ids = sample_ids(parts)
     samples = {"ids": ids, "exact_max": tuple(np.nanmax(measured["exact"], 1).tolist())}
     arrays = {name: Array.of(measured[name].T) for name in ("exact", "sharp")}
-    heads = Section(
-        measure="bounds",
+    heads = BOUNDS_TABLE.section(
         settings=options.model_dump(),
         rows=rows,
         samples=samples,
@@ -289,8 +289,7 @@ def _layer_section(
             )
         )
     kept = {"exact": measured["layer_exact"], "exact_out": measured["layer_out"]}
-    return Section(
-        measure="bounds.layers",
+    return LAYERS_TABLE.section(
         settings=options.model_dump(),
         rows=tuple(rows),
         samples={"ids": ids},

@@ -41,10 +41,11 @@ from lipaudit.models.certificate import (
 )
 from lipaudit.models.lifting import devices
 from lipaudit.models.net import Net
-from lipaudit.results import CERTIFY_TABLE, RADII_TABLE, Note, Row, Section
+from lipaudit.results import Note, Row, Section
 from lipaudit.results.figures import wilson
 from lipaudit.results.trials import Radius
-from lipaudit.settings.measure import CertifyOptions
+from lipaudit.settings import CERTIFY_TABLE, RADII_TABLE
+from lipaudit.settings.certify import CertifyOptions
 
 
 def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iterator[Part]:
@@ -158,8 +159,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     once = {name: values[distinct(parts)] for name, values in arrays.items()}
     rows = tuple(_row(i, radius, once, options) for i, radius in enumerate(options.eps))
     settings = options.model_dump()
-    first = Section(
-        measure="certify",
+    first = CERTIFY_TABLE.section(
         settings=settings,
         rows=rows,
         samples={"ids": sample_ids(parts), **_columns(arrays, rows)},
@@ -168,9 +168,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     )
     if not options.radius:
         return [first]
-    radii = Section(
-        measure="certify.radius", settings=settings, rows=(_radius_row(once, options),)
-    )
+    radii = RADII_TABLE.section(settings=settings, rows=(_radius_row(once, options),))
     return [first, radii]
 
 

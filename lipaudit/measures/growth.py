@@ -23,7 +23,8 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import Net
-from lipaudit.results import FITS_TABLE, Note, Row
+from lipaudit.results import Note, Row
+from lipaudit.settings import FITS_TABLE
 from lipaudit.theory.bounds.ingredients import are_affine
 from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
 from lipaudit.theory.growth.ascent import Steepest, largest_shift, steepest_tokens
@@ -39,7 +40,7 @@ from lipaudit.theory.growth.worst_tokens import (
 from lipaudit.theory.heads import Heads
 
 if TYPE_CHECKING:
-    from lipaudit.settings.measure import ScalingOptions
+    from lipaudit.settings.scaling import ScalingOptions
 
 WELL_UNDER = 10
 """The sqrt n law is fitted up to n_max over this."""

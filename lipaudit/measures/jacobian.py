@@ -40,9 +40,10 @@ from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import Margins, compute_jacobian_norms, compute_margins
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import require_padding_is_ignored
-from lipaudit.results import JACOBIAN_TABLE, Array, Note, Row, Section
+from lipaudit.results import Array, Note, Row, Section
 from lipaudit.results.columns import Cell
-from lipaudit.settings.measure import JacobianOptions, Target
+from lipaudit.settings import JACOBIAN_TABLE
+from lipaudit.settings.jacobian import JacobianOptions, Target
 
 OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
@@ -231,8 +232,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     if "block_norm" in arrays:
         kept["norm"] = Array.of(np.vstack([arrays["norm"], arrays["block_norm"].T]))
     return [
-        Section(
-            measure="jacobian",
+        JACOBIAN_TABLE.section(
             settings=options.model_dump(),
             rows=tuple(rows),
             samples={"ids": sample_ids(parts), **columns},

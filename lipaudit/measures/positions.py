@@ -13,7 +13,7 @@ from lipaudit.measures.measure import Part, Values
 from lipaudit.models.derivative.endpoints import find_places
 from lipaudit.models.net import Net
 from lipaudit.results import Note
-from lipaudit.settings.measure import Target
+from lipaudit.settings.jacobian import Target
 
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
 """What every norm comes with, and of which type."""

@@ -40,9 +40,12 @@ from lipaudit.measures.measure import (
     notes,
 )
 from lipaudit.models.net import Net
-from lipaudit.results import SCALING_TABLE, SPLITS_TABLE, Note, Row, Section
+from lipaudit.results import Note, Row, Section
 from lipaudit.results.bounds import catalogue
-from lipaudit.settings.measure import BoundsOptions, JacobianOptions, ScalingMode, ScalingOptions
+from lipaudit.settings import FITS_TABLE, SCALING_TABLE, SPLITS_TABLE
+from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.settings.jacobian import JacobianOptions
+from lipaudit.settings.scaling import ScalingMode, ScalingOptions
 from lipaudit.theory.growth.ascent import SEARCHES
 from lipaudit.theory.growth.worst_tokens import PowerLaw
 
@@ -187,17 +190,16 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         fits += [] if kept is None else [kept]
         apart += [group] if kept is None else []
     sections = [
-        Section(
-            measure="scaling",
+        SCALING_TABLE.section(
             settings=options.model_dump(),
             rows=tuple(rows),
             notes=notes(parts) + _remarks(rows, facts, options) + _of_searches(rows, apart),
         ),
-        Section(measure="scaling.fit", rows=tuple(fits)),
+        FITS_TABLE.section(rows=tuple(fits)),
     ]
     if facts["splits"]:
         splits = tuple(SPLITS_TABLE.row(**cells) for cells in facts["splits"])
-        sections.append(Section(measure="scaling.split", rows=splits))
+        sections.append(SPLITS_TABLE.section(rows=splits))
     return [section for section in sections if section.rows or section.measure == "scaling"]
 
 

@@ -142,8 +142,7 @@ def strip_name(name: str) -> str:
 
 def _list_measures() -> Iterator[Topic]:
     from lipaudit.report.page.chapters import find_plan
-    from lipaudit.results import layouts, measures
-    from lipaudit.settings import option_types
+    from lipaudit.settings import layouts, measures, option_types
 
     group = "Measures and sections"
     for name in measures():
@@ -158,8 +157,8 @@ def _list_measures() -> Iterator[Topic]:
 
 def _list_columns() -> Iterator[Topic]:
     """Yield every column, by row and by sample; bounds apart from the others."""
-    from lipaudit.results import layouts
     from lipaudit.results.bounds import catalogue
+    from lipaudit.settings import layouts
 
     for section, layout in layouts().items():
         for name, column in layout.columns.items():

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lipaudit.results.columns import Better, Column, Reduction
-from lipaudit.results.heads import HEAD_NORMS
+from lipaudit.results.common import HEAD_NORMS
 from lipaudit.results.plugins import entries
 
 GROUP = "lipaudit.bounds"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -237,46 +237,6 @@ def make_row(columns: Mapping[str, Column], cells: Mapping[str, Any]) -> Row:
     except LipauditError as error:
         raise ValueError(error.message) from None
     return row
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How a section is laid out: its title, its columns and those of its samples.
-
-    Attributes:
-        name: of the section.
-        title: its heading on a page; empty: its name.
-        fixed: its columns, in the order they are printed: first those that name a row.
-        sample_columns: the columns that it has for every sample.
-        declared: returns columns that are declared elsewhere, those of bounds.
-        behind: the column behind which the declared ones are printed.
-    """
-
-    name: str
-    title: str = ""
-    fixed: Mapping[str, Column]
-    sample_columns: Mapping[str, Column] = field(default_factory=dict)
-    declared: Callable[[], Mapping[str, Column]] | None = None
-    behind: str = ""
-
-    @property
-    def columns(self) -> dict[str, Column]:
-        """The columns by name, in the order they are printed."""
-        if self.declared is None:
-            return dict(self.fixed)
-        items = list(self.fixed.items())
-        place = list(self.fixed).index(self.behind) + 1
-        return dict([*items[:place], *self.declared().items(), *items[place:]])
-
-    def row(self, /, **cells: Any) -> Row:
-        """Return a row of these cells (`from_` for `from`); what is not given has its default.
-
-        Raises:
-            ValueError: a cell is missing, of the wrong type or of no column.
-        """
-        columns = self.columns
-        cells = {name.removesuffix("_"): value for name, value in cells.items()}
-        return make_row(columns, cells)
 
 
 class Array(Frozen):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from importlib import import_module
 from typing import Annotated, Any, Literal
@@ -28,7 +29,6 @@ from lipaudit.results.columns import (
     make_row,
 )
 from lipaudit.results.figures import require_drawable
-from lipaudit.results.measures import layouts
 from lipaudit.results.samples import require_flags
 from lipaudit.results.trials import parse_column
 
@@ -187,22 +187,6 @@ class Section(Frozen):
         always = ("measure", "settings", "columns", "rows", "samples", "arrays", "notes")
         return {k: v for k, v in plain(self).items() if k in always or v}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, values: Any) -> Any:
-        """Take columns that are not given from the layout of the section, where that is known."""
-        layout = layouts().get(str(values.get("measure"))) if isinstance(values, dict) else None
-        if layout is None:
-            return values
-        values = {"title": layout.title} | values
-        declared = {"columns": layout.columns, "sample_columns": layout.sample_columns}
-        for name, known in declared.items():
-            given = values.get(name, {})
-            if isinstance(given, dict):
-                absent = {n: column for n, column in known.items() if n not in given}
-                values[name] = given | absent
-        return values
-
     @field_validator("rows", mode="before")
     @classmethod
     def _of_columns(cls, rows: Any, info: ValidationInfo) -> Any:
@@ -215,7 +199,7 @@ class Section(Frozen):
 
     @model_validator(mode="after")
     def _flagged(self) -> Section:
-        require_flags(self.measure, self.samples)
+        require_flags(self.samples, self.sample_columns)
         return self
 
     def frame(self) -> Any:
@@ -238,6 +222,51 @@ class Section(Frozen):
     def sample_column(self, name: str) -> Column:
         """Return how a per-sample column reads (`robust@pgd,linf,2/255` reads as `robust`)."""
         return self.sample_columns.get(parse_column(name)[0], Column(label=name, meaning=""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a section is laid out: its title, its columns and those of its samples.
+
+    Attributes:
+        name: of the section.
+        title: its heading on a page; empty: its name.
+        fixed: its columns, in the order they are printed: first those that name a row.
+        sample_columns: the columns that it has for every sample.
+        declared: returns columns that are declared elsewhere, those of bounds.
+        behind: the column behind which the declared ones are printed.
+    """
+
+    name: str
+    title: str = ""
+    fixed: Mapping[str, Column]
+    sample_columns: Mapping[str, Column] = field(default_factory=dict)
+    declared: Callable[[], Mapping[str, Column]] | None = None
+    behind: str = ""
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns by name, in the order they are printed."""
+        if self.declared is None:
+            return dict(self.fixed)
+        items = list(self.fixed.items())
+        place = list(self.fixed).index(self.behind) + 1
+        return dict([*items[:place], *self.declared().items(), *items[place:]])
+
+    def row(self, /, **cells: Any) -> Row:
+        """Return a row of these cells (`from_` for `from`); what is not given has its default.
+
+        Raises:
+            ValueError: a cell is missing, of the wrong type or of no column.
+        """
+        columns = self.columns
+        cells = {name.removesuffix("_"): value for name, value in cells.items()}
+        return make_row(columns, cells)
+
+    def section(self, **values: Any) -> Section:
+        """Return a section that is laid out so."""
+        columns = {"columns": self.columns, "sample_columns": self.sample_columns}
+        return Section(measure=self.name, title=self.title, **columns, **values)
 
 
 class Model(Frozen):

@@ -9,18 +9,15 @@ from typing import Any, get_args
 from pydantic import field_validator, model_validator
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.results import measures
-from lipaudit.settings.measure import (
-    AttackOptions,
-    AttentionOptions,
-    BallNorm,
-    BoundsOptions,
-    CertifyOptions,
-    JacobianOptions,
-    MeasureOptions,
-)
+from lipaudit.settings.attack import AttackOptions
+from lipaudit.settings.attention import AttentionOptions
+from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.settings.certify import BallNorm, CertifyOptions
+from lipaudit.settings.jacobian import JacobianOptions
+from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import Need, Settings, option
 from lipaudit.settings.parsing import Names
+from lipaudit.settings.registry import measures
 from lipaudit.theory.policy import NODES
 
 QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64, "certify": 4}
@@ -101,7 +98,7 @@ class AuditOptions(Settings):
         given = {name: value for name in OF_ATTACK if (value := getattr(self, name)) is not None}
         usual = audit_options(given, demo=demo, quick=self.small(demo=demo))
         others = (name for name in self.names if name not in usual)
-        usual |= {name: measures()[name].load(measures()[name].options)() for name in others}
+        usual |= {name: measures()[name].options() for name in others}
         return {name: usual[name] for name in self.names}
 
     def small(self, *, demo: bool) -> bool:

@@ -14,8 +14,8 @@ import torch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.models.sources.loading import load_net
-from lipaudit.results import measures
-from lipaudit.results.measures import OWN, MeasureRecord
+from lipaudit.settings import MeasureOptions, MeasureRecord, measures
+from lipaudit.settings.registry import OWN
 from tests import processes
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
@@ -132,6 +132,6 @@ def test_a_bad_record_is_refused(monkeypatch, name, record, says):
 
 
 def test_what_a_record_names_must_be_there():
-    record = MeasureRecord(name="other", tables=(), options="nowhere:Options", runs="")
-    with pytest.raises(UsageError, match="nowhere:Options cannot be loaded"):
-        record.load(record.options)
+    record = MeasureRecord(name="other", tables=(), options=MeasureOptions, runs="nowhere:RUN")
+    with pytest.raises(UsageError, match="nowhere:RUN cannot be loaded"):
+        record.load()

@@ -5,17 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from lipaudit.results import (
-    ATTACK_TABLE,
-    BOUNDS_TABLE,
-    JACOBIAN_TABLE,
-    Array,
-    Data,
-    Model,
-    Report,
-    Run,
-    Section,
-)
+from lipaudit.results import Array, Data, Model, Report, Run
+from lipaudit.settings import ATTACK_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, layouts
 
 
 def sample_ids(count, start=0):
@@ -39,8 +30,7 @@ def make_jacobian(norms, *, ids=None, converged=None, **settings):
         converged=norms.size,
     )
     flags = [True] * norms.size if converged is None else converged
-    return Section(
-        measure="jacobian",
+    return layouts()["jacobian"].section(
         settings={"seed": 0, "tol": 1e-4, "norm": "2", **settings},
         rows=(row,),
         samples={
@@ -66,8 +56,7 @@ def make_bounds(exact, *, heads=2, ids=None, converged=True, **settings):
         )
         for i, line in enumerate(exact)
     ]
-    return Section(
-        measure="bounds",
+    return layouts()["bounds"].section(
         settings={"seed": 0, "layers": None, "tol": 1e-4, **settings},
         rows=rows,
         samples={
@@ -99,8 +88,7 @@ def make_attack(
                     seconds=1.25,
                 )
             )
-    return Section(
-        measure="attack",
+    return layouts()["attack"].section(
         settings={"seed": 0, "steps": 100, "eps": list(eps), **more},
         rows=rows,
         samples={

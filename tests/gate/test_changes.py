@@ -11,8 +11,9 @@ from lipaudit.gate import compare
 from lipaudit.gate.changes import compute_head_changes
 from lipaudit.gate.comparable import require_same_conditions
 from lipaudit.gate.contrasts import TOLERANCE
-from lipaudit.results import ATTENTION_TABLE, CERTIFY_TABLE, Array, Section
+from lipaudit.results import Array
 from lipaudit.results.report import Failure
+from lipaudit.settings import ATTENTION_TABLE, CERTIFY_TABLE, layouts
 
 RNG = np.random.default_rng(33)
 EXACT = RNG.lognormal(0, 0.3, (6, 8))
@@ -186,8 +187,7 @@ def test_nobody_flips_under_a_weaker_attack(attacked, bounds):
 def certified(verdicts):
     column = [int(v == "certified") for v in verdicts]
     row = CERTIFY_TABLE.row(norm="linf", eps=0.01, eps_text="0.01", samples=len(verdicts))
-    return Section(
-        measure="certify",
+    return layouts()["certify"].section(
         settings={"seed": 0},
         rows=(row,),
         samples={
@@ -368,7 +368,7 @@ def test_a_section_of_which_nothing_converged_is_refused(report, jacobian, bound
 
 
 def test_what_failed_keeps_nothing_else_from_being_compared(report, jacobian, attack, norms):
-    failed = Section(measure="attack", failure=Failure(reason="out of memory", exit_code=3))
+    failed = layouts()["attack"].section(failure=Failure(reason="out of memory", exit_code=3))
     old = report(jacobian(norms), attack([1]), spec="old")
     new = report(jacobian(norms), failed, spec="new", weights="b", status="partial")
     pair = pair_of(old, new)
@@ -380,8 +380,8 @@ def test_shares_that_are_the_same_are_unchanged(report, norms):
     def fragile(share):
         rows = tuple(ATTENTION_TABLE.row(layer=0, head=i, intermediate=share) for i in range(2))
         arrays = {"intermediate": Array.of(np.full((2, 4), share))}
-        return Section(
-            measure="attention", rows=rows, samples={"ids": tuple("abcd")}, arrays=arrays
+        return layouts()["attention"].section(
+            rows=rows, samples={"ids": tuple("abcd")}, arrays=arrays
         )
 
     def status(share):

@@ -5,7 +5,8 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import judge, parse_rule
-from lipaudit.results import BALLS_TABLE, Note, Section
+from lipaudit.results import Note
+from lipaudit.settings import BALLS_TABLE, layouts
 
 RNG = np.random.default_rng(11)
 EXACT = RNG.lognormal(0, 0.3, (12, 8))  # 6 layers of 2 heads, 8 samples
@@ -415,7 +416,7 @@ def test_a_radius_picks_balls_by_its_value(report):
         for head in (0, 1)
         for r in (1 / 255, 0.03)
     )
-    balls = report(Section(measure="bounds.ball", rows=rows))
+    balls = report(layouts()["bounds.ball"].section(rows=rows))
     names = {
         rule: [v.name for v in judge(balls, balls, rules(rule)).verdicts]
         for rule in (

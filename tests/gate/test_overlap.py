@@ -11,7 +11,7 @@ import lipaudit
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
 from lipaudit.gate.rules import BINARY, STATS, metrics
-from lipaudit.results import layouts
+from lipaudit.settings import layouts
 
 PLAN = {
     "bounds": {"radius": "0.03", "layers": "0,2"},

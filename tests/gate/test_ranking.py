@@ -11,9 +11,9 @@ from scipy import stats
 from lipaudit.errors import UsageError
 from lipaudit.gate import rank
 from lipaudit.gate.statistics import judge_share
-from lipaudit.results import Section
 from lipaudit.results.figures import median_limits, wilson
 from lipaudit.results.report import Failure
+from lipaudit.settings import layouts
 
 RNG = np.random.default_rng(5)
 HALF = np.r_[np.ones(64, int), np.zeros(64, int)]
@@ -194,7 +194,7 @@ def test_what_is_not_ranked_widens_no_limits(steep, norms, ids):
 
 
 def test_a_measure_that_failed_spoils_its_own_figures_alone(attacked, steep, norms):
-    failed = Section(measure="attention", failure=Failure(reason="no", exit_code=3))
+    failed = layouts()["attention"].section(failure=Failure(reason="no", exit_code=3))
     partial = attacked("a", HALF)
     partial = partial.model_copy(
         update={"status": "partial", "sections": (*partial.sections, failed)}

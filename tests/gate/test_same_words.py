@@ -6,8 +6,9 @@ from scipy import stats
 
 from lipaudit.gate import compare, judge, parse_rule
 from lipaudit.report.page import samples
-from lipaudit.results import ATTENTION_TABLE, Array, Section
+from lipaudit.results import Array
 from lipaudit.results.figures import wilson
+from lipaudit.settings import ATTENTION_TABLE, layouts
 
 NORMS = np.random.default_rng(5).lognormal(0, 0.4, 64)
 NOISE = np.random.default_rng(6).normal(0, 0.05, 64)
@@ -85,7 +86,7 @@ def attention(values):
     )
     ids = tuple(f"{i:016x}" for i in range(values.shape[1]))
     kept = {"softmax_norm": Array.of(values)}
-    return Section(measure="attention", rows=rows, samples={"ids": ids}, arrays=kept)
+    return layouts()["attention"].section(rows=rows, samples={"ids": ids}, arrays=kept)
 
 
 @pytest.mark.parametrize("metric", ["bounds.exact", "attention.softmax_norm"])

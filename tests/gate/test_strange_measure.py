@@ -9,9 +9,9 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
-from lipaudit.results import Column, Layout, Section
+from lipaudit.results import Column, Layout
 from lipaudit.results.columns import count_column, text_column
-from lipaudit.results.heads import HEAD
+from lipaudit.results.common import HEAD
 from tests.strangers import register
 from tests.strangers import registry as registry
 
@@ -37,16 +37,14 @@ def strange(monkeypatch, registry, report, ids):
     register(monkeypatch, HEAT)
 
     def build(stem=1.0, trunk=2.0, times=1.0, hot=1.0, weights="a"):
-        spread = Section(
-            measure="spread",
+        spread = SPREAD.section(
             rows=[
                 SPREAD.row(stage="stem", depth=0, spread=stem),
                 SPREAD.row(stage="trunk", depth=3, spread=trunk),
             ],
             samples={"ids": ids(64), "tension": tuple((times * TENSION).tolist())},
         )
-        heat = Section(
-            measure="heat",
+        heat = HEAT.section(
             rows=[HEAT.row(layer=i, head=0, heat=1.0 + i * hot) for i in range(2)],
         )
         return report(spread, heat, weights=weights)

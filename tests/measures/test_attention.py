@@ -15,7 +15,7 @@ from lipaudit.measures.attention import MEANS, AttentionOptions, measure, summar
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
-from lipaudit.results import ATTENTION_TABLE
+from lipaudit.settings import ATTENTION_TABLE
 from lipaudit.theory.softmax import profile_rows, row_statistics
 
 SMALL = {

@@ -15,7 +15,7 @@ from lipaudit.measures.attention import ENTRIES, layer_statistics, measure
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.sources.loading import load_net
-from lipaudit.settings.measure import AttentionOptions
+from lipaudit.settings.attention import AttentionOptions
 from lipaudit.theory.heads import affine_heads
 from tests.live import Live
 

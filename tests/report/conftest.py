@@ -7,7 +7,9 @@ import pytest
 
 from lipaudit.report import html, of_reports, render
 from lipaudit.report.page.document import make_page
-from lipaudit.results import (
+from lipaudit.results import Array, Data, Model, Note, Report, Row, Run, Section
+from lipaudit.results.report import Shard
+from lipaudit.settings import (
     ATTACK_TABLE,
     ATTENTION_TABLE,
     BALLS_TABLE,
@@ -19,17 +21,8 @@ from lipaudit.results import (
     RADII_TABLE,
     SCALING_TABLE,
     SPLITS_TABLE,
-    Array,
-    Data,
-    Model,
-    Note,
-    Report,
-    Row,
-    Run,
-    Section,
     layouts,
 )
-from lipaudit.results.report import Shard
 
 HOSTILE = "<script>alert(1)</script>"
 IDS = tuple(f"{index:02x}" * 8 for index in range(24))
@@ -82,8 +75,7 @@ def _bound(layer: int, head: int) -> Row:
 def _bounds() -> Section:
     rows = tuple(_bound(layer, head) for layer in range(3) for head in range(4))
     per_sample = np.array([[r.sharp * f for f in (0.9, 1.0, 1.1)] for r in rows])
-    return Section(
-        measure="bounds",
+    return layouts()["bounds"].section(
         settings={"samples": 3, "tol": 1e-4},
         rows=rows,
         arrays={"sharp": Array.of(per_sample), "exact": Array.of(per_sample / 1.3)},
@@ -111,7 +103,7 @@ def _layers() -> Section:
         )
         for layer in range(3)
     )
-    return Section(measure="bounds.layers", rows=rows)
+    return layouts()["bounds.layers"].section(rows=rows)
 
 
 def _balls() -> Section:
@@ -131,7 +123,7 @@ def _balls() -> Section:
         for head in (0, 1)
         for r in (0.03, 30.0)
     )
-    return Section(measure="bounds.ball", settings={"radius": ["0.03", "30"]}, rows=rows)
+    return layouts()["bounds.ball"].section(settings={"radius": ["0.03", "30"]}, rows=rows)
 
 
 def _attention_row(layer: int, head: int) -> Row:
@@ -169,8 +161,7 @@ def _attention() -> Section:
     joint = np.round(900 * np.exp(-(((axis[:, None] - 0.7) ** 2 + (axis - 0.15) ** 2) / 0.02)))
     ratio = np.array([400.0, 260, 120, 60, 22, 9, 3, 1, 0, 0])
     weights = np.exp(-np.abs(np.arange(17)[:, None] - np.arange(17)) / 2.0)
-    return Section(
-        measure="attention",
+    return layouts()["attention"].section(
         settings={"samples": 8, "gamma": 0.1, "k": 10},
         rows=tuple(_attention_row(layer, head) for layer in range(3) for head in range(4)),
         arrays={
@@ -195,8 +186,7 @@ def _jacobian() -> Section:
         "products": 10.0,
         "converged": 22,
     }
-    return Section(
-        measure="jacobian",
+    return layouts()["jacobian"].section(
         settings={"norm": "2", "inputs": "pixels"},
         rows=(
             JACOBIAN_TABLE.row(
@@ -265,8 +255,7 @@ def _attack() -> Section:
         f"robust@worst,linf,{eps}": tuple(int(i not in which) for i in range(24))
         for eps, which in broken.items()
     }
-    return Section(
-        measure="attack",
+    return layouts()["attack"].section(
         settings={"attacks": ["fgsm", "pgd"], "steps": 40},
         rows=rows,
         samples={"ids": IDS[::-1], "correct": tuple(int(i != 3) for i in range(24))}
@@ -321,8 +310,8 @@ def _certify() -> tuple[Section, Section]:
         seconds=212.0,
     )
     return (
-        Section(measure="certify", settings=settings, rows=rows, samples=samples, notes=(note,)),
-        Section(measure="certify.radius", settings=settings, rows=(radii,)),
+        layouts()["certify"].section(settings=settings, rows=rows, samples=samples, notes=(note,)),
+        layouts()["certify.radius"].section(settings=settings, rows=(radii,)),
     )
 
 
@@ -346,7 +335,7 @@ def _scaling() -> Section:
         for mode, layer, power in (("real", 0, 0.25), ("adversarial", 1, 0.5))
         for n in (8, 16, 32, 64)
     )
-    return Section(measure="scaling", settings={"windows": 4}, rows=rows)
+    return layouts()["scaling"].section(settings={"windows": 4}, rows=rows)
 
 
 def _fit() -> Section:
@@ -362,7 +351,7 @@ def _fit() -> Section:
         ),
         FITS_TABLE.row(mode="real", exponent=0.31, exponent_se=None, r2=0.88),
     )
-    return Section(measure="scaling.fit", rows=rows)
+    return layouts()["scaling.fit"].section(rows=rows)
 
 
 def _splits() -> Section:
@@ -377,7 +366,7 @@ def _splits() -> Section:
         moved=2.19,
         split=2.8,
     )
-    return Section(measure="scaling.split", rows=(row,))
+    return layouts()["scaling.split"].section(rows=(row,))
 
 
 def make_report(**changes: object) -> Report:
@@ -498,5 +487,5 @@ def blank_report() -> Report:
     sections = []
     for measure, kind in layouts().items():
         required = {n: names[n] for n, column in kind.columns.items() if column.needed}
-        sections.append(Section(measure=measure, rows=(kind.row(**required),)))
+        sections.append(layouts()[measure].section(rows=(kind.row(**required),)))
     return make_report().model_copy(update={"sections": tuple(sections)})

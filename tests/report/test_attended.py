@@ -18,6 +18,7 @@ from lipaudit.report.page.attention import draw_attention
 from lipaudit.report.pictures import Curve, Density
 from lipaudit.results import Array, Section
 from lipaudit.results.report import Attended
+from lipaudit.settings import layouts
 from tests.report.conftest import keep
 
 P = np.array([[0.5, 0.25, 0.125, 0.125, 0.0], [0.2, 0.2, 0.2, 0.2, 0.2], *np.eye(5)[2:]])
@@ -43,7 +44,7 @@ def section(whose: Attended | None, row: bool = False) -> Section:
         name = "first_row@1.3,1"
         arrays[name] = Array.of(np.append(P[1], 0.0))  # padded
     kept = {} if whose is None else {name: whose}
-    return Section(measure="attention", arrays=arrays, attended=kept)
+    return layouts()["attention"].section(arrays=arrays, attended=kept)
 
 
 def test_it_is_kept_in_the_file(report):

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from lipaudit.report import cells
-from lipaudit.results import Column, layouts
+from lipaudit.results import Column
+from lipaudit.settings import layouts
 
 
 def column(**how: object) -> Column:

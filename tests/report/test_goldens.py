@@ -14,7 +14,7 @@ import pytest
 from lipaudit.report import markdown, records, terminal
 from lipaudit.report.page.chapters import find_plan
 from lipaudit.report.page.document import make_page
-from lipaudit.results import layouts
+from lipaudit.settings import layouts
 
 GOLDENS = Path(__file__).parent / "goldens"
 FORMATS = {

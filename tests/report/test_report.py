@@ -20,7 +20,8 @@ from lipaudit.report.pictures import (
     Histogram,
     Scatter,
 )
-from lipaudit.results import Array, layouts, model_labels
+from lipaudit.results import Array, model_labels
+from lipaudit.settings import layouts
 from tests.report.conftest import keep
 
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)

@@ -16,10 +16,9 @@ from lipaudit.report import of_judgement, of_reports, render
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.document import make_page, make_screen
 from lipaudit.report.page.scorecard import make_scorecard
-from lipaudit.results import ATTENTION_TABLE, Section
 from lipaudit.results.figures import median_limits, wilson
-from lipaudit.results.rows import CERTIFY_TABLE
 from lipaudit.results.summary import summary
+from lipaudit.settings import ATTENTION_TABLE, CERTIFY_TABLE, layouts
 from tests.report.conftest import keep
 
 
@@ -54,7 +53,7 @@ def test_what_is_proven_stands_below_what_attacks_left(report):
     row = CERTIFY_TABLE.row(
         norm="linf", eps=2 / 255, eps_text="2/255", samples=8, robust=0.5, **proven
     )
-    section = Section(measure="certify", rows=(row,))
+    section = layouts()["certify"].section(rows=(row,))
     for others, labels in (
         ((), ["robust accuracy, linf 2/255", "certified accuracy, linf 2/255"]),
         (
@@ -172,7 +171,7 @@ def test_steepest_heads_are_the_largest_norms(report):
 )
 def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
     row = ATTENTION_TABLE.row(layer=0, head=0, intermediate=0.2, tokens=tokens, **shares)
-    section = Section(measure="attention", settings={"k": 10}, rows=(row,))
+    section = layouts()["attention"].section(settings={"k": 10}, rows=(row,))
     fragile = summary(keep(report, section)).fragile
     assert (fragile.share, fragile.heads, fragile.of, fragile.k) == (0.2, 0, 1, k)
 

@@ -12,9 +12,9 @@ from lipaudit.report import RENDERERS, of_comparison, of_reports, render
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.document import compare_sections, show_section
 from lipaudit.report.pictures import Heatmap, Histogram
-from lipaudit.results import Column, Layout, Note, Section
+from lipaudit.results import Column, Layout, Note
 from lipaudit.results.columns import count_column, text_column
-from lipaudit.results.heads import HEAD
+from lipaudit.results.common import HEAD
 from tests.report.conftest import keep
 from tests.strangers import register
 from tests.strangers import registry as registry
@@ -69,11 +69,9 @@ def strange(monkeypatch, registry):
     ]
     samples = {"ids": tuple("abc"), "tension": (1.0, 2.0, 4.0), "ok": (1, 0, 1)}
     note = Note(level="warning", code="odd", text="One stage was left out.")
-    spread = Section(
-        measure="spread", settings={"k": 3}, rows=rows, samples=samples, notes=(note,)
-    )
+    spread = SPREAD.section(settings={"k": 3}, rows=rows, samples=samples, notes=(note,))
     heads = [HEAT.row(layer=i, head=j, heat=i + j / 10) for i in range(2) for j in range(3)]
-    return spread, Section(measure="heat", rows=heads)
+    return spread, HEAT.section(rows=heads)
 
 
 @pytest.fixture
@@ -106,13 +104,13 @@ def test_it_is_written_and_read_back(strangers):
 
 def test_a_row_of_another_measure_is_refused(strange):
     with pytest.raises(ValueError, match="a row has no column"):
-        Section(measure="spread", rows=strange[1].rows)
+        SPREAD.section(rows=strange[1].rows)
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_new_column_appears_by_itself(strangers, monkeypatch, name):
     register(monkeypatch, WIDER)
-    wider = Section(measure="spread", rows=[WIDER.row(stage="stem", depth=0, extra=2.5)])
+    wider = WIDER.section(rows=[WIDER.row(stage="stem", depth=0, extra=2.5)])
     text = render(keep(strangers, wider), name).decode()
     assert "extra" in text
     assert "2.5 s" in text

@@ -17,8 +17,9 @@ from lipaudit.report.blocks import Table
 from lipaudit.report.cells import STATUS, write_math
 from lipaudit.report.page.document import show_section
 from lipaudit.report.pictures import Scatter
-from lipaudit.results import BOUNDS_TABLE, FITS_TABLE, SCALING_TABLE, Section
+from lipaudit.results import Section
 from lipaudit.results.bounds import AT_X, EVERYWHERE, OWN, Bound, catalogue, ranked
+from lipaudit.settings import BOUNDS_TABLE, FITS_TABLE, SCALING_TABLE, layouts
 from lipaudit.theory.bounds.head_bounds import BOUNDS
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/reading-a-report.md"
@@ -60,7 +61,7 @@ def said_by_explain(bound):
 
 def said_by_the_page(bound):
     table = [
-        b for b in show_section(Section(measure="bounds", rows=rows())) if isinstance(b, Table)
+        b for b in show_section(layouts()["bounds"].section(rows=rows())) if isinstance(b, Table)
     ][1]
     return {(line[1], line[2]) for line in table.rows if line[0] == bound.label}
 
@@ -103,7 +104,7 @@ def test_every_bound_has_its_column_its_rule_and_its_place_on_the_page():
     assert catalogue().keys() <= BOUNDS_TABLE.columns.keys()
     assert {f"bounds.{name}" for name in catalogue()} <= set(metrics())
     assert parse_rule("bounds.castin:each <= +5%").column == "castin"
-    parts = show_section(Section(measure="bounds", rows=rows()))
+    parts = show_section(layouts()["bounds"].section(rows=rows()))
     (scatter,) = [block for block in parts if isinstance(block, Scatter)]
     labels = [bound.label for bound in ranked()]
     assert [series.label for series in scatter.series] == labels

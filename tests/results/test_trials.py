@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
-from lipaudit.results import ATTACK_TABLE, Column, Section
+from lipaudit.results import Column
 from lipaudit.results.trials import Radius, TrialKey, parse_column, parse_radius
+from lipaudit.settings import ATTACK_TABLE, layouts
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_the_row_of_a_trial_knows_it():
 
 
 def test_the_column_of_a_trial_reads_as_its_kind():
-    section = Section(measure="attack")
+    section = layouts()["attack"].section()
     assert section.sample_column("robust@pgd,linf,2/255").label == "robust"
     assert section.sample_column("speed@pgd,linf,2/255") == Column(
         label="speed@pgd,linf,2/255", meaning=""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lipaudit.results import Section
 from lipaudit.results.report import Data, Model, Report, Run
 from lipaudit.results.summary import summary
 from lipaudit.results.trials import parse_column
 from lipaudit.results.worst import contradictions
+from lipaudit.settings import layouts
 
 IDS = ("aa", "bb")
 RUN = Run(
@@ -20,9 +20,9 @@ RUN = Run(
 
 def made(attack=None, certify=None, norm="linf") -> Report:
     sections = (
-        Section(measure="attack", samples={"ids": IDS, **(attack or {})}),
-        Section(
-            measure="certify", settings={"norm": norm}, samples={"ids": IDS, **(certify or {})}
+        layouts()["attack"].section(samples={"ids": IDS, **(attack or {})}),
+        layouts()["certify"].section(
+            settings={"norm": norm}, samples={"ids": IDS, **(certify or {})}
         ),
     )
     return Report(run=RUN, sections=sections)
@@ -97,7 +97,7 @@ def test_names_of_columns_are_read_once_however_many_samples_there_are(certified
             "robust@pgd,linf,2/255": (0,) * samples,
             "certified@linf,1/255": (int(certified),) * samples,
         }
-        section = Section(measure="certify", samples=columns)
+        section = layouts()["certify"].section(samples=columns)
         reads.clear()
         contradictions(Report(run=RUN, sections=(section,)))
         counts.append(len(reads))

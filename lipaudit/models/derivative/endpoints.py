@@ -22,7 +22,7 @@ from lipaudit.errors import InputError, of_machine
 from lipaudit.models.derivative.linearize import AGREEMENT, Function
 from lipaudit.models.net import Net, NextToken
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.settings.measure import PLACED, StartPoint, Target
+from lipaudit.settings.jacobian import PLACED, StartPoint, Target
 
 TOGETHER = 2**24
 """Logits that the loss has at a time."""

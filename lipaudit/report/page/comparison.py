@@ -30,9 +30,9 @@ from lipaudit.report.page.scorecard import name_accuracy
 from lipaudit.report.page.views import FIT, HEAD, TOP, map_heads
 from lipaudit.report.pictures import Heatmap, Scatter, Series
 from lipaudit.results import Column, Note, Report
-from lipaudit.results.measures import find_column
 from lipaudit.results.summary import KINDS
 from lipaudit.results.trials import TrialKey
+from lipaudit.settings.registry import find_column
 
 MORE = (
     "--details prints all figures, samples and heads; lipaudit explain WORD says what a word "

@@ -19,7 +19,6 @@ from lipaudit.results.figures import (
     wilson,
 )
 from lipaudit.results.report import Note, Report, Section, rows_of
-from lipaudit.results.rows import BOUNDS_TABLE
 from lipaudit.results.samples import is_repeat
 from lipaudit.results.summary.records import (
     Accuracy,
@@ -244,14 +243,13 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 
 def _tightness(rows: Sequence[Row]) -> Iterator[Tightness]:
-    columns = BOUNDS_TABLE.columns
     for bound in ranked():
         logs = finite(log10_ratio(row, bound.name) for row in rows)
         typical = middle(logs)
         if typical is not None:
             yield Tightness(
                 bound=bound.name,
-                status=columns[bound.name].status,
+                status=bound.status,
                 median=_power(typical),
                 largest=_power(max(logs)),
                 heads=len(logs),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from lipaudit.results.columns import Float, Frozen, Status
-from lipaudit.results.rows import ATTACK_TABLE, CERTIFY_TABLE
+from lipaudit.results.common import ACCURACY, CERTIFIED_SHARE
 
 KINDS = {
-    "clean": ("clean accuracy", ATTACK_TABLE.columns["clean"]),
-    "attacked": ("robust accuracy", ATTACK_TABLE.columns["robust"]),
-    "certified": ("certified accuracy", CERTIFY_TABLE.columns["certified"]),
+    "clean": ("clean accuracy", ACCURACY["clean"]),
+    "attacked": ("robust accuracy", ACCURACY["robust"]),
+    "certified": ("certified accuracy", CERTIFIED_SHARE),
 }
 """The label and the column of each kind of accuracy."""
 

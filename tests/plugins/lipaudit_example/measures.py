@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lipaudit.results import Column, Layout, MeasureRecord
-from lipaudit.settings import MeasureOptions, option
+from lipaudit.results import Column, Layout
+from lipaudit.settings import MeasureOptions, MeasureRecord, option
 
 TABLE = Layout(
     name="confidence",
@@ -32,6 +32,6 @@ class ConfidenceOptions(MeasureOptions):
 CONFIDENCE = MeasureRecord(
     name="confidence",
     tables=(TABLE,),
-    options="lipaudit_example.measures:ConfidenceOptions",
+    options=ConfidenceOptions,
     runs="lipaudit_example.softmax:MEASURE",
 )

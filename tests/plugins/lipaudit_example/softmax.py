@@ -29,9 +29,7 @@ def summarise(parts: Sequence[Part], options: ConfidenceOptions) -> list[Section
         temperature=options.temperature, mean=float(values.mean()), low=float(values.min())
     )
     samples = {"ids": sample_ids(parts), "confidence": tuple(values.tolist())}
-    return [
-        Section(measure="confidence", settings=options.model_dump(), rows=(row,), samples=samples)
-    ]
+    return [TABLE.section(settings=options.model_dump(), rows=(row,), samples=samples)]
 
 
 MEASURE = Measure(measure, summarise, batch=16)

@@ -1,0 +1,234 @@
+"""The measure `attack`: its options and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from lipaudit.attacks.kinds import ATTACKS, attack_kinds
+from lipaudit.attacks.plan import CHUNK, PRESETS, Trial, read_plan, require_suited
+from lipaudit.errors import UsageError
+from lipaudit.results.columns import Column, text_column
+from lipaudit.results.common import ACCURACY, OUTCOMES
+from lipaudit.results.report import Layout
+from lipaudit.results.trials import COUNTED, Norm, parse_budget
+from lipaudit.settings.measure import MeasureOptions, MeasureRecord
+from lipaudit.settings.option import Need, option
+from lipaudit.settings.parsing import Radii, distinct
+
+IMAGES = "fgsm,pgd,autoattack"
+
+
+TEXTS = ",".join(COUNTED)
+
+
+EMBEDDINGS = "fgsm,pgd"
+"""What attacks images, texts, and the embeddings of texts, where no attack is named."""
+
+
+TABLE = ".jsonl"
+"""Files of changed texts."""
+
+
+def _attack(*efforts: str) -> Need:
+    """Return the need of an option that goes with attacks of a certain effort."""
+
+    def holds(options: AttackOptions) -> bool:
+        if options.attack is None or not (options.eps or options.attack == "paper"):
+            return True  # what will run is not known yet: `suited` asks again
+        planned = (attack for trial in options.trials() for attack in trial.attacks)
+        return any(attack.kind.effort in efforts for attack in planned)
+
+    known = ", ".join(name for name, kind in ATTACKS.items() if kind.effort in efforts)
+    return Need(f"an attack that takes {' or '.join(efforts)}: {known}", holds)
+
+
+class AttackOptions(MeasureOptions):
+    """Adversarial accuracy under FGSM, PGD and AutoAttack, sample by sample.
+
+    The radius is in pixel space [0, 1]; normalisation happens inside the model. Texts are changed
+    word by word or character by character, so many of them; with --eps, or by fgsm and pgd, the
+    perturbation is added to their token embeddings. Of language models what they score behind a
+    prompt is attacked, in the embeddings of that: continuations, choices, labels (--score).
+
+    [dim]Examples:[/]
+      [cyan]lipaudit attack demo --eps 0.1[/]
+      [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255[/]
+      [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper[/]
+      [cyan]lipaudit attack ./bert --data reviews.csv --attack words --eps 1,2[/]
+      [cyan]lipaudit attack ./gpt2 --data questions.jsonl --eps 0.1[/]
+    """
+
+    samples: ClassVar[int] = 128
+    labelled: ClassVar[bool] = True
+    scores = "always"
+
+    eps: Radii = option(
+        (),
+        "Radii in pixel space [0, 1]: 2/255 or 1/255,0.03; for words and characters: how many.",
+    )
+    attack: str | None = option(
+        None,
+        f"Comma-separated, default {IMAGES}; or standard, quick, lean, paper, custom:...; "
+        f"of texts {TEXTS}; of embeddings {EMBEDDINGS}.",
+        values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
+    )
+    norm: Norm | None = option(
+        None, "linf (default of images), l2, or token-l2 (default of text)."
+    )
+    steps: int | None = option(
+        None, "Iterations of each attack, in place of its own number.", need=_attack("steps"), gt=0
+    )
+    restarts: int | None = option(None, "Random starts.", need=_attack("steps", "queries"), gt=0)
+    queries: int | None = option(
+        None,
+        "Most queries of Square; of words and characters for every change.",
+        need=_attack("queries", "edits"),
+        gt=0,
+    )
+    save_adv: Path | None = option(
+        None,
+        "Write the adversarial examples, as --data reads them: .safetensors, or .jsonl of "
+        "words and characters. Of texts .safetensors has embeddings, which it does not read.",
+        exclude=True,
+    )
+    usual: str = Field(IMAGES, exclude=True)
+    """Attacks of images where none is named."""
+    usual_eps: Radii = Field((), exclude=True)
+    """Their radii where none is given."""
+    logical_chunk: Literal[64] = CHUNK
+    """Samples that share a random stream: recorded, and never another number."""
+    batch_size: int = Field(CHUNK, exclude=True)
+    """Samples on the device at a time; changes nothing else."""
+
+    @field_validator("save_adv")
+    @classmethod
+    def _tensors(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix not in (".safetensors", TABLE):
+            raise ValueError(f"it must end in .safetensors, or {TABLE} for changed texts")
+        return path
+
+    @field_validator("attack")
+    @classmethod
+    def _once(cls, names: str | None) -> str | None:
+        for part in (names or "", (names or "").partition(":")[2]):
+            distinct([name.strip() for name in part.split(",") if name.strip()])
+        return names
+
+    @model_validator(mode="after")
+    def _possible(self) -> AttackOptions:
+        if self.attack is not None and (self.eps or not self.usual_eps):
+            self.trials()
+        return self
+
+    def suited(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
+        """Fill in the attacks, norm and radii that a kind of model usually gets, and check them.
+
+        Raises:
+            UsageError: an attack or a norm means nothing for it, or there is no radius.
+        """
+        text = kind == "text"
+        counted = next((radius for radius in self.eps if radius.unit), None)
+        if counted is not None and not text:
+            raise UsageError(
+                f"the radius {counted.text} counts {counted.unit} of a text, and the model takes "
+                f"{'images' if kind == 'image' else 'sequences of vectors'}",
+                "Give a radius without a unit: --eps 2/255.",
+            )
+        meant = dict.fromkeys(radius.unit or EMBEDDINGS for radius in self.eps)
+        of_text = ",".join(meant or [name for name in COUNTED if name in changes]) or EMBEDDINGS
+        attack = self.attack or (of_text if text else self.usual)
+        own = attack == "paper" or (text and attack != EMBEDDINGS)
+        eps = self.eps if self.eps or own else self.usual_eps
+        named = self.model_copy(update={"attack": attack, "eps": eps})
+        named.require_needed()
+        trials = named.trials()
+        require_suited(trials, kind, changes, why)
+        named._require_file(trials)
+        return named._filled(trials, "token-l2" if text else "linf")
+
+    def _filled(self, trials: Sequence[Trial], usual: Norm) -> Self:
+        """Name the norm of the balls, if there are any, and the radii, if none were given."""
+        counted = [trial for trial in trials if trial.norm in COUNTED]
+        norm = self.norm or (usual if len(counted) < len(trials) else None)
+        eps = self.eps or tuple(parse_budget(f"{t.radius.text}{t.norm}") for t in counted)
+        return self.model_copy(update={"norm": norm, "eps": eps})
+
+    def _require_file(self, trials: Sequence[Trial]) -> None:
+        """Refuse a file that cannot hold what the attacks give."""
+        table = self.save_adv is not None and self.save_adv.suffix == TABLE
+        if self.save_adv is not None and any((t.norm in COUNTED) != table for t in trials):
+            raise UsageError(
+                f"--save-adv {self.save_adv} cannot hold what all of these attacks give",
+                f"Changed texts go to a {TABLE} file, perturbed samples to a .safetensors file: "
+                "name one, and with --attack such attacks only.",
+            )
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that the measure writes beside the report."""
+        return () if self.save_adv is None else (self.save_adv,)
+
+    def trials(self) -> tuple[Trial, ...]:
+        """Return what is run: attacks one after the other, in each ball.
+
+        Raises:
+            UsageError: an unknown attack, or no radius.
+        """
+        return read_plan(
+            self.attack or self.usual,
+            norm=self.norm,
+            radii=self.eps,
+            steps=self.steps,
+            restarts=self.restarts,
+            queries=self.queries,
+        )
+
+
+ATTACK_TABLE = Layout(
+    name="attack",
+    title="Attacks",
+    sample_columns={
+        **OUTCOMES,
+        "distance": Column(
+            "distance",
+            "How far the example that was tried last lies from the sample, in the norm of "
+            "the attack; of texts, how many changes.",
+            domain="",
+        ),
+        "loss": Column(
+            "loss",
+            "Negative log-likelihood of the continuation in nats (of --score mean, per "
+            "token); @ATTACK: of the example that broke it, else the highest that was met.",
+            better="lower",
+            status="empirical",
+            domain="",
+        ),
+    },
+    fixed={
+        "attack": text_column("attack", "Attack; worst = all attacks together.", needed=True),
+        "norm": text_column("norm", "Of a ball, or what is counted.", needed=True),
+        "eps": Column(
+            "eps",
+            "Radius, of pixels in [0, 1] or of token embeddings; or how many changes.",
+            format=".4g",
+            domain="",
+            needed=True,
+        ),
+        **ACCURACY,
+        "seconds": Column("seconds", "Wall time.", format=".1f", unit="s", domain=""),
+        "forwards": Column("forwards", "Model forwards, in samples.", format="d"),
+        "backwards": Column("backwards", "Model backwards, in samples.", format="d"),
+    },
+)
+
+
+ATTACK = MeasureRecord(
+    name="attack",
+    tables=(ATTACK_TABLE,),
+    options=AttackOptions,
+    runs="lipaudit.measures.attack:MEASURE",
+)

@@ -1,0 +1,152 @@
+"""The measure `attention`: its options and its table."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from lipaudit.results.columns import Column, Reduction, count_column
+from lipaudit.results.common import HEAD
+from lipaudit.results.report import Layout
+from lipaudit.settings.measure import MeasureOptions, MeasureRecord
+from lipaudit.settings.option import needs, option
+from lipaudit.settings.parsing import Layers, read_head
+
+
+class AttentionOptions(MeasureOptions):
+    """How each head distributes its attention, and which heads are in the fragile regime.
+
+    A row is intermediate (fragile) when g1 = p(1) (1 - p(1) + p(2)) exceeds gamma.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit attention demo[/]
+      [cyan]lipaudit attention demo --map 1.3 -o map.png[/]
+      [cyan]lipaudit attention ./my-bert --data reviews.csv --map 3.1 --query 0[/]
+    """
+
+    samples: ClassVar[int] = 32
+    reads_heads: ClassVar[bool] = True
+
+    layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
+    gamma: float = option(0.1, "Rows with g1 above it are intermediate.", gt=0, lt=0.25)
+    k: int = option(10, "The k of g1/gk.", gt=1)
+    p_norm_tokens: int = option(2048, "Leave ||P|| out above this many tokens.", ge=0)
+    # Neither of the two is a setting of the report: they change no number.
+    map: str | None = option(
+        None, "Draw the map of LAYER.HEAD on the first sample; -o map.png too.", exclude=True
+    )
+    query: int | None = option(
+        None,
+        "With --map: draw this row of it, the mean over the samples.",
+        exclude=True,
+        need=needs("map"),
+        ge=0,
+    )
+
+    candidates: tuple[str, ...] = Field((), exclude=True)
+    """Heads whose maps are kept while it is not known yet which is drawn."""
+
+    @field_validator("map")
+    @classmethod
+    def _named(cls, text: str | None) -> str | None:
+        return None if text is None else "{}.{}".format(*read_head(text))
+
+    @property
+    def draws(self) -> bool:
+        """Whether there will be an attention map, which is what a PNG shows."""
+        return self.map is not None
+
+
+OVER_ROWS = "mean over the rows (queries) of all samples, of which long texts have more"
+OVER_SAMPLES = "mean over a sample's rows, then over samples"
+
+
+ATTENTION_TABLE = Layout(
+    name="attention",
+    title="Heads: attention distributions",
+    fixed={
+        **HEAD,
+        "tokens": count_column("tokens", "Keys of the longest sample."),
+        "top1": Column("p(1)", f"Largest entry of a row; {OVER_ROWS}."),
+        "top2": Column("p(2)", f"Second largest entry of a row; {OVER_ROWS}."),
+        "g1": Column(
+            "g1",
+            f"p(1) (1 - p(1) + p(2)), bounds ||M||; {OVER_ROWS}.",
+            better="lower",
+            reading="Between 0 (one-hot, or spread over very many keys) and 1/2 (two keys share "
+            "the row). The Jacobian of the softmax has norm at most g1, and nearly that.",
+            reduction=Reduction("mean", "g1", weights="rows"),
+        ),
+        "g1_max": Column("g1 max", "Largest g1 of any row of any sample."),
+        "softmax_norm": Column(
+            "||M||",
+            f"||diag(p) - p p^T|| of a row; {OVER_ROWS}.",
+            better="lower",
+            reduction=Reduction("mean", "softmax_norm", weights="rows"),
+        ),
+        "softmax_norm_max": Column("||M|| max", "Largest ||M|| of any row of any sample."),
+        "g1_ratio": Column("g1/||M||", f"How tight g1 is (1 is exact); {OVER_ROWS}."),
+        "gk_ratio": Column(
+            "g1/gk",
+            f"g1 / g_k; {OVER_ROWS}.",
+            reading="How much of g1 is left when the k largest keys have equal weights; what "
+            "JaSMin with k > 1 pushes towards 1.",
+        ),
+        "entropy": Column("entropy", f"Shannon entropy of a row; {OVER_ROWS}.", unit="nat"),
+        "entropy_normalized": Column(
+            "entropy/log n", f"Entropy over its largest value; {OVER_ROWS}."
+        ),
+        "support": Column(
+            "support",
+            f"exp(entropy), the effective number of keys; {OVER_ROWS}.",
+            reading="Over how many keys the row would spread if all had the same weight.",
+        ),
+        "sink_first": Column(
+            "sink first", f"Share of attention on the first key; {OVER_SAMPLES}."
+        ),
+        "sink_max": Column(
+            "sink max",
+            f"Share of attention on a sample's most attended key; {OVER_SAMPLES}.",
+            reading="Attention mass that all queries together put on one key. Sinks are normal in "
+            "language models; a change of the sink token reaches every other one.",
+        ),
+        "sink_token": Column(
+            "sink at",
+            "Position of the most attended key (in its window), in most samples.",
+            format="d",
+        ),
+        "uniform": Column(
+            "uniform", "Share of the rows of all samples in the uniform-like regime.", format=".1%"
+        ),
+        "intermediate": Column(
+            "intermediate",
+            "Share of the rows of all samples in the fragile regime, g1 > gamma.",
+            better="lower",
+            format=".1%",
+            reading="Rows that are neither near uniform nor near one-hot: small changes of the "
+            "logits move much attention. A high share is what JaSMin training lowers; by itself "
+            "it is no vulnerability.",
+            reduction=Reduction("mean", "intermediate", weights="long_rows"),
+        ),
+        "categorical": Column(
+            "categorical", "Share of the rows of all samples close to one-hot.", format=".1%"
+        ),
+        "short_rows": count_column(
+            "short rows", "Rows with fewer than 3 keys: no share counts them."
+        ),
+        "p_norm": Column(
+            "||P||",
+            "Spectral norm of a sample's attention matrix, with windows of the largest; mean over "
+            "samples.",
+        ),
+    },
+)
+
+
+ATTENTION = MeasureRecord(
+    name="attention",
+    tables=(ATTENTION_TABLE,),
+    options=AttentionOptions,
+    runs="lipaudit.measures.attention:MEASURE",
+)

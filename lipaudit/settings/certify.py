@@ -1,0 +1,255 @@
+"""The measure `certify`: its options and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lipaudit.attacks.kinds import attack_kinds
+from lipaudit.attacks.plan import Trial, read_plan, require_suited
+from lipaudit.errors import UsageError
+from lipaudit.results.columns import Column, count_column, text_column
+from lipaudit.results.common import ACCURACY, CERTIFIED, CERTIFIED_SHARE, OUTCOMES, wilson_limit
+from lipaudit.results.report import Layout
+from lipaudit.results.trials import COUNTED, Norm, Radius, parse_radius
+from lipaudit.settings.attack import AttackOptions
+from lipaudit.settings.measure import MeasureOptions, MeasureRecord
+from lipaudit.settings.option import Need, option
+from lipaudit.settings.parsing import Balls, Radii
+from lipaudit.theory.policy import NODES
+
+BallNorm = Literal["linf", "l2"]
+
+
+SOME = parse_radius("1/255")
+"""A radius to plan attacks with where only a search will say of which."""
+
+
+class CertifyOptions(MeasureOptions):
+    """What no attack can break: certified accuracy beside accuracy under attack.
+
+    An attack runs first and settles what can be broken; of the other samples it is proven, where
+    the proof succeeds, that no input of the ball is classified otherwise. The true robust
+    accuracy lies between the two. Balls are of pixels in [0, 1], or of token embeddings.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit certify demo --eps 0.005[/]
+      [cyan]lipaudit certify demo --radius -n 4[/]
+      [cyan]lipaudit certify py:model.py:load --data val/ --eps 1/255,2/255 --seconds 20[/]
+      [cyan]lipaudit certify ./my-bert --data reviews.csv --eps 0.01 --norm l2[/]
+    """
+
+    samples: ClassVar[int] = 8
+    scores = "always"
+
+    eps: Balls = option(
+        (), "Radii of pixels in [0, 1] or of token embeddings: 1/255 or 1/255,0.01."
+    )
+    norm: BallNorm | None = option(None, "linf (default of images) or l2 (of text).")
+    radius: bool = option(False, "Also the largest certified radius of every sample.")
+    tol: float = option(
+        0.1,
+        "Relative width at which the search for a radius ends.",
+        need=Need("--radius", lambda options: options.radius),
+        gt=0,
+        lt=1,
+    )
+    order: Literal["auto", "1", "2"] = option(
+        "auto", "1 (affine forms), 2 (quadratic: tighter, dearer), or auto: 2 for few inputs."
+    )
+    attack: str = option(
+        "pgd",
+        "What runs first: fgsm, pgd, autoattack (comma-separated), quick, or custom:...",
+        values=AttackOptions.options()["attack"].values,
+    )
+    nodes: int | None = option(
+        None,
+        "Parts of a ball that branch and bound looks at, at most.",
+        ge=1,
+        usual=f"{NODES}, without limit beside --seconds",
+    )
+    seconds: float | None = option(
+        None,
+        "Time limit of a sample: results then depend on the machine.",
+        gt=0,
+    )
+    usual_eps: Radii = Field((), exclude=True)
+    """Radii of images where none is given."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> CertifyOptions:
+        self.trials(self.eps or (SOME,))
+        return self
+
+    def suited(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
+        """Fill in the norm and the radii that a kind of model usually gets, and check them.
+
+        Raises:
+            UsageError: an attack or a norm means nothing for it, or there is no radius.
+        """
+        norm: BallNorm = self.norm or ("l2" if kind == "text" else "linf")
+        eps = self.eps if self.eps or kind == "text" else self.usual_eps
+        if not eps and not self.radius:
+            raise UsageError(
+                "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
+            )
+        filled = self.model_copy(update={"norm": norm, "eps": eps, "nodes": self.most_nodes})
+        require_suited(filled.trials(eps or (SOME,)), kind, changes, why)
+        return filled
+
+    @property
+    def most_nodes(self) -> int | None:
+        """The limit of parts of a ball; None: --seconds, given alone, is the only limit."""
+        return NODES if self.nodes is None and self.seconds is None else self.nodes
+
+    def outline(self, samples: int) -> str:
+        """Say before it begins which limits hold."""
+        return f"{samples} samples; limits of a proof: {self.limits}"
+
+    @property
+    def limits(self) -> str:
+        """What ends a proof, and whether the user or a default says so."""
+        most, seconds = self.most_nodes, self.seconds
+        time = "no time limit (default)" if seconds is None else f"{seconds:g} s (--seconds)"
+        if most is None:
+            return f"{time}, no limit of parts of a ball (default beside --seconds)"
+        by = "default" if self.nodes is None else "--nodes"
+        return f"{time}, {most:,} parts of a ball ({by})"
+
+    def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
+        """Return what attacks these balls, the smallest first.
+
+        Raises:
+            UsageError: an unknown attack, or one that searches no balls.
+        """
+        named = self.attack.removeprefix("custom:").split(",")
+        for kind in (attack_kinds().get(name.strip()) for name in named):
+            if kind is not None and kind.counts:
+                raise UsageError(
+                    f"--attack {self.attack}: certificates are of balls, not of changed "
+                    f"{kind.counts}",
+                    "Use --attack pgd.",
+                )
+        planned = read_plan(self.attack, norm=self.norm, radii=radii)
+        return tuple(sorted(planned, key=lambda trial: trial.radius.value))
+
+
+CERTIFY_TABLE = Layout(
+    name="certify",
+    title="Certificates",
+    sample_columns={
+        **OUTCOMES,
+        "verdict": Column(
+            "verdict", "wrong, broken, certified or undecided.", domain="ball", format="s"
+        ),
+        "why": Column(
+            "why undecided",
+            "What a sample that is undecided is undecided for.",
+            domain="",
+            format="s",
+        ),
+        "certified": Column(
+            "certified",
+            "Whether nothing in the ball is classified otherwise, proven.",
+            better="higher",
+            domain="ball",
+            status="certified",
+            format="d",
+            reading=CERTIFIED,
+        ),
+        "radius": Column(
+            "certified radius",
+            "Largest radius that was certified.",
+            better="higher",
+            domain="ball",
+            status="certified",
+            reading="Every input nearer than that is classified alike, proven: see certified. "
+            "Larger balls may be as safe, but were not proven to be.",
+        ),
+        "radius_adversarial": Column(
+            "adversarial radius",
+            "Distance of the nearest adversarial example that attacks found.",
+            better="higher",
+            domain="ball",
+            status="empirical",
+            reading="An upper limit of the distance of the nearest one there is; empty where "
+            "attacks found none.",
+        ),
+    },
+    fixed={
+        "norm": text_column("norm", "Of the ball.", needed=True),
+        "eps": Column(
+            "eps",
+            "Radius, of pixels in [0, 1] or of token embeddings.",
+            format=".4g",
+            domain="",
+            needed=True,
+        ),
+        **ACCURACY,
+        "certified": CERTIFIED_SHARE,
+        "certified_low": wilson_limit("low"),
+        "certified_high": wilson_limit("high"),
+        "undecided": count_column("undecided", "Samples neither broken nor certified."),
+        "order": count_column(
+            "order", "1: affine in the input, 2: quadratic, tighter and dearer.", default=1
+        ),
+        "nodes": Column("nodes", "Parts that branch and bound looked at.", format="d"),
+        "seconds": Column(
+            "seconds", "Wall time of certificates.", format=".1f", unit="s", domain=""
+        ),
+    },
+)
+
+
+RADII_TABLE = Layout(
+    name="certify.radius",
+    title="Certified radii",
+    fixed={
+        "norm": text_column("norm", "Of the ball.", needed=True),
+        "samples": count_column("samples", "Samples that are classified rightly."),
+        "radius": Column(
+            "certified",
+            "Median certified radius.",
+            better="higher",
+            status="certified",
+            domain="ball",
+        ),
+        "radius_adversarial": Column(
+            "adversarial",
+            "Median of the smallest adversarial radii found.",
+            better="higher",
+            status="empirical",
+            domain="ball",
+        ),
+        "ratio": Column(
+            "ratio",
+            "Median of certified over adversarial radius, sample by sample.",
+            better="higher",
+            status="empirical",
+            domain="ball",
+            reading="How much of the way to the nearest adversarial example that was found is "
+            "proven to be free of any. 1 would leave nothing open; what is open may be the "
+            "proof's weakness or the attack's.",
+        ),
+        "smallest": Column(
+            "smallest", "Smallest certified radius.", status="certified", domain="ball"
+        ),
+        "largest": Column(
+            "largest", "Largest certified radius.", status="certified", domain="ball"
+        ),
+        "passes": Column("passes", "Balls that were tried.", format="d"),
+        "seconds": Column(
+            "seconds", "Wall time of certificates.", format=".1f", unit="s", domain=""
+        ),
+    },
+)
+
+
+CERTIFY = MeasureRecord(
+    name="certify",
+    tables=(CERTIFY_TABLE, RADII_TABLE),
+    options=CertifyOptions,
+    runs="lipaudit.measures.certify:MEASURE",
+)

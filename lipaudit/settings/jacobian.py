@@ -1,0 +1,200 @@
+"""The measure `jacobian`: its options and its table."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import AfterValidator, model_validator
+
+from lipaudit.errors import UsageError
+from lipaudit.results.columns import Column, Reduction, count_column, text_column
+from lipaudit.results.common import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
+from lipaudit.results.report import Layout
+from lipaudit.settings.measure import MeasureRecord, NormOptions
+from lipaudit.settings.option import Need, option
+
+StartPoint = Literal["pixels", "embeddings"]
+
+
+ENDS = ("logits", "probabilities", "loss", "hidden", "features", "tokens")
+
+
+PLACED = ("logits", "probabilities", "hidden")
+"""Ends that may be asked for at a position of a text."""
+
+
+POSITION = re.compile(r"last|all|-?\d{1,9}")
+
+
+class Target(NamedTuple):
+    """What is differentiated.
+
+    Attributes:
+        what: one of `ENDS`.
+        where: the position of a text: last, all, or its number among the tokens that are not
+            padded, from 0, from the end where negative; empty: not said.
+    """
+
+    what: str
+    where: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read `loss`, `logits` or `logits:5`.
+
+        Raises:
+            ValueError: when it is none of these.
+        """
+        what, colon, where = text.partition(":")
+        placed = what in PLACED and POSITION.fullmatch(where)
+        if what not in ENDS or (colon and not placed):
+            raise ValueError(
+                f"it must be {', '.join(ENDS[:-1])} or {ENDS[-1]}; {', '.join(PLACED)} take a "
+                "position: logits:5, logits:-2, logits:last, logits:all"
+            )
+        return cls(what, where)
+
+    @property
+    def text(self) -> str:
+        """As it is typed."""
+        return ":".join(filter(None, self))
+
+
+def _an_end(text: str) -> str:
+    return Target.parse(text).text
+
+
+EndPoint = Annotated[str, AfterValidator(_an_end)]
+"""What a Jacobian is of, as `Target` reads it."""
+
+
+def _decides(options: JacobianOptions) -> bool:
+    what, where = Target.parse(options.target or "logits")
+    return what == "logits" and where != "all"
+
+
+OF_CLASSES = Need("--to logits", _decides)
+
+
+class JacobianOptions(NormOptions):
+    """The exact norm of the whole model's Jacobian, sample by sample.
+
+    With class scores also, per sample, the margin and the first-order radius: indicative at a
+    point, never a certificate.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit jacobian demo[/]
+      [cyan]lipaudit jacobian demo --per-layer[/]
+      [cyan]lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings[/]
+      [cyan]lipaudit jacobian ./my-bert --data reviews.csv --to features[/]
+      [cyan]lipaudit jacobian ./qwen --data book.txt --to loss[/]
+      [cyan]lipaudit jacobian ./qwen --data book.txt --to logits:all[/]
+    """
+
+    samples: ClassVar[int] = 64
+    scores = "asked"
+
+    start: StartPoint | None = option(None, "pixels or embeddings; text: embeddings.", "--from")
+    target: EndPoint | None = option(
+        None,
+        "logits, probabilities, loss, hidden, features or tokens; at a position: logits:5.",
+        "--to",
+        values=lambda: (*ENDS, *(f"{end}:all" for end in PLACED)),
+    )
+    norm: Literal["2", "inf"] = option("2", "2 (spectral), or inf (largest L1 row norm).")
+    rivals: int = option(
+        16, "Most classes to look at for the first-order radius.", need=OF_CLASSES, ge=1
+    )
+    per_layer: bool = option(False, "Also the norm of every block, input to output.")
+
+    @model_validator(mode="after")
+    def _spectral(self) -> JacobianOptions:
+        if self.per_layer and self.norm != "2":
+            raise UsageError(
+                "the norms of blocks are spectral", "Leave out --norm or --per-layer."
+            )
+        return self
+
+
+JACOBIAN_TABLE = Layout(
+    name="jacobian",
+    title="Jacobian norms",
+    sample_columns={
+        "norm": Column("||J||", "Norm of the sample's Jacobian.", better="lower", reading=NORM),
+        "norm_median": Column("median ||J||", "Median of the norms at all positions of the text."),
+        "position": Column(
+            "position",
+            "Where in the text the norm is largest: the number of the token, from 0, "
+            "without padding.",
+            format="d",
+            domain="",
+        ),
+        "loss": Column(
+            "loss",
+            "Cross-entropy: of the class, or the mean over a text's own next tokens.",
+            unit="nat",
+            better="lower",
+        ),
+        "upper": Column(
+            "upper", "Probabilistic upper limit of norm.", status="estimate", reading=UPPER
+        ),
+        "products": Column("products", "Products used.", format="d"),
+        "converged": Column("converged", f"{STOPPED}.", format="", reading=CONVERGED),
+        "margin": Column(
+            "margin",
+            "f_y - max_(j != y) f_j.",
+            better="higher",
+            reading="By how much the true class leads; of a language model, the token it would "
+            "write next. Null for a misclassified sample's radius.",
+        ),
+        "radius_first_order": Column(
+            "first-order radius",
+            "min_j (f_y - f_j) / ||grad(f_y - f_j)|| over all other classes j, or a lower "
+            "limit of it (complete: no): indicative, never a certificate.",
+            better="higher",
+            status="estimate",
+            reading="Distance to the nearest class if the model were linear. An attack may "
+            "succeed within it, or fail beyond it.",
+        ),
+        "rivals": Column("rivals", "Other classes j looked at for the radius.", format="d"),
+        "complete": Column(
+            "complete",
+            "Whether the other classes are no nearer.",
+            format="",
+            reading="Classes are looked at by their margin, until the limit of the Jacobian norm "
+            "shows that none of the others can be nearer (probability 0.999, as `upper`) or "
+            "--rivals are done. If not complete, the radius given is the limit below which none "
+            "of the others can lie.",
+        ),
+        "correct": Column("correct", "Whether the prediction is right.", format=""),
+    },
+    fixed={
+        "from": text_column("from", "Where the derivative is taken."),
+        "to": text_column("to", "What is differentiated."),
+        "module": text_column("module", "Block whose input and output are meant; empty: model."),
+        "norm": text_column("norm", "2 (spectral) or inf (largest L1 row norm).", default="2"),
+        "samples": count_column("samples", "Number of samples."),
+        "mean": Column("mean", "Mean norm.", better="lower", reduction=Reduction("mean", "norm")),
+        "median": Column(
+            "median", "Median norm.", better="lower", reduction=Reduction("median", "norm")
+        ),
+        "p95": Column(
+            "p95", "95th percentile.", better="lower", reduction=Reduction("p95", "norm")
+        ),
+        "max": Column("max", "Largest norm.", better="lower", reduction=Reduction("max", "norm")),
+        "method": text_column("method", "dense VJPs or Lanczos."),
+        "tol": Column("tol", "Estimated relative accuracy asked for.", domain=""),
+        "within": WITHIN_COLUMN,
+        "products": Column("products", "Mean number of products per sample.", domain=""),
+        "converged": count_column("converged", f"{STOPPED}: samples.", reading=CONVERGED),
+    },
+)
+
+
+JACOBIAN = MeasureRecord(
+    name="jacobian",
+    tables=(JACOBIAN_TABLE,),
+    options=JacobianOptions,
+    runs="lipaudit.measures.jacobian:MEASURE",
+)

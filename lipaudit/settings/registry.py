@@ -1,0 +1,67 @@
+"""Every measure by its name: ours, in the order of an audit, then those of plug-ins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+
+from lipaudit.results.columns import Column
+from lipaudit.results.plugins import entries
+from lipaudit.results.report import Layout
+from lipaudit.settings.attack import ATTACK
+from lipaudit.settings.attention import ATTENTION
+from lipaudit.settings.bounds import BOUNDS
+from lipaudit.settings.certify import CERTIFY
+from lipaudit.settings.jacobian import JACOBIAN
+from lipaudit.settings.measure import MeasureOptions, MeasureRecord
+from lipaudit.settings.scaling import SCALING
+
+GROUP = "lipaudit.measures"
+
+
+OWN: dict[str, MeasureRecord] = {
+    record.name: record for record in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CERTIFY, SCALING)
+}
+"""The measures that come along."""
+
+
+@cache
+def measures() -> Mapping[str, MeasureRecord]:
+    """Return the record of every measure by its name: ours, then those of plug-ins.
+
+    Raises:
+        UsageError: a plug-in cannot be used; the message names its package.
+    """
+    return MappingProxyType({**OWN, **entries(GROUP, MeasureRecord, OWN, check=_fault)})
+
+
+def _fault(record: MeasureRecord) -> str:
+    """Say what is wrong with the record of a plug-in."""
+    sections = [table.name for table in record.tables]
+    if not sections or sections[0] != record.name:
+        return f"has no table of the section {record.name!r}"
+    strange = [s for s in sections[1:] if not s.startswith(f"{record.name}.")]
+    return f"has a table of the section {strange[0]!r}" if strange else ""
+
+
+def layouts() -> dict[str, Layout]:
+    """Return the layout of every section, by the section's name."""
+    return {table.name: table for record in measures().values() for table in record.tables}
+
+
+def find_column(metric: str) -> Column:
+    """Return how a metric of rows or samples reads (`bounds.exact:median`, `attack.robust@pgd`).
+
+    One of a measure that is not installed reads as its name.
+    """
+    measure, _, name = re.split("[@:]", metric)[0].rpartition(".")
+    layout = layouts().get(measure)
+    columns = {**layout.columns, **layout.sample_columns} if layout else {}
+    return columns.get(name, Column(name, ""))
+
+
+def option_types() -> dict[str, type[MeasureOptions]]:
+    """Return the options of every measure by its name."""
+    return {name: record.options for name, record in measures().items()}

@@ -1,0 +1,183 @@
+"""The measure `scaling`: its options and its tables."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from lipaudit.results.bounds import catalogue
+from lipaudit.results.columns import Column, count_column, text_column
+from lipaudit.results.common import HEAD, NORM
+from lipaudit.results.report import Layout
+from lipaudit.settings.measure import MeasureOptions, MeasureRecord
+from lipaudit.settings.option import Need, option
+from lipaudit.settings.parsing import Layers, Lengths, Names, listed
+from lipaudit.theory.policy import TOL
+
+ScalingMode = Literal["real", "adversarial", "radius", "ascent", "split"]
+
+
+WORST = Need("a --mode of worst cases, which real is not", lambda o: {*o.modes} != {"real"})
+
+
+ScalingModes = Annotated[tuple[ScalingMode, ...], listed]
+
+
+class ScalingOptions(MeasureOptions):
+    """How the norms of attention layers and of the model grow with the number of tokens.
+
+    [dim]Modes:[/]
+      real         your samples at growing lengths: text cut, images resized
+      adversarial  worst-case tokens: the norm grows like sqrt n up to n_max
+      radius       the same tokens at growing radius
+      ascent       the largest norm that searches find within the radius
+      split        every token duplicated, and attacks that do so first (on request)
+
+    [dim]Examples:[/]
+      [cyan]lipaudit scaling demo[/]
+      [cyan]lipaudit scaling ./my-bert --data book.txt --lengths 8:512:log7 -n 8[/]
+      [cyan]lipaudit scaling ./my-bert --mode adversarial --heads 0.8,5.11[/]
+      [cyan]lipaudit scaling timm:vit_tiny_patch16_224 --lengths 16:196:log4[/]
+    """
+
+    samples: ClassVar[int] = 4
+    reads_heads: ClassVar[bool] = True
+
+    lengths: Lengths = option("8:256:log8", "Tokens, FIRST:LAST:logCOUNT.")
+    modes: ScalingModes = option(
+        "real,adversarial,radius,ascent",
+        "real, adversarial, radius, ascent, split (comma-separated).",
+        "--mode",
+        min_length=1,
+    )
+    layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
+    heads: Names = option(
+        None, "Also these heads: 0.8,5.11 or all. Default: the strongest per layer."
+    )
+    radius: Annotated[float, Field(gt=0, le=1e6)] | None = option(
+        None, "Worst case at this radius beside the layer's own.", need=WORST
+    )
+    mask: Literal["own", "none", "causal", "both"] = option(
+        "own", "Mask of the worst case: own, none, causal or both.", need=WORST
+    )
+    tol: float = option(TOL, "Estimated relative accuracy of the norms.", gt=0, lt=1)
+
+    @property
+    def tokens(self) -> int | None:
+        """Of how many tokens texts have to be, where the measure needs long ones."""
+        return max(self.lengths) if "real" in self.modes else None
+
+    def outline(self, samples: int) -> str:
+        """Say before it begins what will be measured, where that is not obvious."""
+        heads = "the strongest head of each layer" if self.heads is None else "the heads given"
+        on_data = {"real", "split"} & set(self.modes)
+        worst = [mode for mode in self.modes if mode != "real"]
+        parts = [
+            f"{samples} samples at {len(self.lengths)} lengths" if on_data else "",
+            f"{', '.join(worst)} of {heads}" if worst else "",
+        ]
+        return "; ".join(filter(None, parts))
+
+
+def _bounds_over_lengths() -> dict[str, Column]:
+    """Return the bounds that are followed over the length, medians over the windows."""
+    followed = (bound for bound in catalogue().values() if bound.scaling)
+    return {name: c for bound in followed for name, c in bound.over_lengths().items()}
+
+
+def _exponents() -> dict[str, Column]:
+    """Return the exponents of the bounds that are followed over the length."""
+    followed = (bound for bound in catalogue().values() if bound.scaling)
+    return {name: c for bound in followed for name, c in bound.exponent().items()}
+
+
+SCALING_TABLE = Layout(
+    name="scaling",
+    title="Norms over the sequence length",
+    fixed={
+        "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
+        "head": Column("head", "Head; empty: the layer.", format="d"),
+        "module": text_column("module", "Module."),
+        "mode": text_column("mode", "real, adversarial, radius, ascent or split."),
+        "masked": Column("masked", "Worst case: whether later keys are masked.", format=""),
+        "n": count_column("n", "Tokens.", least=1.0, needed=True),
+        "radius": Column("R", "max_i ||x_i||, mean over the windows."),
+        "n_max": Column(
+            "n_max",
+            "1 + exp(2 R^2 gamma), more with a query bias: where norms peak.",
+            domain="",
+            reading="Up to about this many tokens the worst case grows like sqrt n; beyond, it "
+            "falls.",
+        ),
+        "norm": Column("norm", "||J||, median over the windows; best of an ascent.", reading=NORM),
+        "norm_low": Column(
+            "low", "Smallest over the windows; of an ascent, where searches end again at least."
+        ),
+        "norm_high": Column(
+            "high", "Largest over the windows; of an ascent, where searches end again at most."
+        ),
+        "fitted": Column("fitted", "What the fit c n^a gives here.", status="estimate"),
+        "mean_field": Column(
+            "mean field", "Largest norm of the same two points with any multiplicities."
+        ),
+    },
+    behind="mean_field",
+    declared=_bounds_over_lengths,
+)
+
+
+FITS_TABLE = Layout(
+    name="scaling.fit",
+    title="Scaling exponents",
+    fixed={
+        "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
+        "head": Column("head", "Head; empty: the layer.", format="d"),
+        "mode": text_column("mode", "Which rows were fitted."),
+        "masked": Column("masked", "Worst case: whether later keys are masked.", format=""),
+        "radius": Column("R", "Worst case: the radius; each is fitted apart."),
+        "exponent": Column(
+            "exponent",
+            "a of c n^a.",
+            status="estimate",
+            reading="How fast the norm grows with the number of tokens: 0.5 is the worst that "
+            "theory allows for long sequences in a fixed ball, 0 is no growth. A fit over the "
+            "lengths measured.",
+        ),
+        "exponent_se": Column("s.e.", "Its standard error.", status="estimate"),
+        "r2": Column("R2", "Share of variance that n explains.", status="estimate"),
+        "joint_exponent": Column("exponent, joint", "a of c n^a R^b.", status="estimate"),
+        "joint_exponent_se": Column(
+            "s.e.", "Standard error of a, fitted jointly.", status="estimate"
+        ),
+        "radius_exponent": Column("exponent of R", "b of c n^a R^b.", status="estimate"),
+        "radius_exponent_se": Column("s.e.", "Standard error of b.", status="estimate"),
+    },
+    behind="radius_exponent_se",
+    declared=_exponents,
+)
+
+
+SPLITS_TABLE = Layout(
+    name="scaling.split",
+    title="Splitting tokens before moving them",
+    fixed={
+        **HEAD,
+        "n": count_column("n", "Tokens before any is duplicated."),
+        "budget": Column("budget", "||M||_F of the move, the same for both.", domain=""),
+        "norm": Column("norm", "||J||.", reading=NORM),
+        "gain": Column("gain", "How much ||J|| grows when tokens are duplicated."),
+        "moved": Column("moved", "Largest ||O(X + M) - O(X)|| / ||M|| found.", status="empirical"),
+        "split": Column(
+            "split", "The same with every token duplicated first.", status="empirical"
+        ),
+    },
+)
+
+
+SCALING = MeasureRecord(
+    name="scaling",
+    tables=(SCALING_TABLE, FITS_TABLE, SPLITS_TABLE),
+    options=ScalingOptions,
+    runs="lipaudit.measures.scaling:MEASURE",
+)

@@ -58,7 +58,7 @@ def test_the_bound_is_in_every_format(measured, name):
 def test_the_bound_is_explained(tmp_path):
     done = lipaudit("explain", "frobenius", cwd=tmp_path)
     assert "||K W_Q^T||_F" in done.stdout
-    assert "proven upper bound, at the samples X only" in done.stdout
+    assert "Proven upper bound, at the samples X only" in done.stdout
 
 
 def test_the_bound_can_be_gated(measured, tmp_path):
@@ -72,7 +72,7 @@ def test_the_bound_is_compared(measured, tmp_path):
     done = lipaudit("compare", *both, "-f", "json", cwd=tmp_path)
     assert '"metric": "bounds.frobenius:median"' in done.stdout
     done = lipaudit("report", *both, "-f", "table", "--details", cwd=tmp_path)
-    assert "Frobenius over heads" in done.stdout
+    assert "Frobenius" in done.stdout
 
 
 def test_a_report_is_read_and_printed_where_the_plugin_is_not_installed(measured, tmp_path):

@@ -12,6 +12,7 @@ from lipaudit.gate import compare, judge, parse_rule, promote
 from lipaudit.results import Column, Layout
 from lipaudit.results.columns import count_column, text_column
 from lipaudit.results.common import HEAD
+from lipaudit.settings import layouts
 from tests.strangers import register
 from tests.strangers import registry as registry
 
@@ -37,7 +38,7 @@ def strange(monkeypatch, registry, report, ids):
     register(monkeypatch, HEAT)
 
     def build(stem=1.0, trunk=2.0, times=1.0, hot=1.0, weights="a"):
-        spread = SPREAD.section(
+        spread = layouts()["spread"].section(
             rows=[
                 SPREAD.row(stage="stem", depth=0, spread=stem),
                 SPREAD.row(stage="trunk", depth=3, spread=trunk),

@@ -110,7 +110,7 @@ def in_unit_cube(run: _Run) -> AttackFunction:
 
         size = f.batch_size if isinstance(f, Oracle) else len(x)
         cube = Cube(logits, unit(x), y, ball.norm, ball.eps / width, size)
-        best = run(cube, turn.mapped(unit))
+        best = run(cube, turn.map_starts(unit))
         return x + width * (best - cube.x).to(x.dtype)
 
     return attack

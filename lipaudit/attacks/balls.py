@@ -64,7 +64,7 @@ def project(
     return x + delta if ball.box is None else (x + delta).clamp(*ball.box)
 
 
-def inside(
+def check_inside(
     z: Any, x: Float[Tensor, " batch *sample"], ball: Ball, attack: str
 ) -> Float[Tensor, " batch *sample"]:
     """Check that what an attack returned lies in the ball, and remove the rounding error.

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lipaudit.attacks.balls import Ball, distance, inside, random_start
+from lipaudit.attacks.balls import Ball, check_inside, distance, random_start
 from lipaudit.attacks.oracle import (
     AttackFunction,
     ByRow,
@@ -33,7 +33,7 @@ from lipaudit.attacks.oracle import (
 )
 from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
 from lipaudit.attacks.sanity import Checks, examine, refuse_training, resolution_notes
-from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, within
+from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.results import Note
 from lipaudit.results.trials import COUNTED, Norm
@@ -314,7 +314,7 @@ def _change_texts(
     function: RewriteFunction = turn.attack.kind.load()
     before, y = [chunk.texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
     after = function(oracle, list(before), y, budget, turn)
-    within(after, before, oracle.reader.lexicon, budget, turn.attack.name)
+    check_drafts(after, before, oracle.reader.lexicon, budget, turn.attack.name)
     ids = [oracle.reader.read(draft) for draft in after]
     logits = _require_finite(oracle(ids), f"{turn.attack.name} texts", chunk)
     return after, logits.argmax(1) == y
@@ -335,7 +335,7 @@ def _search_once(
     rows, attack = oracle.rows, turn.attack
     x, y, ball = chunk.x[rows], chunk.y[rows], ball[rows]
     function: AttackFunction = attack.kind.load()
-    z = inside(function(oracle, x.clone(), y.clone(), ball, turn), x, ball, attack.name)
+    z = check_inside(function(oracle, x.clone(), y.clone(), ball, turn), x, ball, attack.name)
     logits = _require_finite(oracle(z), f"{turn.attack.name} samples", chunk)
     return z, margins(logits, y), logits.argmax(1) == y
 

@@ -60,7 +60,7 @@ class Meter:
     mends: bool = False
     began: float = field(default_factory=time.perf_counter)
 
-    def cleaned(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
+    def mend(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
         """Count a gradient that is not finite; make infinity large, and NaN 0 if it is left.
 
         Args:
@@ -84,7 +84,7 @@ class Oracle:
     """f at given rows of a chunk, evaluated in pieces of at most `batch_size` samples.
 
     It is differentiable in its argument and in nothing else: `param.grad` is never touched, even
-    by `loss.backward()`. Its gradients are finite, whatever those of f are (see `Meter.cleaned`).
+    by `loss.backward()`. Its gradients are finite, whatever those of f are (see `Meter.mend`).
     When a chunk takes several pieces the gradient repeats their forward passes, so memory holds
     the graph of one piece.
 
@@ -145,7 +145,7 @@ class _InPieces(torch.autograd.Function):
 
         graph, ctx.graph = ctx.graph, None
         gradient = at(z) if graph is None else pull(graph, above)
-        return oracle.meter.cleaned(gradient, near), None
+        return oracle.meter.mend(gradient, near), None
 
 
 def _graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -255,7 +255,7 @@ class Turn:
         """
         return gap > self.attack.hope * progress * left
 
-    def mapped(self, unit: Callable[[Tensor], Tensor]) -> Turn:
+    def map_starts(self, unit: Callable[[Tensor], Tensor]) -> Turn:
         """Return the turn with starts in another unit."""
         start = self.start
         return replace(self, start=lambda: unit(start()))

@@ -69,7 +69,7 @@ class Source:
         before = self.texts[piece][max(start - 1, 0) : start]
         return before if before.isspace() else ""
 
-    def replaced(self, i: int, j: int, new: str) -> str:
+    def replace_token(self, i: int, j: int, new: str) -> str:
         """Return a word with other characters for its token j; nothing where that is no word."""
         (_, start, end), others = self.spans[i][j], self.spans[i][:j] + self.spans[i][j + 1 :]
         piece, first, _ = self.spans[i][0]
@@ -347,7 +347,7 @@ RewriteFunction = Callable[[TextOracle, list[Draft], Tensor, int, Turn], list[Dr
 """(oracle, drafts, y, budget, turn) -> drafts, as `AttackKind` describes it."""
 
 
-def within(
+def check_drafts(
     after: Sequence[Draft], before: Sequence[Draft], lexicon: Lexicon, budget: int, attack: str
 ) -> None:
     """Check that what an attack returned keeps to the budget, and leaves alone what is no word.
@@ -443,16 +443,16 @@ def _steepest(
     order = torch.cat(rises).argsort(stable=True)
     substitutes = torch.cat(what)[order].tolist()
     chosen = zip([where[k] for k in order.tolist()], substitutes, strict=True)
-    drafts = (_replaced(draft, i, j, new, reader.lexicon) for (i, j), new in chosen)
+    drafts = (_replace_word(draft, i, j, new, reader.lexicon) for (i, j), new in chosen)
     return list(islice(filter(None, drafts), queries))
 
 
-def _replaced(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) -> Draft | None:
+def _replace_word(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) -> Draft | None:
     """Put a token in place of another; None where no characters of a word say that."""
     word = (*draft.words[i][:j], token, *draft.words[i][j + 1 :])
     if draft.source is None:
         return draft.with_word(i, word)
-    text = draft.source.replaced(i, j, lexicon.write(token))
+    text = draft.source.replace_token(i, j, lexicon.write(token))
     return draft.with_word(i, word, text) if text not in ("", draft.source.word(i)) else None
 
 

@@ -1,9 +1,9 @@
 """Coefficients of errors that each act within one row of a tensor.
 
 What a row-wise operation is off by in row t is nothing to the other rows, until attention mixes
-them. A stack (rows, *shape) of it would be zeros, but for one row in all of them. A `Block` folds
-it: its r-th layer holds one symbol for every group of entries, at the group's entries. Row-wise
-operations act on layers as they do on a stack.
+them. A stack (rows, *shape) of it would be zeros, but for one row in all of them. An `ErrorBlock`
+folds it: its r-th layer holds one symbol for every group of entries, at the group's entries.
+Row-wise operations act on layers as they do on a stack.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Block:
+class ErrorBlock:
     """Coefficients of errors, several symbols a layer.
 
     Attributes:
@@ -37,31 +37,31 @@ class Block:
         """One more than the largest number."""
         return int(self.numbers.max()) + 1 if self.numbers.numel() else 0
 
-    def map_rows(self, op: Callable[[Tensor], Tensor]) -> Block:
+    def map_rows(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
         """Apply an operation by rows of the last axis, or by entries."""
         rows = op(self.rows)
         same = rows.shape == self.rows.shape
         group = self.group if same else self.group[..., :1].expand(rows.shape[1:])
         return replace(self, rows=rows, group=group)
 
-    def move(self, move: Callable[[Tensor], Any]) -> list[Block]:
+    def move(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
         """Move entries about; a move may have several results."""
         rows, group = move_stack(move, self.rows), move(self.group)
         if isinstance(group, Tensor):
             return [replace(self, rows=rows, group=group)]
         return [replace(self, rows=r, group=g) for r, g in zip(rows, group, strict=True)]
 
-    def repeat_axes(self, shape: torch.Size) -> Block:
+    def repeat_axes(self, shape: torch.Size) -> ErrorBlock:
         """Repeat entries along axes of size one, or along new ones in front."""
         rows = self.rows
         rows = rows.view(len(rows), *[1] * (len(shape) - self.group.ndim), *self.group.shape)
         return replace(self, rows=rows.expand(-1, *shape), group=self.group.expand(shape))
 
-    def like(self, other: Block) -> bool:
+    def like(self, other: ErrorBlock) -> bool:
         """Say whether layers of both can be added."""
         return torch.equal(self.group, other.group) and torch.equal(self.numbers, other.numbers)
 
-    def by_row(self) -> Block | None:
+    def by_row(self) -> ErrorBlock | None:
         """Return it with one group a row of the last axis; None where symbols span rows."""
         if bool((self.group == self.group[..., :1]).all()):
             return self
@@ -89,14 +89,14 @@ class Block:
         flat = self.rows.flatten(1) if self.rows.ndim > 1 else self.rows[:, None]
         stack.view(len(stack), at.shape[1]).scatter_add_(0, at.clamp_min(0), flat)
 
-    def columns(self, mask: Tensor) -> Block:
+    def columns(self, mask: Tensor) -> ErrorBlock:
         """Return the entries of a mask, along one axis."""
         return replace(self, rows=self.rows[:, mask], group=self.group[mask])
 
 
 def join_blocks(
-    x: Sequence[Block], y: Sequence[Block], both: Callable[[Tensor, Tensor], Tensor]
-) -> list[Block]:
+    x: Sequence[ErrorBlock], y: Sequence[ErrorBlock], both: Callable[[Tensor, Tensor], Tensor]
+) -> list[ErrorBlock]:
     """Return the blocks of two aligned forms, `both` of those that they share."""
     other = {block.key: block for block in y}
     own = {block.key for block in x}
@@ -119,7 +119,7 @@ def move_stack(move: Callable[[Tensor], Any], rows: Tensor) -> Any:
     return tuple(each[None][:0] for each in one)
 
 
-def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> Block:
+def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     """Return an error of its own for every entry of positive radius, numbered in their order.
 
     Its group is the entry's row along the last axis.
@@ -135,4 +135,6 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> Block:
     numbers = torch.full((layers, len(flat)), -1, device=radius.device)
     numbers[layer, row] = first + torch.arange(len(row), device=radius.device)
     group = torch.arange(len(flat), device=radius.device)[:, None].expand(flat.shape)
-    return Block(rows.view(layers, *radius.shape), group.reshape(radius.shape), numbers, first)
+    return ErrorBlock(
+        rows.view(layers, *radius.shape), group.reshape(radius.shape), numbers, first
+    )

@@ -449,14 +449,14 @@ def decide(margins: Form, effort: Effort | None = None) -> Verdict:
     _, roots = ascend(search, first, steps=effort.root_steps, rate=effort.rate, until=deadline)
     bounds = torch.maximum(proven(exact, roots), low[is_open])
     root = min(float(bounds.min()), float(low[low > 0].min()) if (low > 0).any() else torch.inf)
-    left = _Search(exact, search, effort, deadline)
+    left = _BranchSearch(exact, search, effort, deadline)
     limit, worst = left.run(roots, bounds)
     settled = [float(low[low > 0].min())] if (low > 0).any() else []
     bound = min([worst, *settled])
     return Verdict(not limit, whole, root, bound, left.nodes, len(exact.slope), limit)
 
 
-class _Search:
+class _BranchSearch:
     """The parts that are still open, worst first."""
 
     def __init__(self, exact: Problem, search: Problem, effort: Effort, deadline: float) -> None:

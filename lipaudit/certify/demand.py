@@ -78,7 +78,7 @@ Cut = tuple[int, int]
 """An axis, counted from the last, and the one place along it that is read."""
 
 
-class Trial:
+class TrialRun:
     """Runs every call of a model on numbers, and takes notes."""
 
     def __init__(self, like: Symbols) -> None:
@@ -135,7 +135,7 @@ class Plan:
 
 def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
     """Run the model on numbers; None where it cannot be, or no form is seen in what it returns."""
-    trial = Trial(x.symbols)
+    trial = TrialRun(x.symbols)
     try:
         results = forms_of(model(trial.start(x.centre.clone())))
         return Plan(trial.calls, results) if results else None
@@ -250,7 +250,7 @@ def _size(value: Any, axis: int) -> int:
 def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     """Repeat a form along the axis, and mark what is not read."""
     if form.waits:
-        result = Form.waiting(form.waits.move(lambda part: _repeat_form(part, cut, size)))
+        result = Form.from_quotient(form.waits.move(lambda part: _repeat_form(part, cut, size)))
         result.__dict__["parts"] = {cut: form}
         return result
     axis, at = cut

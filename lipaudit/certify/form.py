@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.certify.blocks import Block
+from lipaudit.certify.blocks import ErrorBlock
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, outward, tiny, up
 from lipaudit.certify.symbols import Sizes, Symbols
 from lipaudit.errors import EvaluationError, InputError
@@ -173,7 +173,7 @@ class Form(Tensor):
         slack: Tensor,
         symbols: Symbols,
         *,
-        blocks: Sequence[Block] = (),
+        blocks: Sequence[ErrorBlock] = (),
         simplex: bool = False,
     ) -> None:
         self.centre, self.dense, self.slack = centre, dense, slack
@@ -183,7 +183,7 @@ class Form(Tensor):
         self.origin: tuple[Form, Any] | None = None
 
     @classmethod
-    def waiting(cls, quotient: Quotient) -> Form:
+    def from_quotient(cls, quotient: Quotient) -> Form:
         """Return a quotient that is multiplied out where its numbers are asked for."""
         like = quotient.numerator
         form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
@@ -237,7 +237,7 @@ class Form(Tensor):
         self.blocks = tuple(block for block in blocks if block is not None)
         return self
 
-    def map_rows(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Block]]:
+    def map_rows(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[ErrorBlock]]:
         """Apply an operation by entries, or by rows after `by_row`, to all coefficients."""
         return op(self.dense), [block.map_rows(op) for block in self.blocks]
 

@@ -96,27 +96,27 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
     """
     whole = model if module is None else module
     try:
-        with torch.no_grad(), paths_named(whole):
+        with torch.no_grad(), name_paths(whole):
             x.symbols.plan = plan(model, x)
         try:
-            with torch.no_grad(), paths_named(whole):
-                return _current(model(x.copy()), x.symbols)
+            with torch.no_grad(), name_paths(whole):
+                return _require_current(model(x.copy()), x.symbols)
         except DeviationError:
             x.symbols.plan = None
-            with torch.no_grad(), paths_named(whole):
-                return _current(model(x), x.symbols)
+            with torch.no_grad(), name_paths(whole):
+                return _require_current(model(x), x.symbols)
     finally:
         x.symbols.plan = None
 
 
-def _current(result: Any, symbols: Symbols) -> Any:
+def _require_current(result: Any, symbols: Symbols) -> Any:
     if any(form.stale or form.symbols is not symbols for form in forms_of(result)):
         raise NoRuleError("a result that was changed in place by another name or pass")
     return result
 
 
 @contextmanager
-def paths_named(whole: Any) -> Iterator[None]:
+def name_paths(whole: Any) -> Iterator[None]:
     """Add to a `NoRuleError` which part of a module it comes from."""
     paths: list[str] = []
     hooks = []

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.certify.blocks import Block, create_errors
+from lipaudit.certify.blocks import ErrorBlock, create_errors
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, summed_up, tiny, up
 
 Norm = Literal["linf", "l2"]
@@ -111,7 +111,7 @@ class Symbols:
         self.units: list[Unit] = []
         self.dissolved: set[int] = set()
 
-    def sizes(self, g: Float[Tensor, "rows ..."], blocks: Sequence[Block] = ()) -> Sizes:
+    def sizes(self, g: Float[Tensor, "rows ..."], blocks: Sequence[ErrorBlock] = ()) -> Sizes:
         """Return how far every entry of a stack can move.
 
         On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2 for the products
@@ -170,7 +170,7 @@ class Symbols:
             rows[first + 1 : first + self.n - i].addcmul_(double[i], x[i + 1 :])
             first += self.n - i
 
-    def birth(self, radius: Float[Tensor, "*shape"]) -> Block:
+    def birth(self, radius: Float[Tensor, "*shape"]) -> ErrorBlock:
         """Give an error of that radius to every entry where it is positive."""
         first = self.count
         self.count += int((radius > 0).sum())

@@ -123,7 +123,7 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     record = TrainingRecord(task.out, net, data, tested, recipe, command=typed_command())
     batch = None if tested is None else tested.batch
     with _note_kept(record, quiet=quiet):
-        state = record.resumed()
+        state = record.read_state()
         done = 0 if state is None else int(state["epochs"])
         if done and not quiet:
             say(f"Going on after epoch {done} of {recipe.epochs}.")

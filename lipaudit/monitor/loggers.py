@@ -30,7 +30,7 @@ def loggers(wanted: str | Logger | Iterable[str | Logger], folder: Path) -> list
         UsageError: a name that there is not, or a package that is not installed.
     """
     several = [wanted] if isinstance(wanted, str) or callable(wanted) else wanted
-    return [each if callable(each) else _named(each, folder) for each in several]
+    return [each if callable(each) else _find_logger(each, folder) for each in several]
 
 
 def collect_figures(report: Report) -> dict[str, float]:
@@ -53,7 +53,7 @@ def collect_figures(report: Report) -> dict[str, float]:
     return {PREFIX + name: value for name, value in figures.items() if finite([value])}
 
 
-def _named(name: str, folder: Path) -> Logger:
+def _find_logger(name: str, folder: Path) -> Logger:
     if name not in LOGGERS:
         raise UsageError(f"there is no logger {name!r}", suggestion(name, LOGGERS))
     try:

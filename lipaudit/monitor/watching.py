@@ -122,7 +122,7 @@ class Monitor:
         self._last: int | None = None
         self._active = not _another_rank()
         if self._active:
-            self._samples = self._drawn()
+            self._samples = self._draw_samples()
             self._reports = StepReports(self.folder)
             self._loggers = loggers(loggers_, self.folder)
 
@@ -152,9 +152,9 @@ class Monitor:
             return
         self._step = self._last = step
         start = time.monotonic()
-        with self._forgiving(step):
+        with self._warn_on_failure(step):
             try:
-                self.report = self._measured(step)
+                self.report = self._measure_module(step)
             finally:
                 seconds = time.monotonic() - start
                 self.seconds += seconds
@@ -168,13 +168,13 @@ class Monitor:
         if self._step > self._begin:
             self.measure(self._step)
         if self._active:
-            with self._forgiving(self._step):
+            with self._warn_on_failure(self._step):
                 if reports := self._reports.load(self._step):
                     self._reports.draw(reports)
 
-    def _measured(self, step: int) -> Report:
+    def _measure_module(self, step: int) -> Report:
         with (
-            _untouched(_module(self._model), self._request.run.seed),
+            _protect(_module(self._model), self._request.run.seed),
             prepared(self._model, self._request, self._data, samples=self._samples) as job,
         ):
             report = execute(job)
@@ -182,11 +182,11 @@ class Monitor:
         model = model.model_copy(update={"spec": f"{model.spec}, step {step}"})
         return report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
 
-    def _drawn(self) -> Samples:
+    def _draw_samples(self) -> Samples:
         """Draw the samples that are measured at every step, and see that they can be."""
         request = self._request
         with (
-            _untouched(_module(self._model), request.run.seed),
+            _protect(_module(self._model), request.run.seed),
             prepared(self._model, request, self._data) as job,
         ):
             samples = job.samples
@@ -195,7 +195,7 @@ class Monitor:
         return replace(samples, notes=notes)
 
     @contextmanager
-    def _forgiving(self, step: int) -> Iterator[None]:
+    def _warn_on_failure(self, step: int) -> Iterator[None]:
         """Make a failure in the block a Python warning; raise it if strict."""
         try:
             yield
@@ -250,7 +250,7 @@ def _innermost(model: Watched) -> Watched:
 
 
 @contextmanager
-def _untouched(module: nn.Module, seed: int) -> Iterator[None]:
+def _protect(module: nn.Module, seed: int) -> Iterator[None]:
     """Put back what running the module in the block may change beside what `borrow` does.
 
     Those are random states, torch's, numpy's and Python's own, and buffers: a module may count its

@@ -67,7 +67,7 @@ class Pairs:
 
 
 @dataclass
-class _Known:
+class _MapCache:
     """What has been computed of the logits of a layer, by whoever asked first.
 
     Attributes:
@@ -204,8 +204,8 @@ class Heads:
         return p
 
     @cached_property
-    def _known(self) -> _Known:
-        return _Known()
+    def _known(self) -> _MapCache:
+        return _MapCache()
 
     def visible(self, start: int, stop: int) -> Bool[Tensor, "#batch #heads rows m"]:
         """Return which keys the queries start..stop-1 can see, whatever P makes of them.
@@ -263,7 +263,7 @@ class Heads:
         heads: Heads = _cast(self, dtype)
         # What is cast up has the same logits; what is cast down has others.
         same = torch.promote_types(self.q.dtype, dtype) == dtype
-        return heads._knowing(self._known) if same else heads
+        return heads._share_maps(self._known) if same else heads
 
     def row(self, b: int) -> Heads:
         """Return one batch row (all heads)."""
@@ -271,14 +271,14 @@ class Heads:
         names = (*rows, "pairs", "sink")
         changes: dict[str, Any] = {name: _row(getattr(self, name), b) for name in names}
         heads = replace(self, **changes, sample=self.sample[b : b + 1])
-        return heads._knowing(self._part_known(slice(b, b + 1), slice(None)))
+        return heads._share_maps(self._part_known(slice(b, b + 1), slice(None)))
 
     def pick(self, index: slice) -> Heads:
         """Return some of the heads (all batch rows)."""
         names = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink")
         changes: dict[str, Any] = {name: _pick(getattr(self, name), index) for name in names}
         heads = replace(self, **changes, out=None if self.out is None else self.out[index])
-        return heads._knowing(self._part_known(slice(None), index))
+        return heads._share_maps(self._part_known(slice(None), index))
 
     def with_same_map(self, **changes: Any) -> Heads:
         """Return the heads with other values or projections: what P does not depend on.
@@ -292,16 +292,16 @@ class Heads:
         """
         if not set(changes) <= _BESIDE_MAP:
             raise ValueError(f"P may depend on {', '.join(sorted(set(changes) - _BESIDE_MAP))}")
-        return replace(self, **changes)._knowing(self._known)
+        return replace(self, **changes)._share_maps(self._known)
 
-    def _knowing(self, known: _Known) -> Heads:
+    def _share_maps(self, known: _MapCache) -> Heads:
         self.__dict__["_known"] = known  # the place of a cached property: no field, not frozen
         return self
 
-    def _part_known(self, rows: slice, heads: slice) -> _Known:
+    def _part_known(self, rows: slice, heads: slice) -> _MapCache:
         """What is known of some rows and heads; not causality, which part of them may have."""
         known = self._known.maps.items()
-        return _Known({dtype: p[rows, heads].contiguous() for dtype, p in known})
+        return _MapCache({dtype: p[rows, heads].contiguous() for dtype, p in known})
 
 
 _BESIDE_MAP = frozenset(("v", "to_q", "to_k", "to_v", "out"))

@@ -153,14 +153,14 @@ def _row_values(call: AttentionCall, k: int) -> tuple[Tensor, Tensor]:
     q, keys = call.q * form.scale, call.k
     size = max(1, ENTRIES // (q[..., 0, 0].numel() * keys.shape[-2]))
     parts = [
-        _fused_rows(q[..., i : i + size, :], keys, _seen(form, call, slice(i, i + size)), k)
+        _fused_rows(q[..., i : i + size, :], keys, _mask_rows(form, call, slice(i, i + size)), k)
         for i in range(0, q.shape[-2], size)
     ]
     values, counted = zip(*parts, strict=True)
     return torch.cat(values, -1), torch.cat(counted, -1)
 
 
-def _seen(form: Fused, call: AttentionCall, rows: slice) -> Tensor | None:
+def _mask_rows(form: Fused, call: AttentionCall, rows: slice) -> Tensor | None:
     """Return what is added to the logits of some queries."""
     if form.causal:
         shape = call.q.shape[-2], call.k.shape[-2]

@@ -77,7 +77,7 @@ class TrainingRecord:
         }
         self.epochs: list[dict[str, Any]] = []
 
-    def resumed(self) -> dict[str, Any] | None:
+    def read_state(self) -> dict[str, Any] | None:
         """Return the state of an interrupted run, None for a new one.
 
         Raises:

@@ -104,7 +104,7 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     constant = as_constant(constant, form).to(DOUBLE)
     parts = form.waits
     if parts and shape_of(form.shape, constant.shape) == form.shape:
-        return Form.waiting(replace(parts, constant=add(parts.constant, constant)))
+        return Form.from_quotient(replace(parts, constant=add(parts.constant, constant)))
     form = broadcast(form, constant.shape)
     centre = form.centre + constant
     rounded = centre.abs() + (constant.abs() if alpha != 1 else 0)
@@ -190,7 +190,7 @@ def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
         numerator, constant = (
             scale(each, weight, roundings=roundings) for each in (parts.numerator, parts.constant)
         )
-        return Form.waiting(replace(parts, numerator=numerator, constant=constant))
+        return Form.from_quotient(replace(parts, numerator=numerator, constant=constant))
     x = broadcast(x, weight.shape)
     return linear_map(x, torch.mul, weight, roundings=roundings + 1, within="entries")
 
@@ -219,7 +219,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     numerator = linear_map(
         parts.numerator.settle(), op, weight, roundings=roundings, within="rows"
     )
-    return Form.waiting(
+    return Form.from_quotient(
         replace(parts, numerator=numerator, constant=linear(parts.constant, weight, bias))
     )
 

@@ -36,7 +36,7 @@ from lipaudit.certify.form import Form, NoRuleError, UnboundedError
 from lipaudit.certify.lengths import lengths
 from lipaudit.certify.rounding import DOUBLE, LIBRARY, gamma, up
 from lipaudit.certify.rules.affine import add, linear_map, neg, sub
-from lipaudit.certify.rules.moves import lift, make_move, masked_fill, moving
+from lipaudit.certify.rules.moves import lift, make_move, make_moving, masked_fill
 from lipaudit.certify.rules.smooth import EXP, relax, square_rest
 
 _NEGLIGIBLE = 1000.0
@@ -229,7 +229,7 @@ def attention(
     if is_causal:
         size = query.shape[-2], key.shape[-2]
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
-    query, key = moving(value, query, key)
+    query, key = make_moving(value, query, key)
     # A constant is multiplied by what moves first: its own product would be rounded.
     scores: Any = (query * scale) @ key.mT if isinstance(query, Form) else query @ key.mT * scale
     result: Form = mask_scores(scores, attn_mask).softmax(-1) @ value

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.certify.blocks import Block, move_stack
+from lipaudit.certify.blocks import ErrorBlock, move_stack
 from lipaudit.certify.form import Form, NoRuleError, Quotient
 from lipaudit.certify.rounding import DOUBLE
 from lipaudit.certify.rules.affine import as_constant, broadcast, same, shape_of, stack_sum
@@ -46,7 +46,9 @@ def make_move(function: str | Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _rebuild(x: Form, blocks: list[Block], dense: Tensor, centre: Tensor, *known: Tensor) -> Form:
+def _rebuild(
+    x: Form, blocks: list[ErrorBlock], dense: Tensor, centre: Tensor, *known: Tensor
+) -> Form:
     form = Form(centre, dense, known[0], x.symbols, blocks=blocks)
     form.sizes = Sizes(*known[1:4])  # taken once, before it is cut up
     if known[4:]:
@@ -57,9 +59,9 @@ def _rebuild(x: Form, blocks: list[Block], dense: Tensor, centre: Tensor, *known
 def _moved_quotient(quotient: Quotient, rule: Callable[[Form], Any]) -> Any:
     parts: Any = quotient.move(lambda form: rule(broadcast(form, quotient.numerator.shape)))
     if isinstance(parts.numerator, Form):
-        return Form.waiting(parts)
+        return Form.from_quotient(parts)
     each = zip(*vars(parts).values(), strict=True)
-    return tuple(Form.waiting(Quotient(*one)) for one in each)
+    return tuple(Form.from_quotient(Quotient(*one)) for one in each)
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
@@ -116,7 +118,7 @@ def lift(value: Any, like: Form) -> Form:
     return Form(centre, rows, torch.zeros_like(centre), like.symbols)
 
 
-def moving(like: Any, *constants: Any) -> tuple[Any, ...]:
+def make_moving(like: Any, *constants: Any) -> tuple[Any, ...]:
     """Return constants that one operation multiplies with each other, the first of them a form.
 
     Their product then has slack for its rounding. Where one of them is a form, as they are.
@@ -149,7 +151,7 @@ def setitem(input: Any, index: Any, value: Any) -> Form:
     part = broadcast(value, at.shape)
     count, at = max(len(input.generators), len(part.generators)), at.flatten()
 
-    def written(whole: Tensor, rows: Tensor, length: int) -> Tensor:
+    def write(whole: Tensor, rows: Tensor, length: int) -> Tensor:
         flat = whole.new_zeros(length, input.numel())
         flat[: len(whole)] = whole.reshape(len(whole), input.numel())
         flat[:, at] = 0
@@ -157,10 +159,10 @@ def setitem(input: Any, index: Any, value: Any) -> Form:
         return flat.view(length, *input.shape)
 
     centre, slack = (
-        written(whole[None], its[None], 1)[0]
+        write(whole[None], its[None], 1)[0]
         for whole, its in ((input.centre, part.centre), (input.slack, part.slack))
     )
-    generators = written(input.generators, part.generators, count)
+    generators = write(input.generators, part.generators, count)
     return Form(centre, generators, slack, input.symbols)
 
 

@@ -71,7 +71,7 @@ def _unit(y: Form, eps: float) -> Form:
     inverse = relax(square, RSQRT, floor=eps).settle()
     nothing = torch.zeros_like(y.centre)
     constant = Form(nothing, y.dense[:0], nothing, y.symbols)
-    return Form.waiting(Quotient(y.copy(), inverse, square, constant))
+    return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
 
 
 def _mean_square(y: Form) -> Form:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.certify.blocks import Block, join_blocks
+from lipaudit.certify.blocks import ErrorBlock, join_blocks
 from lipaudit.certify.form import Form
 from lipaudit.certify.lengths import lengths
 from lipaudit.certify.rounding import DOUBLE, gamma, tiny, up
@@ -106,7 +106,7 @@ def _top(sizes: Tensor) -> Tensor:
     return sizes.amax() if sizes.numel() else sizes.sum()
 
 
-def _linear_part(x: Form, y: Form, f: Bilinear) -> tuple[Tensor, list[Block]]:
+def _linear_part(x: Form, y: Form, f: Bilinear) -> tuple[Tensor, list[ErrorBlock]]:
     """c_y dx + c_x dy."""
     dtype = x.symbols.dtype
     x_centre, y_centre = x.centre.to(dtype), y.centre.to(dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lipaudit.certify.form import Form, NoRuleError
 from lipaudit.certify.rounding import DOUBLE, gamma, up
 from lipaudit.certify.rules.affine import add, linear_map, reduce_axes, scale
-from lipaudit.certify.rules.moves import make_move, moving
+from lipaudit.certify.rules.moves import make_move, make_moving
 from lipaudit.certify.rules.products import matmul
 from lipaudit.certify.rules.smooth import SQRT, relax
 
@@ -26,7 +26,7 @@ def einsum(equation: str, *operands: Any) -> Any:
     here, product = names[0], factors[0]
     for i, (axes, factor) in enumerate(zip(names[1:], factors[1:], strict=True), 1):
         kept = wanted + "".join(names[i + 1 :])
-        product, factor = moving(like, product, factor)
+        product, factor = make_moving(like, product, factor)
         here, product = _contract((here, product), (axes, factor), kept)
     product, here = _sum_axes(product, here, wanted)
     return product.permute([here.index(axis) for axis in wanted])
@@ -88,14 +88,14 @@ def addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float | int = 1, alpha: float | int = 1
 ) -> Form:
     """Return beta input + alpha mat1 @ mat2."""
-    mat1, mat2 = moving(input, mat1, mat2)
+    mat1, mat2 = make_moving(input, mat1, mat2)
     product: Any = mat1 @ mat2
     return add(product if alpha == 1 else product * alpha, input if beta == 1 else input * beta)
 
 
 def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float | int = 1) -> Form:
     """Return input + value tensor1 tensor2."""
-    tensor1, tensor2 = moving(input, tensor1, tensor2)
+    tensor1, tensor2 = make_moving(input, tensor1, tensor2)
     product: Any = tensor1 * tensor2
     return add(input, product if value == 1 else product * value)
 

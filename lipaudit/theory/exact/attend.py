@@ -149,7 +149,7 @@ def _each(
 EVERY = slice(None)
 
 
-class Block(NamedTuple):
+class MapRows(NamedTuple):
     """Some rows of P, (problems, queries, keys); it is zero on the other keys."""
 
     p: Tensor
@@ -170,14 +170,14 @@ class Maps:
     heads: Heads
     kept: Tensor | None
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[MapRows]:
         """Yield all rows."""
         if self.kept is not None:
-            yield Block(self.kept, EVERY, EVERY)
+            yield MapRows(self.kept, EVERY, EVERY)
             return
         for start, stop in self.heads.row_blocks():
             p, keys = rows_in_reach(self.heads, start, stop)
-            yield Block(p.flatten(0, 1), slice(start, stop), keys)
+            yield MapRows(p.flatten(0, 1), slice(start, stop), keys)
 
     def left(self, rows: Tensor) -> Tensor:
         """Return R P, (problems, r, m), for R of (problems, r, n)."""
@@ -280,7 +280,7 @@ class Attend:
         return total
 
     def _pull_rows(
-        self, block: Block, u: Tensor, inner: Tensor, names: Sequence[str]
+        self, block: MapRows, u: Tensor, inner: Tensor, names: Sequence[str]
     ) -> dict[str, Tensor]:
         """What some rows of P add to the cotangents, where they do."""
         p, i, j = block
@@ -303,7 +303,7 @@ class Attend:
         """Tangent of O under tangents of the rows; rows that are not named stand still."""
         return _join_blocks([self._push_rows(block, tangents) for block in self.maps])
 
-    def _push_rows(self, block: Block, tangents: dict[str, Tensor]) -> Tensor:
+    def _push_rows(self, block: MapRows, tangents: dict[str, Tensor]) -> Tensor:
         """The tangent of some rows of O."""
         p, i, j = block
         pairs = [(tangents["q"][:, i], self.k[:, j])] if "q" in tangents else []
@@ -327,7 +327,7 @@ class Attend:
         out.addcmul_(dp.sum(-1, keepdim=True), o, value=-1)
         return out.addcmul_(largest, self.c[:, i])
 
-    def _key(self, block: Block) -> Tensor:
+    def _key(self, block: MapRows) -> Tensor:
         """Return the column of each row's largest entry in a block."""
         return self.key[:, block.queries] - (block.keys.start or 0)
 
@@ -354,7 +354,7 @@ def derivative(heads: Heads) -> Attend:
     return Attend(maps, q, k, v, rows.o, rows.key, rows.c, pair_products(heads))
 
 
-def _anchored_block(block: Block, v: Tensor, sink: Tensor | None) -> Anchored:
+def _anchored_block(block: MapRows, v: Tensor, sink: Tensor | None) -> Anchored:
     sink = None if sink is None else sink[:, block.queries]
     rows = anchor_outputs(block.p, v[:, block.keys], sink)
     return rows._replace(key=rows.key + (block.keys.start or 0))

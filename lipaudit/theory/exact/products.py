@@ -34,7 +34,7 @@ _IN_CACHE = 2**20
 
 
 @dataclass(frozen=True)
-class _Side:
+class _InputSide:
     """The projections that read one input, side by side: W = [W_Q W_K W_V] or a part of it."""
 
     source: str  # x | x_kv
@@ -58,7 +58,7 @@ class _Side:
             for (name, g), part in parts
         }
 
-    def select(self, index: Tensor | slice) -> _Side:
+    def select(self, index: Tensor | slice) -> _InputSide:
         local = {n: g if g is None or len(g) == 1 else g[index] for n, g in self.local.items()}
         return replace(self, local=local)
 
@@ -68,7 +68,7 @@ class HeadProducts:
     """J J^T u of single heads; a problem is one head on one batch row."""
 
     attend: Attend
-    sides: list[_Side]
+    sides: list[_InputSide]
     grams: list[Tensor]  # W^T W of each side, (problems, e, e)
 
     def __call__(self, u: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class LayerProducts:
     """J J^T u of all heads together; a problem is one batch row, u is (tokens, heads, d_v)."""
 
     attend: Attend
-    sides: list[_Side]
+    sides: list[_InputSide]
     weights: list[Tensor]  # W of each side, the heads side by side: (D, heads e)
     heads: int
 
@@ -306,11 +306,11 @@ def value_weight(products: HeadProducts | LayerProducts) -> Tensor | None:
     return side.weight[..., -channels:] if affine else None
 
 
-def _names(sides: list[_Side]) -> list[str]:
+def _names(sides: list[_InputSide]) -> list[str]:
     return [name for side in sides for name in side.local]
 
 
-def _sides(heads: Heads) -> list[_Side]:
+def _sides(heads: Heads) -> list[_InputSide]:
     projections = {"q": heads.to_q, "k": heads.to_k, "v": heads.to_v}
     groups = {"x": ("q", "k", "v")} if heads.x_kv is None else {"x": ("q",), "x_kv": ("k", "v")}
     sides = []
@@ -321,10 +321,10 @@ def _sides(heads: Heads) -> list[_Side]:
     return sides
 
 
-def _side(source: str, used: dict[str, Projection], shape: torch.Size) -> _Side:
+def _side(source: str, used: dict[str, Projection], shape: torch.Size) -> _InputSide:
     weights = [projection.weight for projection in used.values()]
     local = {name: _per_problem(projection.local, shape) for name, projection in used.items()}
-    return _Side(source, local, [w.shape[2] for w in weights], torch.cat(weights, 2))
+    return _InputSide(source, local, [w.shape[2] for w in weights], torch.cat(weights, 2))
 
 
 def _per_problem(local: Tensor | None, shape: torch.Size) -> Tensor | None:

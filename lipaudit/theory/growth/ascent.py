@@ -37,7 +37,7 @@ _SHRINK, _TRIES = 0.2, 10
 _PATIENCE = 5
 
 
-class Place(NamedTuple):
+class Summit(NamedTuple):
     """Where the rows are, how high, and the gradient there."""
 
     x: Float[Tensor, "rows size"]
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 def climb(
     heights: Heights, x: Float[Tensor, "rows size"], *, steps: int, gain: float = 1e-6
-) -> Place:
+) -> Summit:
     """Return where each row gets to from its start; rows do not know of each other.
 
     Args:
@@ -60,7 +60,7 @@ def climb(
     >>> peak.x
     tensor([[3., 3.]])
     """
-    place = standing(heights, x)
+    place = measure_heights(heights, x)
     memory = _Memory()
     idle = torch.zeros_like(place.height)
     for _ in range(steps):
@@ -73,16 +73,16 @@ def climb(
     return place
 
 
-def standing(heights: Heights, x: Float[Tensor, "rows size"]) -> Place:
+def measure_heights(heights: Heights, x: Float[Tensor, "rows size"]) -> Summit:
     """Return the heights at x with their gradients."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         height = heights(x)
         (slope,) = torch.autograd.grad(height.sum(), x)
-    return Place(x.detach(), height.detach(), slope)
+    return Summit(x.detach(), height.detach(), slope)
 
 
-def _step(heights: Heights, place: Place, move: Tensor, active: Tensor) -> Place:
+def _step(heights: Heights, place: Summit, move: Tensor, active: Tensor) -> Summit:
     """Go along the move in active rows, less far until they rise; stay where they do not."""
     size = torch.ones_like(place.height)
     promised = _dot(move, place.slope)[:, 0]
@@ -91,10 +91,10 @@ def _step(heights: Heights, place: Place, move: Tensor, active: Tensor) -> Place
     for _ in range(_TRIES):
         if not len(left):
             break
-        tried = standing(heights, place.x[left] + size[left, None] * move[left])
+        tried = measure_heights(heights, place.x[left] + size[left, None] * move[left])
         rises = tried.height >= place.height[left] + _RISE * size[left] * promised[left]
         to = left[rises]
-        place = Place(*(a.index_copy(0, to, b[rises]) for a, b in zip(place, tried, strict=True)))
+        place = Summit(*(a.index_copy(0, to, b[rises]) for a, b in zip(place, tried, strict=True)))
         left = left[~rises]
         size = size * _SHRINK  # of rows that have risen it is of no use any more
     return place
@@ -106,7 +106,7 @@ class _Memory:
     def __init__(self) -> None:
         self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def keep(self, last: Place, place: Place) -> None:
+    def keep(self, last: Summit, place: Summit) -> None:
         """Add a step; rows in which the slope did not fall count for nothing."""
         step, fall = place.x - last.x, last.slope - place.slope
         bend = _dot(step, fall)
@@ -306,7 +306,7 @@ class _Slope:
         size = (self.n if self.causal else min(self.n, 3)) * self.head.v.shape[3]
         u = normalize(_normal(generator, len(rows), size), dim=1)
         for _ in range(_POWER_STEPS):
-            place = standing(self._heights, torch.cat([rows, u], 1))
+            place = measure_heights(self._heights, torch.cat([rows, u], 1))
             # The gradient of h = ||J^T u|| / ||u|| in a unit vector u is J J^T u / h - h u.
             u = normalize(place.slope[:, -size:] + place.height[:, None] * u, dim=1)
         return torch.cat([rows, u], 1)

@@ -258,7 +258,7 @@ def spectral_norms(
 
 
 @dataclass
-class _Running:
+class _Krylov:
     """The problems the products cover at present: one row each in every tensor."""
 
     index: Tensor  # which of the caller's problems
@@ -380,7 +380,7 @@ class _Running:
         return self.basis[k // _GROWTH][:, k % _GROWTH, None]
 
 
-def _begin(start: Tensor, guess: Tensor | None) -> _Running:
+def _begin(start: Tensor, guess: Tensor | None) -> _Krylov:
     count, size = start.shape
     live = start.ne(0).sum(1)
     dimension = live.cpu()
@@ -394,7 +394,7 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Running:
         length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
         block[:, 0] = _normalize(mixed)
     empty = torch.zeros(count, 0, dtype=torch.float64)
-    return _Running(
+    return _Krylov(
         index=torch.arange(count),
         size=dimension,
         done=torch.zeros(count, dtype=torch.bool),
@@ -431,7 +431,7 @@ def _blank(start: Tensor, *, vectors: bool) -> Norms:
     return Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector)
 
 
-def _record(norms: Norms, running: _Running, mask: Tensor) -> None:
+def _record(norms: Norms, running: _Krylov, mask: Tensor) -> None:
     which, ritz, exponent = running.index[mask], running.ritz[mask], running.exponent[mask]
     top = ritz[:, -1].clamp_min(0.0)
     limit = probabilistic_limit(ritz, running.level[mask])

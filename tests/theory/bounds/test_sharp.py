@@ -8,14 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipaudit.theory.bounds.gram import (
-    KeyBlocks,
-    block_norms,
-    gram_bound,
-    row_lengths,
-    row_spread,
-    value_key_norm,
-)
 from lipaudit.theory.bounds.ingredients import (
     Centred,
     Ingredients,
@@ -24,7 +16,15 @@ from lipaudit.theory.bounds.ingredients import (
     query_term,
     tokens_of,
 )
-from lipaudit.theory.bounds.sharp import block_bound
+from lipaudit.theory.bounds.sharp import (
+    KeyBlocks,
+    block_bound,
+    block_norms,
+    gram_bound,
+    row_lengths,
+    row_spread,
+    value_key_norm,
+)
 from lipaudit.theory.heads import Heads, affine_heads
 from lipaudit.theory.policy import Policy
 

@@ -34,10 +34,10 @@ from lipaudit.certify.rounding import DOUBLE, gamma, up
 from lipaudit.certify.symbols import Norm, Symbols
 from lipaudit.theory.policy import NODES
 
-_NUMBERS = 2**26
+NUMBERS = 2**26
 """Coefficients that a problem keeps at most: symbols beyond are a radius of each row. 0.5 GB."""
 
-_FEW = 256
+FEW = 256
 """Columns that a face keeps at least."""
 
 
@@ -99,11 +99,15 @@ class Problem:
         )
 
 
-def problem_of(margins: Form) -> Problem:
+def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
     """Return the problem whose margins are a form of one axis, in float64.
 
     ReLUs that no margin depends on, through whatever others, are left out: those of tokens that
     the last attention no longer reads, say.
+
+    Args:
+        margins: the form.
+        numbers: coefficients that are kept at most, symbols beyond are a radius of each row.
     """
     symbols, units = margins.symbols, margins.symbols.units
     births = [u.first + torch.arange(len(u.slope), device=margins.device) for u in units]
@@ -115,7 +119,7 @@ def problem_of(margins: Form) -> Problem:
         for u, own in zip(units, used, strict=True)
     ]
     own = torch.cat([birth[mask] for birth, mask in zip(births, used, strict=True)])
-    kept = _columns(rows, max([count, *(own + 1).tolist()]), own, symbols)
+    kept = _columns(rows, max([count, *(own + 1).tolist()]), own, symbols, numbers)
     first, *others = (_rows(*each, kept, symbols) for each in rows)
 
     def join_nodes(name: str) -> Tensor:
@@ -152,7 +156,11 @@ def _find_units(margins: Form, births: list[Tensor]) -> list[Tensor]:
 
 
 def _columns(
-    rows: list[tuple[Tensor, Tensor, Tensor]], count: int, own: Tensor, symbols: Symbols
+    rows: list[tuple[Tensor, Tensor, Tensor]],
+    count: int,
+    own: Tensor,
+    symbols: Symbols,
+    numbers: int,
 ) -> Tensor:
     """Which symbols keep a column: input, ReLUs, and of the others the largest, as many as fit."""
     size = torch.zeros(count, dtype=DOUBLE, device=own.device)
@@ -161,7 +169,7 @@ def _columns(
     size[symbols.n : symbols.first_error] = 0  # products are bounded together
     always = torch.cat([torch.arange(symbols.n, device=own.device), own])
     size[always] = 0
-    room = _NUMBERS // sum(g.shape[1] for _, g, _ in rows) - len(always)
+    room = numbers // sum(g.shape[1] for _, g, _ in rows) - len(always)
     most = min(max(room, 0), int((size > 0).sum()))
     kept = torch.zeros(count, dtype=torch.bool, device=own.device)
     kept[always] = True
@@ -179,7 +187,9 @@ def _rows(c: Tensor, g: Tensor, slack: Tensor, kept: Tensor, symbols: Symbols) -
     return Rows(c.to(DOUBLE), slopes, spread)
 
 
-def restrict_to_face(problem: Problem, t: Float[Tensor, "b columns"], share: float) -> Problem:
+def restrict_to_face(
+    problem: Problem, t: Float[Tensor, "b columns"], share: float, few: int = FEW
+) -> Problem:
     """Return the problem on a face of the box, for a search near multipliers of coefficients t.
 
     A symbol whose coefficient keeps its sign sits at the same end all the time: it is put there,
@@ -194,7 +204,7 @@ def restrict_to_face(problem: Problem, t: Float[Tensor, "b columns"], share: flo
     firm[problem.columns] = -torch.inf
     always = inputs + len(problem.columns)
     loose = int((firm <= 0).sum())
-    most = min(len(firm), max(always + _FEW, loose + int(share * len(firm))))
+    most = min(len(firm), max(always + few, loose + int(share * len(firm))))
     kept = torch.zeros_like(firm, dtype=torch.bool)
     kept[firm.topk(most, largest=False).indices] = True
     end = torch.where(kept, 0.0, (low + high).sign())

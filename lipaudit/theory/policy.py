@@ -36,6 +36,8 @@ class Policy:
         single_blocks: the same of the blocks of `sharp`, where products of maps cost more.
         single_loss: share of a bound that single precision may cost; where it costs more the
             bound is computed anew in double.
+        cache_entries: numbers that a core's cache holds, or nearly so: of more a product waits for
+            its operands.
 
     >>> [*Policy(chunk_entries=10).chunks(5, 4)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
@@ -49,6 +51,7 @@ class Policy:
     single_keys: int = 128
     single_blocks: int = 32
     single_loss: float = 0.005
+    cache_entries: int = 2**20
 
     def chunks(self, total: int, entries: int) -> Iterator[slice]:
         """Cut `total` items of `entries` numbers each: `chunk_entries` at a time, or one item."""

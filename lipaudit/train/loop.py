@@ -86,7 +86,7 @@ def train(
     if held_out is not None:
         _require_labels(net, held_out, "the held-out data")
     with _make_trainable(net.module):
-        run = _Training.start(net, data, recipe)
+        run = Training.start(net, data, recipe)
         first = run.restore(state) if state is not None else 0
         for number in range(first, recipe.epochs):
             with _seed_epoch(recipe.seed, number, net.device):
@@ -99,7 +99,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class _Training:
+class Training:
     """What moves along with training."""
 
     net: Net
@@ -111,7 +111,8 @@ class _Training:
     weights: SpecformerPenalty | None
 
     @classmethod
-    def start(cls, net: Net, data: Batch, recipe: Recipe) -> _Training:
+    def start(cls, net: Net, data: Batch, recipe: Recipe) -> Training:
+        """Return a training that has not begun."""
         steps = recipe.epochs * len(split_batches(torch.arange(len(data)), recipe.batch_size))
         optimizer = make_optimizer(net.module, recipe)
         mixes = net.kind == "image" and recipe.adversarial is None
@@ -124,6 +125,7 @@ class _Training:
         return cls(net, recipe, optimizer, schedule, mix, rng, weights)
 
     def state(self, epochs: int) -> CheckpointState:
+        """Return all that is needed to go on after so many epochs."""
         # Copies: the next epoch changes the tensors in place.
         return {
             "model": _copy(self.net.module.state_dict()),
@@ -135,6 +137,7 @@ class _Training:
         }
 
     def restore(self, state: Mapping[str, Any]) -> int:
+        """Go on from a state; return after how many epochs it was taken."""
         self.net.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])

@@ -47,6 +47,7 @@ def attention_penalty(
     k: int = 0,
     reduction: Reduction = "max",
     mask: Tensor | None = None,
+    entries: int = ENTRIES,
 ) -> Iterator[Callable[[], Tensor]]:
     """Read the JaSMin penalty of a model while the block runs it.
 
@@ -69,6 +70,7 @@ def attention_penalty(
         k: 0, or more than 1.
         reduction: over the rows of a map.
         mask: nonzero at real tokens, (batch, tokens), where a batch is padded: only they count.
+        entries: of the attention maps that are held at a time; fewer take less memory.
 
     Raises:
         UsageError: for another name, k or reduction.
@@ -82,7 +84,7 @@ def attention_penalty(
         )
     if k == 1 or k < 0 or reduction not in get_args(Reduction):
         raise UsageError(f"k = {k}, reduction = {reduction!r}", "k: 0, 2, 3...; max or mean.")
-    watch = _Watch(k, reduction, None if mask is None else mask.bool())
+    watch = _Watch(k, reduction, None if mask is None else mask.bool(), entries)
     hook = model.register_forward_pre_hook(watch.enter, with_kwargs=True)
     try:
         with AttentionMode(watch.attention):
@@ -98,6 +100,7 @@ class _Watch:
     k: int
     reduction: Reduction
     mask: Tensor | None
+    entries: int
     batch: int | None = None
     masked: bool = False
     layers: list[Tensor] = field(default_factory=list)
@@ -115,7 +118,7 @@ class _Watch:
                 "Call the module itself that attention_penalty was given, on tensors.",
             )
         with torch.autocast(call.q.device.type, enabled=False):
-            values, counted = _row_values(call, self.k)
+            values, counted = _row_values(call, self.k, self.entries)
         if self.mask is not None:
             counted = self.real(counted, self.mask.to(counted.device))
         self.layers.append(over_rows(values, counted, self.reduction).sum() / self.batch)
@@ -145,15 +148,15 @@ class _Watch:
         return torch.stack([each.to(layers[0].device) for each in layers]).sum()
 
 
-def _row_values(call: AttentionCall, k: int) -> tuple[Tensor, Tensor]:
+def _row_values(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tensor]:
     """Return the penalty of every row of P, (..., queries), and whether it counts."""
     form = call.form
     if isinstance(form, Explicit):
         return jasmin_rows(form.p, k)
     q, keys = call.q * form.scale, call.k
-    size = max(1, ENTRIES // (q[..., 0, 0].numel() * keys.shape[-2]))
+    size = max(1, entries // (q[..., 0, 0].numel() * keys.shape[-2]))
     parts = [
-        _fused_rows(q[..., i : i + size, :], keys, _mask_rows(form, call, slice(i, i + size)), k)
+        fused_rows(q[..., i : i + size, :], keys, _mask_rows(form, call, slice(i, i + size)), k)
         for i in range(0, q.shape[-2], size)
     ]
     values, counted = zip(*parts, strict=True)
@@ -173,7 +176,7 @@ def _mask_rows(form: Fused, call: AttentionCall, rows: slice) -> Tensor | None:
     return mask if mask.shape[-2] == 1 else mask[..., rows, :]
 
 
-def _fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """Return the penalty of some rows; nothing of size queries x keys stays for the backward."""
     places: list[Tensor] = []
 

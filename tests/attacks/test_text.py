@@ -19,8 +19,8 @@ from lipaudit.attacks.text import (
     Lexicon,
     Reader,
     TextOracle,
+    check_drafts,
     neighbours,
-    within,
 )
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.results.trials import parse_radius
@@ -293,8 +293,8 @@ def test_a_model_without_spelling_has_no_characters():
 def test_an_attack_that_cheats_is_found_out(new, message):
     old = Draft(((START,), (FIRST,), (END,)))
     with pytest.raises(EvaluationError, match=message):
-        within([new], [old], Lexicon(torch.tensor(KINDS)), 1, "cheat")
-    within([old], [old], Lexicon(torch.tensor(KINDS)), 1, "honest")
+        check_drafts([new], [old], Lexicon(torch.tensor(KINDS)), 1, "cheat")
+    check_drafts([old], [old], Lexicon(torch.tensor(KINDS)), 1, "honest")
 
 
 def test_the_steepest_change_is_tried_first():

@@ -282,13 +282,12 @@ def test_margins_may_depend_on_no_relu_at_all():
     assert verdict.units == 0
 
 
-def test_errors_that_rows_share_cancel(monkeypatch):
+def test_errors_that_rows_share_cancel():
     """A column for every symbol says more than a radius of each row."""
     model, x, label = _mixer(2)
     _, form = _pass(model, x, label, 0.1, "linf")
     whole = problem_of(form)
-    monkeypatch.setattr("lipaudit.certify.branch._NUMBERS", 0)
-    apart = problem_of(form)
+    apart = problem_of(form, numbers=0)
     assert whole.units.slopes.shape[1] > apart.units.slopes.shape[1] == 18 + len(apart.slope)
     first = start(whole, torch.arange(3))
     better, _ = ascend(whole, first, steps=100, rate=3e-3)
@@ -297,13 +296,12 @@ def test_errors_that_rows_share_cancel(monkeypatch):
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_a_face_bounds_no_less_than_the_box_and_the_same_where_it_was_taken(norm, monkeypatch):
-    monkeypatch.setattr("lipaudit.certify.branch._FEW", 4)
+def test_a_face_bounds_no_less_than_the_box_and_the_same_where_it_was_taken(norm):
     model, x, label = _mixer(1)
     problem = problem_of(_pass(model, x, label, 0.1, norm)[1])
     _, nodes = ascend(problem, start(problem, torch.arange(3)), steps=20, rate=1e-2)
     value, t = bound(problem, nodes)
-    face = restrict_to_face(problem, t, 0.0)
+    face = restrict_to_face(problem, t, 0.0, few=4)
     assert face.units.slopes.shape[1] < problem.units.slopes.shape[1]
     torch.testing.assert_close(bound(face, nodes)[0], value, rtol=0, atol=1e-12)
     generator = torch.Generator().manual_seed(0)

@@ -16,7 +16,7 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.settings import Recipe
 from lipaudit.train import train
-from lipaudit.train.loop import _Training, flip_images, make_mix, shift_images, split_batches
+from lipaudit.train.loop import Training, flip_images, make_mix, shift_images, split_batches
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)
 
@@ -159,7 +159,7 @@ def test_adversarial_examples_are_in_the_ball_and_worse(digits):
     net = net_with_dropout()
     recipe = QUICK.model_copy(update={"adversarial": "pgd", "eps": "0.1"})
     list(train(net, digits, QUICK))
-    run = _Training.start(net, digits, recipe)
+    run = Training.start(net, digits, recipe)
     net.module.train()
     z = run.attack(digits.x, digits.y)
     assert net.module.training

@@ -29,8 +29,6 @@ from lipaudit.theory.heads import Heads, Projection
 from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
 
 _DEAD = 1e-30  # heads with smaller gradients are zero: float32 ends at 1e-38
-_IN_CACHE = 2**20
-"""Numbers that a core's cache holds, or nearly so: of more a product waits for its operands."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,11 @@ class HeadProducts:
     def _parts(self) -> list[HeadProducts]:
         """Views of a few problems each: what they work on stays in a core's cache."""
         attend, (count, n, d) = self.attend, self.attend.q.shape
+        cache = attend.maps.heads.policy.cache_entries
         whole = attend.maps.kept is None or attend.pairs is not None
         if whole or attend.q.device.type != "cpu":
             return []  # a list of itself would keep it alive
-        size = max(1, _IN_CACHE // (2 * n * attend.k.shape[1] + 12 * n * d))
+        size = max(1, cache // (2 * n * attend.k.shape[1] + 12 * n * d))
         if size >= count:
             return []  # a list of itself would keep it alive
         return [self._some(slice(i, i + size)) for i in range(0, count, size)]

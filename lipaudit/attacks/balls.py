@@ -79,15 +79,17 @@ def check_inside(
     """
     if not isinstance(z, Tensor) or z.shape != x.shape:
         given = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
-        raise _at_fault(attack, f"returned {given}, not samples {tuple(x.shape)}")
+        raise blame_attack(attack, f"returned {given}, not samples {tuple(x.shape)}")
     z = z.detach().to(x)
     if bad := int((~z.isfinite().flatten(1).all(1)).sum()):
-        raise _at_fault(attack, f"returned values that are not finite on {bad} samples")
+        raise blame_attack(attack, f"returned values that are not finite on {bad} samples")
     near = project(z, x, ball)
     excess = distance(z, near, ball.norm)
     if bad := int((excess > SLACK * ball.eps + _rounding(x, ball, torch.float32)).sum()):
         far = float(excess.max())
-        raise _at_fault(attack, f"left the ball or the box on {bad} samples, by up to {far:.3g}")
+        raise blame_attack(
+            attack, f"left the ball or the box on {bad} samples, by up to {far:.3g}"
+        )
     return near
 
 
@@ -102,7 +104,8 @@ def is_resolved(x: Float[Tensor, " batch *sample"], ball: Ball) -> bool:
     return ball.eps == 0 or ball.eps >= _rounding(x, ball, x.dtype)
 
 
-def _at_fault(attack: str, what: str) -> EvaluationError:
+def blame_attack(attack: str, what: str) -> EvaluationError:
+    """Return the error of an attack that breaks its contract."""
     return EvaluationError(
         f"the attack {attack} {what}", "this is a fault of the attack: leave it out of --attack"
     )

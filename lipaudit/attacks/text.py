@@ -28,8 +28,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lipaudit.attacks.balls import blame_attack
 from lipaudit.attacks.oracle import Meter, Turn, margins, pull
-from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.errors import UsageError
 
 FIXED, BEGINS, GOES_ON = 0, 1, 2
 """What a token id is: never changed nor put in, the first of a word, or a further one of it."""
@@ -357,23 +358,14 @@ def check_drafts(
     """
     for new, old in zip(after, before, strict=True):
         same = len(new.words) == len(old.words)
-        differing = [i for i, word in enumerate(old.words) if same and new.words[i] != word]
-        strange = set(differing) - set(new.changed)
-        if not same or strange or any(lexicon.fixed(old.words[i]) for i in differing):
-            raise EvaluationError(
-                f"the attack {attack} changed what is no word, or did not say what it changed",
-                "this is a fault of the attack: leave it out of --attack",
-            )
+        differing = {i for i, word in enumerate(old.words) if same and new.words[i] != word}
+        silent = differing - set(new.changed)
+        if not same or silent or any(lexicon.fixed(old.words[i]) for i in differing):
+            raise blame_attack(attack, "changed what is no word, or did not say what it changed")
         if old.source is not new.source or {i for i, _ in new.spelled} - set(new.changed):
-            raise EvaluationError(
-                f"the attack {attack} changed characters and did not say so",
-                "this is a fault of the attack: leave it out of --attack",
-            )
+            raise blame_attack(attack, "changed characters and did not say so")
         if len(new.changed) > budget:
-            raise EvaluationError(
-                f"the attack {attack} made {len(new.changed)} changes, {budget} were allowed",
-                "this is a fault of the attack: leave it out of --attack",
-            )
+            raise blame_attack(attack, f"made {len(new.changed)} changes, {budget} were allowed")
 
 
 NEIGHBOURS = 50

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -420,13 +420,14 @@ class Ingredients:
     Attributes:
         heads: in float64, W_V of each of about size one.
         tokens: what all heads of the layer share.
+        weights: norms of the weights, of heads with affine projections alone.
         affine: whether the bounds for affine self-attention apply: see `affine_only`.
     """
 
     def __init__(self, heads: Heads, tokens: Tokens, weights: Weights | None = None) -> None:
         self.heads, self.tokens, self.policy = heads, tokens, heads.policy
         self.affine = weights is not None and affine_only(heads) is None
-        self._weights = weights
+        self.weights = cast("Weights", weights)
         self._computed: dict[Callable[..., Any], Any] = {}
 
     def once(self, compute: Callable[[Ingredients], T]) -> T:
@@ -436,12 +437,6 @@ class Ingredients:
         value: T = self._computed[compute]
         return value
 
-    @property
-    def weights(self) -> Weights:
-        """Norms of the weights; only of heads with affine projections."""
-        assert self._weights is not None
-        return self._weights
-
     @cached_property
     def at(self) -> Centred:
         """P, and the centred keys, values and outputs."""
@@ -450,7 +445,7 @@ class Ingredients:
     @cached_property
     def rows(self) -> AffineRows:
         """u_i, a_i and z_j of heads with affine projections."""
-        return affine_rows(self.heads, self.at, self._weights)
+        return affine_rows(self.heads, self.at, self.weights)
 
     @cached_property
     def p_norm(self) -> Float[Tensor, "batch heads"]:

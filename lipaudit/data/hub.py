@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -374,14 +374,19 @@ def open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | No
     Raises:
         InputError: it cannot be had, with the reason.
     """
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+
     try:
-        import datasets  # noqa: F401
+        import datasets
     except ImportError as error:
         raise InputError(
             "hf: data need the library `datasets`, which is not installed",
             "pip install 'lipaudit[datasets]'",
         ) from error
-    with _as_loud_as_the_hub():
+    with ExitStack() as undo:
+        if are_progress_bars_disabled() and datasets.is_progress_bar_enabled():
+            datasets.disable_progress_bars()  # where the client of the Hub draws none either
+            undo.callback(datasets.enable_progress_bars)
         if Path(reference.place).is_dir():
             return _open_local(reference), None
         repository = Repository(reference.place, "dataset", reference.revision)
@@ -391,22 +396,6 @@ def open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | No
         }
         commit.remember()
         return _select_rows(reference, tables), commit
-
-
-@contextmanager
-def _as_loud_as_the_hub() -> Iterator[None]:
-    """Let `datasets` draw no bars where the client of the Hub draws none."""
-    import datasets
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
-
-    silenced = are_progress_bars_disabled() and datasets.is_progress_bar_enabled()
-    if silenced:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if silenced:
-            datasets.enable_progress_bars()
 
 
 def _list_splits(reference: Reference) -> list[str]:

@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -374,17 +374,13 @@ def silence_transformers() -> Iterator[None]:
     """Silence the tables and bars of transformers while the block runs."""
     from transformers.utils import logging
 
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    bars = logging.is_progress_bar_enabled()
-    with hub_bars():
+    with hub_bars(), ExitStack() as undo:
+        undo.callback(logging.set_verbosity, logging.get_verbosity())
+        if logging.is_progress_bar_enabled():
+            undo.callback(logging.enable_progress_bar)
+        logging.set_verbosity_error()
         logging.disable_progress_bar()
-        try:
-            yield
-        finally:
-            logging.set_verbosity(level)
-            if bars:
-                logging.enable_progress_bar()
+        yield
 
 
 # Adapters of peft (LoRA and its kin): merged into the model that they were trained on, they give

@@ -339,8 +339,9 @@ def _show_heads(pair: Pair) -> list[Block]:
         column = find_column(changes.metric)
         ends = {(h.layer, h.head): (h.old, h.new) for h in changes.heads}
         both = [ends.get((head.layer, head.head), (None, None)) for head in shown]
-        for when, values in zip(("old", "new"), zip(*both, strict=True), strict=True):
-            cells.append((replace(column, label=f"{column.label}, {when}"), list(values)))
+        for end, when in enumerate(("old", "new")):
+            label = f"{column.label}, {when}"
+            cells.append((replace(column, label=label), [values[end] for values in both]))
     part = f" ({len(shown)} of {len(ranked)})" if len(shown) < len(ranked) else ""
     strong = frozenset(i for i, head in enumerate(shown) if head.stands)
     return [
@@ -415,8 +416,9 @@ def _tabulate_samples(
     for metric in metrics:
         both = [sample.figures.get(metric, (None, None)) for sample in samples]
         if 2 * sum(metric in sample.figures for sample in samples) >= len(samples):
-            for when, values in zip(("old", "new"), zip(*both, strict=True), strict=True):
-                cells.append((_find_sample_column(metric, when), list(values)))
+            for end, when in enumerate(("old", "new")):
+                column = _find_sample_column(metric, when)
+                cells.append((column, [values[end] for values in both]))
     return add_places(make_table(title, cells), places)
 
 

@@ -53,7 +53,7 @@ def _write_block(block: Block) -> Iterator[str]:
             yield from _write_table(block)
         case Scorecard():
             rows, notes = list_scores(block)
-            yield from grid(["", "", ""], [_write_score(*row) for row in rows], "lrl")
+            yield from write_grid(["", "", ""], [_write_score(*row) for row in rows], "lrl")
             yield from ["", _small("; ".join(notes))] if notes else []
         case Paragraph():
             yield escape(block.text)
@@ -61,7 +61,7 @@ def _write_block(block: Block) -> Iterator[str]:
             yield f"**{escape(block.text)}**"
         case Facts():
             pairs = [[escape(name), escape(value)] for name, value in block.pairs]
-            yield from grid(["", ""], pairs, "ll")
+            yield from write_grid(["", ""], pairs, "ll")
         case Points():
             yield from (f"- {escape(text)}" for text, _ in block.points)
         case Gallery():
@@ -101,12 +101,12 @@ def _write_table(block: Table | Heatmap) -> Iterator[str]:
     folded, title = isinstance(block, Table) and block.folded, escape(shown.title)
     if title:
         yield from [f"<details><summary>{title}</summary>" if folded else f"**{title}**", ""]
-    yield from grid([*map(escape, shown.heads)], rows, shown.align)
+    yield from write_grid([*map(escape, shown.heads)], rows, shown.align)
     yield from ["", _small("; ".join(shown.notes))] if shown.notes else []
     yield from ["", "</details>"] if folded else []
 
 
-def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
+def write_grid(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
     """Write a table of texts; `align` has l or r for each column."""
     yield _line(heads)
     yield _line([{"l": ":--", "r": "--:"}[side] for side in align])
@@ -148,6 +148,8 @@ def render_brief(page: Document) -> bytes:
     ]
     text = [f"### {escape(page.title)}", "", "<br>".join(map(escape, filter(None, remarks))), ""]
     text += (
-        grid([*map(escape, heads)], [[*map(escape, row)] for row in rows], align) if rows else []
+        write_grid([*map(escape, heads)], [[*map(escape, row)] for row in rows], align)
+        if rows
+        else []
     )
     return ("\n".join(text).rstrip("\n") + "\n").encode()

@@ -104,7 +104,7 @@ def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableT
         case Table():
             yield from _write_table(block, width)
         case Scorecard():
-            said = card(block, min(width, PROSE))
+            said = write_card(block, min(width, PROSE))
             yield from (Text(line, STYLES[kind]) for kind, line in said)
         case Heatmap():
             yield from _heatmap(block, width, colour)
@@ -132,7 +132,7 @@ def _write_table(block: Table, width: int) -> Iterator[Text]:
         yield Text(f"\n{block.title}: in the json, markdown and html formats", DIM)
         return
     yield _title(block.title, width)
-    yield from (Text(line, STYLES[kind]) for kind, line in lines(block, width))
+    yield from (Text(line, STYLES[kind]) for kind, line in write_rows(block, width))
 
 
 def _write_sample(block: Gallery | Passage, width: int) -> Iterator[Text]:
@@ -159,7 +159,7 @@ def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableTyp
     cell = max((cell_len(t) for row in texts for t in row), default=1) + 2
     lead = max(map(len, (*block.rows, "layer"))) + 1
     yield _title(block.title, width)
-    for group in split([lead, *[cell] * len(block.columns)], keys=1, width=width, gap=0):
+    for group in split_columns([lead, *[cell] * len(block.columns)], keys=1, width=width, gap=0):
         picked = [i - 1 for i in group[1:]]
         ticks = "".join(f"{block.columns[i]:>{cell - 1}} " for i in picked)
         yield Text(f"{'layer':<{lead}}" + ticks, "bold")
@@ -193,7 +193,7 @@ LEAST = 8
 Line = tuple[str, str]
 
 
-def lines(block: Table, width: int) -> Iterator[Line]:
+def write_rows(block: Table, width: int) -> Iterator[Line]:
     """Yield the lines of a table with their kind: head, rule, row, strong or note."""
     marks, notes = cells.list_footnotes(block.columns)
     heads = [
@@ -212,21 +212,21 @@ def lines(block: Table, width: int) -> Iterator[Line]:
         most[0] = width // (2 if block.keys == 1 else 3)  # a name is repeated by every piece
         widths = [min(w, m) if n else w for w, m, n in zip(widths, most, named, strict=True)]
         widths = _narrow(widths, [i for i in range(block.keys) if named[i]], block.keys, width)
-    for number, group in enumerate(split(widths, keys=block.keys, width=width)):
+    for number, group in enumerate(split_columns(widths, keys=block.keys, width=width)):
         if number:
             yield "rule", ""
         aligned = [(i, widths[i], named[i]) for i in group]
         wrapped = {i: _wrap_cells(heads[i], widths[i]) for i in group}
-        yield from (("head", line) for line in _row(wrapped, aligned, bottom=True))
+        yield from (("head", line) for line in _write_row(wrapped, aligned, bottom=True))
         yield "rule", "─" * (sum(widths[i] for i in group) + len(GAP) * (len(group) - 1))
         for index, row in enumerate(rows):
             kind = "strong" if index in block.strong else "row"
             wrapped = {i: _wrap_cells(row[i], widths[i]) for i in group}
-            yield from ((kind, line) for line in _row(wrapped, aligned))
+            yield from ((kind, line) for line in _write_row(wrapped, aligned))
     yield from (("note", line) for note in notes for line in wrap(note, width))
 
 
-def card(block: Scorecard, width: int) -> Iterator[Line]:
+def write_card(block: Scorecard, width: int) -> Iterator[Line]:
     """Yield the lines of a scorecard: name, figure and its remark, which is wrapped."""
     rows, notes = list_scores(block)
     names, figures = (max(cell_len(row[i]) for row in rows) for i in (0, 1))
@@ -243,7 +243,9 @@ def card(block: Scorecard, width: int) -> Iterator[Line]:
     yield from (("note", line) for line in wrap("   ".join(notes), width) if notes)
 
 
-def split(widths: Sequence[int], *, keys: int, width: int, gap: int = len(GAP)) -> list[list[int]]:
+def split_columns(
+    widths: Sequence[int], *, keys: int, width: int, gap: int = len(GAP)
+) -> list[list[int]]:
     """Group columns so that no group is wider than `width`; every group repeats the keys."""
     lead = sum(widths[:keys]) + gap * keys
     groups: list[list[int]] = [[]]
@@ -281,7 +283,7 @@ def _narrow(widths: Sequence[int], named: Sequence[int], keys: int, width: int) 
     return narrowed
 
 
-def _row(
+def _write_row(
     wrapped: dict[int, list[str]], aligned: Sequence[tuple[int, int, bool]], bottom: bool = False
 ) -> Iterator[str]:
     height = max(len(lines) for lines in wrapped.values())

@@ -172,7 +172,7 @@ def _list_bounds(known: Summary) -> Iterator[Line]:
             best = min(bounds, key=lambda each: each.median)
             column = BOUNDS_TABLE.columns[best.bound]
             largest = format_value(best.largest, RATIO)
-            text = f"of exact; largest {largest} of {best.heads} heads"
+            text = f"of exact, {best.heads} heads, largest {largest}"
             label = f"{'tightest' if status == 'bound' else status} bound, {column.label}"
             yield Line(label, best.median, RATIO, f"{text}; {describe_standing(column)}")
 

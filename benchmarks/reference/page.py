@@ -80,15 +80,17 @@ def _complete(rows: Iterable[Row]) -> str:
 
 
 def _partial(rows: Iterable[Row]) -> str:
-    """Return a line per model that was measured in part."""
-    lines = ["| model | outcome | layers | closed form | why |", "|---|---|--:|--:|---|"]
+    """Return the models that were measured in part, by outcome and reason."""
+    models: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         measured = row["layers"] or row["outcome"] in ("wrong", "crash")
         if measured and (row["outcome"] != "ok" or row["unchecked"]):
             reasons = [*row["reasons"], *(f"no truth for {text}" for text in row["unchecked"])]
             why = "; ".join(dict.fromkeys(short(reason) for reason in reasons[:2]))
-            cells = (row["name"], row["outcome"], row["layers"], row["closed"], why)
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+            model = f"{row['name']} ({row['closed']} of {row['layers']})"
+            models.setdefault((row["outcome"], why), []).append(model)
+    lines = ["| outcome | reason | models (layers with a closed form) |", "|---|---|---|"]
+    lines += [f"| {' | '.join(key)} | {', '.join(names)} |" for key, names in models.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -125,7 +125,7 @@ def test_the_page_of_configuration_has_every_variable():
     listed = set(re.findall(r"`([A-Z_]+)`(?=[^|]*\|[^|]*\|$)", own, re.M))
     files = [path.read_text(encoding="utf-8") for path in (ROOT / "lipaudit").rglob("*.py")]
     looking = "".join(text for text in files if re.search(r"\bos\.environ\b|\benv=\"", text))
-    named = set(re.findall(r"\"([A-Z][A-Z]+(?:_[A-Z]+)+|RANK)\"", looking))
+    named = set(re.findall(r"[\"']([A-Z][A-Z]+(?:_[A-Z]+)+|RANK)[\"']", looking))
     completion = {name for name in named if name.startswith("COMP_")}
     assert listed == named - completion
 

@@ -29,7 +29,7 @@ EXACT = "exact norms of all heads"
 LAYERS = "exact norms of all layers"
 BOUNDS = "all bounds"
 FUNCTIONS = {
-    SURVEY: ("surveyed", "survey", "make_survey", "require_padding_is_ignored"),
+    SURVEY: ("surveyed", "find_layers", "survey", "make_survey", "require_padding_is_ignored"),
     READING: ("capture", "Layer.heads"),
     EXACT: ("head_norms",),
     LAYERS: ("layer_norms",),

@@ -19,7 +19,7 @@ from lipaudit.errors import LipauditError, as_user_meets, out_of_memory
 from lipaudit.measures import MEASURES
 from lipaudit.measures.by_layer import choose_layers, unread_notes
 from lipaudit.models.attention.sites import Site
-from lipaudit.models.attention.survey import NoHeadsError, surveyed
+from lipaudit.models.attention.survey import NoHeadsError, find_layers
 from lipaudit.models.memory import Footprint, Held, free, used_memory
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic, seed_device
@@ -106,7 +106,7 @@ def _survey(job: Job, first: Batch) -> tuple[tuple[Site, ...], dict[str, str]]:
     if job.net.scored:  # several texts for each sample: no layer is read
         return (), {}
     try:
-        return surveyed(job.net, first), {}
+        return find_layers(job.net, first), {}
     except NoHeadsError as error:
         headed = [n for n, how in job.request.measures.items() if how.reads_heads]
         return (), dict.fromkeys(headed, _sentence(error))
@@ -235,7 +235,7 @@ def _trial(job: Job, name: str) -> Callable[[Batch], Any] | None:
         options = options.model_copy(update=quick)
     elif isinstance(options, AttentionOptions | BoundsOptions):
         sites = choose_layers(
-            surveyed(net, job.first(name).to(net.device, net.dtype)), options.layers
+            find_layers(net, job.first(name).to(net.device, net.dtype)), options.layers
         )
         sites = tuple(s for s in sites if s.closed_form or name == "attention")
         if not sites:

@@ -14,7 +14,7 @@ from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.measure import Part
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site, list_blocks_without_attention
-from lipaudit.models.attention.survey import list_unread, surveyed
+from lipaudit.models.attention.survey import find_layers, list_unread
 from lipaudit.models.attention.surveyor import HALF
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import require_padding_is_ignored
@@ -85,7 +85,7 @@ def by_layer(
     for batch in batches:
         require_padding_is_ignored(net, batch)
         if not sites:
-            sites = surveyed(net, find_first(batches, batch))
+            sites = find_layers(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)
             remarks = open_notes(selected) + _input_notes(selected) + _part_notes(selected)
             remarks += unread_notes(net, sites) + _hybrid_notes(net, sites)

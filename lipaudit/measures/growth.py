@@ -21,7 +21,7 @@ from lipaudit.measures.by_layer import choose_layers
 from lipaudit.measures.measure import Values, number_or_none
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
-from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 from lipaudit.results import Note, Row
 from lipaudit.settings import FITS_TABLE
@@ -325,7 +325,7 @@ def worst_case(net: Net, sample: Batch, options: ScalingOptions) -> WorstCase:
     Raises:
         UsageError: a layer or head does not exist.
     """
-    every = surveyed(net, sample)
+    every = find_layers(net, sample)
     sites = choose_layers(every, options.layers)
     _require_heads(sites, options)
     if set(options.modes) == {"real"}:

@@ -34,7 +34,7 @@ from lipaudit.measures.positions import (
 )
 from lipaudit.models.attention.residual import Residual, compute_residual_norms, find_residuals
 from lipaudit.models.attention.routing import Routing
-from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.derivative.endpoints import find_places, make_sample_function, resolve_target
 from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import Margins, compute_jacobian_norms, compute_margins
@@ -164,7 +164,7 @@ class _Around(NamedTuple):
 
 
 def _residuals(net: Net, batch: Batch) -> _Around:
-    sites = surveyed(net, batch)
+    sites = find_layers(net, batch)
     around = find_residuals(net, batch, sites)
     alone = [str(s.index) for s, one in zip(sites, around, strict=True) if one is None]
     text = f"attention layers {', '.join(alone)} have no block: nothing leads past them"

@@ -14,7 +14,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.images import thumbnail
 from lipaudit.errors import LipauditError
 from lipaudit.models.attention.capture import capture
-from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 
 MOST = 512
@@ -124,7 +124,7 @@ def patches(net: Net, sample: Batch) -> tuple[int, int, int, int] | None:
         How many tokens there are, rows and columns of patches, and which token is the first
         patch; None where tokens are no patches row by row.
     """
-    site = surveyed(net, sample)[0]
+    site = find_layers(net, sample)[0]
     count = _queries(net, sample, site.index).shape[2]
     for rows, columns in _grids(count, *sample.x.shape[2:]):
         corners = [(i, j) for i in (0, rows - 1) for j in (0, columns - 1)]
@@ -143,7 +143,7 @@ def patches(net: Net, sample: Batch) -> tuple[int, int, int, int] | None:
 
 
 def _queries(net: Net, batch: Batch, layer: int) -> Tensor:
-    sites = surveyed(net, batch)
+    sites = find_layers(net, batch)
     (q,) = capture(
         net, sites, batch, lambda met: met.attention.q.cpu(), layers={layer}, projections=False
     )

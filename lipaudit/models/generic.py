@@ -21,7 +21,7 @@ FEWEST_TOKENS = 16  # one token says nothing: a rotary position of 0 is no rotat
 MOST_TOKENS = 1024  # autograd keeps whole maps: a layer is what it is at this length too
 
 
-def generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
+def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     """Return a net, one generic sample beside a companion, and beside another companion.
 
     Both come of the first sample of the batch (of text: the longest), moved by seeded noise: half
@@ -41,7 +41,7 @@ def generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
 
 
 def shape_at(net: Net, batch: Batch) -> torch.Size:
-    """Return the shape of the sample that `generic` makes of a batch."""
+    """Return the shape of the sample that `make_generic` makes of a batch."""
     return (_take_longest(net, batch) if net.kind == "text" else batch.x[:1]).shape[1:]
 
 

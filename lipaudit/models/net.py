@@ -103,7 +103,7 @@ class Net:
             only the prompt can be moved.
         prepare: PIL image -> (channels, height, width) in [0, 1], for images.
         aliases: further names of classes (ImageNet synsets, say) -> index.
-        surveys: what `attention.survey.surveyed` has learnt of this model; of a changed copy anew.
+        surveys: results of `attention.survey.find_layers` on this model; of a changed copy anew.
     """
 
     info: ModelInfo

@@ -23,7 +23,7 @@ from lipaudit.engine.journal import pack_parts
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.gate import judge
 from lipaudit.measures import MEASURES
-from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.sources.loading import load_net
 from lipaudit.report import render
 from lipaudit.results import Report
@@ -105,8 +105,8 @@ def test_a_model_is_surveyed_at_the_first_batch_of_the_run(monkeypatch):
     first, second = load_data("demo", net, DataOptions(samples=4)).batch.split(2)
     places = []
     for module in ("by_layer", "jacobian"):
-        path = f"lipaudit.measures.{module}.surveyed"
-        monkeypatch.setattr(path, _noting(places, surveyed))
+        path = f"lipaudit.measures.{module}.find_layers"
+        monkeypatch.setattr(path, _noting(places, find_layers))
     whole = Share(first, [second])
     for name, options in {
         "attention": AttentionOptions(),

@@ -13,7 +13,7 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.measures.attention import ENTRIES, layer_statistics, measure
 from lipaudit.models.attention.capture import capture
-from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings.attention import AttentionOptions
 from lipaudit.theory.heads import affine_heads
@@ -77,7 +77,7 @@ def causal(tmp_path_factory):
     config = transformers.MistralConfig(**SIZES, sliding_window=300)
     transformers.MistralForCausalLM(config).save_pretrained(path)
     net = load_net(str(path))
-    surveyed(net, text(64))
+    find_layers(net, text(64))
     return net
 
 
@@ -100,7 +100,7 @@ def test_statistics_of_a_causal_model_keep_no_map_and_no_logits(causal):
     """Only the model's mask and what torch makes of it have tokens^2 entries, for all heads."""
     tokens = 2048
     batch, live = text(tokens), Live()
-    surveyed(causal, batch)
+    find_layers(causal, batch)
     with live:
         list(measure(causal, [batch], OPTIONS))
     mask = tokens**2
@@ -111,7 +111,7 @@ def test_statistics_of_a_causal_model_keep_no_map_and_no_logits(causal):
 
 def test_a_window_stays_boolean_and_statistics_are_those_of_whole_maps(causal):
     batch = text(700)
-    layers = capture(causal, surveyed(causal, batch), batch, lambda layer: layer, layers=[0])
+    layers = capture(causal, find_layers(causal, batch), batch, lambda layer: layer, layers=[0])
     heads = layers[0].attention
     assert heads.bias.dtype == torch.bool
     assert heads.bias.shape[:2] == (1, 1)

@@ -16,7 +16,7 @@ from lipaudit import measure
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
 from lipaudit.models import lifting
-from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.weights import hash_weights
@@ -153,7 +153,7 @@ def test_the_hash_is_that_of_float32_weights_and_lifts_none_whole():
 def test_one_lifted_layer_is_alive_at_a_time(stored, alive):
     net = load_net(stored, STORED)
     largest = 4 * max(p.numel() for p in net.module.parameters())
-    surveyed(net, texts(net))
+    find_layers(net, texts(net))
     assert alive[0] < 1.5 * largest  # a weight and its bias
     gc.collect()
     assert len(lifting._stored) == 0

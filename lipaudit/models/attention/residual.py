@@ -74,7 +74,7 @@ def compute_residual_norms(
     Args:
         net: the model.
         batch: the samples.
-        residuals: from the function of that name.
+        residuals: from `find_residuals`.
         seeds: of the start vectors, one per sample.
         tol: relative accuracy of the norms, estimated.
         max_steps: most products per sample.

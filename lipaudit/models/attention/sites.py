@@ -70,7 +70,7 @@ class Site:
             linear-pos, local, cross-head, constant, or what keeps them from the closed form.
         reason: why there is no closed form; None where there is one.
         address: which attention call of the forward pass it is.
-        layout: the axes of its q, k and v (see `layouts.arrange`).
+        layout: the axes of its q, k and v (see `calls.arrange`).
         structure: how its tensors come about; None without a closed form.
         sources: the ops at which the graph has to be cut to read it.
         explicit: whether the model writes its softmax out.

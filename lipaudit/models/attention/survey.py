@@ -18,14 +18,14 @@ from lipaudit.models.attention.observe.trace import Place, Tracer, freeze, run_o
 from lipaudit.models.attention.observe.uses import Uses
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.surveyor import Surveyor
-from lipaudit.models.generic import find_token_embeddings, generic, shape_at
+from lipaudit.models.generic import find_token_embeddings, make_generic, shape_at
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import agree
 from lipaudit.models.sources.weights import few
 
 
-def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
+def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
     """Return what an earlier survey of this model says of its layers, or survey it.
 
     A model is surveyed again
@@ -52,7 +52,7 @@ def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
 
 
 def list_unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
-    """Return where `surveyed` met attention that no site is of: modules, with a line of code."""
+    """Return the modules, with a line of code, where a survey met attention it cannot read."""
     known: _Known
     for known in net.surveys:
         if known.sites is sites:
@@ -115,7 +115,7 @@ def _list_attention_calls(net: Net, batch: Batch) -> list[Address]:
     def note(_call: AttentionCall, address: Address) -> None:
         addresses.append(address)
 
-    net, pair, _ = generic(net, batch)
+    net, pair, _ = make_generic(net, batch)
     with freeze(net.module), exact_arithmetic(net.device):
         run_observed(net, pair, Tracer(note))
     return addresses
@@ -124,12 +124,12 @@ def _list_attention_calls(net: Net, batch: Batch) -> list[Address]:
 def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
     """Analyse every attention layer of a model, and check that the analysis can be trusted.
 
-    What a layer is, is decided at two generic points near a sample (see `generic`), never by the
-    data: of a black image everything looks affine. Before anything is returned: two passes give
-    the same output, a sample does not depend on its companion, observing the model does not
-    change its output, and in every closed-form layer J^T u agrees to 1e-4 with autograd through
-    the model's own attention, for one random u. A layer that fails, or that cannot be read, has
-    no closed form and says why.
+    What a layer is, is decided at two generic points near a sample (see `make_generic`), never
+    by the data: of a black image everything looks affine. Before anything is returned: two
+    passes give the same output, a sample does not depend on its companion, observing the model
+    does not change its output, and in every closed-form layer J^T u agrees to 1e-4 with autograd
+    through the model's own attention, for one random u. A layer that fails, or that cannot be
+    read, has no closed form and says why.
 
     Raises:
         InputError: no attention was seen, or some that cannot be read, or the model is
@@ -141,7 +141,7 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
 
 def make_survey(net: Net, batch: Batch) -> Surveyor:
     """Return what `survey` has seen: the layers, and where other attention is."""
-    net, pair, other = generic(net, batch)
+    net, pair, other = make_generic(net, batch)
     with freeze(net.module), exact_arithmetic(net.device):
         output, uses = _run_plain(net, pair)
         try:

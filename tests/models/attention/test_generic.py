@@ -12,7 +12,7 @@ from lipaudit.errors import InputError
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.generic import generic
+from lipaudit.models.generic import make_generic
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.exact.head_norms import head_norms
@@ -182,7 +182,7 @@ def test_heads_that_are_equal_on_a_sample_are_not_grouped():
 def test_generic_points_stay_in_the_box_and_move_every_entry(zoo):
     net, _, batch = zoo("timm-vit")
     black = Batch(torch.zeros_like(batch.x), None, batch.ids)
-    _, pair, other = generic(net, black)
+    _, pair, other = make_generic(net, black)
     assert torch.equal(pair.x[0], other.x[0])
     assert pair.x.min() >= 0
     assert pair.x.max() <= 1
@@ -191,7 +191,7 @@ def test_generic_points_stay_in_the_box_and_move_every_entry(zoo):
 
 def test_text_keeps_its_tokens_and_moves_their_embeddings(zoo):
     net, _, batch = zoo("bert")
-    moved, pair, other = generic(net, batch)
+    moved, pair, other = make_generic(net, batch)
     assert torch.equal(pair.x[0], other.x[0])
     assert set(pair.x[0].tolist()) <= set(batch.x[0].tolist())
     assert not torch.allclose(moved.output(pair), net.output(pair))

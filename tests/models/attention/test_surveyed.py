@@ -12,7 +12,7 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.measures import attention, bounds, jacobian
 from lipaudit.models.attention import survey as surveys
-from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -112,14 +112,18 @@ def test_measures_after_the_first_run_a_model_once_per_batch():
 
 def test_residuals_need_no_survey_of_their_own(count):
     net, options = net_of(Branching()), jacobian.JacobianOptions(per_layer=True)
-    surveyed(net, batch_of(9))
+    find_layers(net, batch_of(9))
     list(jacobian.measure(net, [batch_of(9)], options))
     assert count == [9]
 
 
 def test_a_survey_serves_every_length_of_closed_layers(count):
     net = net_of(Branching())
-    assert surveyed(net, batch_of(9)) is surveyed(net, batch_of(5)) is surveyed(net, batch_of(7))
+    assert (
+        find_layers(net, batch_of(9))
+        is find_layers(net, batch_of(5))
+        is find_layers(net, batch_of(7))
+    )
     assert count == [9]
 
 
@@ -127,11 +131,11 @@ def test_a_survey_serves_every_length_of_closed_layers(count):
 def test_other_lengths_are_surveyed_where_layers_may_be_others(model, count):
     """A closed form that is not there at 9 tokens, or a call; each length once."""
     net = net_of(model())
-    long, short = surveyed(net, batch_of(9)), surveyed(net, batch_of(5))
+    long, short = find_layers(net, batch_of(9)), find_layers(net, batch_of(5))
     assert [site.closed_form for site in long] == [model is TwiceShort]
     assert [site.closed_form for site in short] == [True] * (2 if model is TwiceShort else 1)
-    assert surveyed(net, batch_of(9)) is long
-    assert surveyed(net, batch_of(5)) is short
+    assert find_layers(net, batch_of(9)) is long
+    assert find_layers(net, batch_of(5)) is short
     assert count == [9, 5]
 
 
@@ -147,16 +151,16 @@ def test_other_lengths_are_surveyed_where_layers_may_be_others(model, count):
 def test_written_weights_are_surveyed_again(write):
     """What scales the heads on their way to W_O is part of the survey, and of no later check."""
     net, batch = net_of(Branching()), batch_of(9)
-    (before,) = surveyed(net, batch)
+    (before,) = find_layers(net, batch)
     write(net.module.gain)
-    (after,) = surveyed(net, batch)
+    (after,) = find_layers(net, batch)
     torch.testing.assert_close(after.structure.out.gain, 2.0 * before.structure.out.gain)
 
 
 def test_a_changed_copy_of_a_net_is_another_model(count):
     net = net_of(Branching())
-    surveyed(net, batch_of(9))
-    surveyed(replace(net, read=lambda y: -net.read(y)), batch_of(9))
+    find_layers(net, batch_of(9))
+    find_layers(replace(net, read=lambda y: -net.read(y)), batch_of(9))
     assert count == [9, 9]
 
 
@@ -164,7 +168,7 @@ def test_a_changed_copy_of_a_net_is_another_model(count):
 def test_reading_notices_a_closed_form_that_is_gone(model):
     """Surveyed at 9 tokens and read at 5: numerical norms, and no bound there."""
     net, options = net_of(model()), bounds.BoundsOptions(tol=1e-9)
-    surveyed(net, batch_of(9))
+    find_layers(net, batch_of(9))
     batch = batch_of(5, samples=2)
     (part,) = bounds.measure(net, [batch], options)
     assert {note.code for note in part.notes} == {"structure-changed"}
@@ -188,5 +192,5 @@ def test_attention_that_samples_hardly_move_is_read(dtype):
     spec = ModelSpec(Faint(), (5, WIDTH), kind="tokens")
     net = assemble(spec, LoadOptions(dtype=dtype), name="faint", source="py")
     x = torch.rand(1, 5, WIDTH, dtype=net.dtype, generator=torch.Generator().manual_seed(0))
-    (site,) = surveyed(net, Batch(x, None, ("a",)))
+    (site,) = find_layers(net, Batch(x, None, ("a",)))
     assert site.heads == 2

@@ -254,9 +254,7 @@ def make_folder(folder: Path, flag: str) -> Path:
 
 
 def _announce_several(outlines: Sequence[Outline], finished: Sequence[Report | None]) -> str:
-    counts: dict[str, int] = {}
-    for outline in outlines:
-        counts |= {name: max(n, counts.get(name, 0)) for name, n in outline.counts.items()}
+    counts = {name: count for outline in outlines for name, count in outline.counts.items()}
     done = len(finished) - finished.count(None)
     more = f"; {done} of them finished before" if done else ""
     return _announce(", ".join(outline.model for outline in outlines), counts) + more

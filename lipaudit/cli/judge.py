@@ -13,19 +13,17 @@ from lipaudit.cli.app import Group, app, command
 from lipaudit.cli.measure import require_one_process
 from lipaudit.cli.options import (
     CONFIG,
-    OUTPUT,
     Extent,
     Lines,
     Plain,
     Several,
     Shown,
     complete_words,
-    formats,
+    format_option,
     model_names,
 )
 from lipaudit.cli.remeasure import Remeasure, is_report, read_or_measure
 from lipaudit.cli.streams import say
-from lipaudit.settings import option
 
 if TYPE_CHECKING:
     from lipaudit.report import Subject
@@ -149,14 +147,8 @@ def compare(
 class Judged(Shown):
     """Where the verdicts of a gate go."""
 
-    format: str | None = option(
-        None,
-        "What stdout gets: text, table, brief, json, markdown, latex, html or junit.",
-        "--format",
-        "-f",
-        panel=OUTPUT,
-        usual="text",
-        values=formats,
+    format: str | None = format_option(
+        "What stdout gets: text, table, brief, json, markdown, latex, html or junit.", usual="text"
     )
 
 

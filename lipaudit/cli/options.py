@@ -63,17 +63,16 @@ def formats() -> tuple[str, ...]:
     return tuple(RENDERERS)
 
 
+def format_option(help: str, usual: str, values: Callable[[], Iterable[str]] = formats) -> Any:
+    """Declare --format of a command: what stdout gets."""
+    return option(None, help, "--format", "-f", panel=OUTPUT, usual=usual, values=values)
+
+
 class Output(Settings):
     """Where a result goes."""
 
-    format: str | None = option(
-        None,
-        "What stdout gets: table, brief, json, csv, html...",
-        "--format",
-        "-f",
-        panel=OUTPUT,
-        usual="table",
-        values=formats,
+    format: str | None = format_option(
+        "What stdout gets: table, brief, json, csv, html...", usual="table"
     )
     output: tuple[Path, ...] = option(
         (),
@@ -125,14 +124,8 @@ class Shown(Output):
 class Lines(Shown):
     """Where a result goes that is lines of text, or data."""
 
-    format: str | None = option(
-        None,
-        "What stdout gets: text or json.",
-        "--format",
-        "-f",
-        panel=OUTPUT,
-        usual="text",
-        values=lambda: ("text", "json"),
+    format: str | None = format_option(
+        "What stdout gets: text or json.", usual="text", values=lambda: ("text", "json")
     )
     output: tuple[Path, ...] = option(
         (), "Also write FILE (.txt, .json); repeatable.", "--output", "-o", panel=OUTPUT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
 from lipaudit.errors import BaselineError, UsageError
@@ -17,10 +17,17 @@ from lipaudit.gate.changes import (
 )
 from lipaudit.gate.comparable import REPEAT, has_same_weights, list_differences
 from lipaudit.gate.judging import judge_change, refuse
-from lipaudit.gate.pairing import explain_pairing, keep_sections, match_samples, name_rows, select
+from lipaudit.gate.pairing import (
+    explain_pairing,
+    find_missing,
+    keep_sections,
+    match_samples,
+    name_rows,
+    select,
+)
 from lipaudit.gate.rules import BINARY, no_change
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.results import Column, Report, Section, model_labels
+from lipaudit.results import Report, Section, model_labels
 from lipaudit.results.columns import Frozen
 from lipaudit.results.trials import parse_column
 
@@ -175,62 +182,35 @@ def judge_columns(
         reports: both.
         names: what they are called.
     """
-    sampled = sections[0].sample_columns
-    for name, column in sampled.items():
-        if column.better or name == "correct":
-            yield from _judge_samples(name, column, sections, reports, names)
-    for name, column in (sections[0].columns | sections[1].columns).items():
-        if column.better and name not in sampled:
-            yield from _judge_rows(name, column, sections, reports, names)
+    measure, sampled = sections[0].measure, sections[0].sample_columns
+    columns = {**sampled, **sections[0].columns, **sections[1].columns, **sampled}
+    for name, column in columns.items():
+        if not column.better and not (name in sampled and name == "correct"):
+            continue
+        if name in sampled:
+            stats = ["mean"] if name in BINARY else ["median", "p95"]
+            figures = [_read_samples(section, name) for section in sections]
+        else:
+            stats, figures = ["median"], [_read_rows(section, name) for section in sections]
+        for stat in stats if any(figures) else ():
+            rule = no_change(f"{measure}.{name}:{stat}", column, chain(*figures), sections)
+            if all(figures):
+                yield from judge_change(rule, reports[1], reports[0])
+            else:
+                yield refuse(rule, f"{names[0 if figures[1] else 1]} has none")
 
 
 def list_incomplete(sections: Sections) -> Iterator[str]:
     """Say which columns not every shared sample has a figure of in both reports."""
-    measure, both = sections[0].measure, set(_find_shared(sections))
+    measure = sections[0].measure
+    both = set(sections[0].ids) & set(sections[1].ids)
     for name, column in sections[0].sample_columns.items():
-        known = both - _find_missing(name, sections)
+        known = both - find_missing(name, sections)
         if column.better and 0 < len(known) < len(both):
             yield (
                 f"compared over the {len(known)} of {len(both)} samples for which both have a "
                 f"figure: {measure}.{name}"
             )
-
-
-def _judge_samples(
-    name: str, column: Column, sections: Sections, reports: Reports, names: tuple[str, str]
-) -> Iterator[Verdict]:
-    """Judge a per-sample column over the samples for which both reports have a figure."""
-    stats = ("mean",) if name in BINARY else ("median", "p95")
-    metric, values = f"{sections[0].measure}.{name}", _list_numbers(name, sections)
-    rules = [no_change(f"{metric}:{stat}", column, values, sections) for stat in stats]
-    absent = [label for label, s in zip(names, sections, strict=True) if not _find_cells(name, s)]
-    both, missing = _find_shared(sections), _find_missing(name, sections)
-    known = set(both) - missing
-    if absent:
-        yield from (refuse(rule, f"{absent[0]} has none") for rule in rules if len(absent) == 1)
-    elif both and not known:
-        yield from (refuse(rule, "no sample has one in both") for rule in rules)
-    else:
-        if missing:
-            reports = (
-                _keep_samples(reports[0], sections[0], known),
-                _keep_samples(reports[1], sections[1], known),
-            )
-        for rule in rules:
-            yield from judge_change(rule, reports[1], reports[0])
-
-
-def _judge_rows(
-    name: str, column: Column, sections: Sections, reports: Reports, names: tuple[str, str]
-) -> Iterator[Verdict]:
-    """Judge a column of rows: of layers and heads, or of any where no samples are kept."""
-    figures = [_read_rows(section, name) for section in sections]
-    rule = no_change(f"{sections[0].measure}.{name}:median", column, chain(*figures), sections)
-    absent = [label for label, values in zip(names, figures, strict=True) if not values]
-    if len(absent) == 1:
-        yield refuse(rule, f"{absent[0]} has none")
-    elif not absent:
-        yield from judge_change(rule, reports[1], reports[0])
 
 
 def _read_rows(section: Section, name: str) -> list[float]:
@@ -243,37 +223,10 @@ def _read_rows(section: Section, name: str) -> list[float]:
     return [float(value) for value in shown if value is not None]
 
 
-def _find_cells(name: str, section: Section) -> list[tuple[object, ...]]:
-    """Return the per-sample columns of a name: one, or one of each trial."""
-    return [values for c, values in section.samples.items() if parse_column(c)[0] == name]
-
-
-def _list_numbers(name: str, sections: Iterable[Section]) -> list[float]:
-    cells = (cell for s in sections for values in _find_cells(name, s) for cell in values)
-    return [float(cell) for cell in cells if isinstance(cell, int | float)]
-
-
-def _find_shared(sections: Sections) -> list[str]:
-    """Return the samples that both sections have."""
-    there = set(sections[1].ids)
-    return [i for i in sections[0].ids if i in there]
-
-
-def _find_missing(name: str, sections: Sections) -> set[str]:
-    """Return the samples for which a section has no figure in some trial."""
-    return {
-        i
-        for section in sections
-        for values in _find_cells(name, section)
-        for i, cell in zip(section.ids, values, strict=True)
-        if not isinstance(cell, int | float)
-    }
-
-
-def _keep_samples(report: Report, section: Section, known: set[str]) -> Report:
-    """Return a report with some of the samples of a section, without what rows keep of them."""
-    kept = [i for i, name in enumerate(section.ids) if name in known]
-    return _replace_section(report, select(section, kept, arrays=()))
+def _read_samples(section: Section, name: str) -> list[float]:
+    """Return the figures of a per-sample column, of all of its trials."""
+    columns = (cells for c, cells in section.samples.items() if parse_column(c)[0] == name)
+    return [float(cell) for cells in columns for cell in cells if isinstance(cell, int | float)]
 
 
 NAMED = 6

@@ -21,6 +21,7 @@ from lipaudit.gate.pairing import (
     RuleValues,
     align_sections,
     is_mean,
+    keep_known,
     read,
     spell_radii_as,
 )
@@ -102,6 +103,8 @@ def contrast_values(
         raise BaselineError(f"the current report has no section {rule.measure}", REPEAT)
     if current.shard is not None:
         raise BaselineError(find_fault(current, new), "Merge it with the others first.")
+    if not least and old is not None:
+        new, old = keep_known(rule, new, old)
     reading = read_trusted(rule, current, new)
     if rule.limit.kind == "absolute":
         return [Contrast(n, None, value, len(reading.ids)) for n, value in reading.points.items()]

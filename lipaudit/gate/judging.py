@@ -15,7 +15,7 @@ from lipaudit.gate.contrasts import (
     contrast_values,
     express_change,
 )
-from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
+from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, parse_rule
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, correct_by_holm
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.results import Report
@@ -113,9 +113,22 @@ def _choose_rules(current: Report, baseline: Report) -> tuple[Rule, ...]:
     if not kept:
         raise UsageError(
             f"no default rule is about {', '.join(sorted(measures)) or 'what was not measured'}",
-            "Name one with --fail-on: lipaudit explain lists what a rule can name.",
+            _suggest_rule(current),
         )
     return kept
+
+
+def _suggest_rule(report: Report) -> str:
+    """Write a rule on what a report has."""
+    rules = (
+        f"Such as --fail-on '{section.measure}.{name} {sign}5%'; "
+        for section in report.sections
+        for name, column in section.columns.items()
+        if column.better and name not in BINARY
+        for sign in ["<= +" if column.better == "lower" else ">= -"]
+    )
+    measure = report.sections[0].measure if report.sections else "rules"
+    return f"{next(rules, '')}lipaudit explain {measure} lists what a rule can name."
 
 
 def _judge_clean_accuracy(current: Report, baseline: Report) -> tuple[Verdict, ...]:

@@ -6,7 +6,7 @@ Samples of two reports are matched by their ids or their places, rows and column
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -302,6 +302,37 @@ def align_sections(
     if rule.per_sample or sorted(after) == sorted(before):
         return new, old
     return _recompute_rows(rule, how, new), _recompute_rows(rule, how, old)
+
+
+def find_missing(column: str, sections: Iterable[Section]) -> set[str]:
+    """Return the samples for which a section has no figure in some trial of a column."""
+    return {
+        sample
+        for section in sections
+        for name, cells in section.samples.items()
+        if parse_column(name)[0] == column
+        for sample, cell in zip(section.ids, cells, strict=True)
+        if not isinstance(cell, int | float)
+    }
+
+
+def keep_known(rule: Rule, new: Section, old: Section) -> tuple[Section, Section]:
+    """Return both sections without the samples for which one of them has no figure.
+
+    Raises:
+        BaselineError: there is no other.
+    """
+    missing = find_missing(rule.column, (new, old)) if rule.per_sample else set[str]()
+    both = set(new.ids) & set(old.ids)
+    if not missing:
+        return new, old
+    if both and both <= missing:
+        raise BaselineError("no sample has one in both", REPEAT)
+    places = ([i for i, name in enumerate(s.ids) if name not in missing] for s in (new, old))
+    after, before = (
+        select(section, kept, arrays=()) for section, kept in zip((new, old), places, strict=True)
+    )
+    return after, before
 
 
 def find_shared(

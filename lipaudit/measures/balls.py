@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lipaudit.measures.by_layer import Reduced
-from lipaudit.measures.measure import Values
+from lipaudit.measures.measure import Values, reduce_known
 from lipaudit.results import Array, Note, Row, Section
 from lipaudit.results.bounds import AFFINE_PLAIN
 from lipaudit.settings import BALLS_TABLE
@@ -98,14 +98,10 @@ def _row(named: Mapping[str, Any], values: Mapping[str, Values], exact: Values) 
     share = share[np.isfinite(share)]
     return BALLS_TABLE.row(
         **named,
-        exact=_median(exact),
+        exact=reduce_known(exact, np.median),
         ball_ratio_max=float(share.max()) if len(share) else None,
-        **{name: _median(column) for name, column in values.items()},
+        **{name: reduce_known(column, np.median) for name, column in values.items()},
     )
-
-
-def _median(values: Values) -> float | None:
-    return None if np.isnan(values).all() else float(np.nanmedian(values))
 
 
 def _remarks(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]:

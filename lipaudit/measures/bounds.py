@@ -25,6 +25,7 @@ from lipaudit.measures.measure import (
     join_parts,
     lower_estimates,
     notes,
+    reduce_known,
     sample_ids,
     seed_of,
 )
@@ -234,8 +235,8 @@ def _per_head(name: str) -> bool:
 
 def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:
     """Reduce one head over the samples: medians, and what is named a maximum."""
-    medians = {name: _median(measured[name]) for name in (*BOUNDS, *INGREDIENTS)}
-    medians["softmax_norm_max"] = _largest(measured["softmax_norm_max"])
+    medians = {name: reduce_known(measured[name], np.median) for name in (*BOUNDS, *INGREDIENTS)}
+    medians["softmax_norm_max"] = reduce_known(measured["softmax_norm_max"], np.max)
     overflowing = [name for name, bound in BOUNDS.items() if bound.log10_label]
     logs = {f"log10_{name}": _log10(medians[name]) for name in overflowing}
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -245,15 +246,15 @@ def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> 
         kind=_and(kind, NUMERICAL, measured["numerical"]),
         input=_and(input, MODULE_INPUT, measured["numerical"]),
         tokens=int(measured["tokens"].max()),
-        exact=_median(measured["exact"]),
-        exact_max=_largest(measured["exact"]),
+        exact=reduce_known(measured["exact"], np.median),
+        exact_max=reduce_known(measured["exact"], np.max),
         **medians,
         **logs,
-        sharp_ratio_max=_largest(ratio),
-        splitting_gain=_median(measured["splitting_gain"]),
-        upper=_median(measured["upper"]),
-        within=_largest(measured["within"]),
-        forward_error=_largest(measured["forward_error"]),
+        sharp_ratio_max=reduce_known(ratio, np.max),
+        splitting_gain=reduce_known(measured["splitting_gain"], np.median),
+        upper=reduce_known(measured["upper"], np.median),
+        within=reduce_known(measured["within"], np.max),
+        forward_error=reduce_known(measured["forward_error"], np.max),
         converged=not measured["missed"].any(),
     )
 
@@ -280,12 +281,12 @@ def _layer_section(
             LAYERS_TABLE.row(
                 layer=layer,
                 module=module,
-                exact=_median(measured["layer_exact"][:, i]),
-                exact_out=_median(measured["layer_out"][:, i]),
-                within=_largest(measured["layer_within"][:, i]),
-                sharp_sum=_median(out * sharp.sum(1)),
-                sharp_rss=_median(limits[:, i]),
-                theorem3_sum=_median(out * theorem3.sum(1)),
+                exact=reduce_known(measured["layer_exact"][:, i], np.median),
+                exact_out=reduce_known(measured["layer_out"][:, i], np.median),
+                within=reduce_known(measured["layer_within"][:, i], np.max),
+                sharp_sum=reduce_known(out * sharp.sum(1), np.median),
+                sharp_rss=reduce_known(limits[:, i], np.median),
+                theorem3_sum=reduce_known(out * theorem3.sum(1), np.median),
             )
         )
     kept = {"exact": measured["layer_exact"], "exact_out": measured["layer_out"]}
@@ -310,14 +311,6 @@ def _before_out(measured: dict[str, Values]) -> tuple[Note, ...]:
     out, concat = measured["layer_out"], measured["layer_exact"]
     left = (~np.isnan(out) & np.isnan(concat)).any()
     return (Note(level="info", code="left-out", text=text),) if left else ()
-
-
-def _median(values: Values) -> float | None:
-    return None if np.isnan(values).all() else float(np.nanmedian(values))
-
-
-def _largest(values: Values) -> float | None:
-    return None if np.isnan(values).all() else float(np.nanmax(values))
 
 
 def _log10(value: float | None) -> float | None:

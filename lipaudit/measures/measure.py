@@ -159,3 +159,9 @@ def lower_estimates(within: float) -> tuple[Note, ...]:
 def number_or_none(value: float) -> float | None:
     """Return a plain float, None for NaN (not given)."""
     return None if np.isnan(value) else float(value)
+
+
+def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | None:
+    """Return a statistic of the values that are not NaN (not given), None where all are."""
+    known = values[~np.isnan(values)]
+    return float(statistic(known)) if len(known) else None

@@ -6,7 +6,7 @@ worst case (`measures.growth.worst`) needs only the weights of a head and the ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ from lipaudit.measures.measure import (
     join_parts,
     lower_estimates,
     notes,
+    reduce_known,
 )
 from lipaudit.models.net import Net
 from lipaudit.results import Note, Row, Section
@@ -261,18 +262,13 @@ def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
         row = SCALING_TABLE.row(
             **curve.name,
             n=int(np.nanmax(curve.n[:, i])),
-            radius=_middle(curve.radius[:, i], np.mean),
+            radius=reduce_known(curve.radius[:, i], np.mean),
             norm=float(np.median(norms)),
             norm_low=float(norms.min()),
             norm_high=float(norms.max()),
-            **{f"bound_{k}": _middle(v[:, i], np.median) for k, v in curve.bounds.items()},
+            **{f"bound_{k}": reduce_known(v[:, i], np.median) for k, v in curve.bounds.items()},
         )
         yield with_fit(row, law)
-
-
-def _middle(values: Values, middle: Callable[[Values], Any]) -> float | None:
-    kept = values[~np.isnan(values)]
-    return float(middle(kept)) if len(kept) else None
 
 
 def _remarks(

@@ -178,6 +178,7 @@ def _make_column_topic(group: str, section: str, name: str, column: Column, of: 
     full, limits = f"{section}.{name}", ""
     if column.domain and column.format not in UNMEASURED:
         where = "" if column.domain == "at X" else f" ({column.domain})"
+        where = " (in the ball)" if column.domain == "ball" else where
         limits = f"{STATUS[column.status]}{where}. {LIMITS[column.status]}"
     better = f"{column.better.capitalize()} is better." if column.better else ""
     reading = " ".join(filter(None, (*column.reading.splitlines(), better)))

@@ -131,7 +131,7 @@ def test_details_print_the_sections_and_so_do_files(audited, monkeypatch):
     invoke(folder, "report", "run/report.json", "-o", "run.txt")
     for text in ("\n".join(whole), (folder / "run.txt").read_text()):
         assert "Attention map of head" in text
-        assert "How to read the figures" in text
+        assert "What do the words mean" in text
 
 
 def test_the_page_shows_the_map_of_the_most_amplifying_head(audited):

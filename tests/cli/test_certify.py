@@ -80,7 +80,7 @@ def test_what_is_printed_fits_a_terminal_and_says_the_bracket():
     assert section["samples"]["verdict@linf,0.5"].count("broken") > 0
     again = CliRunner().invoke(build(), ["report", "report.json"])
     assert again.exit_code == 0
-    assert "Certified radii" in again.stdout
+    assert "How far around a sample is its class proven?" in again.stdout
 
 
 def test_only_radii_have_no_rows_of_balls():

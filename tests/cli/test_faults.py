@@ -243,7 +243,7 @@ def test_an_ascii_terminal_gets_every_number(locale, saved):
     env = os.environ | locale
     done = subprocess.run(command, env=env, capture_output=True, check=True)
     text = done.stdout.decode("ascii" if "PYTHONIOENCODING" in locale else "utf-8")
-    assert "?" not in text
+    assert text.count("?") == plain.count("?")  # nothing is replaced by one
     numbers = r"\b\d+\.\d+"
     assert re.findall(numbers, text) == re.findall(numbers, plain)
     assert len(text.splitlines()) == len(plain.splitlines())

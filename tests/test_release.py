@@ -15,7 +15,7 @@ from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.cli.commands import build
 from lipaudit.engine import provenance
 from lipaudit.errors import ExitCode
-from lipaudit.monitor import CALLBACKS
+from lipaudit.monitor.callbacks import CALLBACKS
 from lipaudit.report.formats import RENDERERS
 from lipaudit.results.bounds import GROUP as BOUNDS
 from lipaudit.settings.registry import GROUP as MEASURES

@@ -83,7 +83,7 @@ MUTATIONS = (
     ),
     Mutation(
         "values are not centred beside a sink",
-        "theory/bounds/affine.py",
+        "theory/bounds/ingredients.py",
         "free = heads.sink is None",
         "free = True",
         "tests/theory/bounds/test_head_bounds.py",

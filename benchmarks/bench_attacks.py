@@ -34,7 +34,7 @@ from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, timed
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.plan import Attack, Trial, read_plan
-from lipaudit.results.trials import parse_radius
+from lipaudit.tables.trials import parse_radius
 
 PRESET_NAMES = ("standard", "lean")
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)

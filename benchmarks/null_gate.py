@@ -14,8 +14,8 @@ import numpy as np
 
 from lipaudit.gate import DEFAULT_RULES, judge
 from lipaudit.gate.statistics import judge_mean, judge_median, judge_share
-from lipaudit.results import Array, Data, Model, Report, Run
 from lipaudit.settings import ATTACK_TABLE, BOUNDS_TABLE, layouts
+from lipaudit.tables import Array, Data, Model, Report, Run
 
 ALPHA = 0.05
 LEVEL = ALPHA / len(DEFAULT_RULES)

@@ -29,7 +29,6 @@ from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
-from lipaudit.results.trials import parse_radius
 from lipaudit.settings import (
     AttackOptions,
     AttentionOptions,
@@ -38,6 +37,7 @@ from lipaudit.settings import (
     JacobianOptions,
 )
 from lipaudit.settings.recipe import Recipe
+from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import train
 
 SIDE, CLASSES = 28, 10

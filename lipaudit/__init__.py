@@ -16,7 +16,7 @@ PUBLIC = {
     "LipauditError": "lipaudit.errors:LipauditError",
     "ModelSpec": "lipaudit.models.sources.spec:ModelSpec",
     "Observer": "lipaudit.engine.execute:Observer",
-    "Report": "lipaudit.results:Report",
+    "Report": "lipaudit.tables:Report",
     "attention_penalty": "lipaudit.train.penalty:attention_penalty",
     "audit": "lipaudit.api.measuring:audit",
     "bounds": "lipaudit.api.bounds",

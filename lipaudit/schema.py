@@ -11,11 +11,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from lipaudit.errors import InputError, neighbours, suggestion
-from lipaudit.results import Report
-from lipaudit.results.convert import complete
-from lipaudit.results.report import SCHEMA_VERSION
-from lipaudit.results.summary import Summary, summary
 from lipaudit.settings.registry import layouts
+from lipaudit.tables import Report
+from lipaudit.tables.convert import complete
+from lipaudit.tables.report import SCHEMA_VERSION
+from lipaudit.tables.summary import Summary, summary
 
 M = TypeVar("M", bound=BaseModel)
 _CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")

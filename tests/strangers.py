@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lipaudit.results import Layout
 from lipaudit.settings import MeasureOptions, MeasureRecord, measures
 from lipaudit.settings.registry import OWN
+from lipaudit.tables import Layout
 
 
 def register(monkeypatch: pytest.MonkeyPatch, table: Layout) -> None:

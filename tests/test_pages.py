@@ -15,8 +15,8 @@ from lipaudit import errors
 from lipaudit.cli.commands import build
 from lipaudit.cli.options import CONFIGURABLE
 from lipaudit.gate.rules import configure
-from lipaudit.results.bounds import catalogue
 from lipaudit.settings import layouts
+from lipaudit.tables.bounds import catalogue
 from tests import tutorials
 
 ROOT = Path(__file__).parents[1]

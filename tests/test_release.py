@@ -17,8 +17,8 @@ from lipaudit.engine import provenance
 from lipaudit.errors import ExitCode
 from lipaudit.monitor.callbacks import CALLBACKS
 from lipaudit.report.formats import RENDERERS
-from lipaudit.results.bounds import GROUP as BOUNDS
 from lipaudit.settings.registry import GROUP as MEASURES
+from lipaudit.tables.bounds import GROUP as BOUNDS
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

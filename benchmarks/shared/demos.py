@@ -24,8 +24,8 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import DigitsViT, describe_demo
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions
-from lipaudit.results.trials import parse_radius
 from lipaudit.settings.recipe import Recipe
+from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import Epoch, train
 
 CREDIT = "E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, CC BY 4.0"

@@ -6,7 +6,7 @@ import re
 
 from lipaudit.report.charts import draw_svg
 from lipaudit.report.pictures import Curve, Series
-from lipaudit.results import Column
+from lipaudit.tables import Column
 
 SPACE = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" color="#333333"'
 PAPER = '<rect width="100%" height="100%" fill="#ffffff"/>'

@@ -18,8 +18,8 @@ from lipaudit.data.batch import Batch
 from lipaudit.measures import MEASURES
 from lipaudit.models.net import Net
 from lipaudit.report.page.findings import compute_spearman
-from lipaudit.results import Section
 from lipaudit.settings import MeasureOptions
+from lipaudit.tables import Section
 
 RESAMPLED = 500
 LEAST, MOST, ROUNDS, STEPS = 1e-3, 0.3, 8, 20

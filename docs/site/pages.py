@@ -22,10 +22,10 @@ from lipaudit import schema
 from lipaudit.cli.commands import build
 from lipaudit.cli.options import Output, Terminal
 from lipaudit.report.topics import list_topics
-from lipaudit.results import Column
-from lipaudit.results.bounds import SYMBOLS, catalogue
 from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, measures, option_types
 from lipaudit.settings.option import Option
+from lipaudit.tables import Column
+from lipaudit.tables.bounds import SYMBOLS, catalogue
 
 HERE = Path(__file__).parent
 KINDS: dict[str, type[Settings]] = {**option_types(), "audit": AuditOptions, "train": Recipe}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.results.bounds import catalogue
+from lipaudit.tables.bounds import catalogue
 from lipaudit.theory.bounds import ball
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms

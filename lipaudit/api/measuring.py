@@ -40,8 +40,8 @@ from lipaudit.errors import (
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import as_now, borrow
-from lipaudit.results import Report
 from lipaudit.settings import RunOptions
+from lipaudit.tables import Report
 
 Models = list[AnyModel] | list[str] | list[nn.Module] | tuple[AnyModel, ...]
 AnyData = str | os.PathLike[str] | Any | tuple[Any, Any] | None

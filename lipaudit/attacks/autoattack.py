@@ -30,7 +30,7 @@ from lipaudit.attacks.oracle import (
     margins,
     pull,
 )
-from lipaudit.results.trials import Norm
+from lipaudit.tables.trials import Norm
 
 CLOSE = 0.1
 """Share of the whole way to success: a sample that came closer is not given up."""

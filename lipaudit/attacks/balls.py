@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
-from lipaudit.results.trials import Norm
+from lipaudit.tables.trials import Norm
 
 SLACK = 1e-3
 """Share of the radius by which an attack may miss the ball it was given."""

@@ -35,8 +35,8 @@ from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
 from lipaudit.attacks.sanity import Checks, examine, refuse_training, resolution_notes
 from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.results import Note
-from lipaudit.results.trials import COUNTED, Norm
+from lipaudit.tables import Note
+from lipaudit.tables.trials import COUNTED, Norm
 
 
 @dataclass(frozen=True)

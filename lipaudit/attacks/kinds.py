@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lipaudit.errors import UsageError
-from lipaudit.results.plugins import entries
-from lipaudit.results.trials import COUNTED, SPACES, WORST, Norm
+from lipaudit.tables.plugins import entries
+from lipaudit.tables.trials import COUNTED, SPACES, WORST, Norm
 
 GROUP = "lipaudit.attacks"
 """Entry point group of attacks that other packages add."""

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from lipaudit.attacks.kinds import AttackKind, attack_kinds
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.results import Note
-from lipaudit.results.trials import COUNTED, SPACES, Norm, Radius, TrialKey, parse_radius
+from lipaudit.tables import Note
+from lipaudit.tables.trials import COUNTED, SPACES, Norm, Radius, TrialKey, parse_radius
 
 CHUNK: Final = 64
 """Samples that share a random stream: a constant of the method, recorded with every result."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipaudit.attacks.balls import Ball, is_resolved
 from lipaudit.errors import UsageError
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 NOISE = 1e-4
 """Largest change of a logit between two passes of a deterministic model, as a share of how far

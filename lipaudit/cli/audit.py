@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import Request
     from lipaudit.engine.several import Outline
-    from lipaudit.results import Report
+    from lipaudit.tables import Report
 
 RUNS = Path("lipaudit-runs")
 AGAIN = "The same command with --resume measures only what is missing."

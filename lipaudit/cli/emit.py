@@ -14,7 +14,7 @@ from lipaudit.errors import EvaluationError
 
 if TYPE_CHECKING:
     from lipaudit.report import Form, Format, Subject
-    from lipaudit.results import Report
+    from lipaudit.tables import Report
 
 
 def check_outputs(output: Output, forms: Collection[Form]) -> None:
@@ -49,7 +49,7 @@ def emit(
         EvaluationError: for a file that cannot be written.
     """
     from lipaudit.report import of_reports
-    from lipaudit.results import Report
+    from lipaudit.tables import Report
 
     subject = of_reports(shown) if isinstance(shown, Report) else shown
     if not always:  # nothing was measured that would be lost

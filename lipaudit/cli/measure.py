@@ -17,7 +17,7 @@ from lipaudit.errors import ExitCode, LipauditError, UsageError
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
 
 if TYPE_CHECKING:
-    from lipaudit.results import Report
+    from lipaudit.tables import Report
 
 MEASURING = "Measure a checkpoint"
 

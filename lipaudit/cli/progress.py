@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lipaudit.engine.execute import Observer
 from lipaudit.errors import visible
-from lipaudit.results import Note
 from lipaudit.settings import measures
+from lipaudit.tables import Note
 
 HEARTBEAT = 30.0
 

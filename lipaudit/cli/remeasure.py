@@ -15,7 +15,7 @@ from lipaudit.settings.parsing import Keywords, Size
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Job, Request
-    from lipaudit.results import Report
+    from lipaudit.tables import Report
 
 PANEL = "Measure a MODEL now"
 

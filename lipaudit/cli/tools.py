@@ -91,7 +91,7 @@ def explain(
 
 def _pages(entries: Sequence[Topic]) -> Iterator[str]:
     """Yield the lines that explain topics; topics with the same text share it."""
-    from lipaudit.results.bounds import SYMBOLS
+    from lipaudit.tables.bounds import SYMBOLS
 
     texts: dict[tuple[str, ...], list[str]] = {}
     for topic in entries:

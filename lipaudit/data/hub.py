@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lipaudit.errors import InputError, explain_failure, first_line, similar
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 Kind = Literal["model", "dataset"]
 KINDS: dict[Kind, str] = {"model": "model", "dataset": "data set"}

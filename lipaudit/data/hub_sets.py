@@ -16,7 +16,7 @@ from lipaudit.data.samples import DataOptions, Drawn, draw_indices, match_classe
 from lipaudit.data.tables import Row, check_row, choose_label_column, choose_text_columns
 from lipaudit.data.text import draw_texts, require_sound
 from lipaudit.errors import InputError
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net

@@ -29,7 +29,7 @@ from lipaudit.data.samples import Samples as Samples
 from lipaudit.data.tables import TABLES, read_rows
 from lipaudit.data.text import cut_windows, read_table, read_text
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net

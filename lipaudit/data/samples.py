@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lipaudit.data.batch import Batch, Origin, identify_samples
 from lipaudit.data.hub import Commit
 from lipaudit.errors import InputError, LipauditError, first_line, out_of_memory
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net

@@ -30,7 +30,7 @@ from lipaudit.data.tables import (
     read_rows,
 )
 from lipaudit.errors import InputError, UsageError
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net

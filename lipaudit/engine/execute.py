@@ -21,12 +21,12 @@ from lipaudit.measures.measure import in_order, listening, sample_ids
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
-from lipaudit.results import Note, Report, Section
-from lipaudit.results.report import Failure
-from lipaudit.results.summary import steepest
 from lipaudit.schema import dumps, loads
 from lipaudit.settings import AttentionOptions, MeasureOptions, layouts
 from lipaudit.settings.parsing import write_duration
+from lipaudit.tables import Note, Report, Section
+from lipaudit.tables.report import Failure
+from lipaudit.tables.summary import steepest
 
 CANDIDATES = 8
 """Heads whose maps a shard keeps: one of them is likely the steepest of all shards."""

@@ -23,7 +23,7 @@ from lipaudit.engine.files import write
 from lipaudit.errors import EvaluationError, out_of_memory
 from lipaudit.measures.by_layer import HeadName
 from lipaudit.measures.measure import Part
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 KEPT_DAYS = 30
 """Days after which the parts of a run that nobody resumed are deleted."""

@@ -24,8 +24,8 @@ from lipaudit.models.requirements import (
 )
 from lipaudit.models.scoring import score_continuations
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.results import Note
 from lipaudit.settings import MeasureOptions, RunOptions, Settings
+from lipaudit.tables import Note
 
 LEFT_OUT = "left-out"
 """Code of the note on an optional measure that model or samples do not allow."""

@@ -15,12 +15,12 @@ from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.hub import Commit
 from lipaudit.data.loading import Samples
 from lipaudit.engine.prepare import Job
-from lipaudit.results import Data, Model, Report, Run, Section
-from lipaudit.results.bounds import GROUP as BOUNDS
-from lipaudit.results.columns import Cell
-from lipaudit.results.report import Shard
-from lipaudit.results.worst import worst
 from lipaudit.settings.registry import GROUP as MEASURES
+from lipaudit.tables import Data, Model, Report, Run, Section
+from lipaudit.tables.bounds import GROUP as BOUNDS
+from lipaudit.tables.columns import Cell
+from lipaudit.tables.report import Shard
+from lipaudit.tables.worst import worst
 
 PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
 GROUPS = (BOUNDS, MEASURES, ATTACKS)

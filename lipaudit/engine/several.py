@@ -14,9 +14,9 @@ from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import describe_run, list_origins
 from lipaudit.errors import InputError, LipauditError, UsageError, as_user_meets, bug, visible
 from lipaudit.models.net import Kind
-from lipaudit.results import Report, Run, Section
-from lipaudit.results.report import Failure
 from lipaudit.settings import layouts
+from lipaudit.tables import Report, Run, Section
+from lipaudit.tables.report import Failure
 
 TAKES: Mapping[Kind, str] = {"image": "images", "text": "text", "tokens": "sequences of numbers"}
 APART = "Audit them apart."

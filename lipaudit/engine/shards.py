@@ -13,10 +13,10 @@ from lipaudit.engine.provenance import make_report
 from lipaudit.errors import InputError
 from lipaudit.measures import MEASURES, Part
 from lipaudit.measures.measure import in_order, sample_ids
-from lipaudit.results import Note, Report, Section
-from lipaudit.results.report import Shard
-from lipaudit.results.summary import steepest
 from lipaudit.settings import AttentionOptions, MeasureOptions, layouts, option_types
+from lipaudit.tables import Note, Report, Section
+from lipaudit.tables.report import Shard
+from lipaudit.tables.summary import steepest
 
 OWN = frozenset({"command", "created", "device", "device_map"})
 """What the runs of shards may have of their own; of devices the kind is the same."""

@@ -12,8 +12,8 @@ from lipaudit.gate.comparable import find_fault
 from lipaudit.gate.contrasts import read_trusted
 from lipaudit.gate.pairing import ALL_BUT_FEW, find_shared
 from lipaudit.gate.rules import DEFAULT_RULES
-from lipaudit.results import Report, Section
 from lipaudit.settings import layouts
+from lipaudit.tables import Report, Section
 
 _SAVE = "Write one with lipaudit baseline save REPORT."
 

@@ -20,10 +20,10 @@ from lipaudit.gate.statistics import (
     judge_mean,
     judge_share,
 )
-from lipaudit.results import Column, Report, Section
-from lipaudit.results.columns import Cell, Float, Frozen
-from lipaudit.results.figures import order
-from lipaudit.results.trials import WORST, TrialKey, parse_column
+from lipaudit.tables import Column, Report, Section
+from lipaudit.tables.columns import Cell, Float, Frozen
+from lipaudit.tables.figures import order
+from lipaudit.tables.trials import WORST, TrialKey, parse_column
 
 Kind = Literal["clean", "attacked", "certified"]
 Ends = tuple[Float | None, Float | None]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lipaudit.errors import BaselineError
-from lipaudit.results import Note, Report, Run, Section
-from lipaudit.results.samples import is_repeat
-from lipaudit.results.trials import parse_budget
+from lipaudit.tables import Note, Report, Run, Section
+from lipaudit.tables.samples import is_repeat
+from lipaudit.tables.trials import parse_budget
 
 FREE = frozenset(
     {"seed", "batch_size", "device", "samples", "map", "concat", "layer_within", "splitting"}

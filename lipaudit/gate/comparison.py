@@ -27,9 +27,9 @@ from lipaudit.gate.pairing import (
 )
 from lipaudit.gate.rules import BINARY, no_change
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.results import Report, Section, model_labels
-from lipaudit.results.columns import Frozen
-from lipaudit.results.trials import parse_column
+from lipaudit.tables import Report, Section, model_labels
+from lipaudit.tables.columns import Frozen
+from lipaudit.tables.trials import parse_column
 
 
 class Pair(Frozen):

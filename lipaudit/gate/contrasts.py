@@ -37,7 +37,7 @@ from lipaudit.gate.statistics import (
     judge_median,
     judge_share,
 )
-from lipaudit.results import Report, Section
+from lipaudit.tables import Report, Section
 
 TOLERANCE = 1e-4
 """Relative accuracy of the norms where their section asks for none: less is no change."""

@@ -18,8 +18,8 @@ from lipaudit.gate.contrasts import (
 from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, parse_rule
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, correct_by_holm
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
-from lipaudit.results import Report
 from lipaudit.settings.audit import USUAL
+from lipaudit.tables import Report
 
 SHOWN = parse_rule("attack.correct >= -0pp")
 Examined = list[Contrast] | Verdict

@@ -16,10 +16,10 @@ from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggesti
 from lipaudit.gate.comparable import REPEAT
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
-from lipaudit.results import Array, Report, Row, Section
-from lipaudit.results.columns import Reduction, naming
-from lipaudit.results.samples import is_repeat
-from lipaudit.results.trials import WORST, TrialKey, parse_column, parse_radius, worst_cases
+from lipaudit.tables import Array, Report, Row, Section
+from lipaudit.tables.columns import Reduction, naming
+from lipaudit.tables.samples import is_repeat
+from lipaudit.tables.trials import WORST, TrialKey, parse_column, parse_radius, worst_cases
 
 TESTED = ("each", "median")
 """Statistics of rows that are tested over samples; of others the figures are the contract."""

@@ -14,12 +14,12 @@ from lipaudit.gate.pairing import explain_pairing, keep_sections, match_samples,
 from lipaudit.gate.rules import BINARY, Rule, no_change, parse_rule
 from lipaudit.gate.statistics import LEVEL
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.results import Note, Report, model_labels
-from lipaudit.results.columns import Float, Frozen
-from lipaudit.results.figures import median_limits
-from lipaudit.results.summary import Accuracy, Head, Summary, summary
-from lipaudit.results.trials import TrialKey, parse_radius
 from lipaudit.settings import layouts
+from lipaudit.tables import Note, Report, model_labels
+from lipaudit.tables.columns import Float, Frozen
+from lipaudit.tables.figures import median_limits
+from lipaudit.tables.summary import Accuracy, Head, Summary, summary
+from lipaudit.tables.trials import TrialKey, parse_radius
 
 EXAMPLE = "Such as attack.robust@linf,4/255, certify.certified@linf,1/255 or jacobian.norm:p95."
 Standing = Literal[

@@ -9,9 +9,9 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.results import Column, Layout, Section
-from lipaudit.results.columns import Reduction
 from lipaudit.settings import layouts
+from lipaudit.tables import Column, Layout, Section
+from lipaudit.tables.columns import Reduction
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
 LimitKind = Literal["absolute", "relative", "difference"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lipaudit.results.figures import sign_test_place
+from lipaudit.tables.figures import sign_test_place
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 Limits = tuple[float, float]

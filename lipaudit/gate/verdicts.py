@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import computed_field
 
 from lipaudit.errors import ExitCode
-from lipaudit.results.columns import Float, Frozen
+from lipaudit.tables.columns import Float, Frozen
 
 VerdictStatus = Literal[
     "unchanged",

@@ -34,11 +34,11 @@ from lipaudit.measures.measure import (
 )
 from lipaudit.measures.texts import Continued
 from lipaudit.models.net import Net
-from lipaudit.results import Note, Row, Section
-from lipaudit.results.figures import wilson
-from lipaudit.results.trials import COSTS, COUNTED, TrialKey, worst_cases
 from lipaudit.settings import ATTACK_TABLE
 from lipaudit.settings.attack import TABLE, AttackOptions
+from lipaudit.tables import Note, Row, Section
+from lipaudit.tables.figures import wilson
+from lipaudit.tables.trials import COSTS, COUNTED, TrialKey, worst_cases
 
 DRAWN = 512
 """So many samples are drawn, where attacks break them: the worst of them are kept."""

@@ -37,10 +37,10 @@ from lipaudit.measures.measure import (
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
-from lipaudit.results import Array, Section
 from lipaudit.settings import ATTENTION_TABLE
 from lipaudit.settings.attention import AttentionOptions
 from lipaudit.settings.parsing import read_head
+from lipaudit.tables import Array, Section
 from lipaudit.theory import softmax
 from lipaudit.theory.heads import Heads, rows_in_reach
 from lipaudit.theory.spectral.upper import map_norm

@@ -14,8 +14,8 @@ from lipaudit.measures.by_layer import sum_windows
 from lipaudit.measures.measure import Part, Values, join_parts
 from lipaudit.measures.tokens import MOST
 from lipaudit.models.attention.capture import Layer
-from lipaudit.results import Array
-from lipaudit.results.report import Attended
+from lipaudit.tables import Array
+from lipaudit.tables.report import Attended
 from lipaudit.theory import softmax
 from lipaudit.theory.heads import Heads
 

@@ -10,10 +10,10 @@ import torch
 
 from lipaudit.measures.by_layer import Reduced
 from lipaudit.measures.measure import Values, reduce_known
-from lipaudit.results import Array, Note, Row, Section
-from lipaudit.results.bounds import AFFINE_PLAIN
 from lipaudit.settings import BALLS_TABLE
 from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.tables import Array, Note, Row, Section
+from lipaudit.tables.bounds import AFFINE_PLAIN
 from lipaudit.theory.bounds.ball import ball_sharp, ball_size_bounds
 from lipaudit.theory.bounds.ingredients import Weights
 from lipaudit.theory.growth.ascent import ball_norm

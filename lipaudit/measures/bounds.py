@@ -33,9 +33,9 @@ from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
 from lipaudit.models.net import Net
-from lipaudit.results import Array, Note, Row, Section
 from lipaudit.settings import BOUNDS_TABLE, LAYERS_TABLE
 from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.bounds.ingredients import KnownWeights, Weights
 from lipaudit.theory.condition import forward_error

@@ -19,7 +19,7 @@ from lipaudit.models.attention.surveyor import HALF
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import require_padding_is_ignored
 from lipaudit.models.sources.weights import few
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 Facts = dict[str, Any]
 Reduced = dict[str, Tensor]

@@ -41,11 +41,11 @@ from lipaudit.models.certificate import (
 )
 from lipaudit.models.lifting import devices
 from lipaudit.models.net import Net
-from lipaudit.results import Note, Row, Section
-from lipaudit.results.figures import wilson
-from lipaudit.results.trials import Radius
 from lipaudit.settings import CERTIFY_TABLE, RADII_TABLE
 from lipaudit.settings.certify import CertifyOptions
+from lipaudit.tables import Note, Row, Section
+from lipaudit.tables.figures import wilson
+from lipaudit.tables.trials import Radius
 
 
 def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iterator[Part]:

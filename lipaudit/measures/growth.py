@@ -23,8 +23,8 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
-from lipaudit.results import Note, Row
 from lipaudit.settings import FITS_TABLE
+from lipaudit.tables import Note, Row
 from lipaudit.theory.bounds.ingredients import are_affine
 from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
 from lipaudit.theory.growth.ascent import Steepest, largest_shift, steepest_tokens

@@ -14,9 +14,9 @@ from lipaudit.measures.balls import CERTIFIED
 from lipaudit.measures.by_layer import HeadName, per_sample
 from lipaudit.measures.measure import Values
 from lipaudit.models.attention.sites import Site
-from lipaudit.results import Note
-from lipaudit.results.bounds import remedy
-from lipaudit.results.trials import Radius
+from lipaudit.tables import Note
+from lipaudit.tables.bounds import remedy
+from lipaudit.tables.trials import Radius
 from lipaudit.theory.bounds.head_bounds import BOUNDS
 from lipaudit.theory.condition import ball_error, bound_error
 from lipaudit.theory.heads import Heads

@@ -40,10 +40,10 @@ from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import Margins, compute_jacobian_norms, compute_margins
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import require_padding_is_ignored
-from lipaudit.results import Array, Note, Row, Section
-from lipaudit.results.columns import Cell
 from lipaudit.settings import JACOBIAN_TABLE
 from lipaudit.settings.jacobian import JacobianOptions, Target
+from lipaudit.tables import Array, Note, Row, Section
+from lipaudit.tables.columns import Cell
 
 OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}

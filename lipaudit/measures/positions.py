@@ -12,8 +12,8 @@ from lipaudit.data.batch import Batch
 from lipaudit.measures.measure import Part, Values
 from lipaudit.models.derivative.endpoints import find_places
 from lipaudit.models.net import Net
-from lipaudit.results import Note
 from lipaudit.settings.jacobian import Target
+from lipaudit.tables import Note
 
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
 """What every norm comes with, and of which type."""

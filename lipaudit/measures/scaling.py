@@ -41,12 +41,12 @@ from lipaudit.measures.measure import (
     reduce_known,
 )
 from lipaudit.models.net import Net
-from lipaudit.results import Note, Row, Section
-from lipaudit.results.bounds import catalogue
 from lipaudit.settings import FITS_TABLE, SCALING_TABLE, SPLITS_TABLE
 from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.settings.jacobian import JacobianOptions
 from lipaudit.settings.scaling import ScalingMode, ScalingOptions
+from lipaudit.tables import Note, Row, Section
+from lipaudit.tables.bounds import catalogue
 from lipaudit.theory.growth.ascent import SEARCHES
 from lipaudit.theory.growth.worst_tokens import PowerLaw
 

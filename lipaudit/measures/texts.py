@@ -21,9 +21,9 @@ from lipaudit.errors import InputError
 from lipaudit.measures.measure import Part, Values
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
-from lipaudit.results import Note
-from lipaudit.results.trials import COSTS, COUNTED, parse_column
 from lipaudit.schema import escaped
+from lipaudit.tables import Note
+from lipaudit.tables.trials import COSTS, COUNTED, parse_column
 
 COLUMNS = ("text", "text_b")
 """Of a file of changed texts, the second for pairs: those that --data reads."""

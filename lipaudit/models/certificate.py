@@ -29,8 +29,8 @@ from lipaudit.errors import InputError
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager
 from lipaudit.models.requirements import watch_outputs
-from lipaudit.results import Note
-from lipaudit.results.trials import Radius
+from lipaudit.tables import Note
+from lipaudit.tables.trials import Radius
 from lipaudit.theory.policy import NODES
 
 Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded"]

@@ -16,8 +16,8 @@ from lipaudit.attacks.text import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.data.hub import Commit
 from lipaudit.models.lifting import devices, precision
-from lipaudit.results import Note
-from lipaudit.results.trials import Norm
+from lipaudit.tables import Note
+from lipaudit.tables.trials import Norm
 
 Kind = Literal["image", "tokens", "text"]
 OWN = "module"

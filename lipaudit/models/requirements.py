@@ -19,7 +19,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError, of_machine
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, exact_arithmetic
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 SAME = 1e-5
 """Largest difference of two equal results, relative to the largest entry: rounding of float32."""

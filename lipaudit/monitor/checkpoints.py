@@ -17,7 +17,7 @@ from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.weights import OF_TRAINING, SUFFIXES, list_weight_files
 from lipaudit.report import of_reports, render
-from lipaudit.results import Report
+from lipaudit.tables import Report
 
 CONFIGS = ("config.json", "adapter_config.json")
 STEP = re.compile(r"(?:step|iter(?:ation)?|checkpoint|ckpt)s?[-_=]?(\d+)")

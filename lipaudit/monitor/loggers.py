@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.results import Report
-from lipaudit.results.figures import finite
-from lipaudit.results.summary import summary
+from lipaudit.tables import Report
+from lipaudit.tables.figures import finite
+from lipaudit.tables.summary import summary
 
 Logger = Callable[[dict[str, float], int], object]
 """Takes figures by name, and the step that they are of."""

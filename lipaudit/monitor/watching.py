@@ -29,7 +29,7 @@ from lipaudit.models.sources.assembly import unwrap
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.monitor.checkpoints import StepReports
 from lipaudit.monitor.loggers import PREFIX, Logger, collect_figures, loggers
-from lipaudit.results import Report
+from lipaudit.tables import Report
 
 ATTACK = "pgd"
 """What a training is attacked by where nothing else is asked for: one attack, for its cost."""

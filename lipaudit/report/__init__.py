@@ -24,7 +24,7 @@ from lipaudit.report.page.subjects import of_comparison as of_comparison
 from lipaudit.report.page.subjects import of_judgement as of_judgement
 from lipaudit.report.page.subjects import of_reports as of_reports
 from lipaudit.report.page.subjects import of_sample as of_sample
-from lipaudit.results import Report
+from lipaudit.tables import Report
 
 MOST_LINES = 25
 """Lines of a report that is printed."""

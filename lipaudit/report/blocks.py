@@ -8,7 +8,7 @@ from typing import Any
 
 from lipaudit.report import cells
 from lipaudit.report.pictures import Heatmap, Picture, State
-from lipaudit.results import Column, Note
+from lipaudit.tables import Column, Note
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lipaudit.errors import visible
-from lipaudit.results import Column
+from lipaudit.tables import Column
 
 MISSING = "–"
 MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"

@@ -37,7 +37,7 @@ from lipaudit.report.pictures import (
     describe,
     name_places,
 )
-from lipaudit.results import Column
+from lipaudit.tables import Column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,7 @@ from lipaudit.report.blocks import (
     shade_tokens,
 )
 from lipaudit.report.pictures import Picture
-from lipaudit.results import Column
+from lipaudit.tables import Column
 
 MOST_ROWS = 1200
 """A folded table is cut here (the JSON has the rest), so that a page stays under 2 MB."""

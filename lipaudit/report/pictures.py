@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lipaudit.report.cells import format_number, format_value, show_controls, write_math
-from lipaudit.results import Column
+from lipaudit.tables import Column
 
 Matrix = tuple[tuple[float | None, ...], ...]
 State = Literal["kept", "open", "broken"]

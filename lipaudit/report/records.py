@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from lipaudit import schema
 from lipaudit.errors import visible
 from lipaudit.report.cells import show_controls
-from lipaudit.results import Column, Report
+from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
     from xml.etree import ElementTree

@@ -10,8 +10,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lipaudit.results import Column
     from lipaudit.settings import Settings
+    from lipaudit.tables import Column
 
 PIECES = re.compile(r"[@:,;=]+")
 LIMIT = re.compile(r"(?:<=|>=).*")
@@ -67,7 +67,7 @@ def list_topics() -> tuple[Topic, ...]:
     from lipaudit.gate.verdicts import VerdictStatus
     from lipaudit.report import glossary
     from lipaudit.report.cells import LIMITS, STATUS
-    from lipaudit.results.trials import Norm
+    from lipaudit.tables.trials import Norm
 
     def pick(meanings: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
         return {name: meanings[name] for name in names}
@@ -157,8 +157,8 @@ def _list_measures() -> Iterator[Topic]:
 
 def _list_columns() -> Iterator[Topic]:
     """Yield every column, by row and by sample; bounds apart from the others."""
-    from lipaudit.results.bounds import catalogue
     from lipaudit.settings import layouts
+    from lipaudit.tables.bounds import catalogue
 
     for section, layout in layouts().items():
         for name, column in layout.columns.items():

@@ -11,13 +11,13 @@ from pydantic import Field, field_validator, model_validator
 from lipaudit.attacks.kinds import ATTACKS, attack_kinds
 from lipaudit.attacks.plan import CHUNK, PRESETS, Trial, read_plan, require_suited
 from lipaudit.errors import UsageError
-from lipaudit.results.columns import Column, text_column
-from lipaudit.results.common import ACCURACY, OUTCOMES
-from lipaudit.results.report import Layout
-from lipaudit.results.trials import COUNTED, Norm, parse_budget
 from lipaudit.settings.measure import MeasureOptions, MeasureRecord
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Radii, distinct
+from lipaudit.tables.columns import Column, text_column
+from lipaudit.tables.common import ACCURACY, OUTCOMES
+from lipaudit.tables.report import Layout
+from lipaudit.tables.trials import COUNTED, Norm, parse_budget
 
 IMAGES = "fgsm,pgd,autoattack"
 

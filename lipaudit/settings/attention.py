@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from lipaudit.results.columns import Column, Reduction, count_column
-from lipaudit.results.common import HEAD
-from lipaudit.results.report import Layout
 from lipaudit.settings.measure import MeasureOptions, MeasureRecord
 from lipaudit.settings.option import needs, option
 from lipaudit.settings.parsing import Layers, read_head
+from lipaudit.tables.columns import Column, Reduction, count_column
+from lipaudit.tables.common import HEAD
+from lipaudit.tables.report import Layout
 
 
 class AttentionOptions(MeasureOptions):

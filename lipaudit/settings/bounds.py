@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from lipaudit.results.bounds import AFFINE_PLAIN, BALL, catalogue
-from lipaudit.results.columns import Column, Reduction, count_column, text_column
-from lipaudit.results.common import HEAD, HEAD_NORMS, NEAR, WITHIN_COLUMN, norm_of
-from lipaudit.results.report import Layout
 from lipaudit.settings.measure import MeasureRecord, NormOptions
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Balls, Layers
+from lipaudit.tables.bounds import AFFINE_PLAIN, BALL, catalogue
+from lipaudit.tables.columns import Column, Reduction, count_column, text_column
+from lipaudit.tables.common import HEAD, HEAD_NORMS, NEAR, WITHIN_COLUMN, norm_of
+from lipaudit.tables.report import Layout
 from lipaudit.theory.policy import LAYER_WITHIN
 from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 

@@ -10,14 +10,14 @@ from pydantic import Field, model_validator
 from lipaudit.attacks.kinds import attack_kinds
 from lipaudit.attacks.plan import Trial, read_plan, require_suited
 from lipaudit.errors import UsageError
-from lipaudit.results.columns import Column, count_column, text_column
-from lipaudit.results.common import ACCURACY, CERTIFIED, CERTIFIED_SHARE, OUTCOMES, wilson_limit
-from lipaudit.results.report import Layout
-from lipaudit.results.trials import COUNTED, Norm, Radius, parse_radius
 from lipaudit.settings.attack import AttackOptions
 from lipaudit.settings.measure import MeasureOptions, MeasureRecord
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Balls, Radii
+from lipaudit.tables.columns import Column, count_column, text_column
+from lipaudit.tables.common import ACCURACY, CERTIFIED, CERTIFIED_SHARE, OUTCOMES, wilson_limit
+from lipaudit.tables.report import Layout
+from lipaudit.tables.trials import COUNTED, Norm, Radius, parse_radius
 from lipaudit.theory.policy import NODES
 
 BallNorm = Literal["linf", "l2"]

@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, model_validator
 
 from lipaudit.errors import UsageError
-from lipaudit.results.columns import Column, Reduction, count_column, text_column
-from lipaudit.results.common import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
-from lipaudit.results.report import Layout
 from lipaudit.settings.measure import MeasureRecord, NormOptions
 from lipaudit.settings.option import Need, option
+from lipaudit.tables.columns import Column, Reduction, count_column, text_column
+from lipaudit.tables.common import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
+from lipaudit.tables.report import Layout
 
 StartPoint = Literal["pixels", "embeddings"]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from lipaudit.errors import UsageError
-from lipaudit.results.report import Layout
-from lipaudit.results.trials import COUNTED, Norm
 from lipaudit.settings.option import Settings, option
 from lipaudit.settings.parsing import (
     Layers,
 )
+from lipaudit.tables.report import Layout
+from lipaudit.tables.trials import COUNTED, Norm
 from lipaudit.theory.policy import TOL
 from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 

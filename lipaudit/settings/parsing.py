@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 from lipaudit.errors import UsageError
-from lipaudit.results.trials import Radius, parse_budget, parse_radius
 from lipaudit.settings.option import INT64
+from lipaudit.tables.trials import Radius, parse_budget, parse_radius
 
 LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
 _TIME = r"(?:(\d+(?:\.\d+)?)%s)?"

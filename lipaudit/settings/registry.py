@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from lipaudit.results.columns import Column
-from lipaudit.results.plugins import entries
-from lipaudit.results.report import Layout
 from lipaudit.settings.attack import ATTACK
 from lipaudit.settings.attention import ATTENTION
 from lipaudit.settings.bounds import BOUNDS
@@ -17,6 +14,9 @@ from lipaudit.settings.certify import CERTIFY
 from lipaudit.settings.jacobian import JACOBIAN
 from lipaudit.settings.measure import MeasureOptions, MeasureRecord
 from lipaudit.settings.scaling import SCALING
+from lipaudit.tables.columns import Column
+from lipaudit.tables.plugins import entries
+from lipaudit.tables.report import Layout
 
 GROUP = "lipaudit.measures"
 

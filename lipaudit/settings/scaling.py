@@ -6,13 +6,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from lipaudit.results.bounds import catalogue
-from lipaudit.results.columns import Column, count_column, text_column
-from lipaudit.results.common import HEAD, NORM
-from lipaudit.results.report import Layout
 from lipaudit.settings.measure import MeasureOptions, MeasureRecord
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Layers, Lengths, Names, listed
+from lipaudit.tables.bounds import catalogue
+from lipaudit.tables.columns import Column, count_column, text_column
+from lipaudit.tables.common import HEAD, NORM
+from lipaudit.tables.report import Layout
 from lipaudit.theory.policy import TOL
 
 ScalingMode = Literal["real", "adversarial", "radius", "ascent", "split"]

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import lipaudit
 from lipaudit.cli.commands import build
 from lipaudit.errors import LipauditError, UsageError
-from lipaudit.results.trials import parse_radius
-from lipaudit.results.worst import worst
+from lipaudit.tables.trials import parse_radius
+from lipaudit.tables.worst import worst
 
 
 class Attention(nn.Module):

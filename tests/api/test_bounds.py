@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lipaudit
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.results.bounds import catalogue
+from lipaudit.tables.bounds import catalogue
 from lipaudit.theory.exact.head_norms import head_norms
 
 

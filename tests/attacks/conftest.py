@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from lipaudit.results.trials import parse_radius
+from lipaudit.tables.trials import parse_radius
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import pytest
 from lipaudit.attacks.kinds import ATTACKS
 from lipaudit.attacks.plan import read_plan
 from lipaudit.errors import UsageError
-from lipaudit.results.trials import parse_budget
 from lipaudit.settings import AttackOptions
+from lipaudit.tables.trials import parse_budget
 
 
 def keys(attack, radii="", **how):

@@ -14,7 +14,7 @@ from lipaudit.attacks.plan import (
     read_plan,
 )
 from lipaudit.errors import UsageError
-from lipaudit.results.trials import parse_radius
+from lipaudit.tables.trials import parse_radius
 
 
 def test_standard_is_the_reference_autoattack():

@@ -23,7 +23,7 @@ from lipaudit.attacks.text import (
     neighbours,
 )
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.results.trials import parse_radius
+from lipaudit.tables.trials import parse_radius
 
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
 LETTERS = "αβγδ"

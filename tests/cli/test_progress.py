@@ -8,8 +8,8 @@ from lipaudit.cli import progress
 from lipaudit.cli.progress import OnStderr
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.results import Note
 from lipaudit.settings import AttackOptions, RunOptions
+from lipaudit.tables import Note
 
 
 class Recorder(Observer):

@@ -29,8 +29,8 @@ from lipaudit.measures import MEASURES
 from lipaudit.measures.by_layer import HeadName
 from lipaudit.measures.measure import Part, sample_ids
 from lipaudit.models.sources.loading import load_net
-from lipaudit.results import Note
 from lipaudit.settings import option_types
+from lipaudit.tables import Note
 from tests import processes
 
 ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "130", "--steps", "30")

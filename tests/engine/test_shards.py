@@ -26,9 +26,9 @@ from lipaudit.measures import MEASURES
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.sources.loading import load_net
 from lipaudit.report import render
-from lipaudit.results import Report
 from lipaudit.schema import dumps, load, loads
 from lipaudit.settings import AttentionOptions, JacobianOptions
+from lipaudit.tables import Report
 from tests.simulated.conftest import MODELS, samples
 
 AUDIT = ("audit", "demo", "--only", "bounds,attention", "-n", "9", "--batch-size", "8")

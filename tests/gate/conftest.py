@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from lipaudit.results import Array, Data, Model, Report, Run
 from lipaudit.settings import ATTACK_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, layouts
+from lipaudit.tables import Array, Data, Model, Report, Run
 
 
 def sample_ids(count, start=0):

@@ -12,8 +12,8 @@ from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError
 from lipaudit.gate import judge, load_baseline, parse_rule
 from lipaudit.report import of_judgement, render
-from lipaudit.results import Note
-from lipaudit.results.report import SCHEMA_VERSION
+from lipaudit.tables import Note
+from lipaudit.tables.report import SCHEMA_VERSION
 
 NORMS = np.random.default_rng(0).lognormal(0, 0.5, 64)
 EXACT = np.random.default_rng(1).lognormal(0, 0.3, (4, 8))

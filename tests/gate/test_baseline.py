@@ -11,7 +11,7 @@ from lipaudit import schema
 from lipaudit.cli.commands import build
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate import find_problems, judge, load_baseline, promote
-from lipaudit.results import Array
+from lipaudit.tables import Array
 
 EXACT = np.random.default_rng(1).lognormal(0, 0.3, (144, 8))
 ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]

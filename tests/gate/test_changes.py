@@ -11,9 +11,9 @@ from lipaudit.gate import compare
 from lipaudit.gate.changes import compute_head_changes
 from lipaudit.gate.comparable import require_same_conditions
 from lipaudit.gate.contrasts import TOLERANCE
-from lipaudit.results import Array
-from lipaudit.results.report import Failure
 from lipaudit.settings import ATTENTION_TABLE, CERTIFY_TABLE, layouts
+from lipaudit.tables import Array
+from lipaudit.tables.report import Failure
 
 RNG = np.random.default_rng(33)
 EXACT = RNG.lognormal(0, 0.3, (6, 8))

@@ -5,8 +5,8 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import judge, parse_rule
-from lipaudit.results import Note
 from lipaudit.settings import BALLS_TABLE, layouts
+from lipaudit.tables import Note
 
 RNG = np.random.default_rng(11)
 EXACT = RNG.lognormal(0, 0.3, (12, 8))  # 6 layers of 2 heads, 8 samples

@@ -11,9 +11,9 @@ from scipy import stats
 from lipaudit.errors import UsageError
 from lipaudit.gate import rank
 from lipaudit.gate.statistics import judge_share
-from lipaudit.results.figures import median_limits, wilson
-from lipaudit.results.report import Failure
 from lipaudit.settings import layouts
+from lipaudit.tables.figures import median_limits, wilson
+from lipaudit.tables.report import Failure
 
 RNG = np.random.default_rng(5)
 HALF = np.r_[np.ones(64, int), np.zeros(64, int)]

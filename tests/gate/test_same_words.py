@@ -6,9 +6,9 @@ from scipy import stats
 
 from lipaudit.gate import compare, judge, parse_rule
 from lipaudit.report.page import samples
-from lipaudit.results import Array
-from lipaudit.results.figures import wilson
 from lipaudit.settings import ATTENTION_TABLE, layouts
+from lipaudit.tables import Array
+from lipaudit.tables.figures import wilson
 
 NORMS = np.random.default_rng(5).lognormal(0, 0.4, 64)
 NOISE = np.random.default_rng(6).normal(0, 0.05, 64)

@@ -9,10 +9,10 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
-from lipaudit.results import Column, Layout
-from lipaudit.results.columns import count_column, text_column
-from lipaudit.results.common import HEAD
 from lipaudit.settings import layouts
+from lipaudit.tables import Column, Layout
+from lipaudit.tables.columns import count_column, text_column
+from lipaudit.tables.common import HEAD
 from tests.strangers import register
 from tests.strangers import registry as registry
 

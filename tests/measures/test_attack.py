@@ -16,7 +16,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import AttackOptions, adversarial_examples, measure, summarise
 from lipaudit.measures.measure import Part
 from lipaudit.models.sources.loading import load_net
-from lipaudit.results.figures import wilson
+from lipaudit.tables.figures import wilson
 
 
 @pytest.fixture(scope="module")

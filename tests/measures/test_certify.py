@@ -25,8 +25,8 @@ from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate, require_room, require_rules
 from lipaudit.models.sources.own import borrow
 from lipaudit.models.sources.spec import LoadOptions
-from lipaudit.results import Note
 from lipaudit.settings import CertifyOptions
+from lipaudit.tables import Note
 from tests.simulated.conftest import MODELS
 
 SHAPE = (1, 3, 4)

@@ -20,7 +20,7 @@ from lipaudit.measures.measure import Part
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
-from lipaudit.results import Data, Model, Report, Run
+from lipaudit.tables import Data, Model, Report, Run
 
 
 def test_blocks_are_measured_beside_the_model():

@@ -23,8 +23,8 @@ from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
-from lipaudit.results.worst import worst
 from lipaudit.settings import AttackOptions, AttentionOptions, RunOptions
+from lipaudit.tables.worst import worst
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very", "##s"]
 TEXTS = ["a good film", "very very bad films", "bad", "a film a very good film", "films"]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lipaudit import schema
-from lipaudit.results import Report
+from lipaudit.tables import Report
 
 
 class Classifier(nn.Module):

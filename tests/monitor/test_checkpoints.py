@@ -19,7 +19,7 @@ from lipaudit.measures import MEASURES
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.saving import save_net
 from lipaudit.monitor.checkpoints import checkpoints, read_step
-from lipaudit.results import Report
+from lipaudit.tables import Report
 from tests.monitor.conftest import median
 from tests.monitor.conftest import reports as watched
 

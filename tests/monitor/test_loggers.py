@@ -11,7 +11,7 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.monitor.loggers import LOGGERS, collect_figures, loggers
-from lipaudit.results.summary import summary
+from lipaudit.tables.summary import summary
 from tests.report.conftest import make_report
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
 from lipaudit.models.sources.loading import load_net
-from lipaudit.results import Report
+from lipaudit.tables import Report
 from lipaudit.train.record import TrainingRecord
 from tests.monitor.conftest import reports
 

@@ -16,7 +16,7 @@ import lipaudit
 from lipaudit.errors import InputError, LipauditError
 from lipaudit.measures import MEASURES
 from lipaudit.monitor import watching
-from lipaudit.results.summary import summary
+from lipaudit.tables.summary import summary
 from tests.monitor.conftest import median, reports, trained
 
 CHEAP = {"measures": ["jacobian"], "samples": 4}

@@ -7,8 +7,6 @@ import pytest
 
 from lipaudit.report import html, of_reports, render
 from lipaudit.report.page.document import make_page
-from lipaudit.results import Array, Data, Model, Note, Report, Row, Run, Section
-from lipaudit.results.report import Shard
 from lipaudit.settings import (
     ATTACK_TABLE,
     ATTENTION_TABLE,
@@ -23,6 +21,8 @@ from lipaudit.settings import (
     SPLITS_TABLE,
     layouts,
 )
+from lipaudit.tables import Array, Data, Model, Note, Report, Row, Run, Section
+from lipaudit.tables.report import Shard
 
 HOSTILE = "<script>alert(1)</script>"
 IDS = tuple(f"{index:02x}" * 8 for index in range(24))

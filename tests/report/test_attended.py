@@ -16,9 +16,9 @@ from lipaudit.report.blocks import Passage
 from lipaudit.report.charts import draw_png, draw_svg
 from lipaudit.report.page.attention import draw_attention
 from lipaudit.report.pictures import Curve, Density
-from lipaudit.results import Array, Section
-from lipaudit.results.report import Attended
 from lipaudit.settings import layouts
+from lipaudit.tables import Array, Section
+from lipaudit.tables.report import Attended
 from tests.report.conftest import keep
 
 P = np.array([[0.5, 0.25, 0.125, 0.125, 0.0], [0.2, 0.2, 0.2, 0.2, 0.2], *np.eye(5)[2:]])

@@ -15,7 +15,7 @@ from lipaudit.report.pictures import (
     Scatter,
     Series,
 )
-from lipaudit.results import Column
+from lipaudit.tables import Column
 from tests.report import chromium
 
 pytestmark = pytest.mark.skipif(

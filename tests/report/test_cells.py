@@ -5,8 +5,8 @@ import math
 import pytest
 
 from lipaudit.report import cells
-from lipaudit.results import Column
 from lipaudit.settings import layouts
+from lipaudit.tables import Column
 
 
 def column(**how: object) -> Column:

@@ -24,7 +24,7 @@ from lipaudit.report.pictures import (
     Series,
     describe,
 )
-from lipaudit.results import Column
+from lipaudit.tables import Column
 
 X = Column(label="||x||", meaning="", format=".3g")
 COUNT = Column(label="n", meaning="", format="d")

@@ -17,7 +17,7 @@ from lipaudit.report.blocks import Table
 from lipaudit.report.page.comparison import format_change_limits
 from lipaudit.report.page.scorecard import make_scorecard
 from lipaudit.report.pictures import Heatmap, Scatter
-from lipaudit.results import Array
+from lipaudit.tables import Array
 from tests.report.conftest import keep, rename
 
 HEADS = 12

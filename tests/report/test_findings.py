@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from lipaudit.report.page.findings import compute_spearman, diagnose
-from lipaudit.results import Report
+from lipaudit.tables import Report
 from tests.report.conftest import keep
 
 pairs = st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 1)), min_size=8, max_size=40)

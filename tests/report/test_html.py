@@ -13,9 +13,9 @@ import pytest
 
 from lipaudit.report import html
 from lipaudit.report.page.document import make_page
-from lipaudit.results import Array
-from lipaudit.results.report import Example
-from lipaudit.results.worst import worst
+from lipaudit.tables import Array
+from lipaudit.tables.report import Example
+from lipaudit.tables.worst import worst
 from tests.report.conftest import keep
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}

@@ -10,7 +10,7 @@ from lipaudit.gate import compare
 from lipaudit.report import latex, of_comparison, render
 from lipaudit.report.blocks import Chapter, Document, Table
 from lipaudit.report.pictures import Heatmap
-from lipaudit.results import Column
+from lipaudit.tables import Column
 from tests.report.conftest import rename
 
 NAME = Column(label="name", meaning="", format="s")

@@ -8,7 +8,7 @@ from lipaudit.gate import compare, judge
 from lipaudit.report import of_comparison, of_judgement, of_reports, render
 from lipaudit.report.page.document import make_page
 from lipaudit.report.page.facts import merge_notes
-from lipaudit.results import Note
+from lipaudit.tables import Note
 from tests.report.conftest import keep
 
 PAGES = ("table", "markdown", "html")

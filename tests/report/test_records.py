@@ -12,7 +12,7 @@ import pytest
 from lipaudit import schema
 from lipaudit.gate import rank
 from lipaudit.report import of_reports, records, render
-from lipaudit.results import Section
+from lipaudit.tables import Section
 from tests.report.conftest import keep, rename
 
 

@@ -20,8 +20,8 @@ from lipaudit.report.pictures import (
     Histogram,
     Scatter,
 )
-from lipaudit.results import Array, model_labels
 from lipaudit.settings import layouts
+from lipaudit.tables import Array, model_labels
 from tests.report.conftest import keep
 
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)

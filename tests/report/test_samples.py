@@ -15,10 +15,10 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.report import of_sample, render, terminal
 from lipaudit.report.page import samples
 from lipaudit.report.page.document import make_page
-from lipaudit.results.report import Example, Gradient
-from lipaudit.results.samples import FLAGS
-from lipaudit.results.worst import worst
 from lipaudit.settings import layouts
+from lipaudit.tables.report import Example, Gradient
+from lipaudit.tables.samples import FLAGS
+from lipaudit.tables.worst import worst
 from tests.report.conftest import IDS, NORMS, keep, shard_of, swap
 
 ATTACKS = "Which attacks succeed?"

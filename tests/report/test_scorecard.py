@@ -16,9 +16,9 @@ from lipaudit.report import of_judgement, of_reports, render
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.document import make_page, make_screen
 from lipaudit.report.page.scorecard import make_scorecard
-from lipaudit.results.figures import median_limits, wilson
-from lipaudit.results.summary import summary
 from lipaudit.settings import ATTENTION_TABLE, CERTIFY_TABLE, layouts
+from lipaudit.tables.figures import median_limits, wilson
+from lipaudit.tables.summary import summary
 from tests.report.conftest import keep
 
 

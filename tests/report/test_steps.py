@@ -8,8 +8,8 @@ from lipaudit.cli.commands import build
 from lipaudit.report import terminal
 from lipaudit.report.page.document import make_page
 from lipaudit.report.page.scorecard import make_scorecard
-from lipaudit.results import Note
-from lipaudit.results.worst import worst
+from lipaudit.tables import Note
+from lipaudit.tables.worst import worst
 from tests.report.conftest import keep
 
 

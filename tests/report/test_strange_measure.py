@@ -12,9 +12,9 @@ from lipaudit.report import RENDERERS, of_comparison, of_reports, render
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.document import compare_sections, show_section
 from lipaudit.report.pictures import Heatmap, Histogram
-from lipaudit.results import Column, Layout, Note
-from lipaudit.results.columns import count_column, text_column
-from lipaudit.results.common import HEAD
+from lipaudit.tables import Column, Layout, Note
+from lipaudit.tables.columns import count_column, text_column
+from lipaudit.tables.common import HEAD
 from tests.report.conftest import keep
 from tests.strangers import register
 from tests.strangers import registry as registry

@@ -17,11 +17,11 @@ from lipaudit.gate.verdicts import VerdictStatus
 from lipaudit.report import of_comparison, of_judgement, topics
 from lipaudit.report.cells import describe_standing, list_footnotes, write_math
 from lipaudit.report.page.document import make_page
-from lipaudit.results import Column
-from lipaudit.results.bounds import catalogue
-from lipaudit.results.columns import Status
-from lipaudit.results.trials import Norm
 from lipaudit.settings import Recipe, RunOptions, layouts, measures, option_types
+from lipaudit.tables import Column
+from lipaudit.tables.bounds import catalogue
+from lipaudit.tables.columns import Status
+from lipaudit.tables.trials import Norm
 
 
 def unexplained(names) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipaudit.models.attention.observe.trace import Place
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 _TOP_K = (torch.topk, Tensor.topk)
 _LARGEST = (torch.argmax, Tensor.argmax)

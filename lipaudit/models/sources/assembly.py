@@ -32,7 +32,7 @@ from lipaudit.models.sources.weights import (
     note_half_precision,
     require_finite_weights,
 )
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 Call = Callable[[Tensor, Tensor | None], Any]
 

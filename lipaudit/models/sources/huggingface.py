@@ -35,8 +35,8 @@ from lipaudit.models.sources.weights import (
     list_weight_files,
     note_half_precision,
 )
-from lipaudit.results import Note
 from lipaudit.schema import read_json
+from lipaudit.tables import Note
 
 SETTINGS = (".json", ".txt", ".model")
 POOLING = "1_Pooling/config.json"

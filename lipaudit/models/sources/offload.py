@@ -27,8 +27,8 @@ from lipaudit.errors import (
     suggestion,
 )
 from lipaudit.models.sources.weights import few
-from lipaudit.results import Note
 from lipaudit.schema import read_json
+from lipaudit.tables import Note
 
 PLANNED = ("auto", "balanced")
 """What Accelerate plans; today it makes no difference between the two."""

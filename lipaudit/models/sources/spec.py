@@ -15,7 +15,7 @@ from lipaudit.data.hub import Commit
 from lipaudit.data.samples import warning
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Kind, NextToken
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 RANDOM = warning(
     "random-weights",

@@ -40,7 +40,7 @@ from lipaudit.models.sources.weights import (
     read_weights,
     strip_prefix,
 )
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 DEFAULT_NORMALISATION = warning(
     "default-normalisation",

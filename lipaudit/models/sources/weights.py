@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lipaudit.data.samples import remark
 from lipaudit.errors import InputError, explain_failure, first_line, out_of_memory
-from lipaudit.results import Note
+from lipaudit.tables import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 PREFERRED = (

@@ -8,8 +8,8 @@ from dataclasses import replace
 from lipaudit.report.blocks import Passage
 from lipaudit.report.page.views import Sections, find_columns
 from lipaudit.report.pictures import Curve, Density, Histogram, Series
-from lipaudit.results import Array, Column, Section
-from lipaudit.results.report import Attended
+from lipaudit.tables import Array, Column, Section
+from lipaudit.tables.report import Attended
 
 COUNT = Column(label="rows", meaning="Attention rows.", format="d")
 KEY = Column(label="key", meaning="Position of the key.", format="d")

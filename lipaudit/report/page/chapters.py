@@ -30,10 +30,10 @@ from lipaudit.report.page.views import (
     view_unknown,
 )
 from lipaudit.report.pictures import Curve, Scatter, Series
-from lipaudit.results import Column, Row
-from lipaudit.results.bounds import ranked
-from lipaudit.results.figures import finite, log10_ratio, order
-from lipaudit.results.trials import COSTS, WORST
+from lipaudit.tables import Column, Row
+from lipaudit.tables.bounds import ranked
+from lipaudit.tables.figures import finite, log10_ratio, order
+from lipaudit.tables.trials import COSTS, WORST
 
 
 @dataclass(frozen=True)

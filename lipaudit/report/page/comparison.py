@@ -29,10 +29,10 @@ from lipaudit.report.page.samples import SAMPLE, add_places
 from lipaudit.report.page.scorecard import name_accuracy
 from lipaudit.report.page.views import FIT, HEAD, TOP, map_heads
 from lipaudit.report.pictures import Heatmap, Scatter, Series
-from lipaudit.results import Column, Note, Report
-from lipaudit.results.summary import KINDS
-from lipaudit.results.trials import TrialKey
 from lipaudit.settings.registry import find_column
+from lipaudit.tables import Column, Note, Report
+from lipaudit.tables.summary import KINDS
+from lipaudit.tables.trials import TrialKey
 
 MORE = (
     "--details prints all figures, samples and heads; lipaudit explain WORD says what a word "

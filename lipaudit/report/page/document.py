@@ -26,8 +26,8 @@ from lipaudit.report.page.samples import has_ranking, show_worst
 from lipaudit.report.page.scorecard import make_scorecard, suggest_steps, write_answer
 from lipaudit.report.page.views import list_all_rows
 from lipaudit.report.pictures import Scatter
-from lipaudit.results import Column, Note, Report, Section, model_labels
-from lipaudit.results.summary import summary
+from lipaudit.tables import Column, Note, Report, Section, model_labels
+from lipaudit.tables.summary import summary
 
 SEED = "seed"
 """A setting of the run, which is among the facts of the page."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lipaudit.results import Note, Report
-from lipaudit.results.summary import shared, summary
+from lipaudit.tables import Note, Report
+from lipaudit.tables.summary import shared, summary
 
 CHARACTERS = 12
 """Characters of a sample's id that are written: enough to tell samples apart."""

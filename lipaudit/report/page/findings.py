@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import correlation
 
-from lipaudit.results import Report, Section
-from lipaudit.results.figures import Z95, finite, order
-from lipaudit.results.report import rows_of
-from lipaudit.results.trials import WORST, TrialKey, parse_column
+from lipaudit.tables import Report, Section
+from lipaudit.tables.figures import Z95, finite, order
+from lipaudit.tables.report import rows_of
+from lipaudit.tables.trials import WORST, TrialKey, parse_column
 
 # Rank correlation
 

@@ -20,7 +20,7 @@ from lipaudit.report.blocks import (
     Table,
 )
 from lipaudit.report.page.facts import CHARACTERS
-from lipaudit.results import Column, Note
+from lipaudit.tables import Column, Note
 
 MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
 GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]

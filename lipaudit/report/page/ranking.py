@@ -20,9 +20,9 @@ from lipaudit.report.blocks import (
 from lipaudit.report.cells import format_significant, format_value, format_with_limits
 from lipaudit.report.page.scorecard import make_scorecard, name_accuracy
 from lipaudit.report.page.views import MODEL
-from lipaudit.results import Column, Report
-from lipaudit.results.summary import KINDS
 from lipaudit.settings import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE
+from lipaudit.tables import Column, Report
+from lipaudit.tables.summary import KINDS
 
 RANK = Column("rank", "1, or the place by the figure of what is behind.", format="d", domain="")
 OUTCOME = Column("outcome", "What the paired samples show against the best.", format="s")

@@ -33,13 +33,13 @@ from lipaudit.report.page.facts import (
     list_leading_notes,
     name_sample,
 )
-from lipaudit.results import Column, Report
-from lipaudit.results.figures import finite, middle, order, wilson
-from lipaudit.results.report import Example
-from lipaudit.results.samples import FLAGS, is_repeat
-from lipaudit.results.trials import TrialKey, parse_column
-from lipaudit.results.worst import SHOWN as MOST
-from lipaudit.results.worst import broken, worst
+from lipaudit.tables import Column, Report
+from lipaudit.tables.figures import finite, middle, order, wilson
+from lipaudit.tables.report import Example
+from lipaudit.tables.samples import FLAGS, is_repeat
+from lipaudit.tables.trials import TrialKey, parse_column
+from lipaudit.tables.worst import SHOWN as MOST
+from lipaudit.tables.worst import broken, worst
 
 SAMPLE = Column(label="sample", meaning="Sample id.", format="s")
 PLACE = Column(label="place", meaning="Where the sample is found in the data.", format="s")

@@ -18,11 +18,11 @@ from lipaudit.report.page.facts import (
     find_places,
     name_sample,
 )
-from lipaudit.results import Column, Report
-from lipaudit.results.figures import order
-from lipaudit.results.summary import KINDS, Accuracy, Summary, summary
-from lipaudit.results.worst import worst
 from lipaudit.settings import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, RADII_TABLE
+from lipaudit.tables import Column, Report
+from lipaudit.tables.figures import order
+from lipaudit.tables.summary import KINDS, Accuracy, Summary, summary
+from lipaudit.tables.worst import worst
 
 FEWEST = 20
 """With fewer samples the 95th percentile is between the two largest norms, and is not shown."""

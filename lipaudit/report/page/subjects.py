@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lipaudit.gate import Comparison, Judgement
     from lipaudit.report.blocks import Document
     from lipaudit.report.pictures import Picture
-    from lipaudit.results import Report
+    from lipaudit.tables import Report
 
 RANKED: frozenset[Form] = frozenset({"page", "record", "frame"})
 """The forms of several reports."""
@@ -86,7 +86,7 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
         UsageError: it has none of that name, or several.
     """
     from lipaudit.report.page import samples
-    from lipaudit.results.worst import worst
+    from lipaudit.tables.worst import worst
 
     if sample is None:
         page = samples.make_overview(report, name)

@@ -13,10 +13,10 @@ from typing import Any
 from lipaudit.report.blocks import Block, Table, make_table
 from lipaudit.report.cells import UNMEASURED, format_value, format_with_limits, write_math
 from lipaudit.report.pictures import Heatmap, Histogram, Scatter, Series
-from lipaudit.results import Column, Row, Section
-from lipaudit.results.columns import naming
-from lipaudit.results.figures import finite, order
-from lipaudit.results.report import is_of_heads
+from lipaudit.tables import Column, Row, Section
+from lipaudit.tables.columns import naming
+from lipaudit.tables.figures import finite, order
+from lipaudit.tables.report import is_of_heads
 
 Sections = Mapping[str, Section]
 View = Callable[[Sections], Iterable[Block]]

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine
-from lipaudit.results.bounds import Bound, catalogue, remedy
+from lipaudit.tables.bounds import Bound, catalogue, remedy
 from lipaudit.theory.bounds.castin import castin
 from lipaudit.theory.bounds.hu import hu
 from lipaudit.theory.bounds.ingredients import (

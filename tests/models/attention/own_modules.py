@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lipaudit
 from lipaudit.errors import LipauditError
-from lipaudit.results import Report, Row
+from lipaudit.tables import Report, Row
 from lipaudit.theory.bounds.head_bounds import BOUNDS
 
 TOKENS, WIDTH, HEADS = 5, 8, 2

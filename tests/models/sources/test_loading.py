@@ -75,7 +75,7 @@ def test_a_demo_is_as_good_as_its_file_says(name):
 def test_the_robust_demo_stands_what_the_standard_one_does_not():
     from lipaudit.attacks.evaluate import evaluate
     from lipaudit.attacks.plan import read_plan
-    from lipaudit.results.trials import parse_radius
+    from lipaudit.tables.trials import parse_radius
 
     left = {}
     for name in ("standard", "robust"):

@@ -1,6 +1,6 @@
 """A bound of one's own: its record. What it is computed with is imported when it is computed."""
 
-from lipaudit.results.bounds import Bound
+from lipaudit.tables.bounds import Bound
 
 FROBENIUS = Bound(
     name="frobenius",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lipaudit.results import Column, Layout
 from lipaudit.settings import MeasureOptions, MeasureRecord, option
+from lipaudit.tables import Column, Layout
 
 TABLE = Layout(
     name="confidence",

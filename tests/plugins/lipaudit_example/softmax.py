@@ -10,7 +10,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.measures import Measure, Part
 from lipaudit.measures.measure import join_parts, sample_ids
 from lipaudit.models.net import Net
-from lipaudit.results import Section
+from lipaudit.tables import Section
 from lipaudit_example.measures import TABLE, ConfidenceOptions
 
 

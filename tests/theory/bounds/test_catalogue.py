@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lipaudit.errors import EvaluationError, LipauditError, UsageError
-from lipaudit.results.bounds import OWN, Bound
+from lipaudit.tables.bounds import OWN, Bound
 from lipaudit.theory.bounds.head_bounds import BOUNDS, separate_bounds
 
 WORDS = dict.fromkeys(("label", "meaning", "formula", "source", "explanation"), "x")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lipaudit.results.report import Data, Model, Report, Run
-from lipaudit.results.summary import summary
-from lipaudit.results.trials import parse_column
-from lipaudit.results.worst import contradictions
 from lipaudit.settings import layouts
+from lipaudit.tables.report import Data, Model, Report, Run
+from lipaudit.tables.summary import summary
+from lipaudit.tables.trials import parse_column
+from lipaudit.tables.worst import contradictions
 
 IDS = ("aa", "bb")
 RUN = Run(
@@ -88,7 +88,7 @@ def test_names_of_columns_are_read_once_however_many_samples_there_are(certified
         reads.append(name)
         return parse_column(name)
 
-    monkeypatch.setattr("lipaudit.results.worst.parse_column", counted)
+    monkeypatch.setattr("lipaudit.tables.worst.parse_column", counted)
     counts = []
     for samples in (2, 200):
         columns = {

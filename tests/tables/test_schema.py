@@ -10,7 +10,7 @@ import pytest
 import lipaudit
 from lipaudit import schema
 from lipaudit.errors import InputError
-from lipaudit.results.summary import summary
+from lipaudit.tables.summary import summary
 
 OLD = sorted((Path(__file__).parent / "reports").glob("*.json"))
 """Reports as version 1.1 wrote them: of every measure, of plug-ins, and shards."""

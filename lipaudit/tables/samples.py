@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lipaudit.results.columns import Column
+from lipaudit.tables.columns import Column
 
 FLAGS = frozenset({"certified", "complete", "converged", "correct", "robust"})
 """Per-sample columns that say yes or no, as true and false or as 1 and 0."""

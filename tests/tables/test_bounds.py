@@ -17,9 +17,9 @@ from lipaudit.report.blocks import Table
 from lipaudit.report.cells import STATUS, write_math
 from lipaudit.report.page.document import show_section
 from lipaudit.report.pictures import Scatter
-from lipaudit.results import Section
-from lipaudit.results.bounds import AT_X, EVERYWHERE, OWN, Bound, catalogue, ranked
 from lipaudit.settings import BOUNDS_TABLE, FITS_TABLE, SCALING_TABLE, layouts
+from lipaudit.tables import Section
+from lipaudit.tables.bounds import AT_X, EVERYWHERE, OWN, Bound, catalogue, ranked
 from lipaudit.theory.bounds.head_bounds import BOUNDS
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/reading-a-report.md"

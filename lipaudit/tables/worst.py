@@ -8,9 +8,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from lipaudit.results.figures import finite, order
-from lipaudit.results.report import Report, Section
-from lipaudit.results.trials import Radius, TrialKey, parse_column
+from lipaudit.tables.figures import finite, order
+from lipaudit.tables.report import Report, Section
+from lipaudit.tables.trials import Radius, TrialKey, parse_column
 
 SHOWN = 10
 """How many samples are shown of all."""

@@ -135,7 +135,7 @@ def test_our_tests_of_bounds_take_the_plugin_in():
 
 
 RECORD = """
-from lipaudit.results.bounds import Bound
+from lipaudit.tables.bounds import Bound
 words = dict.fromkeys(("label", "meaning", "formula", "source", "explanation"), "x")
 RECORD = Bound(name={name!r}, function={function!r}, **words)
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from lipaudit.results.columns import Array, Row
+from lipaudit.tables.columns import Array, Row
 
 SHAPES: Mapping[str, tuple[int | None, ...]] = {
     "map": (None, None),

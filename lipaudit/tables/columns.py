@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from lipaudit.errors import LipauditError
-from lipaudit.results.trials import TrialKey, parse_radius
+from lipaudit.tables.trials import TrialKey, parse_radius
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,9 +13,9 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
-from lipaudit.results.columns import Better, Column, Reduction
-from lipaudit.results.common import HEAD_NORMS
-from lipaudit.results.plugins import entries
+from lipaudit.tables.columns import Better, Column, Reduction
+from lipaudit.tables.common import HEAD_NORMS
+from lipaudit.tables.plugins import entries
 
 GROUP = "lipaudit.bounds"
 AT_X = "at X"

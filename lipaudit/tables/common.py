@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lipaudit.results.columns import Column, Reduction, count_column, text_column
+from lipaudit.tables.columns import Column, Reduction, count_column, text_column
 
 PROVEN = (
     "With probability 0.999 the norm is at most this share above what is given (largest over the "

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lipaudit.errors import UsageError
-from lipaudit.results.plugins import entries
+from lipaudit.tables.plugins import entries
 
 GROUP = "lipaudit.numbers"
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from lipaudit.results.bounds import ranked
-from lipaudit.results.columns import Row
-from lipaudit.results.figures import (
+from lipaudit.tables.bounds import ranked
+from lipaudit.tables.columns import Row
+from lipaudit.tables.figures import (
     finite,
     largest,
     log10_ratio,
@@ -18,9 +18,9 @@ from lipaudit.results.figures import (
     order,
     wilson,
 )
-from lipaudit.results.report import Note, Report, Section, rows_of
-from lipaudit.results.samples import is_repeat
-from lipaudit.results.summary.records import (
+from lipaudit.tables.report import Note, Report, Section, rows_of
+from lipaudit.tables.samples import is_repeat
+from lipaudit.tables.summary.records import (
     Accuracy,
     Fragile,
     Head,
@@ -31,8 +31,8 @@ from lipaudit.results.summary.records import (
     Tightness,
     Warned,
 )
-from lipaudit.results.trials import WORST, parse_radius
-from lipaudit.results.worst import contradictions
+from lipaudit.tables.trials import WORST, parse_radius
+from lipaudit.tables.worst import contradictions
 
 STEEPEST = 3
 """How many heads are named."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lipaudit.results.columns import Float, Frozen, Status
-from lipaudit.results.common import ACCURACY, CERTIFIED_SHARE
+from lipaudit.tables.columns import Float, Frozen, Status
+from lipaudit.tables.common import ACCURACY, CERTIFIED_SHARE
 
 KINDS = {
     "clean": ("clean accuracy", ACCURACY["clean"]),

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
-from lipaudit.results import Column
-from lipaudit.results.trials import Radius, TrialKey, parse_column, parse_radius
 from lipaudit.settings import ATTACK_TABLE, layouts
+from lipaudit.tables import Column
+from lipaudit.tables.trials import Radius, TrialKey, parse_column, parse_radius
 
 
 @pytest.mark.parametrize(

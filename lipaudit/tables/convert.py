@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lipaudit.results.columns import NON_FINITE
-from lipaudit.results.report import Layout
+from lipaudit.tables.columns import NON_FINITE
+from lipaudit.tables.report import Layout
 
 
 def complete(document: dict[str, Any], layouts: Mapping[str, Layout]) -> None:

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from lipaudit.results.columns import (
+from lipaudit.tables.columns import (
     Array,
     Cell,
     Column,
@@ -28,9 +28,9 @@ from lipaudit.results.columns import (
     Rows,
     make_row,
 )
-from lipaudit.results.figures import require_drawable
-from lipaudit.results.samples import require_flags
-from lipaudit.results.trials import parse_column
+from lipaudit.tables.figures import require_drawable
+from lipaudit.tables.samples import require_flags
+from lipaudit.tables.trials import parse_column
 
 SCHEMA_VERSION = "2.0"
 

@@ -7,7 +7,16 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from lipaudit.report.blocks import Block, Chapter, Document, Facts, Notes, Paragraph, make_table
+from lipaudit.report.blocks import (
+    Block,
+    Chapter,
+    Document,
+    Facts,
+    Notes,
+    Paragraph,
+    Table,
+    make_table,
+)
 from lipaudit.report.cells import LIMITS, STATUS, write_math
 from lipaudit.report.glossary import ATTACKS, NORMS, WORDS
 from lipaudit.report.page.chapters import find_plan
@@ -240,14 +249,14 @@ def _show_several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Documen
         title = next(iter(sections.values())).title
         folded = bool(chapters) and measure not in OPEN
         chapters.append(Chapter(measure, find_plan(measure, title).question, blocks, folded))
-    cards = (tabulate_scorecards(names, reports),)
+    cards, audited = (tabulate_scorecards(names, reports),), _tabulate_models(names, reports)
     return replace(
         _start_several(reports),
         chapters=(
             *lead,
             Chapter("scorecards", "How do the scorecards compare?", cards),
             *chapters,
-            Chapter("models", "What was audited?", (_tabulate_models(names, reports),)),
+            *([Chapter("models", "What was audited?", (audited,))] if audited.rows else []),
             _explain_page(*reports),
         ),
     )
@@ -278,7 +287,7 @@ def _list_common_facts(reports: Sequence[Report]) -> tuple[tuple[str, str], ...]
     return tuple(fact for fact in first if all(fact in each for each in others))
 
 
-def _tabulate_models(names: Sequence[str], reports: Sequence[Report]) -> Block:
+def _tabulate_models(names: Sequence[str], reports: Sequence[Report]) -> Table:
     alike = _list_common_facts(reports)
     known = [dict(fact for fact in list_facts(report) if fact not in alike) for report in reports]
     keys = list(dict.fromkeys(name for each in known for name in each))

@@ -363,7 +363,7 @@ def test_several_models_get_a_report_each_and_are_ranked(module):
     assert numbers(reports[1]) == numbers(alone)
     ranking = lipaudit.rank(reports)
     assert [model.model for model in ranking.models] == names
-    assert b"Ranking" in lipaudit.render(reports, "html")
+    assert b"side by side" in lipaudit.render(reports, "html")
     x = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     both = lipaudit.audit([module, module], "jacobian", data=x)
     assert numbers(both[0]) == numbers(both[1])

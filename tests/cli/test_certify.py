@@ -189,7 +189,10 @@ def test_from_python_an_audit_certifies_what_it_attacks():
     [
         ((), "no time limit (default), 60,000 parts of a ball (default)"),
         (("--nodes", "7"), "no time limit (default), 7 parts of a ball (--nodes)"),
-        (("--seconds", "9"), "9 s (--seconds), no limit of parts of a ball"),
+        (
+            ("--seconds", "9"),
+            "9 s (--seconds), no limit of parts of a ball (default beside --seconds)",
+        ),
         (("--seconds", "9", "--nodes", "7"), "9 s (--seconds), 7 parts of a ball (--nodes)"),
     ],
 )

@@ -368,7 +368,7 @@ def test_a_judgement_of_nothing_is_strict_json(report, jacobian):
         lambda text: text[: len(text) // 2],
         lambda text: "",
         lambda text: "[1, 2]",
-        lambda text: text.replace(f'"{SCHEMA_VERSION}"', '"2.0"', 1),
+        lambda text: text.replace(f'"{SCHEMA_VERSION}"', '"3.0"', 1),
         lambda text: text.replace('"lipaudit.report"', '"other.report"', 1),
         lambda text: text.replace('"sections"', '"sektions"', 1),
         lambda text: text.replace('"norm": [', '"norm": [1.0, ', 1),

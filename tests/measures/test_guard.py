@@ -12,6 +12,7 @@ from lipaudit.measures import balls, bounds
 from lipaudit.measures.measure import seed_of
 from lipaudit.models.sources.loading import load_net
 from lipaudit.theory.bounds import head_bounds as theory
+from lipaudit.theory.bounds import ingredients
 from lipaudit.theory.bounds.head_bounds import BOUNDS
 from lipaudit.theory.exact.head_norms import head_norms
 
@@ -155,7 +156,7 @@ def test_a_layer_above_the_sum_of_its_heads_ends_the_run(demo, monkeypatch):
 def test_ties_lost_by_rounding_would_not_pass_unseen(demo, monkeypatch):
     """The fault that once printed bounds of 1.29 for a norm of 10.7, put back."""
     zeros = lambda p: (p.amax((-2, -1)) * 0, p.amax((-2, -1)) * 0)  # noqa: E731
-    monkeypatch.setattr(theory, "row_maxima", zeros)
+    monkeypatch.setattr(ingredients, "row_maxima", zeros)
     with pytest.raises(EvaluationError, match="below the exact norm"):
         list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
 

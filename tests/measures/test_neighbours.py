@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lipaudit.data.batch import Share
-from lipaudit.engine.execute import Observer, Task, execute
+from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.engine.shards import merge
 from lipaudit.errors import InputError
@@ -66,9 +66,12 @@ def figures(folder, data: str, name: str) -> dict[str, dict[str, np.ndarray]]:
     """Return every figure of every sample, as a run computes it, by the ids of the samples."""
     run = RunOptions(data=data, samples=len(TEXTS), dtype="float64", device="cpu")
     job = prepare(Request(str(folder), {name: OPTIONS[name]}, run))
-    task = Task(job, name, job.request.measures[name], Observer())
+    net = job.net
+    first, *others = (
+        batch.to(net.device, net.dtype) for batch in (job.first(name), *job.batches(name))
+    )
     found = {}
-    for part in task.measured(task.batches):
+    for part in MEASURES[name].parts(net, Share(first, others), job.request.measures[name]):
         for i, sample in enumerate(part.ids):
             found[sample] = {n: v[i] for n, v in part.values.items() if len(v) == len(part.ids)}
     return found
@@ -144,10 +147,10 @@ def test_texts_of_one_length_fill_batches_and_keep_their_order(tmp_path, name):
         for what in kept.samples.keys() - {"ids"}:
             assert kept.samples[what] == pytest.approx(section.samples[what], rel=1e-9), what
         for ours, truth in zip(kept.rows, section.rows, strict=True):
-            for what, value in truth.model_dump().items():
+            for what, value in truth.items():
                 number = isinstance(value, float)  # bounds are computed up to a tolerance
                 wanted = pytest.approx(value, rel=1e-7, nan_ok=True) if number else value
-                assert ours.model_dump()[what] == wanted, what
+                assert ours[what] == wanted, what
 
 
 def test_a_run_goes_on_with_batches_of_another_size(tmp_path, monkeypatch):

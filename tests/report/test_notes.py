@@ -62,7 +62,7 @@ def test_warnings_stand_above_reports_side_by_side_and_what_changed(spoiled, rep
         of_comparison(compare([report, spoiled]), [report, spoiled]),
     ):
         text = render(subject, format).decode().rpartition("</nav>")[2]
-        assert 0 < text.find(RANDOM.text) < text.find("What was audited?")
+        assert 0 < text.find(RANDOM.text) < text.find("What do the words mean")
 
 
 @pytest.mark.parametrize("format", ["text", *PAGES])

@@ -10,7 +10,7 @@ from lipaudit.models.sources.spec import ModelSpec as ModelSpec
 from lipaudit.monitor.watching import watch as watch
 from lipaudit.report import render as render
 from lipaudit.report import summarize as summarize
-from lipaudit.results import Report as Report
+from lipaudit.tables import Report as Report
 from lipaudit.schema import load as load
 from lipaudit.train.penalty import attention_penalty as attention_penalty
 

@@ -10,8 +10,8 @@ from lipaudit.models.sources.spec import ModelSpec as ModelSpec
 from lipaudit.monitor.watching import watch as watch
 from lipaudit.report import render as render
 from lipaudit.report import summarize as summarize
-from lipaudit.tables import Report as Report
 from lipaudit.schema import load as load
+from lipaudit.tables import Report as Report
 from lipaudit.train.penalty import attention_penalty as attention_penalty
 
 __version__: str

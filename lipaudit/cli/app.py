@@ -6,12 +6,12 @@ import functools
 import inspect
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
@@ -35,14 +35,7 @@ RARE = {
     *("config", "verbose", "rank_by"),
     *("tol", "within", "layer_within", "splitting", "concat", "input", "heads", "mask"),  # norms
     *("gamma", "p_norm_tokens", "query", "rivals"),
-    *(
-        "steps",
-        "restarts",
-        "queries",
-        "save_adv",
-        "order",
-        "nodes",
-    ),
+    *("steps", "restarts", "queries", "save_adv", "order", "nodes"),
     *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
     *("flip", "shift", "mixup", "cutmix", "classes", "watch", "poll", "logger", "skip"),
 }
@@ -86,7 +79,34 @@ def _nothing(ctx: Any) -> None:
 
 
 class Command(_Untyped, typer.core.TyperCommand):
-    """A command whose `--help` fits a screen; `--help-all` shows the rare options, too."""
+    """A command whose `--help` fits a screen; `--help-all` shows the rare options, too.
+
+    Its parameters are made when they are first asked for: the help of all commands needs none,
+    and making those of every command takes longer than all else that it does.
+    """
+
+    def __init__(self, name: str, *, callback: Any, **settings: Any) -> None:
+        super().__init__(name, callback=callback, **settings)
+        self.function = inspect.unwrap(callback)
+        del self.params, self.callback
+
+    @functools.cached_property
+    def complete(self) -> Any:
+        """The command with its parameters, as Typer makes it."""
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command()(make_callback(self.function))
+        return typer.main.get_command(single)
+
+    @functools.cached_property
+    def params(self) -> list[Any]:  # type: ignore[override]
+        """Its arguments and options."""
+        return list(self.complete.params)
+
+    @functools.cached_property
+    def callback(self) -> Callable[..., Any]:  # type: ignore[override]
+        """What it calls with what was typed."""
+        callback: Callable[..., Any] = self.complete.callback
+        return callback
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help: what people use first, in one panel, or all that there is."""
@@ -98,8 +118,8 @@ class Command(_Untyped, typer.core.TyperCommand):
         brief.help = "\n\n".join([summary, *(p for p in paragraphs if p.startswith("[dim]Ex"))])
         brief.params = [copy(each) for each in self.params if each.name not in RARE]
         for parameter in brief.params:
-            parameter.rich_help_panel = None  # type: ignore[attr-defined]
-            parameter.show_envvar = False  # type: ignore[attr-defined]
+            parameter.rich_help_panel = None
+            parameter.show_envvar = False
             parameter.metavar = parameter.metavar or ""
         typer.core.TyperCommand.format_help(brief, ctx, formatter)
 
@@ -141,50 +161,73 @@ def _root(
 
 
 def command(
-    name: str,
-    *,
-    panel: str = "",
-    parent: typer.Typer = app,
-    usual: Mapping[str, str] | None = None,
+    name: str, *, panel: str = "", parent: typer.Typer = app
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command: errors become one clear line and the documented exit code.
 
     A parameter whose type is a group of options stands for all of them; the group comes resolved:
-    what was typed, else what the configuration file says, else the defaults.
+    what was typed, else what the configuration file says, else the defaults. A group that is
+    annotated with a dictionary says in the help what is usual, by the name of the option.
 
     Args:
         name: as it is typed.
         panel: the heading of the help under which it stands.
         parent: the application or the group of commands that has it.
-        usual: what its options that have no default of their own do, by name, for the help.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        body = guard(with_groups(function, usual or {}))
-        parent.command(name, rich_help_panel=panel or None, cls=Command)(body)
+        @functools.wraps(function)
+        def listed() -> None: ...
+
+        parent.command(
+            name,
+            rich_help_panel=panel or None,
+            cls=Command,
+            help=_unwrap_paragraphs(inspect.getdoc(function) or ""),
+        )(_set_signature(listed, []))
         return function
 
     return register
 
 
-def guard(body: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose errors become one line on stderr and an exit status."""
+def make_callback(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command as Typer reads it: one parameter an option, an exit status for an error."""
+    hints = get_type_hints(function, include_extras=True)
+    known = inspect.signature(function).parameters
+    groups = {name: hints[name] for name in known if _is_group(hints[name])}
+    kinds = {name: _plain_type(group) for name, group in groups.items()}
 
-    @functools.wraps(body)
-    def call(**options: Any) -> None:
-        options.pop(HELP_ALL, None)
-        with _exit_codes(verbose=bool(options.get("verbose"))):
+    def call(**typed: Any) -> None:
+        with _exit_codes(verbose=bool(typed.get("verbose"))):
             signal.signal(signal.SIGTERM, _terminate)
-            body(**options)
+            # Only commands that measure have a configuration: a report is shown as it was asked.
+            shared = any(kind in SHARED for kind in kinds.values())
+            defaults = read_config(typed.get("config")) if shared else {}
+            values = {
+                name: resolve_group(kind, typed, defaults if kind in SHARED else {})
+                for name, kind in kinds.items()
+            }
+            function(**{name: typed[name] for name in known if name not in groups}, **values)
 
-    call.__doc__ = _unwrap_paragraphs(inspect.getdoc(body) or "")
-    hints = get_type_hints(body, include_extras=True)
-    known = inspect.signature(body).parameters.values()
-    parameters = [p.replace(annotation=hints[p.name]) for p in known]
-    if RARE & {p.name for p in known}:
+    parameters = [
+        p.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, p in known.items()
+        if name not in groups
+    ]
+    parameters += [p for group in groups.values() for p in _parameters(group)]
+    if RARE & {p.name for p in parameters}:
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(HELP_ALL, kind, default=False, annotation=HelpAll))
     return _set_signature(call, parameters)
+
+
+def _plain_type(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _is_group(hint: Any) -> bool:
+    kind = _plain_type(hint)
+    return isinstance(kind, type) and issubclass(kind, Settings)
 
 
 def _unwrap_paragraphs(text: str) -> str:
@@ -239,40 +282,9 @@ def complain(message: str, advice: str = "") -> None:
         console.print(f"[dim]  hint:[/] {escape(visible(advice))}")
 
 
-def with_groups(function: Callable[..., None], usual: Mapping[str, str]) -> Callable[..., None]:
-    """Replace each parameter that is a group of options by one parameter for each of them."""
-    signature = inspect.signature(function)
-    hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if _is_group(hint)}
-    own = [
-        p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for p in signature.parameters.values()
-        if p.name not in groups
-    ]
-    if not groups:
-        return _set_signature(function, own)
-
-    def call(**typed: Any) -> None:
-        shared = any(group in SHARED for group in groups.values())
-        defaults = read_config(typed.get("config")) if shared else {}
-        values = {
-            name: resolve_group(group, typed, defaults if group in SHARED else {})
-            for name, group in groups.items()
-        }
-        function(**{p.name: typed[p.name] for p in own}, **values)
-
-    functools.update_wrapper(call, function)
-    return _set_signature(
-        call, own + [p for group in groups.values() for p in _parameters(group, usual)]
-    )
-
-
-def _is_group(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Settings)
-
-
-def _parameters(group: type[Settings], usual: Mapping[str, str]) -> list[inspect.Parameter]:
+def _parameters(group: Any) -> list[inspect.Parameter]:
     """Return the parameters by which a command line reads a group; None is not typed."""
+    usual = get_args(group)[1] if get_origin(group) is Annotated else {}
     return [
         inspect.Parameter(
             option.name,
@@ -280,7 +292,7 @@ def _parameters(group: type[Settings], usual: Mapping[str, str]) -> list[inspect
             default=None,
             annotation=Annotated[_type(option), _spell_option(option)],
         )
-        for name, known in group.options().items()
+        for name, known in _plain_type(group).options().items()
         for option in [replace(known, usual=usual.get(name, known.usual))]
     ]
 

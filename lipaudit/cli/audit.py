@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import MEASURING, require_alone, require_whole, typed_command
-from lipaudit.cli.options import ModelsArgument, Output, Several, Terminal
+from lipaudit.cli.options import BY_MEASURE, ModelsArgument, Output, Several, Terminal
 from lipaudit.cli.streams import say
 from lipaudit.errors import EvaluationError, LipauditError
 from lipaudit.settings import AuditOptions, RunOptions
@@ -29,11 +29,11 @@ RUNS = Path("lipaudit-runs")
 AGAIN = "The same command with --resume measures only what is missing."
 
 
-@command("audit", panel=MEASURING, usual={"samples": "by measure"})
+@command("audit", panel=MEASURING)
 def audit(
     models: ModelsArgument,
     options: AuditOptions,
-    run: RunOptions,
+    run: Annotated[RunOptions, BY_MEASURE],
     output: Output,
     extent: Several,
     terminal: Terminal,

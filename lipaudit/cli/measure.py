@@ -34,13 +34,17 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
         run_measures(model, {name: options}, run, output, terminal)
 
     measure.__doc__ = options_type.__doc__
-    measure.__annotations__ |= {"model": ModelArgument, "options": options_type}
+    usual = {"samples": str(options_type.samples)}
+    measure.__annotations__ |= {
+        "model": ModelArgument,
+        "options": options_type,
+        "run": Annotated[RunOptions, usual],
+    }
     return measure
 
 
 for _name, _options in option_types().items():
-    _usual = {"samples": str(_options.samples)}
-    command(_name, panel=MEASURING, usual=_usual)(_command(_name, _options))
+    command(_name, panel=MEASURING)(_command(_name, _options))
 
 
 def run_measures(

@@ -14,6 +14,8 @@ from lipaudit.settings import RunOptions, Settings, option
 from lipaudit.settings.option import Option
 
 OUTPUT = "Output"
+BY_MEASURE = {"samples": "by measure"}
+"""What is usual where a command runs several measures."""
 CONFIG = "A TOML file in place of lipaudit.toml and pyproject.toml."
 """What a command says of --config."""
 

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lipaudit.cli.app import app, command
-from lipaudit.cli.options import Lines, ModelArgument, Output, Plain, Terminal, complete_words
+from lipaudit.cli.options import (
+    BY_MEASURE,
+    Lines,
+    ModelArgument,
+    Output,
+    Plain,
+    Terminal,
+    complete_words,
+)
 from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import AuditOptions, RunOptions
@@ -210,10 +218,10 @@ def models(
     emit({"lines": lambda: lines, "record": lambda: {"models": listed}}, output)
 
 
-@command("check", panel=LEARN, usual={"samples": "by measure"})
+@command("check", panel=LEARN)
 def check(
     model: ModelArgument,
-    run: RunOptions,
+    run: Annotated[RunOptions, BY_MEASURE],
     output: Lines,
     terminal: Terminal,
 ) -> None:

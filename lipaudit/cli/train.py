@@ -39,11 +39,11 @@ USUAL = {
 }
 
 
-@command("train", panel="Improve a checkpoint", usual=USUAL)
+@command("train", panel="Improve a checkpoint")
 def train(
     model: ModelArgument,
     recipe: Recipe,
-    run: RunOptions,
+    run: Annotated[RunOptions, USUAL],
     output: Lines,
     terminal: Terminal,
     out: Annotated[

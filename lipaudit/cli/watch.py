@@ -11,7 +11,7 @@ import typer
 from lipaudit.cli.app import command
 from lipaudit.cli.audit import audit_request
 from lipaudit.cli.measure import MEASURING, require_alone, require_whole
-from lipaudit.cli.options import Extent, Output, Terminal
+from lipaudit.cli.options import BY_MEASURE, Extent, Output, Terminal
 from lipaudit.cli.streams import say
 from lipaudit.errors import InputError, LipauditError, as_user_meets, bug
 from lipaudit.settings import AuditOptions, RunOptions, Settings, option
@@ -55,13 +55,13 @@ class Following(Settings):
     )
 
 
-@command("watch", panel=MEASURING, usual={"samples": "by measure"})
+@command("watch", panel=MEASURING)
 def watch(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Holds checkpoints whose names have a step.")
     ],
     options: AuditOptions,
-    run: RunOptions,
+    run: Annotated[RunOptions, BY_MEASURE],
     output: Output,
     extent: Extent,
     terminal: Terminal,

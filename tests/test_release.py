@@ -56,7 +56,7 @@ PUBLIC = {
     ),
     "formats": (
         [*RENDERERS],
-        "brief csv html json junit latex markdown png table text",
+        "brief csv html json junit latex markdown table text",
     ),
     "exit codes": (
         [f"{code.value}:{code.name}" for code in ExitCode],

@@ -60,10 +60,9 @@ def run_measures(
     from lipaudit.engine.execute import executed
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request, prepare
-    from lipaudit.report import DRAWN, REPORT
+    from lipaudit.report import REPORT
 
-    drawn = any(options.draws for options in measures.values())
-    check_outputs(output, DRAWN if drawn else REPORT)
+    check_outputs(output, REPORT)
     require_mergeable(run, output)
     request = Request(model, measures, run, command=typed_command(), place=find_place())
     with mute_libraries(quiet=terminal.quiet):

@@ -78,7 +78,7 @@ class Output(Settings):
     )
     output: tuple[Path, ...] = option(
         (),
-        "Also write FILE: .json, .csv, .md, .tex, .html, .txt or .png.",
+        "Also write FILE: .json, .csv, .md, .tex, .html or .txt.",
         "--output",
         "-o",
         panel=OUTPUT,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -123,13 +122,6 @@ class SampleChange(Frozen):
     states: dict[str, tuple[str, str]]
     lost: tuple[str, ...] = ()
     gained: tuple[str, ...] = ()
-
-    def ends(self, metric: str) -> tuple[float, float] | None:
-        """Return a figure before and after; None unless both are finite numbers."""
-        old, new = self.figures.get(metric, (None, None))
-        if old is None or new is None or not (math.isfinite(old) and math.isfinite(new)):
-            return None
-        return old, new
 
     @property
     def flipped(self) -> bool:

@@ -16,7 +16,6 @@ from lipaudit.report.formats import find_file_format as find_file_format
 from lipaudit.report.formats import find_format as find_format
 from lipaudit.report.formats import find_usual_format as find_usual_format
 from lipaudit.report.page.subjects import COMPARISON as COMPARISON
-from lipaudit.report.page.subjects import DRAWN as DRAWN
 from lipaudit.report.page.subjects import JUDGEMENT as JUDGEMENT
 from lipaudit.report.page.subjects import RANKED as RANKED
 from lipaudit.report.page.subjects import REPORT as REPORT

@@ -167,7 +167,7 @@ class Chapter:
     """A heading and its blocks.
 
     Attributes:
-        name: of the place on the page.
+        name: of the place on the page, in words joined by . or -.
         title: the heading; empty for the opening of a page.
         blocks: below the heading.
         folded: whether an HTML page shows only the heading at first.
@@ -177,6 +177,11 @@ class Chapter:
     title: str
     blocks: tuple[Block, ...]
     folded: bool = False
+
+    @property
+    def short(self) -> str:
+        """Its name in the contents of a page: `Bounds layers`."""
+        return self.name.replace(".", " ").replace("-", " ").capitalize()
 
 
 @dataclass(frozen=True)
@@ -217,7 +222,7 @@ class Document:
         if self.scorecard:
             yield Chapter("scorecard", "Scorecard", (self.scorecard,))
         if self.steps:
-            yield Chapter("next", "What to do next", (Points(self.steps, commands=True),))
+            yield Chapter("next-steps", "What to do next", (Points(self.steps, commands=True),))
         if self.findings:
             yield Chapter("findings", "What stands out", (Points(self.findings),))
         yield from self.chapters

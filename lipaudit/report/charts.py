@@ -1,4 +1,4 @@
-"""Charts by matplotlib: SVG elements of a page with a title at every place, and PNG files.
+"""Charts by matplotlib: SVG elements of a page, with a title at every point.
 
 What a chart shows in words is in `pictures.describe`, which needs no matplotlib.
 """
@@ -10,10 +10,7 @@ import html
 import io
 import math
 import re
-import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import InputError
@@ -86,30 +83,6 @@ def draw_svg(block: Picture) -> str:
     return _embed(file.getvalue().decode(), describe(block), marks)
 
 
-def draw_png(*blocks: Picture) -> bytes:
-    """Draw pictures side by side as a PNG file, dark on white."""
-    import matplotlib as mpl
-    from PIL import Image
-
-    images = []
-    with mpl.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # signs that no font has are drawn as boxes
-        for block in blocks:
-            figure, axes, _ = _draw_picture(block)
-            axes.set_title(textwrap.fill(show_controls(block.title), 44), fontsize=10)
-            file = io.BytesIO()
-            figure.savefig(file, format="png", dpi=200)
-            images.append(Image.open(file).convert("RGB"))
-    width, height = sum(i.width for i in images), max(i.height for i in images)
-    page, left = Image.new("RGB", (width, height), "white"), 0
-    for image in images:
-        page.paste(image, (left, 0))
-        left += image.width
-    file = io.BytesIO()
-    page.save(file, "PNG")
-    return file.getvalue()
-
-
 def open_picture(picture: str) -> Any:
     """Read a PNG file in base64.
 
@@ -134,8 +107,7 @@ def _draw_picture(block: Picture) -> tuple[Any, Axes, list[Tip]]:
     mpl.rcdefaults()
     mpl.rcParams.update({**STYLE, "svg.hashsalt": f"{type(block).__name__} {block.title}"})
     # Constrained layout places the labels of a square as if it filled its room.
-    square = isinstance(block, Density) or (isinstance(block, Scatter) and block.equal)
-    layout: Any = "compressed" if square else "constrained"
+    layout: Any = "compressed" if isinstance(block, Density) else "constrained"
     figure = Figure(figsize=_choose_size(block), layout=layout)
     axes = figure.add_subplot()
     return figure, axes, list(DRAW[type(block)](axes, block))
@@ -151,8 +123,6 @@ def _choose_size(block: Picture) -> tuple[float, float]:
             names = len(block.names) if len(block.names) <= MOST_NAMED else 0
             side = max(HEIGHT, 1.3 + 0.13 * names)
             return side * 1.25, side
-        case Scatter(equal=True):
-            return HEIGHT * 1.25, HEIGHT * 1.25
     return WIDTH, HEIGHT
 
 
@@ -237,7 +207,7 @@ def _set_axis(
     getattr(axes, f"set_{which}scale")("log" if log else "linear")
     getattr(axes, f"set_{which}lim")(low, high)
     getattr(axes, f"set_{which}label")(_label(column))
-    _set_ticks(getattr(axes, f"{which}axis"), low, high, column, log=log)
+    _set_ticks(getattr(axes, f"{which}axis"), column, log=log)
     return low, high
 
 
@@ -245,34 +215,26 @@ def _label(column: Column) -> str:
     return write_math(column.label) + (f" ({column.unit})" if column.unit else "")
 
 
-def _set_ticks(axis: Any, low: float, high: float, column: Column, *, log: bool = False) -> None:
-    """Put two or more ticks, which their texts tell apart: decades, 1-2-5 or round numbers."""
+def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
+    """Put two or more ticks: at decades, at 1, 2 and 5 times them, or at round numbers."""
     from matplotlib.ticker import MaxNLocator, NullLocator
 
+    low, high = axis.get_view_interval()
     places: list[float] = []
-    if log:
+    if log:  # matplotlib's LogLocator may find one place or none
         first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
         places = [10.0**power for power in range(first, last + 1, max(last - first, 0) // 8 + 1)]
         if len(places) < 3:
             places = [m * 10.0**power for power in range(first - 1, last + 1) for m in (1, 2, 5)]
-    places = [v for v in places if low <= v <= high]
-    if len(places) < 3:
+    if sum(low <= v <= high for v in places) < 3:
         whole = column.format == "d"
         locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2, integer=whole)
-        places = [float(v) for v in locator.tick_values(low, high) if low <= v <= high]
-    percent = column.format.endswith("%")
-    values = [100 * v for v in places] if percent else places
-    step = min((b - a for a, b in pairwise(values)), default=0.0)
-    largest = max(map(abs, values), default=0.0)
-    least = len(str(int(largest))) if largest < 1e5 else 0  # 2000, not 2e3
-    digits = next(
-        d
-        for d in range(max(least, 3), 18)
-        if all(abs(float(f"{v:.{d}g}") - v) <= step / 100 for v in values) or d == 17
-    )
-    axis.set_ticks(
-        places, labels=[format_number(v, f".{digits}g") + "%" * percent for v in values]
-    )
+        places = locator.tick_values(low, high)
+    places = [float(v) for v in places if low <= v <= high]
+    share = column.format.endswith("%")
+    # 8 digits tell ticks apart that differ by 1e-6, and do not show the rounding of 0.1 + 0.2.
+    labels = [format_number(100 * v if share else v, ".8g") + "%" * share for v in places]
+    axis.set_ticks(places, labels=labels)
     axis.set_minor_locator(NullLocator())
 
 
@@ -308,7 +270,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     ends = (-0.5, len(block.columns) - 0.5), (-0.5, len(block.rows) - 0.5)
     label = _label(block.column) + (", log scale" if scale.log else "")
     bar = _draw_mesh(axes, values, *ends, label, **look)
-    _set_ticks(bar.ax.yaxis, scale.low, scale.high, block.column, log=scale.log)
+    _set_ticks(bar.ax.yaxis, block.column, log=scale.log)
     axes.invert_yaxis()
     _name_ticks(axes.xaxis, block.columns)
     _name_ticks(axes.yaxis, block.rows)
@@ -351,8 +313,8 @@ def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         axes.set_yticks(range(len(names)), names, fontsize=7)
     else:
-        _set_ticks(axes.xaxis, *block.x_range, block.x)
-        _set_ticks(axes.yaxis, *block.y_range, block.y)
+        _set_ticks(axes.xaxis, block.x)
+        _set_ticks(axes.yaxis, block.y)
     if block.down:
         axes.invert_yaxis()
     axes.set(xlabel=write_math(block.x.label), ylabel=write_math(block.y.label))
@@ -361,10 +323,6 @@ def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:
         for (y_name, y), row in zip(up, block.values, strict=True):
             for (x_name, x), value in zip(across, row, strict=True):
                 yield f"{x_name}, {y_name}: {format_value(value, block.value)}", x, y
-    elif block.names:
-        for (name, x), column in zip(across, zip(*block.values, strict=True), strict=True):
-            largest = max(value or 0.0 for value in column)
-            yield f"{name}: at most {format_value(largest, block.value)}", x, block.y_range
 
 
 def _draw_mesh(axes: Axes, values: Any, x: Span, y: Span, label: str, **look: Any) -> Any:
@@ -395,21 +353,11 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
     log = block.edges[0] > 0 and block.edges[-1] > 10 * block.edges[0]
     _set_axis(axes, "x", block.edges, block.x, log=log)
     known = [n for counts in block.counts.values() for n in counts if 0 < n < EXTREME]
-    top = max(known, default=0.0)
-    axes.set(ylabel="count", ylim=(0, 1.05 * top or 1.0))
-    _set_ticks(axes.yaxis, 0, 1.05 * top or 1.0, Column("count", "", format="d"))
+    axes.set(ylabel="count", ylim=(0, 1.05 * max(known, default=0.0) or 1.0))
+    _set_ticks(axes.yaxis, Column("count", "", format="d"))
     if len(block.counts) > 1:
         _set_legend(axes)
-    for index, (low, high) in enumerate(pairwise(block.edges)):
-        counted = {
-            label: format_number(count[index], ".6g") for label, count in block.counts.items()
-        }
-        said = ", ".join(f"{k} {n}" if len(counted) > 1 else n for k, n in counted.items())
-        yield (
-            f"{format_number(low, '.3g')} to {format_number(high, '.3g')}: {said}",
-            (low, high),
-            (0, top),
-        )
+    return iter(())  # the axes say the figures
 
 
 # Points and lines
@@ -427,16 +375,11 @@ def _draw_scatter(axes: Axes, block: Scatter) -> Iterator[Tip]:
         look["rasterized"] = len(series.x) > MANY
         axes.scatter(series.x, series.y, s=18, alpha=0.8, linewidths=0, **look)
     x, y = _values(block.series)
-    x, y = (x + y, y + x) if block.equal else (x, y)
-    ends = _set_axis(axes, "x", x, block.x, log=block.log)
-    if block.diagonal:
-        axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), label="y = x")
-        y += ends
-    _set_axis(axes, "y", y, block.y, log=block.log)
-    if block.equal:
-        axes.set(ylim=ends, box_aspect=1)
+    ends = _set_axis(axes, "x", x, block.x, log=True)
+    axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), label="y = x")
+    _set_axis(axes, "y", [*y, *ends], block.y, log=True)
     _set_legend(axes)
-    yield from _point_tips(block)
+    yield from _point_tips(block, log=True)
 
 
 def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
@@ -455,11 +398,10 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
     _set_axis(axes, "y", y, block.y, log=block.log)
     if block.y.format.endswith("%") and not block.log:
         axes.set_ylim(0, 1.02)
-        _set_ticks(axes.yaxis, 0, 1, block.y)
     if block.ticks:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
     _set_legend(axes)
-    yield from _point_tips(block)
+    yield from _point_tips(block, log=block.log)
 
 
 def _draw_limits(axes: Axes, series: Series, colour: str) -> None:
@@ -482,7 +424,7 @@ def _values(series: Sequence[Series]) -> tuple[list[float], list[float]]:
     return [v for v in x if math.isfinite(v)], [v for v in y if math.isfinite(v)]
 
 
-def _point_tips(block: Scatter | Curve) -> Iterator[Tip]:
+def _point_tips(block: Scatter | Curve, *, log: bool) -> Iterator[Tip]:
     """Write the names and figures of points; of very many those of the largest y."""
     named = {v: k for k, v in block.ticks.items()} if isinstance(block, Curve) else {}
     drawn = [series for series in block.series if not series.guide]
@@ -490,7 +432,7 @@ def _point_tips(block: Scatter | Curve) -> Iterator[Tip]:
         points = [
             (i, x, y)
             for i, (x, y) in enumerate(zip(series.x, series.y, strict=True))
-            if math.isfinite(x + y) and (x > 0 or not block.log) and (y > 0 or not block.log)
+            if math.isfinite(x + y) and (not log or min(x, y) > 0)
         ]
         most = MOST_TIPS // len(drawn)
         for i, x, y in (

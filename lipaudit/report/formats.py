@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -10,9 +10,9 @@ from typing import Any, Literal, TextIO
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.report import html, latex, markdown, records, terminal
 
-Form = Literal["page", "screen", "record", "frame", "lines", "judgement", "picture"]
+Form = Literal["page", "screen", "record", "frame", "lines", "judgement"]
 """A `Document`, one that fits a screen, a pydantic model, rows of plain values, lines of
-text, a `Judgement` of the gate, the blocks of a picture."""
+text, a `Judgement` of the gate."""
 Subject = Mapping[Form, Callable[[], Any]]
 """A result, as functions that make each of its forms."""
 
@@ -42,15 +42,7 @@ class Format:
     screen: Callable[[Any, TextIO], None] | None = None
 
 
-def _draw_picture(blocks: Sequence[Any]) -> bytes:
-    """Draw an attention map, or a row of one."""
-    from lipaudit.report.charts import draw_png
-
-    return draw_png(*blocks)
-
-
 _DATA = "there are no data to write as JSON: lipaudit report A.json -f json writes a report"
-_MAP = "a PNG shows one attention map: lipaudit attention MODEL --map LAYER.HEAD -o map.png"
 _GATE = "JUnit XML is of a judgement: lipaudit gate CURRENT -o gate.xml"
 _CELLS = "CSV is of reports: lipaudit report A.json -f csv"
 _LINES = "lines of text are of a judgement: a report is written with lipaudit report -f table"
@@ -62,7 +54,6 @@ _FORMATS = (
     Format("junit", "judgement", records.write_junit, (".xml",), _GATE),
     Format("latex", "page", latex.render, (".tex",)),
     Format("markdown", "page", markdown.render, (".md", ".markdown")),
-    Format("png", "picture", _draw_picture, (".png",), _MAP),
     Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
     Format("text", "lines", records.write_lines, (".txt",), _LINES),
 )

@@ -34,7 +34,7 @@ def render(page: Document) -> bytes:
     """Write a page."""
     lines = [f"# {escape(page.title)}", ""]
     for chapter in page.walk():
-        if chapter.name == "next":  # commands are on the scorecard already
+        if chapter.name == "next-steps":  # commands are on the scorecard already
             continue
         lines += [f"## {escape(chapter.title)}", ""] if chapter.title else []
         for block in chapter.blocks:

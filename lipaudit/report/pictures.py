@@ -70,25 +70,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Points that are not joined.
-
-    Attributes:
-        title: printed above it.
-        x: how the horizontal axis reads.
-        y: how the vertical axis reads.
-        series: one kind of point each.
-        log: draw both axes logarithmic, and positive points only.
-        diagonal: draw the line y = x.
-        equal: give both axes the same ends.
-    """
+    """Positive points on logarithmic axes beside the line y = x, one kind to each series."""
 
     title: str
     x: Column
     y: Column
     series: tuple[Series, ...]
-    log: bool = True
-    diagonal: bool = True
-    equal: bool = False
 
 
 @dataclass(frozen=True)

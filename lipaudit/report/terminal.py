@@ -78,7 +78,7 @@ def write(page: Document, stream: TextIO) -> None:
 def _write_page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _heading(page.title, "═", width)
     for chapter in page.walk():
-        if chapter.name == "next":  # commands are on the scorecard already
+        if chapter.name == "next-steps":  # commands are on the scorecard already
             continue
         yield _heading(chapter.title, "─", width) if chapter.title else Text("")
         for block in chapter.blocks:

@@ -21,7 +21,7 @@ class AttentionOptions(MeasureOptions):
 
     [dim]Examples:[/]
       [cyan]lipaudit attention demo[/]
-      [cyan]lipaudit attention demo --map 1.3 -o map.png[/]
+      [cyan]lipaudit attention demo --map 1.3 -o map.html[/]
       [cyan]lipaudit attention ./my-bert --data reviews.csv --map 3.1 --query 0[/]
     """
 
@@ -34,7 +34,7 @@ class AttentionOptions(MeasureOptions):
     p_norm_tokens: int = option(2048, "Leave ||P|| out above this many tokens.", ge=0)
     # Neither of the two is a setting of the report: they change no number.
     map: str | None = option(
-        None, "Draw the map of LAYER.HEAD on the first sample; -o map.png too.", exclude=True
+        None, "Draw the map of LAYER.HEAD on the first sample (on the HTML page).", exclude=True
     )
     query: int | None = option(
         None,
@@ -51,11 +51,6 @@ class AttentionOptions(MeasureOptions):
     @classmethod
     def _named(cls, text: str | None) -> str | None:
         return None if text is None else "{}.{}".format(*read_head(text))
-
-    @property
-    def draws(self) -> bool:
-        """Whether there will be an attention map, which is what a PNG shows."""
-        return self.map is not None
 
 
 OVER_ROWS = "mean over the rows (queries) of all samples, of which long texts have more"

@@ -50,11 +50,6 @@ class MeasureOptions(Settings):
         return None
 
     @property
-    def draws(self) -> bool:
-        """Whether there will be an attention map, which is what a PNG shows."""
-        return False
-
-    @property
     def files(self) -> tuple[Path, ...]:
         """The files that the measure writes beside the report."""
         return ()

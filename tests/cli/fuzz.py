@@ -66,7 +66,7 @@ USUAL = {
     "device": ["cpu", "auto", "meta", "cuda", "mps", "cpu:7"],
     "dtype": ["float32", "float64", "float16"],
     "batch_size": ["auto", "1", "3"],
-    "format": ["table", "json", "markdown", "html", "png", "junit", "JSON"],
+    "format": ["table", "json", "markdown", "html", "junit", "JSON"],
     "mean": ["0.5", "0.5,0.5,0.5", "nan"],
     "std": ["0.5", "0", "-1", "1,2"],
     "input_size": ["8", "1,8,8", "8,8", "3,8,8", "1,2,3,4", "0"],

@@ -204,7 +204,7 @@ def test_a_damaged_report_is_measured_again(monkeypatch):
     [
         (["demo", "demo"], 2, "demo is named twice"),
         (["demo", "demo:nonsense"], 4, "demo:nonsense: "),
-        (["demo", "demo:robust", "-o", "map.png"], 2, "one attention map"),
+        (["demo", "demo:robust", "-o", "map.png"], 2, "cannot tell the format of map.png"),
         (["demo", "demo:robust", "--rank-by", "bounds.exact"], 2, "a figure for each row"),
         (["demo", "--rank-by", "jacobian.norm:p95"], 2, "--rank-by ranks several models"),
     ],

@@ -289,7 +289,7 @@ def test_no_label_is_cut_off(browser, page, double_page):
     squares = (
         Density("joint", share, share, cells, (0.0, 1.0), (0.0, 0.5), count),
         Density("map", count, count, cells, (-0.5, 19.5), (-0.5, 19.5), share, down=True),
-        Scatter("pair", share, share, (Series("a model", (1.0, 1e5), (1.0, 2e9)),), equal=True),
+        Scatter("pair", share, share, (Series("a model", (1.0, 1e5), (1.0, 2e9)),)),
     )
     drawn = html.render(Document("t", (), (), (Chapter("one", "One", squares),))).decode()
     for each in (page, double_page, drawn):
@@ -406,7 +406,9 @@ def test_contents_lead_to_their_section(browser, page):
     browser.open(page, scripts=False)
     browser.media("screen", reduced_motion="reduce")
     links = browser.run('[...document.querySelectorAll("nav a")].map(a => a.hash.slice(1))')
-    assert links[:2] == ["scorecard", "next"]
+    assert links[:2] == ["scorecard", "next-steps"]
+    bar = 'document.querySelector("nav")'
+    assert browser.run(f"{bar}.scrollWidth <= {bar}.clientWidth")  # whole, without scrolling
     for name in (links[1], links[4]):
         index = links.index(name)
         browser.run(f'document.querySelectorAll("nav a")[{index}].click()')

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lipaudit.report import charts
-from lipaudit.report.charts import draw_png, draw_svg
+from lipaudit.report.charts import draw_svg
 from lipaudit.report.colours import CATEGORIES, choose_ink, compute_scale
 from lipaudit.report.pictures import (
     Curve,
@@ -50,7 +50,7 @@ BLOCKS = [
     dataclasses.replace(heatmap(1, 2), title="huge map", values=((1e308, -1e308),), centre=0.0),
     Density("huge matrix", COUNT, COUNT, ((1e308, -1e308),), (0.0, 2.0), (0.0, 1.0), X),
     Scatter("huge", X, X, (Series("a", (1.0, 1e300), (1e-300, 2.0)),)),
-    Scatter("plane", X, X, (Series("a", (-1.0, 2.0), (3.0, 0.0)),), log=False, diagonal=False),
+    Curve("plane", X, X, (Series("a", (-1.0, 2.0), (3.0, 0.0)),)),
     Curve(
         "line", X, X, (Series(HOSTILE, (8.0, 16.0), (1.0, 2.0), (None, 0.0), (1.0, 3.0)),), True
     ),
@@ -70,7 +70,6 @@ def test_picture_is_an_element_of_its_page(block):
     assert charts.INK not in element
     assert "currentColor" in element
     assert describe(block).startswith(f"{block.title}: ")
-    assert draw_png(block).startswith(b"\x89PNG")
 
 
 def test_labels_are_text_and_taken_literally():
@@ -140,10 +139,9 @@ def test_many_marks_become_one_image():
     assert len(re.findall("data:image/png", many)) == len(re.findall("data:image/png", few)) + 1
 
 
-@pytest.mark.parametrize("log", [True, False])
-def test_titles_lie_on_the_points_that_are_drawn(log):
+def test_titles_lie_on_the_points_that_are_drawn():
     points = Series("a", (1.0, 2.0, 7.0), (30.0, 4.0, 5.0), names=("p", "q", "r"))
-    element = draw_svg(Scatter("s", X, COUNT, (points,), log=log))
+    element = draw_svg(Scatter("s", X, COUNT, (points,)))
     drawn = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"', element)[:3]
     found = tips(element)
     assert [said for said, _ in found] == [
@@ -162,11 +160,6 @@ def point(**changes: object) -> Series:
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        (
-            Histogram("h", X, (1.0, 2.0, 4.0), {"a": (1.0, 2.0), "b": (0.0, 5.0)}),
-            "2 to 4: a 2, b 5",
-        ),
-        (Histogram("h", X, (1.0, 2.0, 4.0), {"": (1.0, 2.0)}), "2 to 4: 2"),
         (
             Density("d", COUNT, COUNT, ((0.5, 2.0),), (-0.5, 1.5), (-0.5, 0.5), X, down=True),
             "n 1, n 0: 2.00",
@@ -209,7 +202,7 @@ def read_ticks(element: str) -> list[tuple[float, float]]:
 def test_every_axis_has_two_ticks_that_say_where_they_are(low, factor, log):
     """The heights of two points, which are known, say where a figure belongs."""
     points = Series("a", (1.0, 2.0), (low, low * factor))
-    element = draw_svg(Scatter("s", X, X, (points,), log=log, diagonal=False))
+    element = draw_svg(Curve("s", X, X, (points,), log=log))
     ticks = read_ticks(element)
     assert 2 <= len(ticks) <= 14
     assert len(set(ticks)) == len(ticks)
@@ -223,21 +216,9 @@ def test_every_axis_has_two_ticks_that_say_where_they_are(low, factor, log):
 
 def test_axes_say_their_unit_and_shares_as_tables_do():
     time = Column(label="time", meaning="", unit="s")
-    element = draw_svg(
-        Scatter("s", SHARE, time, (Series("a", (0.1, 0.9), (1.0, 2.0)),), log=False)
-    )
+    element = draw_svg(Curve("s", SHARE, time, (Series("a", (0.1, 0.9), (1.0, 2.0)),)))
     for said in ("time (s)", "robust", "20%", "80%"):
         assert f">{said}</text>" in element
-
-
-def test_equal_axes_have_equal_ends():
-    """So the line y = x is a diagonal of the square."""
-    for log in (True, False):
-        points = Series("a", (1.0, 2.0), (3.0, 40.0))
-        block = Scatter("s", X, X, (points,), log=log, equal=True)
-        same = dataclasses.replace(block, series=(Series("a", (1.0, 40.0), (1.0, 40.0)),))
-        (_, first), (_, last) = tips(draw_svg(same))
-        assert last["cx"] - first["cx"] == pytest.approx(first["cy"] - last["cy"], abs=0.5)
 
 
 def scale_of(*values: float | None, centre: float | None = None, spec: str = ".3g"):

@@ -13,7 +13,6 @@ from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule
 from lipaudit.report import (
     COMPARISON,
-    DRAWN,
     JUDGEMENT,
     RANKED,
     RENDERERS,
@@ -66,7 +65,7 @@ def test_a_format_is_a_function_and_an_entry(folder, monkeypatch):
 
 
 def test_what_each_format_shows_and_how_its_files_are_called():
-    kinds = {"report": REPORT, "drawn": DRAWN, "compared": COMPARISON, "judged": JUDGEMENT}
+    kinds = {"report": REPORT, "compared": COMPARISON, "judged": JUDGEMENT}
     shown = {
         name: {kind for kind, forms in kinds.items() if known.takes in forms}
         for name, known in RENDERERS.items()
@@ -74,9 +73,8 @@ def test_what_each_format_shows_and_how_its_files_are_called():
     assert shown == {
         **dict.fromkeys(("html", "json", "latex", "markdown", "table"), set(kinds)),
         **dict.fromkeys(("junit", "text"), {"judged"}),
-        "brief": {"report", "drawn", "compared", "judged"},
-        "csv": {"report", "drawn", "compared"},
-        "png": {"drawn"},
+        "brief": {"report", "compared", "judged"},
+        "csv": {"report", "compared"},
     }
     suffixes = [s for known in RENDERERS.values() for s in known.suffixes if not known.asked]
     assert {s for s in suffixes if suffixes.count(s) > 1} == {".txt"}
@@ -108,11 +106,8 @@ def test_a_file_is_what_the_format_says_where_its_suffix_leaves_a_choice(folder)
 
 
 def test_the_forms_that_are_promised_are_those_that_come(report, other):
-    section = report.section("attention")
-    bare = keep(report, section.model_copy(update={"arrays": {}}), report.section("bounds"))
-    assert of_reports(bare).keys() - {"screen"} == REPORT
-    assert of_reports(report).keys() - {"screen"} == DRAWN
-    assert of_reports(bare, bare).keys() - {"screen"} == RANKED
+    assert of_reports(report).keys() - {"screen"} == REPORT
+    assert of_reports(report, other).keys() - {"screen"} == RANKED
     assert of_comparison(compare([report, other]), [report, other]).keys() == COMPARISON
     rules = tuple(map(parse_rule, RULES))
     assert of_judgement(judge(report, report, rules)).keys() == JUDGEMENT
@@ -132,8 +127,6 @@ def test_a_format_that_cannot_show_a_report_says_what_to_type(report, name):
     [
         (("-f", "nonsense"), "There are: brief, html, json, junit, latex, markdown, table"),
         (("-o", "x.pdf"), "There are: .html, .htm, .json, .xml, .tex, .md, .markdown"),
-        (("-f", "png"), "one attention map"),
-        (("-o", "x.png"), "one attention map"),
     ],
 )
 def test_the_gate_refuses_what_it_cannot_write_before_it_measures(folder, args, says, monkeypatch):

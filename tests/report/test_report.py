@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from lipaudit.errors import UsageError
 from lipaudit.report import RENDERERS, REPORT, of_reports, render
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.chapters import PLANS, find_plan
@@ -81,18 +80,6 @@ def test_every_section_asks_a_question_of_its_own():
     assert len(set(titles)) == len(titles)
 
 
-def test_several_models_draw_their_distributions_over_heads(report, other):
-    page = make_page(report, other)
-    figures = [b for chapter in page.chapters for b in chapter.blocks if isinstance(b, Histogram)]
-    assert figures
-    assert all(list(b.counts) == model_labels([report, other]) for b in figures)
-    exact = next(b for b in figures if b.title == "exact over heads")
-    known = [r.exact for r in report.section("bounds").rows if r.exact is not None]
-    known = [v for v in known if np.isfinite(v)]
-    expected, _ = np.histogram(known, exact.edges)
-    assert exact.counts[model_labels([report, other])[0]] == tuple(expected)
-
-
 def test_multiples_come_from_logarithms_where_bounds_overflow(report):
     top = _of(report, "bounds", Table)[0]
     names = [column.label for column in top.columns]
@@ -121,17 +108,6 @@ def test_a_scatter_of_heads_has_a_point_for_every_head_and_bound(report):
     for series in scatter.series:
         assert len(series.x) <= 12
         assert [exact[name] for name in series.names] == list(series.x)
-
-
-def test_points_of_samples_say_where_the_sample_is(report):
-    section = report.section("certify")
-    (whole,) = _of(report, "certify", Scatter)
-    names = whole.series[0].names
-    assert names
-    assert set(names) <= set(section.samples["ids"])
-    known = {names[0]: "index 7"}
-    (placed,) = (b for b in show_section(section, places=known) if isinstance(b, Scatter))
-    assert placed.series[0].names == (f"{names[0][:12]}, index 7", *names[1:])
 
 
 def test_maps_of_heads_read_as_the_tables_do(report):
@@ -207,20 +183,6 @@ def test_row_says_its_norms_and_keeps_every_entry(report):
     (curve,) = _of(report, "attention", Curve)
     assert curve.title == "Query 3 of head 0.1, mean over samples: ‖M‖ = 0.172, g1 = 0.181"
     assert curve.series[0].y == report.section("attention").arrays["row@0.1,3"].data
-
-
-def test_picture_is_the_one_map_of_a_report(report):
-    section = report.section("attention")
-    arrays = {k: v for k, v in section.arrays.items() if not k.startswith("row")}
-    one = section.model_copy(update={"arrays": arrays})
-    image = render(keep(report, one), "png")
-    assert image.startswith(b"\x89PNG")
-    bare = section.model_copy(update={"arrays": {}})
-    for sections in ((bare,), ()):
-        with pytest.raises(UsageError, match="one attention map"):
-            render(keep(report, *sections), "png")
-    with pytest.raises(UsageError, match="one attention map, not 2"):
-        render([report, report], "png")
 
 
 def test_import_needs_no_heavy_library():

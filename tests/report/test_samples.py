@@ -114,7 +114,7 @@ def test_the_worst_are_shown_where_something_ranks_them(report):
     def shown(*names):
         kept = tuple(report.section(name) for name in names)
         page = make_page(keep(report, *kept))
-        return any(chapter.name == "worst" for chapter in page.chapters)
+        return any(chapter.name == "worst-samples" for chapter in page.chapters)
 
     assert shown("jacobian")
     assert shown("attack")

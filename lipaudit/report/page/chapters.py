@@ -24,7 +24,6 @@ from lipaudit.report.page.views import (
     pair_points,
     pick_largest,
     read_all,
-    scatter_samples,
     spread_columns,
     tabulate,
     view_unknown,
@@ -336,9 +335,6 @@ PLANS: dict[str, ChapterPlan] = {
                 "Robust accuracy: certified from below, attacked from above",
                 ("samples", "clean", "certified", "robust", "undecided"),
                 keys=("norm", "eps_text"),
-            ),
-            scatter_samples(
-                "Certified over adversarial radius, per sample", "radius_adversarial", "radius"
             ),
         ),
     ),

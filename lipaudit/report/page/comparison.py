@@ -23,12 +23,12 @@ from lipaudit.report.blocks import (
     Table,
     make_table,
 )
-from lipaudit.report.cells import format_number, format_value, write_math
+from lipaudit.report.cells import format_number, format_value
 from lipaudit.report.page.facts import CHARACTERS, merge_notes
 from lipaudit.report.page.samples import SAMPLE, add_places
 from lipaudit.report.page.scorecard import name_accuracy
 from lipaudit.report.page.views import FIT, HEAD, TOP, map_heads
-from lipaudit.report.pictures import Heatmap, Scatter, Series
+from lipaudit.report.pictures import Heatmap
 from lipaudit.settings.registry import find_column
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.summary import KINDS
@@ -82,11 +82,16 @@ def open_comparison(page: Document, comparison: Comparison, reports: Sequence[Re
         notes=merge_notes([*warnings, *page.notes]),
         scorecard=Scorecard(lines) if lines else None,
         findings=tuple(
-            (leads[i] + text, f"{chapter}-{i}")
+            (leads[i] + text, chapter + _number_pair(comparison, i))
             for i, pair in enumerate(pairs)
             for text, chapter in _list_findings(pair)
         ),
     )
+
+
+def _number_pair(comparison: Comparison, index: int) -> str:
+    """Return the end of the names of a pair's chapters: none where there is one pair."""
+    return f"-{index + 1}" if len(comparison.pairs) > 1 else ""
 
 
 def make_comparison_screen(page: Document) -> Document:
@@ -274,7 +279,7 @@ def make_chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Ch
     """
     several = len(comparison.pairs) > 1
     return tuple(
-        Chapter(f"{name}-{i}", title, tuple(shown))
+        Chapter(name + _number_pair(comparison, i), title, tuple(shown))
         for i, pair in enumerate(comparison.pairs)
         for of in [f" ({pair.new})" if several else ""]
         for name, title, shown in (
@@ -364,7 +369,7 @@ def _map_changes(changes: HeadChanges) -> Heatmap:
 
 
 def _show_samples(pair: Pair, places: Mapping[str, str]) -> list[Block]:
-    """Show which samples changed sides, and every sample before and after as a point."""
+    """Show which samples changed sides, with their figures before and after."""
     flipped = [sample for sample in pair.samples if sample.flipped]
     many = f"The first {FIT} of {len(flipped)} that changed sides"
     title = many if len(flipped) > FIT else "Samples that changed sides"
@@ -375,7 +380,6 @@ def _show_samples(pair: Pair, places: Mapping[str, str]) -> list[Block]:
     return [
         *(counted if pair.outcomes else []),
         *([_tabulate_samples(title, metrics, flipped[:FIT], places)] if flipped else []),
-        *(_plot_metric(m, pair, places) for m in metrics if any(s.ends(m) for s in pair.samples)),
     ]
 
 
@@ -436,36 +440,3 @@ def _find_sample_column(metric: str, when: str) -> Column:
     """Return how a per-sample figure reads: `||J||, old`."""
     column, trial = find_column(metric), metric.partition("@")[2]
     return replace(column, label=", ".join(filter(None, (column.label, trial, when))))
-
-
-def _plot_metric(metric: str, pair: Pair, places: Mapping[str, str]) -> Scatter:
-    """Draw a figure of the samples, new over old, in a group for each side that they took."""
-    known = [(s, *ends) for s in pair.samples if (ends := s.ends(metric))]
-    groups: dict[str, list[tuple[SampleChange, float, float]]] = {
-        "as before": [],
-        "lost": [],
-        "gained": [],
-    }
-    for sample, x, y in known:
-        side = "lost" if sample.lost else "gained" if sample.gained else "as before"
-        groups[side].append((sample, x, y))
-    series = [
-        Series(
-            label=f"{side} ({len(group)})",
-            x=tuple(x for _, x, _ in group),
-            y=tuple(y for _, _, y in group),
-            names=tuple(
-                ", ".join(filter(None, (s.id[:CHARACTERS], places.get(s.id), _describe_change(s))))
-                for s, _, _ in group
-            ),
-        )
-        for side, group in groups.items()
-    ]
-    return Scatter(
-        f"{write_math(_find_sample_column(metric, '').label)} of every sample, new over old",
-        _find_sample_column(metric, "old"),
-        _find_sample_column(metric, "new"),
-        tuple(series),
-        log=all(x > 0 and y > 0 for _, x, y in known),
-        equal=True,
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from lipaudit.report.blocks import (
@@ -21,9 +20,7 @@ from lipaudit.report.cells import LIMITS, STATUS, write_math
 from lipaudit.report.glossary import ATTACKS, NORMS, WORDS
 from lipaudit.report.page.chapters import find_plan
 from lipaudit.report.page.facts import (
-    CHARACTERS,
     describe_gaps,
-    find_places,
     list_facts,
     list_leading_notes,
     list_shared_notes,
@@ -34,7 +31,6 @@ from lipaudit.report.page.ranking import tabulate_scorecards
 from lipaudit.report.page.samples import has_ranking, show_worst
 from lipaudit.report.page.scorecard import make_scorecard, suggest_steps, write_answer
 from lipaudit.report.page.views import list_all_rows
-from lipaudit.report.pictures import Scatter
 from lipaudit.tables import Column, Note, Report, Section, model_labels
 from lipaudit.tables.summary import summary
 
@@ -50,7 +46,6 @@ OPEN = ("bounds", "jacobian", "attack", "certify")
 def show_section(
     section: Section,
     said: Collection[Note] = (),
-    places: Mapping[str, str] = MappingProxyType({}),
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[Block, ...]:
     """Return the blocks of a section: its views, all rows, settings and notes.
@@ -58,7 +53,6 @@ def show_section(
     Args:
         section: what is shown; of one that failed, why.
         said: notes that the page has already.
-        places: where samples are found, by id.
         settings: those that are written; by default all of the section.
     """
     if section.failure is not None:
@@ -67,7 +61,7 @@ def show_section(
     listed = _list_settings(section.settings if settings is None else settings)
     notes = merge_notes(note for note in section.notes if note not in said)
     views = plan.views if plan.whole else (*plan.views, list_all_rows)
-    blocks = [_name_points(block, places) for view in views for block in view({"": section})]
+    blocks = [block for view in views for block in view({"": section})]
     return (
         *([Paragraph(plan.about)] if plan.about else []),
         *(blocks if _has_figures(section) else [NOTHING]),
@@ -98,18 +92,6 @@ def _describe_failure(label: str, section: Section) -> Paragraph:
     return Paragraph(
         f"{label}FAILED: {failure.reason}. {failure.advice}".strip() if failure else ""
     )
-
-
-def _name_points(block: Block, places: Mapping[str, str]) -> Block:
-    """Say at the points of samples where each sample is found."""
-    if not isinstance(block, Scatter):
-        return block
-    names = [
-        tuple(f"{n[:CHARACTERS]}, {places[n]}" if n in places else n for n in series.names)
-        for series in block.series
-    ]
-    series = (replace(s, names=n) for s, n in zip(block.series, names, strict=True))
-    return replace(block, series=tuple(series))
 
 
 def _list_settings(settings: Mapping[str, Any]) -> str:
@@ -187,10 +169,7 @@ def _start_page(report: Report) -> Document:
 
 
 def _show_one(report: Report) -> Document:
-    places, warnings = (
-        find_places(report),
-        [n for s in report.sections for n in s.notes if n.level == "warning"],
-    )
+    warnings = [n for s in report.sections for n in s.notes if n.level == "warning"]
     said = [*list_shared_notes(report), *warnings]  # these are at the top of the page
     measures = [section.measure for section in report.sections]
     chapters = []
@@ -200,11 +179,11 @@ def _show_one(report: Report) -> Document:
         if whole and whole is not section and whole.settings == settings:
             settings = {}  # the section that it is part of lists the same
         folded = len(measures) > 1 and name != measures[0] and name not in OPEN
-        blocks = show_section(section, said, places, settings)
+        blocks = show_section(section, said, settings)
         chapters.append(Chapter(name, find_plan(name, section.title).question, blocks, folded))
     if has_ranking(report):
         title = "Which samples are the least robust?"
-        chapters.append(Chapter("worst", title, show_worst(report)))
+        chapters.append(Chapter("worst-samples", title, show_worst(report)))
     chapters.append(_explain_page(report))
     return replace(_start_page(report), chapters=tuple(chapters))
 
@@ -224,7 +203,7 @@ def _explain_page(*reports: Report) -> Chapter:
         }
     pairs = tuple((words | standings | made).items())
     title = "What do the words mean, and how was this measured?"
-    return Chapter("reading", title, (Facts(pairs), Paragraph(EXPLAIN)), folded=True)
+    return Chapter("words", title, (Facts(pairs), Paragraph(EXPLAIN)), folded=True)
 
 
 def _explain_words(report: Report) -> Iterator[tuple[str, str]]:

@@ -338,7 +338,7 @@ def make_overview(report: Report, name: str) -> Document:
     count = len(list_known(report))
     more = Paragraph(f"lipaudit inspect {name} SAMPLE shows one of {count}: its id or place.")
     blocks = (*show_worst(report), more)
-    chapter = Chapter("worst", "Which samples are the least robust?", blocks)
+    chapter = Chapter("worst-samples", "Which samples are the least robust?", blocks)
     return _make_document(report, "samples", {}, [chapter])
 
 

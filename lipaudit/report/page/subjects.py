@@ -7,20 +7,16 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.errors import UsageError
 from lipaudit.report.formats import Form, Subject
 
 if TYPE_CHECKING:
     from lipaudit.gate import Comparison, Judgement
     from lipaudit.report.blocks import Document
-    from lipaudit.report.pictures import Picture
     from lipaudit.tables import Report
 
 RANKED: frozenset[Form] = frozenset({"page", "record", "frame"})
 """The forms of several reports."""
 REPORT: frozenset[Form] = RANKED
-DRAWN: frozenset[Form] = REPORT | {"picture"}
-"""The forms of a report that holds an attention map."""
 COMPARISON: frozenset[Form] = frozenset({"page", "screen", "record", "frame"})
 JUDGEMENT: frozenset[Form] = frozenset({"page", "record", "lines", "judgement"})
 
@@ -32,10 +28,7 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
         reports: what is shown.
         by: the metric that several are ranked by, if not by the usual one; or `order`: none.
     """
-    subject = _of_one(reports[0]) if len(reports) == 1 else _of_several(reports, by)
-    if _pictures(reports):
-        subject["picture"] = lambda: _picture(reports)
-    return subject
+    return _of_one(reports[0]) if len(reports) == 1 else _of_several(reports, by)
 
 
 def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
@@ -136,24 +129,3 @@ def of_judgement(judgement: Judgement) -> Subject:
         "lines": lambda: list_lines(judgement),
         "judgement": lambda: judgement,
     }
-
-
-def _pictures(reports: Sequence[Report]) -> list[tuple[Picture, ...]]:
-    """Return the attention maps or rows of each report that has any."""
-    from lipaudit.report.page.attention import draw_attention
-    from lipaudit.report.pictures import Picture
-
-    sections = [section for report in reports if (section := report.section("attention"))]
-    drawn = (tuple(draw_attention({"": section})) for section in sections)
-    kept = (tuple(b for b in blocks if isinstance(b, Picture)) for blocks in drawn)
-    return [blocks for blocks in kept if blocks]
-
-
-def _picture(reports: Sequence[Report]) -> tuple[Picture, ...]:
-    pictures = _pictures(reports)
-    if len(pictures) != 1:
-        raise UsageError(
-            f"a picture needs one attention map, not {len(pictures)}",
-            "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws one.",
-        )
-    return pictures[0]

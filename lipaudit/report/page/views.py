@@ -12,7 +12,7 @@ from typing import Any
 
 from lipaudit.report.blocks import Block, Table, make_table
 from lipaudit.report.cells import UNMEASURED, format_value, format_with_limits, write_math
-from lipaudit.report.pictures import Heatmap, Histogram, Scatter, Series
+from lipaudit.report.pictures import Heatmap, Histogram, Series
 from lipaudit.tables import Column, Row, Section
 from lipaudit.tables.columns import naming
 from lipaudit.tables.figures import finite, order
@@ -185,19 +185,17 @@ SPREAD = (
 
 
 def spread_columns(*names: str) -> View:
-    """Return a view of how columns are distributed over heads: a table, a histogram of each."""
+    """Return a view of how columns are distributed over heads."""
 
     def view(sections: Sections) -> Iterator[Block]:
-        columns, lines, pictures = find_columns(sections), [], list[Block]()
+        columns, lines = find_columns(sections), []
         for column, name in ((columns[name], name) for name in names):
             groups = {k: finite(row[name] for row in read_rows(s)) for k, s in sections.items()}
             for label, values in groups.items():
                 ends = (min(values), median(values), max(values)) if values else (None,) * 3
                 texts = (format_value(end, column) for end in ends)
                 lines.append((write_math(column.label), label, *texts))
-            pictures += count_values(f"{write_math(column.label)} over heads", column, groups)
         yield Table("Distribution over heads", SPREAD, tuple(lines), keys=2)
-        yield from pictures
 
     return view
 
@@ -253,23 +251,6 @@ def pair_points(
         return []
     across, up, names = zip(*pairs, strict=True)
     return [Series(label, across, up, names=names)]
-
-
-def scatter_samples(title: str, x: str, y: str) -> View:
-    """Return a view that sets one per-sample column over another."""
-
-    def view(sections: Sections) -> Iterator[Block]:
-        series: list[Series] = []
-        for label, section in sections.items():
-            if section.samples.keys() >= {x, y}:
-                pair = section.samples[x], section.samples[y]
-                series += pair_points(label or "samples", *pair, section.ids)
-        if series:
-            first = next(iter(sections.values()))
-            across, up = map(first.sample_column, (x, y))
-            yield Scatter(title, across, up, tuple(series))
-
-    return view
 
 
 def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> Series:

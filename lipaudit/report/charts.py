@@ -229,7 +229,7 @@ def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
     if sum(low <= v <= high for v in places) < 3:
         whole = column.format == "d"
         locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2, integer=whole)
-        places = locator.tick_values(low, high)
+        places = [*locator.tick_values(low, high)]
     places = [float(v) for v in places if low <= v <= high]
     share = column.format.endswith("%")
     # 8 digits tell ticks apart that differ by 1e-6, and do not show the rounding of 0.1 + 0.2.

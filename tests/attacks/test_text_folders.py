@@ -31,7 +31,7 @@ ALIKE = ["good film.", "a bad plot", "very great", "poor actor", "the actors", "
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_figure_of_a_folder_is_that_of_plain_transformers(folder, tmp_path):
     figures = compare(folder, tmp_path)
-    wrong = {what: pair for what, pair in figures.items() if differs(*pair)}
+    wrong = {what: pair for what, pair in figures.items() if differs(what, *pair)}
     assert not wrong
     if folder.classifier:
         assert figures["characters,2"][1] < figures["accuracy"][1]  # some texts were broken

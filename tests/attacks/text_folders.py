@@ -437,9 +437,14 @@ def _scored(plain: Plain, path: Path) -> Figures:
     return {"loss": ([*found.values()], [plain.loss(*CONTINUED[row]) for row in order])}
 
 
-def differs(ours: list[float], truth: list[float]) -> bool:
-    """Say whether figures differ by more than the rounding of float64."""
-    return not all(abs(a - b) <= 1e-7 * abs(b) for a, b in zip(ours, truth, strict=True))
+def differs(name: str, ours: list[float], truth: list[float]) -> bool:
+    """Say whether figures differ by more than rounding.
+
+    A loss is that of the model as it is: transformers computes RMSNorm and rotary positions in
+    float32 whatever the weights are, which leaves some ten roundings of 2^-24 each.
+    """
+    slack = 16 * 2**-24 if name == "loss" else 1e-7
+    return not all(abs(a - b) <= slack * abs(b) for a, b in zip(ours, truth, strict=True))
 
 
 def main() -> int:
@@ -454,7 +459,7 @@ def main() -> int:
         cells = []
         for what, (ours, truth) in figures.items():
             mean = [sum(values) / len(values) for values in (ours, truth)]
-            bad = differs(ours, truth)
+            bad = differs(what, ours, truth)
             wrong += bad
             cells.append(f"{what} {mean[0]:.6g} / {mean[1]:.6g}{' WRONG' * bad}")
         print(f"{folder.name}: {'; '.join(cells)}", flush=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from typer.main import get_command
 
 import lipaudit
@@ -91,17 +96,70 @@ def test_public_names_are_those_that_are_promised(kind):
 
 
 def test_the_source_distribution_has_what_its_tests_read():
-    sent = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    read = {
-        "lipaudit",
-        "tests",
-        "benchmarks",
-        "docs",
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "action.yml",
+    sent = set(PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"])
+    text = Path(__file__).read_text(encoding="utf-8")
+    read = {path.split("/")[0] for path in re.findall(r'ROOT / "([\w./-]+)', text)}
+    assert read | {"lipaudit", "tests", "benchmarks", ".ci"} == sent | {"pyproject.toml"}
+
+
+def test_what_is_imported_is_declared():
+    project = PYPROJECT["project"]
+    extras = [text for each in project["optional-dependencies"].values() for text in each]
+    declared = {
+        canonicalize_name(Requirement(text).name) for text in (*project["dependencies"], *extras)
     }
-    assert read | {".pre-commit-hooks.yaml", ".ci"} == set(sent)
+    imported = set()
+    for path in (ROOT / "lipaudit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported.update(each.name.split(".")[0] for each in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(str(node.module).split(".")[0])
+    packages = packages_distributions()
+    undeclared = {
+        name
+        for name in imported - sys.stdlib_module_names - {"lipaudit"}
+        if declared.isdisjoint(map(canonicalize_name, packages.get(name, [name])))
+    }
+    assert undeclared == set()
+
+
+def test_links_of_the_readme_are_absolute_on_an_index():
+    hook = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    source = PYPROJECT["project"]["urls"]["Source"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    relative = re.findall(r"\]\((?!https?:)([^)]+)", text)
+    for each in hook["substitutions"]:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    assert len(relative) > 20
+    assert f"]({source}/raw/v$HFPR_VERSION/docs/pictures/demo.png)" in text
+    missing = {name for name in relative if f"{source}/{_view(name)}/{name})" not in text}
+    assert missing == set()
+    assert all(url.startswith(source) for url in PYPROJECT["project"]["urls"].values())
+
+
+def _view(name):
+    """What shows a file of the repository: pictures as they are, pages as pages."""
+    return f"{'raw' if name.startswith('docs/pictures') else 'blob'}/v$HFPR_VERSION"
+
+
+def test_the_container_has_the_declared_versions_and_a_user_that_is_not_root():
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    python = next(re.search(r"python:(3\.\d+)-slim", line) for line in lines if "FROM" in line)
+    assert f"Programming Language :: Python :: {python[1]}" in PYPROJECT["project"]["classifiers"]
+    (torch,) = [line for line in lines if "torch>=" in line]
+    declared = [d for d in PYPROJECT["project"]["dependencies"] if d.startswith("torch")]
+    assert re.findall(r'"(torch[^"]+)"', torch) == declared
+    assert "ARG TORCH_BACKEND=cpu" in lines
+    users = [line.split()[1] for line in lines if line.startswith("USER")]
+    assert users
+    assert users[-1] != "root"
+
+
+def test_pages_pin_the_action_and_the_hook_to_this_version():
+    page = (ROOT / "docs/guide/gate.md").read_text(encoding="utf-8")
+    pins = re.findall(r"OWNER/lipaudit(?:@|\n +rev: )(\S+)", page)
+    assert pins == [f"v{lipaudit.__version__}"] * 2
 
 
 def test_version_and_date_are_the_same_wherever_they_stand():

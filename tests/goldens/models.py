@@ -5,12 +5,13 @@ Weights come from numpy: torch's normal numbers differ in the last digit between
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 TEXT: dict[str, Any] = {
@@ -29,15 +30,19 @@ GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 4}
 
 def set_weights(model: nn.Module, seed: int = 0, gain: float = 1.5) -> nn.Module:
     """Fill every parameter from numpy: gain / sqrt(fan in) for matrices, about 1 for scales."""
+    _draw(model.named_parameters(), seed, gain)
+    return model.eval()
+
+
+def _draw(weights: Iterable[tuple[str, torch.Tensor]], seed: int = 0, gain: float = 1.5) -> None:
     draw = np.random.default_rng(seed).standard_normal
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, p in weights:
             noise = torch.from_numpy(draw(tuple(p.shape)))
             if p.ndim > 1:
                 p.copy_(gain * noise / np.sqrt(p[0].numel()))
             else:
                 p.copy_(0.1 * noise + float(name.endswith("weight")))
-    return model.eval()
 
 
 def hybrid() -> nn.Module:
@@ -62,6 +67,24 @@ def _save(name: str, config: str, **settings: Any) -> Callable[[Path], None]:
         set_weights(getattr(transformers, name)(made)).save_pretrained(folder)
 
     return save
+
+
+def _save_windows(folder: Path) -> None:
+    """Save a Swin. Versions of transformers order its modules differently, stored names never."""
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "window_size": 4}
+    save = _save(
+        "SwinForImageClassification",
+        "SwinConfig",
+        depths=[2],
+        num_heads=[2],
+        num_labels=5,
+        **sizes,
+    )
+    save(folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    _draw(sorted((name, p) for name, p in weights.items() if p.is_floating_point()))
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 FOLDERS: dict[str, Callable[[Path], None]] = {
@@ -91,17 +114,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         pos_att_type=["c2p", "p2c"],
         position_biased_input=False,
     ),
-    "windows": _save(
-        "SwinForImageClassification",
-        "SwinConfig",
-        image_size=16,
-        patch_size=2,
-        embed_dim=8,
-        depths=[2],
-        num_heads=[2],
-        window_size=4,
-        num_labels=5,
-    ),
+    "windows": _save_windows,
     "cross": _save(
         "BartForConditionalGeneration",
         "BartConfig",

@@ -280,7 +280,9 @@ def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[
     """Refuse missing and surplus weights; heads of a model read for its features may be left."""
     features = not has_head(module)
     missing = sorted(k for k in report["missing_keys"] if not (features and _has_part(k, POOLER)))
-    surplus = sorted(report["unexpected_keys"])
+    # Older checkpoints hold constants, such as position_ids, that the model computes today.
+    constants = {key for part in module.modules() for key in part._non_persistent_buffers_set}
+    surplus = sorted(k for k in report["unexpected_keys"] if k.split(".")[-1] not in constants)
     # Features never meet heads, pooler and mask.
     unused = [
         k

@@ -197,12 +197,11 @@ def _input_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
 
 
 def _part_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Say which layers are parts of one attention: rows count them one by one."""
+    """Say which layers share their queries and keys: they may be parts of one attention."""
     groups = {site.partners: site for site in sites if site.partners}
     texts = (
-        f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) are heads "
-        "or parts of one attention, which the model's code computes one by one: they share their "
-        "maps of q and k, and each row is of one part"
+        f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) share "
+        "their maps of q and k: they may be parts of one attention, and each row is of one call"
         for partners, site in groups.items()
     )
     return tuple(Note(level="warning", code="in-parts", text=text) for text in texts)

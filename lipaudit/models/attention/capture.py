@@ -34,7 +34,7 @@ from lipaudit.models.attention.project.projections import (
     TokenIndex,
     project,
 )
-from lipaudit.models.attention.sites import Site, Structure
+from lipaudit.models.attention.sites import Site, Structure, list_loops
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.theory.heads import Heads, Pairs
@@ -63,7 +63,7 @@ def read_distribution(
     """
     if isinstance(call.form, Fused):
         return read_product(call, layout, batch, queries)[0]
-    parts, form = _wrap_logits(call.form.logits.detach(), call.q.ndim, layout, len(batch))
+    parts, form = _wrap_logits(call.form.logits.detach(), call.q, layout, len(batch))
     return _make_heads(parts, form, False, batch, queries)
 
 
@@ -185,14 +185,19 @@ def _read_form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
     return LogitForm(scale, arranged(mask.expand(*call.q.shape[:-1], call.k.shape[-2])))
 
 
+def has_map(call: AttentionCall) -> bool:
+    """Say whether the logits have the axes of the queries: one row per window, head and query."""
+    if isinstance(call.form, Fused):
+        return True
+    rows, wanted = call.form.logits.shape[:-1], call.q.shape[:-1]
+    return rows == wanted or (len(rows) != len(wanted) and rows.numel() == wanted.numel())
+
+
 def _wrap_logits(
-    logits: Tensor, axes: int, layout: str, samples: int
+    logits: Tensor, q: Tensor, layout: str, samples: int
 ) -> tuple[_Vectors, LogitForm]:
     """Return q, k, v of width 0 and scale 0: all of P is in the bias, the captured logits."""
-    if logits.ndim == axes:
-        logits = arrange(layout, logits, samples)
-    elif logits.ndim != 4:
-        logits = logits.flatten(0, -4) if logits.ndim > 4 else logits[:, None]
+    logits = arrange(layout, logits.reshape(*q.shape[:-1], -1), samples)
     windows, heads, queries, keys = logits.shape
     q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (queries, keys, keys))
     return (q, k, v), LogitForm(logits.new_zeros(1, 1), logits)
@@ -231,7 +236,7 @@ class Layer:
             writes its softmax out, q, k and v are empty and `bias` holds the captured logits.
         output: O of every head, (windows, heads, tokens, d_v).
         frame: the module call that it is part of (`site.scope`); None where that is not known.
-        number: which attention call of that module call it is.
+        numbers: which attention calls of that module call it is.
     """
 
     site: Site
@@ -240,7 +245,7 @@ class Layer:
     attention: Heads
     output: Tensor
     frame: Frame | None
-    number: int
+    numbers: Sequence[int]
 
     @property
     def samples(self) -> int:
@@ -315,7 +320,8 @@ def capture(
         if not pending:
             raise _AllRead
 
-    tracer = Tracer(visit, wanted=frozenset().union(*(site.sources for site in cut)))
+    wanted = frozenset().union(*(site.sources for site in cut))
+    tracer = Tracer(visit, wanted=wanted, loops=list_loops(sites))
     with freeze(net.module), exact_arithmetic(net.device), suppress(_AllRead):
         run_observed(net, batch, tracer)
     for site in pending.values():
@@ -336,5 +342,6 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     attention = read_distribution(call, site.layout, batch, queries)
     output = arrange_call(call, site.layout, len(batch)).output.detach()
     frame = next((f for f in reversed(frames) if f.name == site.scope), None)
-    number = 0 if frame is None else frame.attentions
-    return Layer(site, call, batch, attention, output, frame, number)
+    order = [] if frame is None else frame.attentions
+    numbers = [order.index(address) for address in site.addresses if address in order]
+    return Layer(site, call, batch, attention, output, frame, numbers)

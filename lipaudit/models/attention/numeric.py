@@ -68,7 +68,9 @@ def find_obstacle(layer: Layer) -> str | None:
 def _linearize_module(layer: Layer) -> Linearization | str:
     """Linearise the module of a layer, or say why it cannot be run on its own."""
     outside = "its module cannot be run on its own"
-    if not layer.site.inputs or layer.frame is None or len(layer.output) % layer.samples:
+    site, samples = layer.site, layer.samples
+    missing = len(layer.numbers) < len(site.addresses)
+    if not site.inputs or layer.frame is None or missing or len(layer.output) % samples:
         return outside
     try:
         linear = _linearize_layer(layer)
@@ -115,8 +117,10 @@ def _run_module(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
 
     def attention(call: AttentionCall) -> Tensor:
         calls.append(call)
-        if len(calls) > layer.number:
-            raise _Output(arrange_call(call, layer.site.layout, layer.samples).output)
+        if len(calls) > layer.numbers[-1]:
+            loop = layer.site.loop
+            whole = call if loop is None else loop.join([calls[i] for i in layer.numbers])
+            raise _Output(arrange_call(whole, layer.site.layout, layer.samples).output)
         return call.output
 
     frame = layer.frame

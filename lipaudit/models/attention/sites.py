@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lipaudit.models.attention.observe.calls import Address
+from lipaudit.models.attention.observe.calls import Address, Loop
 from lipaudit.models.attention.project.projections import ProjectionForm, TokenIndex
 from lipaudit.models.lifting import Kept, read
 
@@ -81,8 +81,10 @@ class Site:
         direct: whether the projections read those arguments themselves: then the norm in the
             inputs of the projections is the norm in the module's.
         line: the line of code that computes it, `file:line`.
-        partners: numbers of all layers that share its maps of q and k: heads or chunks that the
-            model's code takes one by one; empty where it has them to itself.
+        partners: numbers of all layers that share its maps of q and k; empty where it has them
+            to itself.
+        loop: the attention calls that it is, where the model's code computes its heads, or chunks
+            of its queries, one by one; `address` is the last of them.
     """
 
     index: int
@@ -101,6 +103,12 @@ class Site:
     direct: bool = False
     line: str = ""
     partners: tuple[int, ...] = ()
+    loop: Loop | None = None
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The attention calls of the forward pass that it is."""
+        return (self.address,) if self.loop is None else self.loop.addresses
 
     @property
     def closed_form(self) -> bool:
@@ -128,6 +136,11 @@ class Site:
         if self.structure.q is None:
             return KEYS
         return ONE_INPUT if self.structure.joint else APART
+
+
+def list_loops(sites: Iterable[Site]) -> list[Loop]:
+    """Return the loops that layers are computed in."""
+    return [site.loop for site in sites if site.loop is not None]
 
 
 def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[str, ...]:

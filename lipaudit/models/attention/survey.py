@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, of_machine
 from lipaudit.models import requirements
-from lipaudit.models.attention.observe.calls import Address, AttentionCall
+from lipaudit.models.attention.observe.calls import Address, AttentionCall, Loop
 from lipaudit.models.attention.observe.trace import Place, Tracer, freeze, run_observed
 from lipaudit.models.attention.observe.uses import Uses
-from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.sites import Site, list_loops
 from lipaudit.models.attention.surveyor import Surveyor
 from lipaudit.models.generic import find_token_embeddings, make_generic, shape_at
 from lipaudit.models.net import Net
@@ -88,7 +88,9 @@ class _Known:
             # A layer that mixes 5 tokens may be affine at 9: only a survey would find that out.
             if not all(site.closed_form for site in self.sites):
                 return False
-            if [site.address for site in self.sites] != _list_attention_calls(net, batch):
+            if [site.address for site in self.sites] != _list_attention_calls(
+                net, batch, self.sites
+            ):
                 return False
             self.shapes.add(shape)
         return True
@@ -108,7 +110,7 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
     return versions, tuple(t.data_ptr() for t in tensors), values
 
 
-def _list_attention_calls(net: Net, batch: Batch) -> list[Address]:
+def _list_attention_calls(net: Net, batch: Batch, sites: Sequence[Site]) -> list[Address]:
     """Return the attention calls of one pass at the shape of a batch."""
     addresses: list[Address] = []
 
@@ -117,7 +119,7 @@ def _list_attention_calls(net: Net, batch: Batch) -> list[Address]:
 
     net, pair, _ = make_generic(net, batch)
     with freeze(net.module), exact_arithmetic(net.device):
-        run_observed(net, pair, Tracer(note))
+        run_observed(net, pair, Tracer(note, loops=list_loops(sites)))
     return addresses
 
 
@@ -146,7 +148,7 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
         output, uses = _run_plain(net, pair)
         try:
             surveyor = _run_observed(net, pair, other, output, uses)
-            surveyor.unread = uses.beyond(site.module for site in surveyor.sites)
+            surveyor.unread = uses.beyond(_list_modules(surveyor))
             return surveyor
         except Exception as error:
             if of_machine(error):
@@ -155,6 +157,11 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
             requirements.require_fixed(net, pair, output)
             requirements.require_isolation(net, pair, other, output)
             raise
+
+
+def _list_modules(surveyor: Surveyor) -> list[str]:
+    """Return the module of each attention call that is part of a layer."""
+    return [each.module for site in surveyor.sites for each in site.addresses]
 
 
 def _run_plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
@@ -173,12 +180,15 @@ def _run_plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
 def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> Surveyor:
     """Return what two observed passes show, whose outputs must be the plain one's."""
     surveyor = _run_surveyor(net, pair, output, uses)
-    if surveyor.inner:
-        surveyor.adopt(_run_surveyor(net, pair, output, uses, uncut=frozenset(surveyor.inner)))
+    if loops := surveyor.find_loops():
+        surveyor = _run_surveyor(net, pair, output, uses, loops=loops)
+    if inner := frozenset(surveyor.inner):
+        surveyor.adopt(_run_surveyor(net, pair, output, uses, uncut=inner, loops=loops))
     explicit = (site for site in surveyor.sites if site.explicit)
     written_out = frozenset().union(*(site.sources for site in explicit))
     # Same sample, another companion: what moves is not of this sample.
-    alone = run_observed(net, other, Tracer(surveyor.compare, wanted=written_out))
+    tracer = Tracer(surveyor.compare, wanted=written_out, loops=loops)
+    alone = run_observed(net, other, tracer)
     if not agree(output[0], alone[0]):
         requirements.require_isolation(net, pair, other, output)
     if not torch.equal(pair.x, other.x):
@@ -196,10 +206,11 @@ def _run_surveyor(
     uses: Uses,
     *,
     uncut: frozenset[Address] = frozenset(),
+    loops: Sequence[Loop] = (),
 ) -> Surveyor:
     """Return what has seen a pass; a second one where a layer needs what the first forgot."""
     for sparing in (True, False):
-        surveyor = Surveyor(pair, uncut, sparing)
+        surveyor = Surveyor(pair, uncut, sparing, loops)
         observed = run_observed(net, pair, surveyor.tracer())
         if not agree(output, observed, each=0):
             requirements.require_fixed(net, pair, output)

@@ -18,12 +18,20 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.errors import of_machine
 from lipaudit.models.attention.agreement import HOPELESS, matches_autograd
-from lipaudit.models.attention.capture import add_inputs, arrange_call, make_layer, read_product
+from lipaudit.models.attention.capture import (
+    add_inputs,
+    arrange_call,
+    has_map,
+    make_layer,
+    read_product,
+)
 from lipaudit.models.attention.numeric import find_obstacle
 from lipaudit.models.attention.observe.calls import (
     Address,
     AttentionCall,
     Explicit,
+    Fused,
+    Loop,
     Origin,
     Origins,
     arrange,
@@ -285,6 +293,8 @@ class Surveyed:
         transposed: whether its output keeps tokens last.
         maps: the modules and tensors that made q, and the ops that made k.
         sizes: what tells its q, k and v from others.
+        reads: for q, k and v, which rows and columns of each linear map they are made from.
+        form: what its logits must have in common with those of other calls of a loop.
         projected: whether a linear map of its output has been met.
     """
 
@@ -293,6 +303,8 @@ class Surveyed:
     transposed: bool
     maps: tuple[frozenset[object], frozenset[object]]
     sizes: tuple[float, ...]
+    reads: tuple[_Reads, ...]
+    form: tuple[object, ...]
     projected: bool = False
 
     def as_rows(self, t: Tensor) -> Tensor:
@@ -313,6 +325,7 @@ class Surveyor:
         batch: these.
         uncut: linear maps at which the pass does not cut the graph.
         sparing: whether the pass forgets what the maps of the residual stream read.
+        loops: attention calls that are one layer.
         inner: those at which another pass should not, so that more layers can be read.
         forgot: whether a layer needed what was forgotten.
         layers: the layers so far.
@@ -324,6 +337,7 @@ class Surveyor:
     batch: Batch
     uncut: frozenset[Address] = frozenset()
     sparing: bool = True
+    loops: Sequence[Loop] = ()
     inner: set[Address] = field(default_factory=set)
     forgot: bool = False
     layers: dict[Address, Surveyed] = field(default_factory=dict)
@@ -347,6 +361,7 @@ class Surveyor:
             sparing=self.sparing,
             place=self.place,
             origins=self.origins,
+            loops=self.loops,
         )
 
     def adopt(self, deeper: Surveyor) -> None:
@@ -359,7 +374,9 @@ class Surveyor:
             self.layers[address] = again
 
     def attention(self, call: AttentionCall, address: Address) -> None:
-        """Analyse a call."""
+        """Analyse a call; one whose map has other axes is left to `Uses`, which names it."""
+        if not has_map(call):
+            return
         site = self._make_site(call, address)
         if not site.closed_form:
             made_by = [origin for _, origin in call.origins.leaves(call.q, call.k, call.v)]
@@ -369,9 +386,14 @@ class Surveyor:
             if _has_tokens_as_heads(site, call, self.batch):
                 reason = f"{site.reason}; nor can its heads be told from its tokens"
                 site = replace(site, reason=reason, inputs=())
-        first = _take_first_sample(call, site)
         self.layers[address] = Surveyed(
-            site, first, call.transposed, _identify_maps(call), _measure_sizes(call)
+            site,
+            _take_first_sample(call, site),
+            call.transposed,
+            _identify_maps(call),
+            _measure_sizes(call),
+            tuple(_find_reads(call, t) for t in (call.q, call.k, call.v)),
+            _describe_form(call, len(self.batch)),
         )
 
     def _make_site(self, call: AttentionCall, address: Address) -> Site:
@@ -392,6 +414,7 @@ class Surveyor:
             inputs=tuple(key for key, _ in _find_inputs(scope)),
             direct=_is_direct(analysis.structure, call, scope),
             line=line_of_code(),
+            loop=next((loop for loop in self.loops if address in loop.addresses), None),
         )
 
     def linear(self, linear: Linear, address: Address) -> None:
@@ -401,7 +424,9 @@ class Surveyor:
         if len(leaves) != 1 or leaves[0].origin.address not in self.layers:
             return
         layer = self.layers[leaves[0].origin.address]
-        if layer.site.structure is not None and not layer.projected:
+        # Of a loop, what is projected is the output of all calls.
+        single = layer.site.loop is None
+        if layer.site.structure is not None and single and not layer.projected:
             source = Probed(linear.inputs[None, None], leaves[0].tensor, layer.as_rows)
             structure = replace(layer.site.structure, out=find_output_map(linear, source))
             layer.site = replace(layer.site, structure=structure)
@@ -434,17 +459,30 @@ class Surveyor:
             layer.site = replace(layer.site, index=index)
         self.layers = {layer.site.address: layer for layer in kept}
 
-    def join(self) -> None:
-        """Find the layers that are heads or chunks of one attention.
+    def find_loops(self) -> list[Loop]:
+        """Find the calls that are heads, or chunks of the queries, of one attention."""
+        loops = []
+        for group in self._group():
+            axis = _find_loop_axis(group)
+            if axis is not None:
+                loops.append(Loop(tuple(layer.site.address for layer in group), axis))
+        return loops
 
-        What reads a part of the queries has norms that are none of a head.
-        """
-        groups: dict[tuple[frozenset[object], frozenset[object]], list[Surveyed]] = {}
+    def _group(self) -> list[list[Surveyed]]:
+        """Return the layers that share their maps of q and k."""
+        groups: dict[object, list[Surveyed]] = {}
         for layer in self.layers.values():
             if all(layer.maps):
                 groups.setdefault(layer.maps, []).append(layer)
-        for group in groups.values():
-            for layer in group if len(group) > 1 else ():
+        return [group for group in groups.values() if len(group) > 1]
+
+    def join(self) -> None:
+        """Mark the layers that are parts of one attention, and could not be joined.
+
+        What reads a part of the queries has norms that are none of a head.
+        """
+        for group in self._group():
+            for layer in group:
                 layer.site = replace(layer.site, partners=tuple(g.site.index for g in group))
                 if layer.first[0].shape[2] < layer.first[1].shape[2] and any(
                     g.sizes[0] != layer.sizes[0] and g.sizes[1] == layer.sizes[1] for g in group
@@ -460,6 +498,69 @@ class Surveyor:
             return site
         reason = f"{site.reason}; nor can its norms be computed numerically: {why}"
         return replace(site, reason=reason, inputs=())
+
+
+_Reads = dict[Address, tuple[Tensor, Tensor]]
+"""Of linear maps: which tokens, and which columns of the output, are read."""
+
+
+def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:
+    """Find the rows and columns of the linear maps that q, k or v is made from."""
+    found = {}
+    for leaf, origin in call.origins.leaves(t):
+        if origin.linear is not None:
+            read = Probed(t, leaf, origin.linear.outputs).read != 0
+            found[origin.address] = read.any(1).cpu(), read.any(0).cpu()
+    return found
+
+
+def _describe_form(call: AttentionCall, samples: int) -> tuple[object, ...]:
+    """Return what calls must have in common to be a loop; nothing where they can be none."""
+    form, axes = call.form, call.q.ndim
+    if axes not in (3, 4) or len(call.q) != samples:
+        return ()
+    if isinstance(form, Fused):
+        return axes, form.scale, form.mask is None, form.causal
+    return axes, form.logits.shape[-1]
+
+
+def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
+    """Return along which axis calls are parts of one attention: 1 for heads, 2 for queries."""
+    form = group[0].form
+    if not form or any(layer.form != form for layer in group):
+        return None
+    shapes = [[t.shape for t in layer.first] for layer in group]
+    q, k, v = ([layer.reads[i] for layer in group] for i in range(3))
+    rows, columns = 0, 1
+    single = all(shape[0][:2] == (1, 1) for shape in shapes)
+    split = [part for part in (q, k, v) if _are_apart(part, columns)]
+    # Heads of several calls that share keys would repeat them in another order than groups do.
+    whole = q in split and (single or len(split) == 3)
+    if whole and _are_same(q, rows) and all(shape == shapes[0] for shape in shapes):
+        return 1
+    shared = all(_are_same(part, axis) for part in (k, v) for axis in (rows, columns))
+    widths = {(shape[0][:2], shape[0][3]) for shape in shapes}
+    causal = form[-1] is True
+    return 2 if shared and _are_apart(q, rows) and len(widths) == 1 and not causal else None
+
+
+def _are_same(reads: Sequence[_Reads], axis: int) -> bool:
+    """Say whether all calls read the same rows (axis 0) or columns (axis 1)."""
+    first = reads[0]
+    return all(
+        each.keys() == first.keys()
+        and all(torch.equal(each[a][axis], first[a][axis]) for a in first)
+        for each in reads
+    )
+
+
+def _are_apart(reads: Sequence[_Reads], axis: int) -> bool:
+    """Say whether no two calls read the same row (axis 0) or column (axis 1)."""
+    for address in {address for each in reads for address in each}:
+        masks = [each[address][axis] for each in reads if address in each]
+        if torch.stack(masks).sum(0).amax() > 1:
+            return False
+    return True
 
 
 def _has_tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:

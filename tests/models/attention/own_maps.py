@@ -140,7 +140,7 @@ def without_heads(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "softmax over keys and heads at once",
-    "refused",
+    "left",
     heads=of(
         share=lambda s: (
             softmax(s.transpose(0, 1).flatten(1)).unflatten(1, (HEADS, -1)).transpose(0, 1)

@@ -65,7 +65,7 @@ class Case:
         outcome: how lipaudit reads it: `read`, `numerical`, `left` (named in a warning beside
             other layers, refused alone), `refused`, `none` (no attention), `autograd` (the figures
             are of a gradient that is no derivative, and a warning says so); `in parts` where
-            a warning says that heads are layers of their own; `+elsewhere` where a
+            a warning says that layers share their maps of q and k; `+elsewhere` where a
             warning names an X outside the module of the attention.
         build: adds parts to the module.
         derivative: whether autograd gives the derivative of the function.
@@ -249,8 +249,12 @@ def _judged(report: Report, built: Model, x: Tensor, case: Case) -> Reading:
         inner = torch.stack([built.before(one[None])[0] for one in x])
     outcomes: dict[str, str] = {}
     for module, at, truth in ((PLAIN, x, plain), (OWN, inner, case.truth(built.own))):
-        found = _layers(report, module)
-        outcome, fault = _matched(found, truth, at)
+        outcome, fault = _matched(_layers(report, module), truth, at)
+        if any(
+            n.code == "in-parts" and f"({module}," in n.text
+            for n in report.section("bounds").notes
+        ):
+            outcome += " in parts"
         elsewhere = any(
             n.code == "input-elsewhere" and n.level == "warning" and module in n.text
             for n in report.section("bounds").notes
@@ -283,26 +287,23 @@ def warned(report: Report) -> bool:
 def _layers(report: Report, module: str) -> dict[int, list[Row]]:
     """Return the heads of the layers of a module."""
     found: dict[int, list[Row]] = {}
-    section = report.section("bounds")
-    parts = any(n.code == "in-parts" and f"({module}," in n.text for n in section.notes)
-    for row in section.rows:
+    for row in report.section("bounds").rows:
         if row.module.split(".")[0] == module:
-            found.setdefault(-1 if parts else row.layer, []).append(row)
+            found.setdefault(row.layer, []).append(row)
     return found
 
 
 def _matched(found: Mapping[int, list[Row]], truth: Sequence[Layer], x: Tensor) -> tuple[str, str]:
     """Give every layer that was found one of the truth; return the outcome and a fault."""
     left, outcomes = list(truth), []
-    for number, rows in found.items():
+    for rows in found.values():
         if rows[0].exact is None:
             continue
         if (layer := next((one for one in left if _same(rows, one, x)), None)) is None:
             norms = ", ".join(f"{row.exact:.4g}" for row in rows)
             return "", f"heads of norm {norms} are none of the module's"
         left.remove(layer)
-        how = "numerical" if "numerical" in rows[0].kind else "read"
-        outcomes.append(how if number >= 0 else f"{how} in parts")
+        outcomes.append("numerical" if "numerical" in rows[0].kind else "read")
     outcomes += ["left"] * bool(left)
     return "+".join(sorted(set(outcomes), reverse=True)) or "none", ""
 
@@ -357,9 +358,9 @@ The tests compare the heads with dense Jacobians, which autograd computes in flo
 lipaudit: they agree to 1e-6, and no bound is below them. `python -m
 tests.models.attention.own_modules` writes this section.
 
-* **read**: closed form, with bounds. **read in parts**: one row per head, with a warning that the
-  heads belong to one attention (`in-parts`). **elsewhere**: a warning names X, which is the input
-  of another module (`input-elsewhere`).
+* **read**: closed form, with bounds. **in parts**: a warning says that several layers share their
+  maps of q and k (`in-parts`). **elsewhere**: a warning names X, which is the input of another
+  module (`input-elsewhere`).
 * **numerical**: exact norms in the input of the module, no bounds; a warning says why.
 * **named**: no figures; a warning names the module and the line of code. **refused**: the same,
   as an error (exit code 4), because the model has no other attention.

@@ -158,11 +158,30 @@ def einsum_heads(a: Any, x: Tensor) -> Tensor:
     return a.o(torch.einsum("bhnm,bmhd->bnhd", p, v).flatten(2))
 
 
-@own("heads in a middle axis, the map of (b, n, h, m)", "refused")
+@own("heads in a middle axis, the map of (b, n, h, m)")
 def einsum_middle(a: Any, x: Tensor) -> Tensor:
     q, k, v = middle(a, x)
     p = torch.einsum("bnhd,bmhd->bnhm", q, k).softmax(-1)
     return a.o(torch.einsum("bnhm,bmhd->bnhd", p, v).flatten(2))
+
+
+@own("heads in a middle axis, moved there before the softmax and back behind it")
+def moved_heads(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).transpose(1, 2).contiguous().softmax(-1).transpose(1, 2).flatten(0, 1)
+    o = torch.bmm(p, v.flatten(0, 1))
+    return a.o(join(o.unflatten(0, (len(x), HEADS))))
+
+
+@own(
+    "softmax over queries, keys and heads at once",
+    "left",
+    heads=lambda a, x: attend(a, x, share=lambda s: softmax(s.flatten()).view_as(s)),
+)
+def over_everything(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    s = q @ k.mT
+    return a.o(join(s.flatten(1).softmax(-1).view_as(s) @ v))
 
 
 @own("heads in the last axis, the map of (b, n, m, h)", "left")
@@ -252,35 +271,46 @@ def over_channels(a: Any, x: Tensor) -> Tensor:
 # --- chunks and loops
 
 
-@own("chunks of queries", "named")
+def _later(s: Tensor) -> Tensor:
+    return torch.ones_like(s, dtype=torch.bool).triu(1)
+
+
+def causal(a: Any, x: Tensor) -> Tensor:
+    """Four heads of causal attention."""
+    q, k, v = (split(x @ m.weight.T + m.bias, 4) for m in (a.q, a.k, a.v))
+    s = q @ k.mT / 2**0.5
+    return softmax(s.masked_fill(_later(s), -torch.inf)) @ v
+
+
+@own("chunks of queries")
 def query_chunks(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [(part @ k.mT).softmax(-1) @ v for part in q.split(3, -2)]
     return a.o(join(torch.cat(o, -2)))
 
 
-@own("chunks of queries, fused", "named")
+@own("chunks of queries, fused")
 def fused_chunks(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [F.scaled_dot_product_attention(part, k, v, scale=1.0) for part in q.split(3, -2)]
     return a.o(join(torch.cat(o, -2)))
 
 
-@own("a loop over the queries", "named")
+@own("a loop over the queries")
 def query_loop(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [(q[:, :, i : i + 1] @ k.mT).softmax(-1) @ v for i in range(TOKENS)]
     return a.o(join(torch.cat(o, -2)))
 
 
-@own("a loop over the heads", "read in parts")
+@own("a loop over the heads")
 def head_loop(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [(q[:, h] @ k[:, h].mT).softmax(-1) @ v[:, h] for h in range(HEADS)]
     return a.o(torch.cat(o, -1))
 
 
-@own("a loop over the heads, fused", "read in parts")
+@own("a loop over the heads, fused")
 def fused_head_loop(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     parts = zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True)
@@ -289,7 +319,6 @@ def fused_head_loop(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "a loop over the heads, which share one key",
-    "read in parts",
     build=add(one=lambda: nn.Linear(WIDTH, 4)),
     heads=lambda a, x: attend(a, x, k=x @ a.one.weight.T + a.one.bias),
 )
@@ -300,7 +329,60 @@ def shared_key_loop(a: Any, x: Tensor) -> Tensor:
     return a.o(torch.cat(o, -1))
 
 
-@own("chunks of tokens whose queries are made one after the other", "named")
+@own("a loop over pairs of heads, with a causal mask", heads=causal)
+def pair_loop(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (split(m(x), 4) for m in (a.q, a.k, a.v))
+    o = [
+        F.scaled_dot_product_attention(
+            q[:, h : h + 2], k[:, h : h + 2], v[:, h : h + 2], is_causal=True
+        )
+        for h in (0, 2)
+    ]
+    return a.o(join(torch.cat(o, 1)))
+
+
+@own(
+    "a loop over the heads, with weights of their own",
+    build=add(
+        w=lambda: nn.ParameterList(nn.Parameter(torch.randn(3, WIDTH, 4)) for _ in range(HEADS))
+    ),
+    truth=lambda a: tuple(
+        Layer(lambda x, w=w: attend(a, x, **dict(zip("qkv", (x @ w)[:, None], strict=True))))
+        for w in a.w
+    ),
+)
+def own_weight_loop(a: Any, x: Tensor) -> Tensor:
+    o = [F.scaled_dot_product_attention(*(x @ part for part in w)) for w in a.w]
+    return a.o(torch.cat(o, -1))
+
+
+@own(
+    "chunks of queries, each with the mask of its rows",
+    heads=lambda a, x: attend(a, x, change=lambda s: s.masked_fill(_later(s), -torch.inf)),
+)
+def masked_chunks(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    o = [
+        F.scaled_dot_product_attention(part, k, v, attn_mask=rows, scale=1.0)
+        for part, rows in zip(q.split(3, -2), mask.split(3), strict=True)
+    ]
+    return a.o(join(torch.cat(o, -2)))
+
+
+@own(
+    "two fused calls with the same queries and keys",
+    "read in parts",
+    build=OTHER,
+    truth=layers(attend, lambda a, x: attend(a, x, v=affine(a.v2, x))),
+)
+def fused_values(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    o = [F.scaled_dot_product_attention(q, k, each, scale=1.0) for each in (v, split(a.v2(x)))]
+    return a.o(join(o[0] + o[1]))
+
+
+@own("chunks of tokens whose queries are made one after the other", "numerical")
 def token_chunks(a: Any, x: Tensor) -> Tensor:
     k, v = split(a.k(x)), split(a.v(x))
     o = [F.scaled_dot_product_attention(split(a.q(part)), k, v) for part in x.split(3, 1)]

@@ -8,8 +8,8 @@ from the axes that models use to (windows, heads, tokens, width).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -159,18 +159,30 @@ class Explicit:
     """Logits of a written-out softmax.
 
     Attributes:
-        product: where q k^T enters the autograd graph of the logits.
+        products: where q k^T enters the autograd graph of the logits; of a loop, of each call.
         logits: what the softmax is taken of.
         p: its result.
         weights: what multiplies v: p itself, or what the model made of it.
         others: whether the logits depend on more than this product and constants.
+        axis: along which the calls of a loop are joined.
     """
 
-    product: GradientEdge
+    products: tuple[GradientEdge, ...]
     logits: Tensor
     p: Tensor
     weights: Tensor
     others: bool
+    axis: int = 1
+
+    def pull(self, cotangent: Tensor) -> Tensor | None:
+        """Return J^T u of the logits with respect to q k^T; None where nothing leads there."""
+        pulled = torch.autograd.grad(
+            self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
+        )
+        parts = [part for part in pulled if part is not None]
+        if len(parts) < len(pulled):
+            return None
+        return parts[0] if len(parts) == 1 else torch.cat([*map(_show_heads, parts)], self.axis)
 
 
 @dataclass(frozen=True)
@@ -192,6 +204,68 @@ class AttentionCall:
     output: Tensor
     transposed: bool = False
     origins: Origins = field(default_factory=Origins)
+
+
+def _show_heads(t: Tensor) -> Tensor:
+    """Return a tensor with an axis of heads, (batch, heads, tokens, width)."""
+    return t[:, None] if t.ndim == 3 else t
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Attention calls that a model's code makes one after the other, and that are one layer.
+
+    Attributes:
+        addresses: of the calls, in order.
+        axis: along which they are joined: 1, each computes some heads, or 2, some queries.
+    """
+
+    addresses: tuple[Address, ...]
+    axis: int
+
+    def join(self, calls: Sequence[AttentionCall]) -> AttentionCall:
+        """Return the calls as one, (batch, heads, tokens, width)."""
+
+        def cat(parts: Iterable[Tensor]) -> Tensor:
+            return torch.cat([_show_heads(t) for t in parts], self.axis)
+
+        first, over_heads = calls[0], self.axis == 1
+        k, v = (
+            cat(getattr(c, n) for c in calls) if over_heads else _show_heads(getattr(first, n))
+            for n in "kv"
+        )
+        return AttentionCall(
+            cat(c.q for c in calls),
+            k,
+            v,
+            self._join_forms(calls, cat),
+            cat(c.output.mT if c.transposed else c.output for c in calls),
+            origins=first.origins,
+        )
+
+    def _join_forms(
+        self, calls: Sequence[AttentionCall], cat: Callable[[Iterable[Tensor]], Tensor]
+    ) -> Fused | Explicit:
+        shapes = [(*c.q.shape[:-1], c.k.shape[-2]) for c in calls]
+        fused = [c.form for c in calls if isinstance(c.form, Fused)]
+        if fused:
+            masks = [
+                f.mask.expand(s) for f, s in zip(fused, shapes, strict=True) if f.mask is not None
+            ]
+            return replace(fused[0], mask=cat(masks) if masks else None)
+        forms = [c.form for c in calls if isinstance(c.form, Explicit)]
+        logits, p = (
+            cat(getattr(f, n).reshape(*s[:-1], -1) for f, s in zip(forms, shapes, strict=True))
+            for n in ("logits", "p")
+        )
+        return Explicit(
+            tuple(edge for form in forms for edge in form.products),
+            logits,
+            p,
+            cat(form.weights for form in forms),
+            any(form.others for form in forms),
+            self.axis,
+        )
 
 
 def compute_probabilities(call: AttentionCall) -> Tensor:

@@ -37,7 +37,7 @@ from lipaudit.models.attention.observe.linears import (
     find_operands,
     parse_contraction,
 )
-from lipaudit.models.graph import Past, leaves, vjp
+from lipaudit.models.graph import Past, leaves, nodes, op, vjp
 
 
 def reaches(t: Tensor, target: Tensor, past: Past) -> bool:
@@ -73,6 +73,9 @@ def _count_spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
 _PRODUCTS = 8  # that are noted at a time: those of one layer, and some that were no logits
 _AWAITED = 4  # softmaxes at a time that have not met their values yet
 
+
+_MOVES = {"Permute", "Transpose"}
+"""Ops that change the order of axes."""
 
 Cut = tuple[Linear, Callable[[Tensor], Tensor]]
 """A linear map, and what cuts the graph at its result."""
@@ -145,7 +148,8 @@ class _Meeting:
         """Return the attention call that this is, with what the model's product gives."""
         softmax, (a, b) = self.softmax, self._arrange_factors()
         q, k, v = _broadcast(a, b.mT, self.v)
-        form = Explicit(softmax.product.edge, softmax.logits, softmax.p, self.p, softmax.others)
+        logits, p = _order_axes(softmax.logits, softmax.p, self.p)
+        form = Explicit((softmax.product.edge,), logits, p, self.p, softmax.others)
         return AttentionCall(q, k, v, form, output, self.transposed)
 
 
@@ -325,6 +329,35 @@ class AttentionMode(TorchFunctionMode):
         self._products.clear()  # what came before this softmax is not of the next one
         softmax = _Softmax(first, logits, p, others=bool(inputs) or len(hits) > 1)
         self._awaited = [*self._awaited, softmax][-_AWAITED:]
+
+
+def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits and P with the axes in the order in which P meets the values.
+
+    Heads may lie between queries and keys: P of (b, n, h, m) meets values of (b, h, m, d). The
+    graph tells, not the values: cotangents that number the rows of the weights come back to the
+    rows of P that these are, times what P is multiplied by. Where rows meet each other on the
+    way, both stay as they are.
+    """
+    path = nodes(weights, [] if p.grad_fn is None else [p.grad_fn])
+    if p.shape[-1] != weights.shape[-1] or _MOVES.isdisjoint(op(node) for node in path):
+        return logits, p
+    rows = torch.arange(1, weights[..., 0].numel() + 1, device=p.device).to(weights)
+    numbers = rows.view(*weights.shape[:-1], 1).expand_as(weights)
+    pulled, factor = (vjp(weights, p, u) for u in (numbers, torch.ones_like(weights)))
+    if pulled is None or factor is None:
+        return logits, p
+    number = (pulled / factor).round()[..., 0]
+    # Of an axis of which there is more than one entry, the second one lies a stride behind.
+    strides = [
+        float(number.select(a, -1).amin() - number.amin()) / max(1, size - 1)
+        for a, size in enumerate(number.shape)
+    ]
+    order = sorted(range(number.ndim), key=lambda a: -strides[a])
+    if number.numel() != len(rows) or not torch.equal(number.permute(order).flatten(), rows):
+        return logits, p
+    shape = (*weights.shape[:-1], -1)
+    return logits.permute(*order, -1).reshape(shape), p.permute(*order, -1).reshape(shape)
 
 
 def _make_fused_call(

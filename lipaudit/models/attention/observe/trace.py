@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.observe.calls import Address, AttentionCall, Origin, Origins
+from lipaudit.models.attention.observe.calls import Address, AttentionCall, Loop, Origin, Origins
 from lipaudit.models.attention.observe.events import AttentionMode, Cut
 from lipaudit.models.attention.observe.linears import RIGHT, Linear, Operands
 from lipaudit.models.generic import find_token_embeddings
@@ -34,7 +34,7 @@ class Frame:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    attentions: int = 0
+    attentions: list[Address] = field(default_factory=list)
 
     def holds(self, module: str) -> bool:
         """Say whether a module, by its path, is this one or a part of it."""
@@ -90,6 +90,7 @@ class Tracer:
         sparing: whether what the maps of the residual stream read is forgotten on the way.
         place: where the pass is.
         origins: what made the leaves of the cut graph.
+        loops: attention calls that are reported as one, with the address of the last of them.
     """
 
     on_attention: Callable[[AttentionCall, Address], None]
@@ -99,6 +100,8 @@ class Tracer:
     sparing: bool = False
     place: Place = field(default_factory=Place)
     origins: Origins = field(default_factory=Origins)
+    loops: Collection[Loop] = ()
+    _waiting: dict[Address, AttentionCall] = field(default_factory=dict)
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -167,13 +170,25 @@ class Tracer:
     def attention(self, call: AttentionCall) -> Tensor:
         """Report an attention call, and cut after it."""
         address = self.place.address("attention")
-        self.on_attention(replace(call, origins=self.origins), address)
-        self.origins.release(call.q, call.k, call.v)
         for frame in self.place.frames:
-            frame.attentions += 1
+            frame.attentions.append(address)
+        whole = self._join(replace(call, origins=self.origins), address)
+        if whole is not None:
+            self.on_attention(whole, address)
+            self.origins.release(whole.q, whole.k, whole.v)
         if self._wants(address, call.output):
             return self._cut(call.output, Origin(address))
         return call.output.detach()
+
+    def _join(self, call: AttentionCall, address: Address) -> AttentionCall | None:
+        """Return the call, or the loop that it is the last call of; None within a loop."""
+        loop = next((each for each in self.loops if address in each.addresses), None)
+        if loop is None:
+            return call
+        self._waiting[address] = call
+        if address != loop.addresses[-1] or any(a not in self._waiting for a in loop.addresses):
+            return None
+        return loop.join([self._waiting.pop(each) for each in loop.addresses])
 
     def _wants(self, address: Address, source: Tensor) -> bool:
         return source.requires_grad if self.wanted is None else address in self.wanted

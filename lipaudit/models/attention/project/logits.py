@@ -20,7 +20,7 @@ from lipaudit.models.attention.observe.calls import AttentionCall, Explicit
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.project.projections import NotClosedForm, Projected
-from lipaudit.models.graph import SHAPE_OPS, leaves, nodes, op, vjp
+from lipaudit.models.graph import SHAPE_OPS, leaves, nodes, op
 from lipaudit.theory.heads import Heads, Pairs
 
 _AFFINE_OPS = {
@@ -153,7 +153,7 @@ def _pull_slopes(form: Explicit, cotangent: Tensor, keys: slice) -> Tensor:
         padded[..., _find_sink_column(keys)] = -whole.sum(-1)
         whole = padded
     with _hook_largest(form, lambda grads: tuple(g if g is None else 0 * g for g in grads)):
-        pulled = vjp(form.logits, form.product, whole.to(form.logits.dtype))
+        pulled = form.pull(whole.to(form.logits.dtype))
     if pulled is None:  # a linear map of the logits, at which the graph is cut
         raise NotClosedForm("x-dependent-bias", BESIDE)
     return pulled.reshape(cotangent.shape).to(cotangent.dtype)
@@ -172,7 +172,7 @@ def _require_shift(form: Explicit, product: Tensor) -> None:
     u[..., -1] -= u.sum(-1)
     pulled: list[Tensor] = []
     with _hook_largest(form, lambda grads: pulled.extend(g for g in grads if g is not None)):
-        vjp(form.logits, form.product, u)
+        form.pull(u)
     if any(bool((each != 0).any()) for each in pulled):
         raise NotClosedForm("mixed-logits", "its logits depend on the largest one of their row")
 
@@ -217,7 +217,8 @@ def _list_ops(form: Explicit) -> set[str]:
 
 
 def _walk_path(form: Explicit) -> Iterator[Node]:
-    return (n for n in nodes(form.logits, (form.product.node,)) if n is not form.product.node)
+    ends = {edge.node for edge in form.products}
+    return (node for node in nodes(form.logits, ends) if node not in ends)
 
 
 def _is_cut_off(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
     python -m benchmarks null_gate --runs 1000
 
-prints the tables of docs/theory/gate.md. Without --runs it takes about two minutes on one core.
+prints the tables of docs/theory/gate.md. Without --runs it takes about ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from lipaudit.gate import DEFAULT_RULES, judge
-from lipaudit.gate.statistics import judge_mean, judge_median, judge_share
+from lipaudit.gate.statistics import (
+    LEAST,
+    STATISTICS,
+    judge_by_bootstrap,
+    judge_mean,
+    judge_median,
+    judge_share,
+)
 from lipaudit.settings import ATTACK_TABLE, BOUNDS_TABLE, layouts
 from lipaudit.tables import Array, Data, Model, Report, Run
 
@@ -27,12 +34,19 @@ RNG = np.random.default_rng(20260101)
 
 Noise = Callable[[tuple[int, ...]], np.ndarray]
 
+# Log-ratios, and what their mean and their median are.
 NOISES: dict[str, Noise] = {
-    "normal": lambda size: RNG.normal(size=size),
-    "heavy tails (t, 3 d.f.)": lambda size: RNG.standard_t(3, size) / np.sqrt(3),
-    "skewed up": lambda size: RNG.exponential(size=size) - 1,
-    "skewed down": lambda size: 1 - RNG.exponential(size=size),
+    "normal": lambda size: NOISE * RNG.normal(size=size),
+    "t, 3 d.f.": lambda size: NOISE * RNG.standard_t(3, size),
+    "lognormal, skewed up": lambda size: NOISE * RNG.lognormal(size=size),
+    "lognormal, skewed down": lambda size: -NOISE * RNG.lognormal(size=size),
+    "one in ten falls to a tenth": lambda size: (
+        np.where(RNG.random(size) < 0.1, np.log(0.1), 0.0) + 0.02 * RNG.normal(size=size)
+    ),
 }
+MEANS = np.array([0, 0, NOISE * np.exp(0.5), -NOISE * np.exp(0.5), 0.1 * np.log(0.1)])
+COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)
+POPULATION = 2_000_000  # pairs that stand for all, whose change of a statistic is the margin
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +56,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace) -> None:
     """Print the tables."""
     runs = asked.runs
+    print_table(level_table(runs))
     print_table(null_table(runs))
     print_table(noise_table(runs))
     print_table(power_table(4 * runs))
@@ -55,6 +70,66 @@ def print_table(lines: Iterator[tuple[object, ...]]) -> None:
         if number == 0:
             print("|" + "---|" * len(line), flush=True)
     print()
+
+
+def level_table(runs: int) -> Iterator[tuple[object, ...]]:
+    """How often each test errs at level 0.05 although the change is exactly at the margin."""
+    yield ("test", "changes", *(f"n = {n}" for n in COUNTS))
+    for (name, noise), mean in zip(NOISES.items(), MEANS, strict=True):
+        median = float(np.median(noise((POPULATION,))))
+        margins = {
+            "sign test, median": (judge_median, median),
+            "Student's t, centre": (judge_mean, max(mean, median)),
+            "(Student's t, mean)": (judge_mean, mean),
+        }
+        for test, (judged, margin) in margins.items():
+            cells = (noise((10 * runs, n)) for n in COUNTS)
+            yield (test, name, *(rate(judged(x).p(margin) <= ALPHA for x in c) for c in cells))
+        for stat in ("mean", "p95"):
+            old, new = draw_norms(noise, POPULATION)
+            margin = float(log_change(stat)(old[None], new[None])[0])
+            for least in (LEAST[stat], 1):
+                test = f"bootstrap, {stat}" if least > 1 else f"(bootstrap, {stat}, any n)"
+                cells = (
+                    "too few" if n < least else wrong_draws(noise, stat, margin, n, least, runs)
+                    for n in COUNTS
+                )
+                yield (test, name, *cells)
+    for churn in (0.02, 0.1, 0.5):
+        lost = min(0.02 + (churn - 0.02) / 2, churn)
+        cells = (RNG.multinomial(n, [lost, churn - lost, 1 - churn], 10 * runs) for n in COUNTS)
+        yield (
+            "Bonett and Price, share",
+            f"{100 * churn:.0f} % change sides",
+            *(
+                rate(
+                    judge_share(int(w), int(b), n).p(lost - (churn - lost)) <= ALPHA
+                    for w, b, _ in c
+                )
+                for n, c in zip(COUNTS, cells, strict=True)
+            ),
+        )
+
+
+def draw_norms(noise: Noise, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw the norms of a baseline and of the current model."""
+    old = RNG.lognormal(0, SPREAD, n)
+    return old, old * np.exp(noise((n,)))
+
+
+def log_change(stat: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Return what maps (draws, samples) of both to the log-ratio of a statistic."""
+    statistic = STATISTICS[stat]
+    return lambda old, new: np.log(statistic(new, axis=1)) - np.log(statistic(old, axis=1))
+
+
+def wrong_draws(noise: Noise, stat: str, margin: float, n: int, least: int, runs: int) -> str:
+    """Judge pairs whose population has a change exactly at the margin."""
+    pairs = (draw_norms(noise, n) for _ in range(runs))
+    return rate(
+        judge_by_bootstrap(old, new, log_change(stat), least).p(margin) <= ALPHA
+        for old, new in pairs
+    )
 
 
 def null_table(runs: int) -> Iterator[tuple[object, ...]]:
@@ -75,15 +150,16 @@ def noise_table(runs: int) -> Iterator[tuple[object, ...]]:
     truths = {"at the limit": np.log(1.2), "half way to it": np.log(1.2) / 2}
     counts = (8, 16, 64)
     yield ("noise", *(f"{where}, n = {n}" for where in truths for n in counts))
-    for name, noise in NOISES.items():
-        cells = ((truth, n) for truth in truths.values() for n in counts)
-        yield (name, *(wrong_heads(noise, truth, n, runs) for truth, n in cells))
+    for (name, noise), mean in zip(NOISES.items(), MEANS, strict=True):
+        centre = max(mean, float(np.median(noise((POPULATION,)))))
+        cells = ((truth - centre, n) for truth in truths.values() for n in counts)
+        yield (name, *(wrong_heads(noise, shift, n, runs) for shift, n in cells))
 
 
-def wrong_heads(noise: Noise, truth: float, n: int, runs: int) -> str:
-    """Flag any of the heads, whose log-ratios are `truth` plus noise."""
+def wrong_heads(noise: Noise, shift: float, n: int, runs: int) -> str:
+    """Flag any of the heads, whose log-ratios are noise that is shifted."""
     level, bound = LEVEL / (LAYERS * HEADS), round(np.log(1.2), 12)
-    draws = truth + NOISE * noise((runs, LAYERS * HEADS, n))
+    draws = shift + noise((runs, LAYERS * HEADS, n))
     return rate(any(judge_mean(x).p(bound) <= level for x in heads) for heads in draws)
 
 
@@ -92,7 +168,7 @@ def pair(n: int, *, limit: bool) -> tuple[Report, Report]:
 
     With log-norms of spread s and log-ratios of mean m and deviation d, the median of the paired
     ratios is e^m and the 95th percentile grows by e^(m + 1.645 (sqrt(s^2 + d^2) - s)): d = 0.1705
-    puts the one at +5 % and the other at +10 %.
+    puts the one at +5 %, and the other at +10 %.
     """
     drift, deviation = (np.log(1.05), 0.1705) if limit else (0.0, NOISE)
     norms = RNG.lognormal(0, SPREAD, n)

@@ -28,6 +28,7 @@ from lipaudit.gate.pairing import (
 from lipaudit.gate.rules import BINARY, Rule
 from lipaudit.gate.statistics import (
     DIGITS,
+    LEAST,
     STATISTICS,
     Evidence,
     Values,
@@ -289,7 +290,10 @@ def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
         return judged(_compute_change(rule, old, new))
     statistic = STATISTICS[rule.stat]
     return judge_by_bootstrap(
-        old, new, lambda a, b: _compute_change(rule, statistic(a, axis=1), statistic(b, axis=1))
+        old,
+        new,
+        lambda a, b: _compute_change(rule, statistic(a, axis=1), statistic(b, axis=1)),
+        LEAST[rule.stat],
     )
 
 

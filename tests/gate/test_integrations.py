@@ -99,7 +99,7 @@ def test_the_action_with_its_defaults(action, recorded):
 
 @pytest.mark.parametrize(
     ("growth", "code", "verdict"),
-    [(1.0, 0, "pass: 2 unchanged"), (1.5, 1, "regressed: jacobian.")],
+    [(1.0, 0, "pass: 1 unchanged"), (1.5, 1, "regressed: jacobian.")],
 )
 def test_a_job_gets_a_summary_and_outputs(
     action, shell, tmp_path, report, jacobian, growth, code, verdict

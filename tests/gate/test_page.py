@@ -66,12 +66,12 @@ def test_the_samples_that_changed_most_are_named_where_they_are_found(
     first = f"{named[5][:12]} (val/5.png), {named[40][:12]} (val/40.png)"
     assert f"samples that changed most: {first}" in " ".join(text.split())
     better = judge(report(jacobian(norms / 2), weights="b"), report(jacobian(norms)))
-    assert [verdict.moved for verdict in better.verdicts] == [(), ()]
+    assert [verdict.moved for verdict in better.verdicts] == [()]
 
 
 def test_a_pass_says_whether_all_of_it_is_proven(report, jacobian, norms):
     same = judge(report(jacobian(norms)), report(jacobian(norms)))
-    assert page(same).outcome.text == "PASSED: 2 unchanged"
+    assert page(same).outcome.text == "PASSED: 1 unchanged"
     assert (page(same).outcome.state, page(same).findings) == ("kept", ())
     wide = norms * np.exp(np.random.default_rng(0).normal(0, 0.5, norms.size))
     rules = (parse_rule("jacobian.norm:median <= +5%"),)

@@ -319,7 +319,8 @@ def test_models_are_ranked_by_what_is_asked_for(report, jacobian, attack, norms)
     assert outcomes(ranking)["a"] == (2, "behind the best")
     ranking = rank(reports, by="jacobian.norm:p95")
     assert (ranking.criterion, ranking.better) == ("jacobian.norm:p95", "lower")
-    assert outcomes(ranking)["b"] == (2, "behind the best")
+    # 64 samples prove no change of a 95th percentile
+    assert outcomes(ranking)["b"] == (1, "not distinguishable from the best")
     clean = rank(reports, by="attack.correct")
     assert (clean.better, outcomes(clean)["b"]) == ("higher", (1, "best"))
 

@@ -100,7 +100,6 @@ def test_any_text_is_a_rule_or_a_usage_error(text):
 def test_default_rules_are_those_of_the_guide():
     assert [rule.text for rule in DEFAULT_RULES] == [
         "jacobian.norm:median <= +5%",
-        "jacobian.norm:p95 <= +10%",
         "bounds.exact:each <= +20%",
         "attack.robust >= -2pp",
         "certify.certified >= -2pp",

@@ -13,7 +13,7 @@ from packaging.version import Version
 from scipy import stats
 
 from lipaudit.gate.statistics import (
-    MIN_RESAMPLED,
+    LEAST,
     RESAMPLES,
     correct_by_holm,
     judge_by_bootstrap,
@@ -144,7 +144,7 @@ def test_the_bootstrap_agrees_with_scipys():
     generator = np.random.default_rng(7)
     old = generator.lognormal(0, 0.5, 200)
     new = old * np.exp(generator.normal(0.1, 0.2, 200))
-    ours = judge_by_bootstrap(old, new, p95_change).limits(0.05)
+    ours = judge_by_bootstrap(old, new, p95_change, least=20).limits(0.05)
     theirs = stats.bootstrap(
         (old, new),
         lambda a, b, axis: np.quantile(b, 0.95, axis=axis) - np.quantile(a, 0.95, axis=axis),
@@ -160,13 +160,13 @@ def test_the_bootstrap_agrees_with_scipys():
 
 def test_the_bootstrap_gives_the_same_answer_every_time():
     old, new = np.random.default_rng(9).normal(size=(2, 50))
-    first, second = (judge_by_bootstrap(old, new, p95_change) for _ in range(2))
+    first, second = (judge_by_bootstrap(old, new, p95_change, least=20) for _ in range(2))
     assert first.limits(0.05) == second.limits(0.05)
 
 
 def test_the_bootstrap_proves_nothing_from_few_samples():
-    old = np.linspace(1, 2, MIN_RESAMPLED - 1)
-    evidence = judge_by_bootstrap(old, 10 * old, p95_change)
+    old = np.linspace(1, 2, LEAST["p95"] - 1)
+    evidence = judge_by_bootstrap(old, 10 * old, p95_change, LEAST["p95"])
     assert evidence.limits(0.05) == (-math.inf, math.inf)
     assert evidence.p(0.0) == 1.0
 
@@ -192,7 +192,7 @@ def test_p_and_limits_say_the_same_of_shares(worse, better, rest, level):
 @settings(deadline=None, max_examples=15)
 def test_p_and_limits_say_the_same_of_the_bootstrap(seed, level):
     old, new = np.random.default_rng(seed).normal(size=(2, 30))
-    evidence = judge_by_bootstrap(old, new, p95_change)
+    evidence = judge_by_bootstrap(old, new, p95_change, least=20)
     for margin in (-0.2, 0.0, 0.3):
         assert (evidence.p(margin) <= level) == (evidence.limits(level)[0] > margin)
     assert evidence.p(-99.0) == 1 / (RESAMPLES + 1)

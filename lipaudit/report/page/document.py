@@ -124,7 +124,9 @@ def make_screen(report: Report) -> Document:
     known["run"] = f"{known['status']}; {known['run']}"
     return replace(
         page,
-        facts=tuple((name, known[name]) for name in ("model", "data", "run")),
+        facts=tuple(
+            (name, known[name]) for name in ("model", "data", "run", "reason") if name in known
+        ),
         findings=tuple((text, "") for text, _ in page.findings),
         more=MORE,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
 from lipaudit.gate.comparable import find_fault
-from lipaudit.gate.contrasts import read_trusted
+from lipaudit.gate.judging import read_trusted
 from lipaudit.gate.pairing import ALL_BUT_FEW, find_shared
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.settings import layouts

@@ -1,22 +1,29 @@
-"""Compare reports sample by sample: data for summaries, tables, heat-maps and scatters."""
+"""Compare reports sample by sample: figures, heads, and the samples that changed sides."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Literal
 
-from lipaudit.errors import BaselineError, UsageError
-from lipaudit.gate.changes import (
-    HeadChanges,
-    Outcome,
-    SampleChange,
-    compute_head_changes,
-    find_flips,
-    list_head_metrics,
-    list_sample_changes,
+from lipaudit.errors import BaselineError, LipauditError, UsageError
+from lipaudit.gate.comparable import (
+    REPEAT,
+    find_fault,
+    has_same_weights,
+    list_differences,
+    require_same_protocol,
 )
-from lipaudit.gate.comparable import REPEAT, has_same_weights, list_differences
-from lipaudit.gate.judging import judge_change, refuse
+from lipaudit.gate.judging import (
+    TOLERANCE,
+    Contrast,
+    contrast_values,
+    express_change,
+    express_limits,
+    judge_change,
+    refuse,
+)
 from lipaudit.gate.pairing import (
     explain_pairing,
     find_missing,
@@ -25,11 +32,117 @@ from lipaudit.gate.pairing import (
     name_rows,
     select,
 )
-from lipaudit.gate.rules import BINARY, no_change
+from lipaudit.gate.rules import BINARY, Rule, no_change
+from lipaudit.gate.statistics import ALPHA, compute_two_sided, correct_by_holm, judge_share
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.tables import Report, Section, model_labels
-from lipaudit.tables.columns import Frozen
-from lipaudit.tables.trials import parse_column
+from lipaudit.tables import Column, Report, Section, model_labels
+from lipaudit.tables.columns import Cell, Float, Frozen
+from lipaudit.tables.figures import order
+from lipaudit.tables.trials import WORST, TrialKey, parse_column
+
+Kind = Literal["clean", "attacked", "certified"]
+Ends = tuple[Float | None, Float | None]
+"""A figure in the first report, and in the other; None where there is none."""
+
+
+class HeadChange(Frozen):
+    """How one head changed in one column.
+
+    Attributes:
+        layer: of the head.
+        head: within the layer.
+        old: its figure in the first report.
+        new: its figure in the other.
+        change: the paired change over the samples, of the two figures where no samples are kept.
+        low: lower 95 % limit of the paired change, for this head alone.
+        high: upper one.
+        p: two-sided p-value of "it has not changed beyond the accuracy of norms" (Student's t).
+        p_adjusted: the same after Holm's correction over the heads of this column.
+        stands: whether the change is proven after that correction (at 5 %).
+    """
+
+    layer: int
+    head: int
+    old: Float | None
+    new: Float | None
+    change: Float | None
+    low: Float | None = None
+    high: Float | None = None
+    p: Float | None = None
+    p_adjusted: Float | None = None
+    stands: bool = False
+
+
+class HeadChanges(Frozen):
+    """How every head changed in one column, in the order of the first report.
+
+    Attributes:
+        metric: e.g. `bounds.exact`.
+        unit: of the changes, as of a `Verdict`: "%" (a share of the old figure), "pp" or "".
+        samples: pairs behind each change; 0 where none are kept.
+        heads: one entry each.
+    """
+
+    metric: str
+    unit: str
+    samples: int
+    heads: tuple[HeadChange, ...]
+
+
+class Outcome(Frozen):
+    """How many samples changed sides in one question: right, robust or certified.
+
+    Attributes:
+        kind: of the question.
+        ball: in which ball it is asked; empty without attack.
+        samples: how many both reports have.
+        old: how many of them are on the good side in the first report.
+        new: how many in the other.
+        lost: how many left the good side.
+        gained: how many came to it.
+        mcnemar: exact two-sided p-value of "as many leave as come".
+    """
+
+    kind: Kind
+    ball: str
+    samples: int
+    old: int
+    new: int
+    lost: int
+    gained: int
+    mcnemar: Float
+
+    @property
+    def name(self) -> str:
+        """What the states of samples name it: `clean`, `linf 0.1`, `certified linf 0.1`."""
+        kind = "" if self.kind == "attacked" else self.kind
+        return " ".join(filter(None, (kind, self.ball)))
+
+
+class SampleChange(Frozen):
+    """One sample in both reports.
+
+    Attributes:
+        id: its id.
+        place: where it is found; empty where that is not known.
+        figures: the per-sample columns that have a better direction, by metric
+            (`jacobian.norm`).
+        states: what became of it, by the name of the outcome: `("robust", "broken")`.
+        lost: the outcomes in which it left the good side.
+        gained: those in which it came to it.
+    """
+
+    id: str
+    place: str
+    figures: dict[str, Ends]
+    states: dict[str, tuple[str, str]]
+    lost: tuple[str, ...] = ()
+    gained: tuple[str, ...] = ()
+
+    @property
+    def flipped(self) -> bool:
+        """Whether it changed sides in any outcome."""
+        return bool(self.lost or self.gained)
 
 
 class Pair(Frozen):
@@ -118,20 +231,22 @@ def _name_section(section: Section) -> str:
 
 
 def _compare_two(reports: tuple[Report, Report], names: tuple[str, str], by_place: str) -> Pair:
-    reports, unsettled = leave_out_unsettled(reports)
+    reports, unsettled = _leave_out_unsettled(reports)
     old, new = reports
     both = [(s, after) for s in old.sections if (after := new.section(s.measure)) is not None]
     differing = list_differences(new, old)
-    flips = find_flips(old, new)
+    flips = _find_flips(old, new)
     return Pair(
         old=names[0],
         new=names[1],
-        verdicts=tuple(v for sections in both for v in judge_columns(sections, reports, names)),
+        verdicts=tuple(v for sections in both for v in _judge_columns(sections, reports, names)),
         heads=tuple(
-            h for metric in list_head_metrics(new) if (h := compute_head_changes(metric, old, new))
+            heads
+            for metric in _list_head_metrics(new)
+            if (heads := compute_head_changes(metric, old, new))
         ),
         outcomes=tuple(flip.outcome for flip in flips),
-        samples=list_sample_changes(old, new, flips),
+        samples=_list_sample_changes(old, new, flips),
         warnings=(
             *(text for name, text in differing.items() if name in SPOILING),
             *([by_place] if by_place else []),
@@ -141,7 +256,7 @@ def _compare_two(reports: tuple[Report, Report], names: tuple[str, str], by_plac
         ),
         notes=(
             *_list_unshared(old, new, names),
-            *(text for sections in both for text in list_incomplete(sections)),
+            *(text for sections in both for text in _list_incomplete(sections)),
             *(text for name, text in differing.items() if name not in SPOILING),
         ),
     )
@@ -166,22 +281,18 @@ def _list_partial(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
             )
 
 
-Reports = tuple[Report, Report]
+# Figures
+
+
 Sections = tuple[Section, Section]
 ABSENT = ("has none", "has one in both")
 """How the reason of a verdict ends where there is nothing to compare, whatever was done."""
 
 
-def judge_columns(
-    sections: Sections, reports: Reports, names: tuple[str, str]
+def _judge_columns(
+    sections: Sections, reports: tuple[Report, Report], names: tuple[str, str]
 ) -> Iterator[Verdict]:
-    """Judge every column with a better direction of a section that both reports have.
-
-    Args:
-        sections: the section, of the first report and of the other.
-        reports: both.
-        names: what they are called.
-    """
+    """Judge every column with a better direction of a section that both reports have."""
     measure, sampled = sections[0].measure, sections[0].sample_columns
     columns = {**sampled, **sections[0].columns, **sections[1].columns, **sampled}
     for name, column in columns.items():
@@ -200,7 +311,7 @@ def judge_columns(
                 yield refuse(rule, f"{names[0 if figures[1] else 1]} has none")
 
 
-def list_incomplete(sections: Sections) -> Iterator[str]:
+def _list_incomplete(sections: Sections) -> Iterator[str]:
     """Say which columns not every shared sample has a figure of in both reports."""
     measure = sections[0].measure
     both = set(sections[0].ids) & set(sections[1].ids)
@@ -233,7 +344,9 @@ NAMED = 6
 """How many rows that are left out are named."""
 
 
-def leave_out_unsettled(reports: tuple[Report, Report]) -> tuple[tuple[Report, Report], list[str]]:
+def _leave_out_unsettled(
+    reports: tuple[Report, Report],
+) -> tuple[tuple[Report, Report], list[str]]:
     """Leave out of both reports what failed or did not converge in one, and say what.
 
     A gate refuses such a report whole; a comparison shows what can be seen. A section of which
@@ -242,11 +355,10 @@ def leave_out_unsettled(reports: tuple[Report, Report]) -> tuple[tuple[Report, R
     Returns:
         Both reports, and a sentence for each section of which something was left out.
     """
-    finished = [keep_sections(r, lambda section: section.failure is None) for r in reports]
+    old, new = (keep_sections(r, lambda section: section.failure is None) for r in reports)
     said = []
-    for section in finished[0].sections:
-        sections = [report.section(section.measure) for report in finished]
-        both = [each for each in sections if each is not None]
+    for section in old.sections:
+        both = [each for r in (old, new) if (each := r.section(section.measure)) is not None]
         rows, samples = set[str](), set[str]()
         for each in both:
             pairs = zip(name_rows(each), each.rows, strict=True)
@@ -255,15 +367,11 @@ def leave_out_unsettled(reports: tuple[Report, Report]) -> tuple[tuple[Report, R
             samples |= {name for name, flag in flags if flag is False}
         kept = [_leave_out(each, rows, samples) for each in both]
         some = all(s.rows and (s.ids or "ids" not in s.samples) for s in kept)
-        if len(both) < len(reports) or not (rows or samples) or not some:
-            continue
-        finished = [
-            _replace_section(report, each) for report, each in zip(finished, kept, strict=True)
-        ]
-        said.append(
-            f"left out, not converged in one of them: {_name_left_out(rows, samples, section)}"
-        )
-    return (finished[0], finished[1]), said
+        if len(both) == 2 and (rows or samples) and some:
+            old, new = (_replace_section(r, s) for r, s in zip((old, new), kept, strict=True))
+            which = _name_left_out(rows, samples, section)
+            said.append(f"left out, not converged in one of them: {which}")
+    return (old, new), said
 
 
 def _leave_out(section: Section, rows: Collection[str], samples: Collection[str]) -> Section:
@@ -292,3 +400,239 @@ def _name_left_out(rows: Collection[str], samples: Collection[str], section: Sec
         f"{', '.join(named[:NAMED])}{more}" if named else "",
     ]
     return f"{' and '.join(filter(None, parts))} of {section.measure}"
+
+
+# Heads
+
+
+MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermediate")}
+"""Columns that are followed head by head; of other sections all that have a better direction."""
+
+
+def _list_head_metrics(report: Report) -> Iterator[str]:
+    """Return the columns of heads whose changes are followed."""
+    for section in report.sections:
+        columns = section.columns
+        if {"layer", "head"} <= columns.keys():
+            better = [name for name, column in columns.items() if column.better]
+            names = MAPPED.get(section.measure, better)
+            yield from (f"{section.measure}.{name}" for name in names)
+
+
+def compute_head_changes(metric: str, old: Report, new: Report) -> HeadChanges | None:
+    """Return the change of every head, nothing where the two models do not compare."""
+    measure, _, name = metric.rpartition(".")
+    before, after = old.section(measure), new.section(measure)
+    if before is None or after is None:
+        return None
+    figures = (row.get(name) for section in (before, after) for row in section.rows)
+    column = replace(after.columns[name], better="lower")
+    rule = no_change(f"{metric}:each", column, (v for v in figures if v is not None), [after])
+    try:
+        contrasts = contrast_values(rule, new, old, least=0.0)
+    except LipauditError:
+        return None
+    lines = {c.name: c.changes for c in contrasts if c.changes is not None}
+    p_values = [compute_two_sided(line, TOLERANCE) for line in lines.values()]
+    adjusted = correct_by_holm(p_values, ALPHA)[0]
+    tested = dict(zip(lines, zip(p_values, adjusted, strict=True), strict=True))
+    cells = dict(zip(name_rows(after), after.rows, strict=True))
+    return HeadChanges(
+        metric=metric,
+        unit=rule.limit.unit,
+        samples=max((line.size for line in lines.values()), default=0),
+        heads=tuple(
+            HeadChange(
+                layer=cells[c.name]["layer"],
+                head=cells[c.name]["head"],
+                old=c.old,
+                new=c.new,
+                **_describe(rule, c, *tested.get(c.name, (None, None))),
+            )
+            for c in contrasts
+        ),
+    )
+
+
+def _describe(
+    rule: Rule, contrast: Contrast, p: float | None, adjusted: float | None
+) -> dict[str, object]:
+    """Return the change of a head: over its samples, of its two figures where none are kept."""
+    evidence, old, new = contrast.evidence, contrast.old, contrast.new
+    if evidence is None or adjusted is None:
+        relative = rule.limit.kind == "relative"
+        if old is None or (relative and not old):
+            return {"change": None}
+        return {"change": new / old - 1 if relative else new - old}
+    low, high = express_limits(rule, evidence)
+    change = {"change": express_change(rule, evidence.estimate), "low": low, "high": high}
+    return change | {"p": p, "p_adjusted": adjusted, "stands": adjusted <= ALPHA}
+
+
+# Samples that changed sides
+
+
+ASKED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
+    ("clean", "correct", ("attack", "jacobian", "certify")),
+    ("attacked", "robust", ("attack", "certify")),
+    ("certified", "certified", ("certify",)),
+)
+"""Each kind of outcome, the column that answers it, and the sections that have it; of two that
+ask the same, the first counts."""
+GOOD: dict[Kind, str] = {"clean": "right", "attacked": "robust", "certified": "certified"}
+BAD: dict[Kind, str] = {"clean": "wrong", "attacked": "broken", "certified": "not certified"}
+
+
+@dataclass(frozen=True)
+class Flips:
+    """One outcome, and the sides on which each sample stands in both reports."""
+
+    outcome: Outcome
+    states: dict[str, tuple[str, str]]
+    lost: frozenset[str]
+    gained: frozenset[str]
+
+
+def _find_flips(old: Report, new: Report) -> list[Flips]:
+    """Return who changed sides: in every ball that both reports ask about."""
+    asked: dict[tuple[Kind, TrialKey | None], Flips] = {}
+    for kind, column, measures in ASKED:
+        for measure in measures:
+            for before, after in _find_comparable(measure, old, new):
+                there = _name_columns(column, after)
+                for ball, name in _name_columns(column, before).items():
+                    if ball in there and (kind, ball) not in asked:
+                        sides = (
+                            _read_states(kind, name, before),
+                            _read_states(kind, there[ball], after),
+                        )
+                        asked[kind, ball] = _count_flips(kind, ball, *sides)
+    return [flips for flips in asked.values() if flips.outcome.samples]
+
+
+def _list_sample_changes(old: Report, new: Report, flips: list[Flips]) -> tuple[SampleChange, ...]:
+    """Return every sample that both reports have, the worst change first."""
+    figures: dict[str, dict[str, Ends]] = {sample: {} for f in flips for sample in f.states}
+    for metric, values in _read_figures(old, new):
+        for sample, ends in values.items():
+            figures.setdefault(sample, {})[metric] = ends
+    places = old.found("place") | new.found("place")
+    changes = (
+        SampleChange(
+            id=sample,
+            place=places.get(sample, ""),
+            figures=known,
+            states={f.outcome.name: f.states[sample] for f in flips if sample in f.states},
+            lost=tuple(f.outcome.name for f in flips if sample in f.lost),
+            gained=tuple(f.outcome.name for f in flips if sample in f.gained),
+        )
+        for sample, known in figures.items()
+    )
+    return tuple(sorted(changes, key=_make_sort_key))
+
+
+def _make_sort_key(change: SampleChange) -> tuple[int, float]:
+    """Sort those first that lost most, of equal ones that with the larger norm."""
+    norm = change.figures.get("jacobian.norm", (None, None))[1]
+    return len(change.gained) - len(change.lost), -order(norm)
+
+
+def _find_comparable(measure: str, old: Report, new: Report) -> Iterator[tuple[Section, Section]]:
+    """Yield a section of both reports, nothing where it was not measured alike."""
+    before, after = old.section(measure), new.section(measure)
+    if before is None or after is None or find_fault(old, before) or find_fault(new, after):
+        return
+    try:
+        require_same_protocol(new, old, after, before)
+    except BaselineError:
+        return
+    yield before, after
+
+
+def _name_columns(column: str, section: Section) -> dict[TrialKey | None, str]:
+    """Name the column that answers for each ball: the worst case over the attacks, or the only."""
+    trials: dict[TrialKey | None, dict[str, str]] = {}
+    for name in section.samples:
+        kind, trial = parse_column(name)
+        if kind == column:
+            ball = trial and replace(trial, attack="")
+            trials.setdefault(ball, {})[trial.attack if trial else ""] = name
+    return {
+        ball: names[WORST] if WORST in names else next(iter(names.values()))
+        for ball, names in trials.items()
+        if WORST in names or len(names) == 1
+    }
+
+
+def _read_states(kind: Kind, column: str, section: Section) -> dict[str, tuple[bool, str]]:
+    """Return whether each sample is on the good side, and what it is called where it stands."""
+    flags = section.samples[column]
+    right = section.samples.get("correct", (1,) * len(flags))
+    verdicts = section.samples.get(
+        column.replace("certified@", "verdict@", 1), (None,) * len(flags)
+    )
+    return {
+        sample: (bool(flag), _name_state(kind, flag, ok, said if kind == "certified" else None))
+        for sample, flag, ok, said in zip(section.ids, flags, right, verdicts, strict=True)
+        if flag is not None
+    }
+
+
+def _name_state(kind: Kind, flag: Cell, right: Cell, said: Cell) -> str:
+    if isinstance(said, str):
+        return said
+    return GOOD[kind] if flag else "wrong" if right == 0 else BAD[kind]
+
+
+def _count_flips(
+    kind: Kind,
+    ball: TrialKey | None,
+    old: dict[str, tuple[bool, str]],
+    new: dict[str, tuple[bool, str]],
+) -> Flips:
+    both = [sample for sample in old if sample in new]
+    lost = frozenset(i for i in both if old[i][0] > new[i][0])
+    gained = frozenset(i for i in both if old[i][0] < new[i][0])
+    chance = judge_share(len(lost), len(gained), len(both)).mcnemar if both else None
+    outcome = Outcome(
+        kind=kind,
+        ball=ball.ball if ball else "",
+        samples=len(both),
+        old=sum(old[i][0] for i in both),
+        new=sum(new[i][0] for i in both),
+        lost=len(lost),
+        gained=len(gained),
+        mcnemar=1.0 if chance is None else chance,
+    )
+    return Flips(outcome, {i: (old[i][1], new[i][1]) for i in both}, lost, gained)
+
+
+def _read_figures(old: Report, new: Report) -> Iterator[tuple[str, dict[str, Ends]]]:
+    """Yield the per-sample columns that have a better direction, by metric: both values by id."""
+    for section in old.sections:
+        columns = section.sample_columns
+        named = [n for n in section.samples if _has_direction(n, columns)]
+        for before, after in _find_comparable(section.measure, old, new) if named else ():
+            for name in named:
+                kept = [
+                    dict(zip(s.ids, s.samples.get(name, ()), strict=False))
+                    for s in (before, after)
+                ]
+                yield (
+                    f"{section.measure}.{name}",
+                    {
+                        i: (_to_number(kept[0][i]), _to_number(kept[1][i]))
+                        for i in kept[0]
+                        if i in kept[1]
+                    },
+                )
+
+
+def _has_direction(name: str, columns: Mapping[str, Column]) -> bool:
+    """Tell whether a per-sample column holds figures of which less, or more, is better."""
+    kind = parse_column(name)[0]
+    return kind in columns and columns[kind].better is not None and kind not in BINARY
+
+
+def _to_number(cell: object) -> float | None:
+    return float(cell) if isinstance(cell, int | float) else None

@@ -202,11 +202,9 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
     )
 
 
-def compute_two_sided(
-    judged: Callable[[Values], Evidence], changes: Values, margin: float
-) -> float:
-    """Return the p-value of "the change is at most the margin, either way"."""
-    return min(1.0, 2 * min(judged(changes).p(margin), judged(-changes).p(margin)))
+def compute_two_sided(changes: Values, margin: float) -> float:
+    """Return the p-value of "the centre changed by at most the margin, either way"."""
+    return min(1.0, 2 * min(judge_mean(changes).p(margin), judge_mean(-changes).p(margin)))
 
 
 def correct_by_holm(p_values: Sequence[float], alpha: float) -> tuple[list[float], list[float]]:

@@ -8,9 +8,9 @@ from scipy import stats
 
 from lipaudit.errors import BaselineError
 from lipaudit.gate import compare
-from lipaudit.gate.changes import compute_head_changes
 from lipaudit.gate.comparable import require_same_conditions
-from lipaudit.gate.contrasts import TOLERANCE
+from lipaudit.gate.comparison import compute_head_changes
+from lipaudit.gate.judging import TOLERANCE
 from lipaudit.settings import ATTENTION_TABLE, CERTIFY_TABLE, layouts
 from lipaudit.tables import Array
 from lipaudit.tables.report import Failure

@@ -11,7 +11,7 @@ import pytest
 
 from lipaudit.errors import BaselineError
 from lipaudit.gate import compare
-from lipaudit.gate.changes import HeadChange
+from lipaudit.gate.comparison import HeadChange
 from lipaudit.report import of_comparison, render, terminal
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.comparison import format_change_limits

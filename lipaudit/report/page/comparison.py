@@ -8,8 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lipaudit.gate.changes import HeadChange, HeadChanges, Outcome, SampleChange
-from lipaudit.gate.comparison import ABSENT, Comparison, Pair
+from lipaudit.gate.comparison import (
+    ABSENT,
+    Comparison,
+    HeadChange,
+    HeadChanges,
+    Outcome,
+    Pair,
+    SampleChange,
+)
 from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
 from lipaudit.report.blocks import (
     Banner,

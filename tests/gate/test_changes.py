@@ -78,38 +78,6 @@ def test_a_change_below_the_accuracy_of_norms_never_stands(heads):
         assert (head.p, head.stands) == (1.0, False)
 
 
-def test_the_median_over_heads_is_judged_sample_by_sample(report, bounds):
-    new = EXACT * np.exp(0.1 + NOISE)
-    verdict = next(
-        v
-        for v in pair_of(report(bounds(EXACT)), report(bounds(new), weights="b")).verdicts
-        if v.metric == "bounds.exact:median"
-    )
-    ratios = np.log(np.median(new, axis=0) / np.median(EXACT, axis=0))
-    low, high = stats.ttest_1samp(ratios, 0).confidence_interval(0.95)
-    assert (verdict.status, verdict.samples) == ("regressed", 8)
-    assert [verdict.paired, verdict.low, verdict.high] == pytest.approx(
-        np.expm1([ratios.mean(), low, high]), rel=1e-4
-    )
-    assert verdict.new == pytest.approx(np.median(np.median(new, axis=1)))
-
-
-def test_figures_of_samples_have_limits_of_95_percent(report, jacobian, attack, norms):
-    """Those of a median are order statistics, those of a share Bonett and Price's."""
-    ratios = np.exp(RNG.normal(0.2, 0.1, 64))
-    before, after = np.arange(64) % 4 > 0, np.arange(64) % 4 > 1
-    old = report(jacobian(norms), attack(before))
-    pair = pair_of(old, report(jacobian(ratios * norms), attack(after), weights="b"))
-    judged = {v.metric: v for v in pair.verdicts}
-    median, share = judged["jacobian.norm:median"], judged["attack.robust:mean"]
-    k = int((stats.binom(64, 0.5).cdf(range(64)) <= 0.025).sum())
-    ordered = np.sort(ratios) - 1
-    assert (median.low, median.high) == pytest.approx((ordered[k - 1], ordered[64 - k]))
-    lost, gained = (1 + (before & ~after).sum()) / 66, (1 + (after & ~before).sum()) / 66
-    half = stats.norm.ppf(0.975) * np.sqrt((lost + gained - (gained - lost) ** 2) / 66)
-    assert (share.low, share.high) == pytest.approx((gained - lost - half, gained - lost + half))
-
-
 def test_heads_over_the_shared_samples_in_any_order(report, bounds, ids):
     order = [5, 7, 0, 2, 6]
     names = ids(8)

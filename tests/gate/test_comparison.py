@@ -59,14 +59,6 @@ def test_the_heat_map_shows_the_louder_head(louder):
     assert changes == pytest.approx([0, 0, 0, 0, 0.5, 0], abs=1e-5)
 
 
-def test_reports_of_other_precision_are_compared_and_say_so(report, jacobian, norms):
-    pair = compare(
-        [report(jacobian(norms)), report(jacobian(norms), weights="b", dtype="float64")]
-    ).pairs[0]
-    assert not any(v.reason for v in pair.verdicts)
-    assert (pair.warnings, pair.notes) == (("dtype: float32 became float64",), ())
-
-
 def test_what_cannot_be_compared_is_named_beside_what_can(louder, report, jacobian, norms):
     loose = report(*louder[0].sections[:1], jacobian(norms, tol=0.1), weights="b", spec="loose")
     found = verdicts(compare([louder[0], loose]).pairs[0])
@@ -99,11 +91,6 @@ def test_where_a_run_was_cut_short_it_says_to_go_on(report, jacobian, norms):
 
 def with_margins(section, margins):
     return section.model_copy(update={"samples": {**section.samples, "margin": tuple(margins)}})
-
-
-def encoder(section):
-    row = section.rows[0].replace(to="features")
-    return section.model_copy(update={"rows": (row,)})
 
 
 def test_a_column_that_only_one_report_has_is_named(report, jacobian, norms):
@@ -157,19 +144,6 @@ def test_figures_that_turn_negative_change_by_a_difference(report, jacobian, nor
     margin = verdicts(pair)["jacobian.margin:median", ""]
     assert (margin.status, margin.unit) == ("regressed", "")
     assert margin.change == pytest.approx(-3.0)
-
-
-def test_norms_of_other_maps_are_not_compared(report, bounds, jacobian, norms):
-    pair = compare(
-        [
-            report(bounds(EXACT), jacobian(norms)),
-            report(bounds(EXACT), encoder(jacobian(norms)), weights="b"),
-        ]
-    ).pairs[0]
-    found = verdicts(pair)
-    reason = found["jacobian.norm:median", ""].reason
-    assert reason == "jacobian: norms of pixels to logits became those of pixels to features"
-    assert found["bounds.exact:median", ""].status == "unchanged"
 
 
 def test_a_section_that_only_one_report_has_is_noted(report, bounds, jacobian, attack, norms):

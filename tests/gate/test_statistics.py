@@ -96,14 +96,6 @@ def test_share_limits_agree_with_a_published_example():
     assert evidence.mcnemar == pytest.approx(0.052479, abs=5e-7)
 
 
-def test_share_limits_by_hand():
-    # n = 14: (1 + 1)/16 = 1/8 and (5 + 1)/16 = 3/8, D = -1/4, se^2 = (1/2 - 1/16)/16.
-    error = math.sqrt((1 / 2 - 1 / 16) / 16)
-    z = 1.6448536269514722
-    expected = (-0.25 - z * error, -0.25 + z * error)
-    assert judge_share(1, 5, 14).limits(0.05) == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize(("worse", "better"), [(0, 0), (1, 0), (3, 9), (9, 3), (12, 12), (0, 30)])
 def test_mcnemar_is_the_exact_binomial_test(worse, better):
     flips = worse + better

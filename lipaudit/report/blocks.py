@@ -295,11 +295,12 @@ class Grid:
 
     Attributes:
         title: of the table; may be empty.
-        heads: of the columns, with the marks of the notes.
+        heads: of the columns, with the marks of the notes; empty for none.
         rows: a text for each column.
-        align: l or r for each column.
+        align: l (left), r (right) or p (prose) for each column.
         notes: how far the columns are proven, and where.
         strong: the indices of rows that stand out.
+        keys: how many leading columns name the row.
     """
 
     title: str
@@ -308,43 +309,45 @@ class Grid:
     align: str
     notes: Sequence[str]
     strong: Collection[int] = ()
+    keys: int = 1
 
 
-def lay_out(block: Table | Heatmap) -> Grid:
-    """Return a table or a map as texts."""
+def lay_out(block: Table | Heatmap | Scorecard) -> Grid:
+    """Return a table, a map or a scorecard as texts."""
     if isinstance(block, Heatmap):
-        heads = ["layer \\ head", *block.columns]
         rows = [
             [name, *(cells.format_value(v, block.column) for v in values)]
             for name, values in zip(block.rows, block.values, strict=True)
         ]
-        return Grid(
-            block.title, heads, rows, "r" * len(heads), [cells.describe_standing(block.column)]
-        )
-    marks, notes = cells.list_footnotes(block.columns)
+        heads = ["layer\\head", *block.columns]
+        standing = cells.describe_standing(block.column)
+        return Grid(block.title, heads, rows, "r" * len(heads), [standing])
+    columns = (
+        [line.column for line in block.lines] if isinstance(block, Scorecard) else block.columns
+    )
+    marks, notes = cells.list_footnotes(columns)
+    if isinstance(block, Scorecard):
+        lines = [
+            (
+                cells.write_math(line.label) + mark,
+                cells.format_value(line.value, line.column),
+                cells.write_math(cells.show_controls(line.text)),
+            )
+            for line, mark in zip(block.lines, marks, strict=True)
+        ]
+        return Grid("", (), lines, "lrp", ["; ".join(notes)] if notes else [], keys=3)
     return Grid(
         block.title,
-        [cells.write_math(c.label) + mark for c, mark in zip(block.columns, marks, strict=True)],
         [
-            [cells.format_value(value, c) for value, c in zip(row, block.columns, strict=True)]
+            cells.write_math(cells.show_controls(c.label)) + mark
+            for c, mark in zip(columns, marks, strict=True)
+        ],
+        [
+            [cells.format_value(value, c) for value, c in zip(row, columns, strict=True)]
             for row in block.rows
         ],
-        "".join("l" if c.format == "s" else "r" for c in block.columns),
+        "".join("l" if c.format == "s" else "r" for c in columns),
         notes,
         block.strong,
+        block.keys,
     )
-
-
-def list_scores(block: Scorecard) -> tuple[list[tuple[str, str, str, str]], list[str]]:
-    """Return the texts of each line, and the notes that its marks refer to."""
-    marks, notes = cells.list_footnotes([line.column for line in block.lines])
-    rows = [
-        (
-            cells.write_math(line.label) + mark,
-            cells.format_value(line.value, line.column),
-            cells.write_math(cells.show_controls(line.text)),
-            cells.show_controls(line.command),
-        )
-        for line, mark in zip(block.lines, marks, strict=True)
-    ]
-    return rows, notes

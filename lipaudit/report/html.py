@@ -17,7 +17,7 @@ from lipaudit.report.blocks import (
     Document,
     Table,
     explain_shades,
-    list_scores,
+    lay_out,
     shade_tokens,
 )
 from lipaudit.report.pictures import Picture
@@ -42,7 +42,7 @@ def render(page: Document) -> bytes:
         "plain": cells.show_controls,
         "drawn": _draw,
         "tabulated": _tabulate,
-        "scored": list_scores,
+        "scored": lay_out,
         "tokens": shade_tokens,
         "legend": explain_shades,
     }

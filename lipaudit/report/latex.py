@@ -15,7 +15,6 @@ from lipaudit.report.blocks import (
     Scorecard,
     Table,
     lay_out,
-    list_scores,
 )
 from lipaudit.report.pictures import Heatmap
 
@@ -86,13 +85,8 @@ def _write_character(character: str) -> str:
 
 def _write_block(block: Block) -> Iterator[str]:
     match block:
-        case Table(folded=False) | Heatmap():
+        case Table(folded=False) | Heatmap() | Scorecard():
             yield from _write_table(lay_out(block))
-        case Scorecard():
-            rows, notes = list_scores(block)
-            yield from _write_table(
-                Grid("Scorecard", (), [row[:3] for row in rows], "lr" + PROSE, notes)
-            )
         case Banner():
             yield from _remarks([block.text])
         case Notes():
@@ -106,7 +100,7 @@ def _remarks(texts: Iterable[str]) -> Iterator[str]:
 def _write_table(grid: Grid) -> Iterator[str]:
     yield from ("", r"\begin{table}", r"\centering")
     yield from [rf"\caption{{{escape(grid.title)}}}"] if grid.title else []
-    yield from (rf"\begin{{tabular}}{{{grid.align}}}", r"\toprule")
+    yield from (rf"\begin{{tabular}}{{{grid.align.replace('p', PROSE)}}}", r"\toprule")
     yield from [_line(map(escape, grid.heads)), r"\midrule"] if grid.heads else []
     for index, row in enumerate(grid.rows):
         strong = r"\textbf{%s}" if index in grid.strong else "%s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
@@ -22,7 +23,6 @@ from lipaudit.report.blocks import (
     Table,
     explain_shades,
     lay_out,
-    list_scores,
     shade_tokens,
 )
 from lipaudit.report.pictures import Heatmap, describe
@@ -34,8 +34,6 @@ def render(page: Document) -> bytes:
     """Write a page."""
     lines = [f"# {escape(page.title)}", ""]
     for chapter in page.walk():
-        if chapter.name == "next-steps":  # commands are on the scorecard already
-            continue
         lines += [f"## {escape(chapter.title)}", ""] if chapter.title else []
         for block in chapter.blocks:
             lines += [*_write_block(block), ""]
@@ -49,21 +47,18 @@ def escape(text: str) -> str:
 
 def _write_block(block: Block) -> Iterator[str]:
     match block:
-        case Table() | Heatmap():
+        case Table() | Heatmap() | Scorecard():
             yield from _write_table(block)
-        case Scorecard():
-            rows, notes = list_scores(block)
-            yield from write_grid(["", "", ""], [_write_score(*row) for row in rows], "lrl")
-            yield from ["", _small("; ".join(notes))] if notes else []
         case Paragraph():
             yield escape(block.text)
         case Banner():
             yield f"**{escape(block.text)}**"
         case Facts():
-            pairs = [[escape(name), escape(value)] for name, value in block.pairs]
-            yield from write_grid(["", ""], pairs, "ll")
+            yield from _write_grid(Grid("", (), block.pairs, "ll", ()))
         case Points():
-            yield from (f"- {escape(text)}" for text, _ in block.points)
+            for text, source in block.points:
+                command = f" <code>{escape(source)}</code>" if block.commands else ""
+                yield f"- {escape(text)}{command}"
         case Gallery():
             yield from (f"- {escape(i.title)}: {escape('; '.join(i.lines))}" for i in block.items)
             yield from ["", escape(block.text)]
@@ -83,38 +78,25 @@ def _small(text: str) -> str:
     return f"<sub>{escape(text)}</sub>"
 
 
-def _write_score(name: str, figure: str, text: str, command: str) -> list[str]:
-    typed = f"<code>{escape(command)}</code>" if command else ""
-    return [
-        escape(name),
-        f"**{escape(figure)}**",
-        "<br>".join(filter(None, (escape(text), typed))),
-    ]
-
-
-def _write_table(block: Table | Heatmap) -> Iterator[str]:
-    shown = lay_out(block)
-    rows = [
-        [f"**{escape(text)}**" if index in shown.strong else escape(text) for text in row]
-        for index, row in enumerate(shown.rows)
-    ]
-    folded, title = isinstance(block, Table) and block.folded, escape(shown.title)
+def _write_table(block: Table | Heatmap | Scorecard) -> Iterator[str]:
+    grid = lay_out(block)
+    folded, title = isinstance(block, Table) and block.folded, escape(grid.title)
     if title:
         yield from [f"<details><summary>{title}</summary>" if folded else f"**{title}**", ""]
-    yield from write_grid([*map(escape, shown.heads)], rows, shown.align)
-    yield from ["", _small("; ".join(shown.notes))] if shown.notes else []
+    yield from _write_grid(grid)
+    yield from ["", _small("; ".join(grid.notes))] if any(grid.notes) else []
     yield from ["", "</details>"] if folded else []
 
 
-def write_grid(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
-    """Write a table of texts; `align` has l or r for each column."""
-    yield _line(heads)
-    yield _line([{"l": ":--", "r": "--:"}[side] for side in align])
-    yield from (_line(row) for row in rows)
+def _write_grid(grid: Grid) -> Iterator[str]:
+    yield _line(grid.heads or [""] * len(grid.align))
+    yield f"| {' | '.join('--:' if side == 'r' else ':--' for side in grid.align)} |"
+    for index, row in enumerate(grid.rows):
+        yield _line(row, "**%s**" if index in grid.strong else "%s")
 
 
-def _line(texts: Sequence[str]) -> str:
-    return f"| {' | '.join(texts)} |"
+def _line(texts: Sequence[str], style: str = "%s") -> str:
+    return f"| {' | '.join(style % escape(text) for text in texts)} |"
 
 
 MOST = 9
@@ -123,33 +105,20 @@ MOST = 9
 
 def render_brief(page: Document) -> bytes:
     """Write a page for a pull request: the answer, warnings, and the first rows of one table."""
-    notes: Sequence[str] = ()
-    rows: list[tuple[str, ...]] = []
-    if page.scorecard:
-        lines, notes = list_scores(page.scorecard)
-        heads, align = ["", "", ""], "lrl"
-        rows += [line[:3] for line in lines]
-    else:
-        blocks = (block for chapter in page.chapters for block in chapter.blocks)
-        shown = next(
-            (lay_out(b) for b in blocks if isinstance(b, Table)), Grid("", (), (), "", ())
-        )
-        heads, align = [*shown.heads], shown.align
-        rows += map(tuple, shown.rows)
+    blocks = [page.scorecard, *(b for chapter in page.chapters for b in chapter.blocks)]
+    first = next((b for b in blocks if isinstance(b, Table | Scorecard)), None)
+    grid = lay_out(first) if first else Grid("", (), (), "", ())
+    rows = grid.rows
     if len(rows) > MOST:
         more = f"and {len(rows) - MOST + 1} more"
-        rows = [*rows[: MOST - 1], (more, *[""] * (len(heads) - 1))]
+        rows = [*rows[: MOST - 1], (more, *[""] * (len(grid.align) - 1))]
     remarks = [
         page.outcome.text if page.outcome else "",
         f"Partial: {page.partial}" if page.partial else "",
         *(f"{note.level}: {note.text}" for note in page.notes),
         dict(page.facts).get("data", ""),
-        "; ".join(notes),
+        "; ".join(grid.notes) if page.scorecard else "",
     ]
     text = [f"### {escape(page.title)}", "", "<br>".join(map(escape, filter(None, remarks))), ""]
-    text += (
-        write_grid([*map(escape, heads)], [[*map(escape, row)] for row in rows], align)
-        if rows
-        else []
-    )
+    text += _write_grid(replace(grid, rows=rows, strong=())) if rows else []
     return ("\n".join(text).rstrip("\n") + "\n").encode()

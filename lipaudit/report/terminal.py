@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
-import textwrap
-from collections.abc import Iterator, Sequence
-from typing import TextIO
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Literal, TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.style import Style
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from lipaudit.report import cells
@@ -19,6 +22,7 @@ from lipaudit.report.blocks import (
     Document,
     Facts,
     Gallery,
+    Grid,
     Notes,
     Paragraph,
     Passage,
@@ -26,8 +30,8 @@ from lipaudit.report.blocks import (
     Scorecard,
     Table,
     explain_shades,
+    lay_out,
     list_largest,
-    list_scores,
     shade_tokens,
 )
 from lipaudit.report.colours import choose_ink, compute_scale
@@ -35,10 +39,9 @@ from lipaudit.report.pictures import Heatmap, describe
 
 FULL = 100_000
 PROSE = 100
-LEVELS = "▁▂▃▄▅▆▇█"
-"""Bars behind the numbers of a map where there are no colours."""
+LEVELS = " ▁▂▃▄▅▆▇█"
+"""Bars behind the numbers of a map where there are no colours; the first is of no number."""
 DIM = "dim"
-STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": DIM}
 
 
 def render(page: Document, width: int | None = None, colour: str | None = None) -> bytes:
@@ -78,8 +81,6 @@ def write(page: Document, stream: TextIO) -> None:
 def _write_page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _heading(page.title, "═", width)
     for chapter in page.walk():
-        if chapter.name == "next-steps":  # commands are on the scorecard already
-            continue
         yield _heading(chapter.title, "─", width) if chapter.title else Text("")
         for block in chapter.blocks:
             yield from _write_block(block, width, colour)
@@ -99,15 +100,22 @@ def _prose(text: str, width: int, style: str = "") -> Text:
     return Text("\n".join(wrap(text, min(width, PROSE))), style)
 
 
+def wrap(text: str, width: int) -> list[str]:
+    """Break prose into lines; a word that is too long is broken, not cut."""
+    lines = Text(cells.show_controls(text)).wrap(Console(), max(width, 10))
+    return [line.plain.rstrip() for line in lines] or [""]
+
+
 def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
     match block:
+        case Table(folded=True):
+            yield Text(f"\n{block.title}: in the json, markdown and html formats", DIM)
         case Table():
-            yield from _write_table(block, width)
+            yield from _write_grid(lay_out(block), width)
         case Scorecard():
-            said = write_card(block, min(width, PROSE))
-            yield from (Text(line, STYLES[kind]) for kind, line in said)
+            yield from _write_grid(lay_out(block), min(width, PROSE))
         case Heatmap():
-            yield from _heatmap(block, width, colour)
+            yield from _write_heatmap(block, width, colour)
         case Paragraph():
             yield _prose(block.text, width, DIM)
         case Banner():
@@ -117,7 +125,9 @@ def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableT
             pad = min(max(len(name) for name, _ in block.pairs), 24)
             yield from (_item(name.ljust(pad), value, width) for name, value in block.pairs)
         case Points():
-            yield from (_item("•", text, width) for text, _ in block.points)
+            for text, source in block.points:
+                yield _item("•", text, width)
+                yield from [_item(" ", source, width)] if block.commands else []
         case Gallery() | Passage():
             yield from _write_sample(block, width)
         case Notes():
@@ -125,14 +135,6 @@ def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableT
             yield from (_item(f"{note.level}:", note.text, width) for note in block.notes)
         case _:
             yield _prose(f"Chart, in the html format: {describe(block)}", width, DIM)
-
-
-def _write_table(block: Table, width: int) -> Iterator[Text]:
-    if block.folded:
-        yield Text(f"\n{block.title}: in the json, markdown and html formats", DIM)
-        return
-    yield _title(block.title, width)
-    yield from (Text(line, STYLES[kind]) for kind, line in write_rows(block, width))
 
 
 def _write_sample(block: Gallery | Passage, width: int) -> Iterator[Text]:
@@ -150,104 +152,97 @@ def _write_sample(block: Gallery | Passage, width: int) -> Iterator[Text]:
 
 
 def _title(title: str, width: int) -> Text:
-    return Text("\n".join(["", *wrap(title, width)]) if title else "", "bold")
+    return Text("\n".join(["", *wrap(title, width)]), "bold")
 
 
-def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableType]:
-    scale = compute_scale(block)
-    texts = [[cells.format_value(v, block.column) for v in row] for row in block.values]
-    cell = max((cell_len(t) for row in texts for t in row), default=1) + 2
-    lead = max(map(len, (*block.rows, "layer"))) + 1
-    yield _title(block.title, width)
-    for group in split_columns([lead, *[cell] * len(block.columns)], keys=1, width=width, gap=0):
-        picked = [i - 1 for i in group[1:]]
-        ticks = "".join(f"{block.columns[i]:>{cell - 1}} " for i in picked)
-        yield Text(f"{'layer':<{lead}}" + ticks, "bold")
-        for name, row, values in zip(block.rows, texts, block.values, strict=True):
-            line = Text(f"{name:>{lead - 1}} ")
-            for i in picked:
-                share = scale.share(values[i])
-                paint = scale.colour(share) if colour and share is not None else None
-                line.append_text(_tile(row[i].rjust(cell - 1), share, paint))
-            yield line
-    yield Text(f"layer down, head across; {cells.describe_standing(block.column)}", DIM)
-
-
-def _tile(number: str, share: float | None, colour: tuple[int, int, int] | None) -> Text:
-    """Write one number on its colour, or with a bar glyph behind it."""
-    if colour is None:
-        last = len(LEVELS) - 1
-        bar = " " if share is None else LEVELS[min(int(share * len(LEVELS)), last)]
-        return Text(number + bar)
-    style = Style(color=choose_ink(colour), bgcolor=f"rgb{colour}".replace(" ", ""))
-    return Text(f"{number} ", style)
+def _write_heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableType]:
+    """Write a map as a table of coloured numbers, or of numbers with bars behind them."""
+    scale, grid = compute_scale(block), lay_out(block)
+    rows, styles = [list(row) for row in grid.rows], {}
+    for i, values in enumerate(block.values):
+        for j, share in enumerate(map(scale.share, values), start=1):
+            level = 0 if share is None else 1 + int(share * (len(LEVELS) - 1 - 1e-9))
+            rows[i][j] += " " if colour else LEVELS[level]
+            if colour and share is not None:
+                paint = scale.colour(share)
+                styles[i, j] = Style(
+                    color=choose_ink(paint), bgcolor=f"rgb{paint}".replace(" ", "")
+                )
+    yield from _write_grid(replace(grid, rows=rows), width, styles)
 
 
 # Tables that never cut a number or a name: too wide, they are split or wrapped
 
 
-GAP = "  "
+GAP = 2
+"""Spaces between columns."""
 STRONG = "▸ "
 LEAST = 8
 """A name that is repeated by every piece of a table is wrapped to no fewer characters."""
-Line = tuple[str, str]
 
 
-def write_rows(block: Table, width: int) -> Iterator[Line]:
-    """Yield the lines of a table with their kind: head, rule, row, strong or note."""
-    marks, notes = cells.list_footnotes(block.columns)
-    heads = [
-        cells.write_math(cells.show_controls(column.label)) + mark
-        for column, mark in zip(block.columns, marks, strict=True)
-    ]
-    rows = []
-    for index, values in enumerate(block.rows):
-        texts = [cells.format_value(v, c) for v, c in zip(values, block.columns, strict=True)]
-        rows.append([STRONG * (index in block.strong) + texts[0], *texts[1:]])
-    named = [column.format == "s" for column in block.columns]
-    # As wide as the longest value, or the longest word of the heading.
-    widths = [max(map(cell_len, [*h.split(), *(r[i] for r in rows)])) for i, h in enumerate(heads)]
-    if sum(widths) + len(GAP) * (len(widths) - 1) > width:  # text may wrap, numbers never do
-        most = [width // 3] * len(widths)
-        most[0] = width // (2 if block.keys == 1 else 3)  # a name is repeated by every piece
-        widths = [min(w, m) if n else w for w, m, n in zip(widths, most, named, strict=True)]
-        widths = _narrow(widths, [i for i in range(block.keys) if named[i]], block.keys, width)
-    for number, group in enumerate(split_columns(widths, keys=block.keys, width=width)):
+def _write_grid(
+    grid: Grid, width: int, styles: Mapping[tuple[int, int], Style] = MappingProxyType({})
+) -> Iterator[RenderableType]:
+    """Write a table; one that is too wide is split into pieces that repeat the keys.
+
+    Args:
+        grid: what is written.
+        width: of the terminal.
+        styles: of cells, by row and column.
+    """
+    if grid.heads:
+        yield _title(grid.title, width) if grid.title else Text("")
+    rows = [[STRONG * (i in grid.strong) + row[0], *row[1:]] for i, row in enumerate(grid.rows)]
+    widths = _choose_widths(grid, rows, width)
+    for number, group in enumerate(split_columns(widths, keys=grid.keys, width=width)):
         if number:
-            yield "rule", ""
-        aligned = [(i, widths[i], named[i]) for i in group]
-        wrapped = {i: _wrap_cells(heads[i], widths[i]) for i in group}
-        yield from (("head", line) for line in _write_row(wrapped, aligned, bottom=True))
-        yield "rule", "─" * (sum(widths[i] for i in group) + len(GAP) * (len(group) - 1))
-        for index, row in enumerate(rows):
-            kind = "strong" if index in block.strong else "row"
-            wrapped = {i: _wrap_cells(row[i], widths[i]) for i in group}
-            yield from ((kind, line) for line in _write_row(wrapped, aligned))
-    yield from (("note", line) for note in notes for line in wrap(note, width))
+            yield Text("")
+        piece = RichTable(
+            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
+            show_header=bool(grid.heads),
+        )  # fmt: skip
+        for i in group:
+            side: Literal["left", "right"] = "right" if grid.align[i] == "r" else "left"
+            head = Text(grid.heads[i]) if grid.heads else ""
+            place: Literal["top", "bottom"] = "bottom" if grid.heads else "top"
+            piece.add_column(head, width=widths[i], overflow="fold", justify=side, vertical=place)
+        for i, row in enumerate(rows):
+            texts = (Text(row[j], styles.get((i, j), "")) for j in group)
+            piece.add_row(*texts, style="bold" if i in grid.strong else "")
+        yield piece
+    yield from (_prose(note, width, DIM) for note in grid.notes)
 
 
-def write_card(block: Scorecard, width: int) -> Iterator[Line]:
-    """Yield the lines of a scorecard: name, figure and its remark, which is wrapped."""
-    rows, notes = list_scores(block)
-    names, figures = (max(cell_len(row[i]) for row in rows) for i in (0, 1))
-    lead = names + figures + 2 * len(GAP)
-    for name, figure, text, command in rows:
-        said = wrap(text, width - lead)
-        pad = " " * (figures - cell_len(figure))
-        start = f"{name}{' ' * (names - cell_len(name))}{GAP}{pad}{figure}{GAP}"
-        yield "row", start + said[0]
-        yield from (("row", " " * lead + line) for line in said[1:])
-        yield from (
-            ("row", " " * len(GAP) + line) for line in wrap(command, width - len(GAP)) if command
-        )
-    yield from (("note", line) for line in wrap("   ".join(notes), width) if notes)
+def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Return the width of each column: of its longest value, or longest word of its heading."""
+    heads = grid.heads or [""] * len(grid.align)
+    widths = [
+        max(map(cell_len, [*head.split(), *(row[i] for row in rows)]), default=0)
+        for i, head in enumerate(heads)
+    ]
+    if sum(widths) + GAP * (len(widths) - 1) <= width:
+        return widths
+    if grid.align.endswith("p"):  # prose takes what the others leave
+        return [*widths[:-1], width - sum(widths[:-1]) - GAP * (len(widths) - 1)]
+    for i, side in enumerate(grid.align):  # text may wrap, numbers never do
+        if side == "l":
+            widths[i] = min(widths[i], width // (2 if i == 0 and grid.keys == 1 else 3))
+    # Names that every piece repeats leave room for the widest column beside them.
+    names = [i for i in range(grid.keys) if grid.align[i] == "l"]
+    room = width - max(widths[grid.keys :], default=0) - GAP * grid.keys
+    room -= sum(widths[i] for i in range(grid.keys) if i not in names)
+    while names and sum(widths[i] for i in names) > room:
+        widest = max(names, key=lambda i: widths[i])
+        if widths[widest] <= LEAST:
+            break
+        widths[widest] -= 1
+    return widths
 
 
-def split_columns(
-    widths: Sequence[int], *, keys: int, width: int, gap: int = len(GAP)
-) -> list[list[int]]:
+def split_columns(widths: Sequence[int], *, keys: int, width: int) -> list[list[int]]:
     """Group columns so that no group is wider than `width`; every group repeats the keys."""
-    lead = sum(widths[:keys]) + gap * keys
+    lead = sum(widths[:keys]) + GAP * keys
     groups: list[list[int]] = [[]]
     used = lead
     for index in range(keys, len(widths)):
@@ -255,44 +250,5 @@ def split_columns(
             groups.append([])
             used = lead
         groups[-1].append(index)
-        used += widths[index] + gap
+        used += widths[index] + GAP
     return [[*range(keys), *group] for group in groups]
-
-
-def wrap(text: str, width: int) -> list[str]:
-    """Break prose into lines; a word that is too long is broken, not cut."""
-    return _wrap_cells(cells.show_controls(text), max(width, 10), break_on_hyphens=False) or [""]
-
-
-def _wrap_cells(text: str, width: int, *, break_on_hyphens: bool = True) -> list[str]:
-    """Break a text as textwrap does, or where characters are two cells wide, as rich does."""
-    if cell_len(text) == len(text):
-        return textwrap.wrap(text, width, break_on_hyphens=break_on_hyphens)
-    return [line.plain.rstrip() for line in Text(text).wrap(Console(), width)]
-
-
-def _narrow(widths: Sequence[int], named: Sequence[int], keys: int, width: int) -> list[int]:
-    """Make the widest of the keys that are `named` narrower, until any column fits beside them."""
-    narrowed = list(widths)
-    room = width - max(widths[keys:], default=0) - len(GAP) * keys
-    while named and sum(narrowed[:keys]) > room:
-        widest = max(named, key=lambda i: narrowed[i])
-        if narrowed[widest] <= LEAST:
-            break
-        narrowed[widest] -= 1
-    return narrowed
-
-
-def _write_row(
-    wrapped: dict[int, list[str]], aligned: Sequence[tuple[int, int, bool]], bottom: bool = False
-) -> Iterator[str]:
-    height = max(len(lines) for lines in wrapped.values())
-    for level in range(height):
-        line = []
-        for index, width, named in aligned:
-            lines = wrapped[index]
-            at = level - (height - len(lines)) * bottom
-            text = lines[at] if 0 <= at < len(lines) else ""
-            pad = " " * (width - cell_len(text))
-            line.append(text + pad if named else pad + text)
-        yield GAP.join(line)

@@ -71,8 +71,10 @@ def test_what_was_not_attacked_calls_for_an_attack(report):
     assert any(shlex.split(each)[1] == "attack" for each in commands(calm))
 
 
-def test_terminal_keeps_to_its_screen(report):
-    assert b"What to do next" not in terminal.render(make_page(report), width=80)
+def test_a_terminal_lists_each_step_once(report):
+    text = " ".join(terminal.render(make_page(report), width=80).decode().split())
+    for each in commands(report):
+        assert text.count(each) == 1
 
 
 def test_commands_are_those_of_the_tool(report):

@@ -133,15 +133,14 @@ def make_screen(report: Report) -> Document:
 
 
 def make_card(report: Report) -> Document:
-    """Return the page of `print(report)`: the model and the scorecard, without commands."""
-    page, card = make_screen(report), make_scorecard(report)
-    lines = tuple(replace(line, command="") for line in card.lines) if card else ()
+    """Return the page of `print(report)`: the model and the scorecard."""
+    page = make_screen(report)
     warnings = sum(note.level == "warning" for note in page.notes)
     whole = "lipaudit.render(report, 'table') has all sections."
     return replace(
         page,
         notes=(),
-        scorecard=card and replace(card, lines=lines),
+        steps=(),
         findings=(),
         more=f"Warnings: {warnings}. {whole}" if warnings else whole,
     )

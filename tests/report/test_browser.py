@@ -221,46 +221,6 @@ def test_contents_stay_above_the_heads_that_stay_in_sight(browser, page):
     assert top == "NAV"
 
 
-def test_few_rows_need_no_filter(browser):
-    for count, inputs in ((8, 0), (9, 1)):
-        browser.open(table(*map(float, range(count))))
-        assert browser.run('document.querySelectorAll(".filter input").length') == inputs
-
-
-@pytest.mark.parametrize(
-    ("typed", "kept"),
-    [
-        ("blocks.1", lambda row: row.layer == 1),
-        ("BLOCKS.1 12.6", lambda row: (row.layer, row.head) == (1, 2)),
-        ("nothing of the kind", lambda row: False),
-    ],
-)
-def test_a_filter_keeps_the_rows_that_hold_every_word(browser, page, report, typed, kept):
-    browser.open(page)
-    browser.run('document.querySelector("#bounds details").open = true')
-    browser.run('document.querySelector("#bounds details input").focus()')
-    browser.type(typed)
-    rows = report.section("bounds").rows
-    expected = [(row.layer, row.head) for row in rows if kept(row)]
-    shown = f"{ROWS}.map(tr => tr.checkVisibility())"
-    assert [h for h, seen in zip(heads(browser), browser.run(shown), strict=True) if seen] == (
-        expected
-    )
-    count = browser.run('document.querySelector("#bounds details output").textContent')
-    assert count == f"{len(expected)} of 12 rows"
-
-
-def test_a_number_is_the_beginning_of_a_cell(browser):
-    browser.open(table(*(10.0 * i + 1.3 for i in range(9))))
-    browser.run('document.querySelector("input").focus()')
-    browser.type("1.3")
-    assert browser.run('document.querySelector("output").textContent') == "1 of 9 rows"
-    shown = '[...document.querySelectorAll("td")].filter(e => e.checkVisibility()).length'
-    assert browser.run(shown) == 1
-    browser.media("print")
-    assert browser.run(shown) == 9
-
-
 # pictures
 
 
@@ -308,7 +268,7 @@ CONTRAST = """(() => {
   const light = text => parts(text).reduce((sum, v, i) => sum + v * weights[i], 0);
   const page = light(getComputedStyle(document.body).backgroundColor);
   const ratio = c => (Math.max(page, c) + 0.05) / (Math.min(page, c) + 0.05);
-  const texts = "p, td, th, a, code, li b, dt, figcaption, .standing, .filter, output";
+  const texts = "p, td, th, a, code, li b, dt, figcaption, .standing";
   return [page, ...[...document.querySelectorAll(texts)].map(e => ratio(light(
     getComputedStyle(e).color))), ...[...document.querySelectorAll("svg text")]
     .filter(e => getComputedStyle(e).fill === getComputedStyle(document.body).color)
@@ -347,7 +307,7 @@ def test_paper_gets_everything_in_light_colours(browser, page):
     hidden = '[...document.querySelectorAll("main td, main th, svg, figcaption")]'
     assert browser.run(f"{hidden}.filter(e => !e.checkVisibility()).length") == 0
     assert browser.run('document.querySelectorAll("details:not([open]) td").length') > 100
-    left = '[...document.querySelectorAll("input, nav, .anchor")]'
+    left = '[...document.querySelectorAll("nav, .anchor")]'
     assert browser.run(f"{left}.filter(e => e.checkVisibility()).length") == 0
     cut = '[...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right'
     assert browser.run(f"{cut} > {PAPER + 1}).map(e => e.outerHTML.slice(0, 80))") == []
@@ -382,13 +342,13 @@ def test_nothing_moves_for_those_who_ask(browser, page):
 
 
 def test_nothing_is_missing_without_scripts(browser, page):
-    texts = '[...document.querySelectorAll("main td, main th, main p:not(.filter), main li")]'
+    texts = '[...document.querySelectorAll("main td, main th, main p, main li")]'
     texts += ".map(e => e.textContent)"
     seen = []
     for scripts in (True, False):
         browser.open(page, scripts=scripts)
         seen.append(browser.run(texts))
-        assert bool(browser.run('document.querySelectorAll("button, input").length')) == scripts
+        assert bool(browser.run('document.querySelectorAll("button").length')) == scripts
     assert seen[0] == seen[1]
     titles = 'document.querySelectorAll(".marks title").length'
     assert (

@@ -1,7 +1,6 @@
 "use strict";
-// The page is whole without this: it adds sorting and filters.
+// The page is whole without this: it adds sorting.
 const MISSING = ["", "–", "NaN"];
-const FEW = 8; // rows that need no filter
 const STATES = { none: "ascending", ascending: "descending", descending: "none" };
 const names = new Intl.Collator("en", { numeric: true });
 
@@ -46,38 +45,10 @@ function sortable(table, rows) {
   }
 }
 
-// a word that begins like a number is the beginning of a cell, another stands anywhere
-
-function matches(texts, word) {
-  return texts.some(text => (/^[-+.\d]/.test(word) ? text.startsWith(word) : text.includes(word)));
-}
-
-function filterable(table, rows, title) {
-  const line = make("p", { className: "filter" });
-  const input = make("input", { type: "search", placeholder: "Filter rows" });
-  const count = make("output", { textContent: `${rows.length} rows` });
-  input.setAttribute("aria-label", `Filter the rows of ${title}`);
-  const texts = rows.map(row => [...row.cells].map(cell => cell.textContent.toLowerCase()));
-  input.addEventListener("input", () => {
-    const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
-    let kept = 0;
-    rows.forEach((row, i) => {
-      const stays = words.every(word => matches(texts[i], word));
-      row.classList.toggle("off", !stays);
-      kept += stays;
-    });
-    count.textContent = words.length ? `${kept} of ${rows.length} rows` : `${rows.length} rows`;
-  });
-  line.append(input, " ", count);
-  table.parentNode.before(line);
-}
-
 for (const table of document.querySelectorAll("main table")) {
   if (!table.tHead) continue;
-  const rows = [...table.tBodies[0].rows], figure = table.closest("figure");
-  const caption = figure.querySelector("figcaption") || figure.parentNode.querySelector("summary");
+  const rows = [...table.tBodies[0].rows];
   if (rows.length > 1) sortable(table, rows);
-  if (rows.length > FEW) filterable(table, rows, caption ? caption.textContent : "this table");
 }
 
 // print: everything is open

@@ -370,10 +370,10 @@ def _draw_scatter(axes: Axes, block: Scatter) -> Iterator[Tip]:
         look: dict[str, Any] = {
             "marker": marker,
             "color": colour,
-            "label": show_controls(series.label),
+            "rasterized": len(series.x) > MANY,
         }
-        look["rasterized"] = len(series.x) > MANY
-        axes.scatter(series.x, series.y, s=18, alpha=0.8, linewidths=0, **look)
+        label = show_controls(series.label)
+        axes.scatter(series.x, series.y, s=18, alpha=0.8, linewidths=0, label=label, **look)
     x, y = _values(block.series)
     ends = _set_axis(axes, "x", x, block.x, log=True)
     axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), label="y = x")
@@ -383,6 +383,8 @@ def _draw_scatter(axes: Axes, block: Scatter) -> Iterator[Tip]:
 
 
 def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
+    import numpy as np
+
     for index, series in enumerate(block.series):
         colour, line = CATEGORIES[index % len(CATEGORIES)], LINES[index % len(LINES)]
         label, marker = show_controls(series.label), MARKERS[index % len(MARKERS)]
@@ -392,7 +394,9 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
         marker = marker if len(series.x) <= 64 else ""
         look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
         axes.plot(series.x, series.y, label=label, **look)
-        _draw_limits(axes, series, colour)
+        if any(end is not None for end in series.low):
+            ends = (np.array(end, dtype=np.float64) for end in (series.low, series.high))
+            axes.vlines(series.x, *ends, color=colour, linewidth=0.9)
     x, y = _values(block.series)
     _set_axis(axes, "x", x, block.x, log=block.log)
     _set_axis(axes, "y", y, block.y, log=block.log)
@@ -402,19 +406,6 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
     _set_legend(axes)
     yield from _point_tips(block, log=block.log)
-
-
-def _draw_limits(axes: Axes, series: Series, colour: str) -> None:
-    """Draw the intervals around points."""
-    if any(end is not None for end in series.low):
-        axes.vlines(series.x, _array(series.low), _array(series.high), color=colour, linewidth=0.9)
-
-
-def _array(values: Sequence[float | None]) -> Any:
-    """Return an array of numbers and None, which becomes NaN."""
-    import numpy as np
-
-    return np.array(values, dtype=np.float64)
 
 
 def _values(series: Sequence[Series]) -> tuple[list[float], list[float]]:

@@ -28,7 +28,6 @@ class Format:
         suffixes: of the files that are written so.
         asked: whether a file is written so only where `--format` names it: what its suffix alone
             asks for is another format.
-        refusal: what is said of a result without such a form: the reason, and what to type.
         screen: writes the form to a stream as a terminal of its width and colours takes it;
             None where a terminal gets the bytes of a file.
     """
@@ -37,25 +36,20 @@ class Format:
     takes: Form
     render: Callable[[Any], bytes]
     suffixes: tuple[str, ...] = ()
-    refusal: str = ""
     asked: bool = False
     screen: Callable[[Any, TextIO], None] | None = None
 
 
-_DATA = "there are no data to write as JSON: lipaudit report A.json -f json writes a report"
-_GATE = "JUnit XML is of a judgement: lipaudit gate CURRENT -o gate.xml"
-_CELLS = "CSV is of reports: lipaudit report A.json -f csv"
-_LINES = "lines of text are of a judgement: a report is written with lipaudit report -f table"
 _FORMATS = (
     Format("brief", "page", markdown.render_brief, (".md",), asked=True),
-    Format("csv", "frame", records.write_csv, (".csv",), _CELLS),
+    Format("csv", "frame", records.write_csv, (".csv",)),
     Format("html", "page", html.render, (".html", ".htm")),
-    Format("json", "record", records.write_json, (".json",), _DATA),
-    Format("junit", "judgement", records.write_junit, (".xml",), _GATE),
+    Format("json", "record", records.write_json, (".json",)),
+    Format("junit", "judgement", records.write_junit, (".xml",)),
     Format("latex", "page", latex.render, (".tex",)),
     Format("markdown", "page", markdown.render, (".md", ".markdown")),
     Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
-    Format("text", "lines", records.write_lines, (".txt",), _LINES),
+    Format("text", "lines", records.write_lines, (".txt",)),
 )
 RENDERERS: dict[str, Format] = {known.name: known for known in _FORMATS}
 """Every format, by the name that `--format` takes."""
@@ -116,9 +110,6 @@ def find_usual_format(forms: Collection[Form]) -> Format:
 
 def _require_form(known: Format, forms: Collection[Form]) -> Format:
     if known.takes not in forms:
-        able = (each.name for each in RENDERERS.values() if each.takes in forms)
-        reason, _, command = known.refusal.partition(": ")
-        if command and "page" in forms:
-            raise UsageError(reason, f"Type {command}.")
-        raise UsageError(f"{known.name} cannot show this", f"There are: {', '.join(able)}.")
+        able = ", ".join(each.name for each in RENDERERS.values() if each.takes in forms)
+        raise UsageError(f"{known.name} cannot show this", f"There are: {able}.")
     return known

@@ -1,4 +1,4 @@
-"""The tables of a page for a paper: LaTeX with booktabs, in ASCII."""
+"""The tables of a page for a paper: LaTeX with booktabs."""
 
 from __future__ import annotations
 
@@ -47,9 +47,6 @@ WRITTEN = {
     "✓": r"$\surd$",
     "✗": r"$\times$",
 }
-ACCENTS = dict(
-    zip("\u0300\u0301\u0302\u0303\u0304\u0308\u030a\u030c\u0327", "`'^~=\"rvc", strict=True)
-)
 
 
 def render(page: Document) -> bytes:
@@ -60,26 +57,24 @@ def render(page: Document) -> bytes:
         lines += ["", f"% {escape(chapter.title)}"] if chapter.title else []
         for block in chapter.blocks:
             lines += _write_block(block)
-    return ("\n".join(lines) + "\n").encode("ascii")
+    return ("\n".join(lines) + "\n").encode()
 
 
 def escape(text: str) -> str:
-    """Write text that LaTeX takes literally, in ASCII."""
+    """Write text that LaTeX takes literally."""
     return "".join(map(_write_character, cells.show_controls(text)))
 
 
 def _write_character(character: str) -> str:
-    """Write a character; one that plain LaTeX has not by its number."""
+    """Write a character; one that no font of LaTeX has by its number."""
     if character in WRITTEN:
         return WRITTEN[character]
-    if character.isascii():
+    if ord(character) < 0x180:  # ASCII and Latin letters with accents, which LaTeX reads as UTF-8
         return character
     kind, *parts = unicodedata.decomposition(character).split() or [""]
-    codes = [chr(int(part, 16)) for part in parts]
     if kind == "<super>":
+        codes = [chr(int(part, 16)) for part in parts]
         return rf"\textsuperscript{{{''.join(map(_write_character, codes))}}}"
-    if len(codes) == 1 and codes[0] in ACCENTS and int(kind, 16) < 128:
-        return rf"\{ACCENTS[codes[0]]}{{{chr(int(kind, 16))}}}"
     return f"U+{ord(character):04X}"
 
 

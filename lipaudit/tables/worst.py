@@ -68,15 +68,11 @@ def contradictions(report: Report) -> list[Contradiction]:
     attacks: dict[str, list[TrialKey]] = {}
     for sample, trial in _attacked(report) if certified else ():
         attacks.setdefault(sample, []).append(trial)
-    pairs = (
-        Contradiction(sample, ball, trial)
-        for sample, ball in certified
-        for trial in attacks.get(sample, ())
-        if _within(trial, ball)
-    )
     first: dict[str, Contradiction] = {}
-    for pair in pairs:
-        first.setdefault(pair.sample, pair)
+    for sample, ball in certified:
+        for trial in attacks.get(sample, ()):
+            if _within(trial, ball):
+                first.setdefault(sample, Contradiction(sample, ball, trial))
     return list(first.values())
 
 

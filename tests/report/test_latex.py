@@ -28,8 +28,8 @@ def literal(text):
 
 
 def check(text):
-    """Every environment ends, every row has a cell for each column, all of it is ASCII."""
-    assert text.isascii()
+    """Every environment ends, every row has a cell for each column, all letters are Latin."""
+    assert all(ord(character) < 0x180 for character in text)
     opened = []
     for kind, name in re.findall(r"\\(begin|end)\{(\w+)\}", text):
         if kind == "begin":
@@ -103,9 +103,9 @@ def test_a_hostile_model_stays_within_its_table(report):
     [
         ("‖J‖ ≤ 2×", r"$\Vert$J$\Vert$ $\leq$ 2$\times$"),
         ("headᵃ", r"head\textsuperscript{a}"),
-        ("café ñ Å", r"caf\'{e} \~{n} \r{A}"),
+        ("café ñ Å", "café ñ Å"),
         ("中\x1b", r"U+4E2D\textbackslash{}x1b"),
     ],
 )
-def test_what_is_no_ascii_is_written_so_that_plain_latex_takes_it(text, written):
+def test_a_sign_is_written_so_that_latex_has_it_in_its_fonts(text, written):
     assert latex.escape(text) == written

@@ -93,7 +93,7 @@ def list_lines(judgement: Judgement) -> list[str]:
             lines.append(f"  {group.rule}: {count} {'more ' * bool(first)}rows {status}{listed}")
     lines += [f"  shown, never failing: {_write_figures(verdict)}" for verdict in judgement.shown]
     lines += [f"  note: {note}" for note in judgement.notes]
-    return [*lines, "", _write_reason(judgement)]
+    return [*lines, "", f"{judgement.reason} (exit code {judgement.exit_code})"]
 
 
 def make_judgement_page(judgement: Judgement) -> Document:
@@ -104,8 +104,9 @@ def make_judgement_page(judgement: Judgement) -> Document:
     verdicts = (_tabulate(judgement), Paragraph(PAIRED), *remarks)
     file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
     strict = ", and what is not proven fails" if judgement.strict else ""
+    ending = "passed" if judgement.exit_code == 0 else "failed"
     return Document(
-        title=_write_title(judgement),
+        title=f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}",
         outcome=_find_outcome(judgement),
         facts=(
             ("current", judgement.current),
@@ -152,20 +153,6 @@ def _name_moved(judgement: Judgement, verdict: Verdict) -> str:
     return f"; samples that changed most: {named}" if named else ""
 
 
-def _write_title(judgement: Judgement) -> str:
-    outcome = "passed" if judgement.exit_code == 0 else "failed"
-    return f"lipaudit gate {outcome}: {judgement.current} against {judgement.baseline}"
-
-
-def _write_reason(judgement: Judgement) -> str:
-    return f"{judgement.reason} (exit code {judgement.exit_code})"
-
-
-def _name_row(judgement: Judgement, verdict: Verdict) -> tuple[str, str, str]:
-    status = f"{_choose_mark(judgement, verdict)} {verdict.status}"
-    return status, verdict.rule, verdict.reason or verdict.name
-
-
 def _sort_verdicts(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequence[Verdict]:
     """Sort many verdicts on one rule: those that fail first, then by the size of the change."""
     if len(verdicts) <= MOST:
@@ -196,7 +183,10 @@ def _tabulate(judgement: Judgement) -> Table:
     groups = [*group_by_rule(judgement)]
     written = [verdict for group in groups for verdict in group.written]
     written.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
-    rows = [(*_name_row(judgement, v), *v.texts.values()) for v in written]
+    rows = [
+        (f"{_choose_mark(judgement, v)} {v.status}", v.rule, v.reason or v.name, *v.texts.values())
+        for v in written
+    ]
     for group in groups:
         more, blank = "more " * bool(group.written), ("",) * (len(COLUMNS) - 3)
         rows += [(s, group.rule, f"{n} {more}rows", *blank) for s, n in group.others.items()]

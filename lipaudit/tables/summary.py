@@ -1,14 +1,15 @@
-"""How the summary of a report is drawn from its sections."""
+"""The scorecard of a report as data: what a reader is told first."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from lipaudit.tables.bounds import ranked
-from lipaudit.tables.columns import Row
+from lipaudit.tables.columns import Float, Frozen, Row, Status
+from lipaudit.tables.common import ACCURACY, CERTIFIED_SHARE
 from lipaudit.tables.figures import (
     finite,
     largest,
@@ -20,19 +21,155 @@ from lipaudit.tables.figures import (
 )
 from lipaudit.tables.report import Note, Report, Section, rows_of
 from lipaudit.tables.samples import is_repeat
-from lipaudit.tables.summary.records import (
-    Accuracy,
-    Fragile,
-    Head,
-    Heads,
-    Norms,
-    Radii,
-    Summary,
-    Tightness,
-    Warned,
-)
 from lipaudit.tables.trials import WORST, parse_radius
 from lipaudit.tables.worst import contradictions
+
+KINDS = {
+    "clean": ("clean accuracy", ACCURACY["clean"]),
+    "attacked": ("robust accuracy", ACCURACY["robust"]),
+    "certified": ("certified accuracy", CERTIFIED_SHARE),
+}
+"""The label and the column of each kind of accuracy."""
+
+
+class Accuracy(Frozen):
+    """A share of samples that are right, with its 95 % limits (Wilson).
+
+    Attributes:
+        kind: without attack; what no attack of a ball broke; what is proven that none can break.
+        norm: of the ball; empty without attack.
+        eps: its radius as it was typed.
+        ball: both, as people say it.
+        attacks: those that were tried.
+        share: of the samples.
+        low: lower limit.
+        high: upper limit.
+        samples: how many.
+        undecided: of a certificate, how many are neither proven nor broken.
+    """
+
+    kind: Literal["clean", "attacked", "certified"]
+    norm: str = ""
+    eps: str = ""
+    ball: str = ""
+    attacks: tuple[str, ...] = ()
+    share: Float
+    low: Float | None
+    high: Float | None
+    samples: int
+    undecided: int | None = None
+
+
+class Radii(Frozen):
+    """How far around the samples nothing is classified otherwise, proven.
+
+    Attributes:
+        norm: of the balls.
+        median: of the certified radii of the samples that are right.
+        low: lower limit of that median, of 95 %; None where samples are too few for limits.
+        high: upper limit.
+        adversarial: the median of the smallest adversarial radii found.
+        samples: how many are right.
+    """
+
+    norm: str
+    median: Float
+    low: Float | None
+    high: Float | None
+    adversarial: Float | None
+    samples: int
+
+
+class Norms(Frozen):
+    """The Jacobian norms of the model over the samples; `sample` has the largest."""
+
+    start: str
+    end: str
+    norm: str
+    median: Float | None
+    p95: Float | None
+    max: Float | None
+    sample: str
+    samples: int
+    converged: int
+
+
+class Head(Frozen):
+    """A head and its exact norm (median over samples)."""
+
+    layer: int
+    head: int
+    exact: Float
+
+
+class Heads(Frozen):
+    """The heads that amplify most, steepest first, beside all of them."""
+
+    steepest: tuple[Head, ...]
+    median: Float
+    heads: int
+
+
+class Fragile(Frozen):
+    """How many attention rows are in the fragile regime.
+
+    Attributes:
+        share: of all rows, the mean over heads.
+        heads: how many have more than half of their rows there.
+        of: how many heads there are.
+        side: the regime of most other rows.
+        k: of the JaSMin penalty that pulls rows to that side; None where nothing is to be pulled.
+    """
+
+    share: Float
+    heads: int
+    of: int
+    side: Literal["uniform", "one-hot"]
+    k: int | None
+
+
+class Tightness(Frozen):
+    """How many times a bound lies above the exact norm, over heads."""
+
+    bound: str
+    status: Status
+    median: Float
+    largest: Float
+    heads: int
+
+
+class Warned(Frozen):
+    """A warning, and the measure whose figures it is about; empty: all of them."""
+
+    measure: str
+    code: str
+    text: str
+
+
+class Summary(Frozen):
+    """What a report says in one screen.
+
+    Attributes:
+        warnings: what must be known before any figure, those on all figures first.
+        accuracy: without attack, then under attack by ball, then certified.
+        radii: that are certified.
+        norms: of the model's Jacobian.
+        heads: the steepest.
+        fragile: attention rows.
+        bounds: against the exact norms, in the order of tables.
+    """
+
+    warnings: tuple[Warned, ...] = ()
+    accuracy: tuple[Accuracy, ...] = ()
+    radii: Radii | None = None
+    norms: Norms | None = None
+    heads: Heads | None = None
+    fragile: Fragile | None = None
+    bounds: tuple[Tightness, ...] = ()
+
+
+# From the sections of a report
+
 
 STEEPEST = 3
 """How many heads are named."""
@@ -118,17 +255,16 @@ def _attacked(rows: Sequence[Row]) -> Iterator[Accuracy]:
         worst = [row for row in group if row.attack == WORST] or group[:1] * (len(group) == 1)
         for row in worst:
             if row.robust is not None:
-                yield Accuracy(
-                    kind="attacked",
-                    norm=row.norm,
-                    eps=row.trial.radius.text,
-                    ball=row.trial.ball,
-                    attacks=tried,
-                    share=row.robust,
-                    low=row.robust_low,
-                    high=row.robust_high,
-                    samples=row.samples,
-                )
+                yield _make_accuracy("attacked", row, "robust", attacks=tried)
+
+
+def _make_accuracy(
+    kind: Literal["attacked", "certified"], row: Row, name: str, **more: Any
+) -> Accuracy:
+    """Return the accuracy of a ball: a column of its row, with its limits."""
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    more |= {"norm": row.norm, "eps": row.trial.radius.text, "ball": row.trial.ball}
+    return Accuracy(kind=kind, share=row[name], low=low, high=high, samples=row.samples, **more)
 
 
 def _ball(accuracy: Accuracy) -> tuple[bool, str, float]:
@@ -139,20 +275,10 @@ def _certified(rows: Sequence[Row], attacks: Sequence[Row]) -> Iterator[Accuracy
     """Yield what is proven of each ball, and what attacks left of it where none else says so."""
     said = {(row.norm, row.eps) for row in attacks}
     for row in rows:
-        ball: Any = {"norm": row.norm, "eps": row.trial.radius.text, "ball": row.trial.ball}
-        ball["samples"] = row.samples
         if row.robust is not None and (row.norm, row.eps) not in said:
-            low, high = row.robust_low, row.robust_high
-            yield Accuracy(kind="attacked", share=row.robust, low=low, high=high, **ball)
+            yield _make_accuracy("attacked", row, "robust")
         if row.certified is not None:
-            yield Accuracy(
-                kind="certified",
-                share=row.certified,
-                low=row.certified_low,
-                high=row.certified_high,
-                undecided=row.undecided,
-                **ball,
-            )
+            yield _make_accuracy("certified", row, "certified", undecided=row.undecided)
 
 
 def _radii(report: Report) -> Radii | None:
@@ -176,18 +302,9 @@ def _norms(section: Section | None) -> Norms | None:
     rows = [row for row in rows_of(section) if not row.module]
     if section is None or not rows or not finite((rows[0].median, rows[0].max)):
         return None
-    row = rows[0]
-    return Norms(
-        start=row.from_,
-        end=row.to,
-        norm=row.norm,
-        median=row.median,
-        p95=row.p95,
-        max=row.max,
-        sample=_most_sensitive(section),
-        samples=row.samples,
-        converged=row.converged,
-    )
+    names = ("norm", "median", "p95", "max", "samples", "converged")
+    figures = {name: rows[0][name] for name in names}
+    return Norms(start=rows[0].from_, end=rows[0].to, sample=_most_sensitive(section), **figures)
 
 
 def _most_sensitive(section: Section) -> str:

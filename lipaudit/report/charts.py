@@ -395,8 +395,8 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
         look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
         axes.plot(series.x, series.y, label=label, **look)
         if any(end is not None for end in series.low):
-            ends = (np.array(end, dtype=np.float64) for end in (series.low, series.high))
-            axes.vlines(series.x, *ends, color=colour, linewidth=0.9)
+            low, high = (np.array(end, dtype=np.float64) for end in (series.low, series.high))
+            axes.vlines(series.x, low, high, color=colour, linewidth=0.9)
     x, y = _values(block.series)
     _set_axis(axes, "x", x, block.x, log=block.log)
     _set_axis(axes, "y", y, block.y, log=block.log)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,8 +25,8 @@ from lipaudit.models.net import Net
 from lipaudit.settings import FITS_TABLE
 from lipaudit.tables import Note, Row
 from lipaudit.theory.bounds.ingredients import are_affine
-from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
-from lipaudit.theory.growth.ascent import Steepest, largest_shift, steepest_tokens
+from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.growth.ascent import Steepest, steepest_tokens
 from lipaudit.theory.growth.worst_tokens import (
     Adversary,
     PowerLaw,
@@ -230,8 +229,6 @@ SEARCHED = 64
 REPEATS = 1e-3
 """How well searches that end at the same tokens repeat, at least."""
 RADII = 12
-BUDGET = 0.01
-"""Move of the attacks that split tokens or do not, as a share of ||X||_F."""
 
 NO_BIAS = 1e-4
 """A bias up to this is what rounding leaves of the logits of a model that adds none."""
@@ -293,12 +290,10 @@ class WorstCase(NamedTuple):
 
     Attributes:
         rows: of `scaling`.
-        splits: rows of `scaling.split`.
         missing: names of heads or layers without a worst case, each with the reason.
     """
 
     rows: tuple[Cells, ...] = ()
-    splits: tuple[Cells, ...] = ()
     missing: tuple[tuple[str, str], ...] = ()
 
     def notes(self) -> tuple[Note, ...]:
@@ -330,28 +325,22 @@ def worst_case(net: Net, sample: Batch, options: ScalingOptions) -> WorstCase:
     _require_heads(sites, options)
     if set(options.modes) == {"real"}:
         return WorstCase()
-    of_layer = partial(_of_layer, options=options)
-    layers = capture(net, every, sample, of_layer, layers={site.index for site in sites})
-    return _join_cases([head for heads in layers for head in heads])
+
+    def measure_layer(layer: Layer) -> list[tuple[str, list[Cells] | str]]:
+        """Return the rows of each chosen head, or why it has none, while the model is in it."""
+        heads = _worst_heads(layer, options)
+        return [(name, h if isinstance(h, str) else _measure_modes(h)) for name, h in heads]
+
+    layers = capture(net, every, sample, measure_layer, layers={site.index for site in sites})
+    each = list(chain.from_iterable(layers))
+    return WorstCase(
+        tuple(row for _, rows in each if not isinstance(rows, str) for row in rows),
+        tuple((name, why) for name, why in each if isinstance(why, str)),
+    )
 
 
-def _join_cases(each: Sequence[WorstCase]) -> WorstCase:
-    columns = zip(*each, strict=True)
-    return WorstCase(*(tuple(chain.from_iterable(column)) for column in columns))
-
-
-def _of_layer(layer: Layer, options: ScalingOptions) -> list[WorstCase]:
-    """Return the worst case of each chosen head of a layer, while the model is in it."""
-    return [_of_head(name, head) for name, head in _worst_heads(layer, options)]
-
-
-def _of_head(name: str, head: WorstHead | str) -> WorstCase:
-    """Measure the modes of a head; of one that is only a reason, keep the reason."""
-    if isinstance(head, str):
-        return WorstCase(missing=((name, head),))
-    rows = (row for mode in MODES if mode in head.options.modes for row in MODES[mode](head))
-    split = "split" in head.options.modes and False in head.masks
-    return WorstCase(tuple(rows), (_split(head),) if split else ())
+def _measure_modes(head: WorstHead) -> list[Cells]:
+    return [row for mode in MODES if mode in head.options.modes for row in MODES[mode](head)]
 
 
 def _require_heads(sites: Sequence[Site], options: ScalingOptions) -> None:
@@ -457,24 +446,4 @@ MODES: dict[str, Callable[[WorstHead], Iterator[Cells]]] = {
     "radius": _radius,
     "ascent": _ascent,
 }
-"""Rows of a head by mode; the other modes are measured on data."""
-
-
-def _split(head: WorstHead) -> Cells:
-    """Compare an attack that moves tokens with one that duplicates each of them first."""
-    x = head.head.x[:, :SEARCHED]
-    at, budget = move_heads(head.head, x, causal=False), BUDGET * float(x.norm())
-    seeds = [head.options.seed]
-    exact = head_norms(at, seeds=seeds, tol=head.options.tol).norm
-    moved, split = (
-        largest_shift(at, tokens, budget, generator=torch.Generator().manual_seed(head.seed))
-        for tokens in (x, x.repeat_interleave(2, 1))
-    )
-    return head.name | {
-        "n": x.shape[1],
-        "budget": budget,
-        "norm": float(exact),
-        "gain": float(splitting_gain(at, exact, seeds=seeds)),
-        "moved": float(moved),
-        "split": float(torch.maximum(moved, split)),  # copies may also move alike
-    }
+"""Rows of a head by mode; the mode real is measured on data."""

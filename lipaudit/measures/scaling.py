@@ -41,40 +41,36 @@ from lipaudit.measures.measure import (
     reduce_known,
 )
 from lipaudit.models.net import Net
-from lipaudit.settings import FITS_TABLE, SCALING_TABLE, SPLITS_TABLE
+from lipaudit.settings import FITS_TABLE, SCALING_TABLE
 from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.settings.jacobian import JacobianOptions
-from lipaudit.settings.scaling import ScalingMode, ScalingOptions
+from lipaudit.settings.scaling import ScalingOptions
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.bounds import catalogue
 from lipaudit.theory.growth.ascent import SEARCHES
 from lipaudit.theory.growth.worst_tokens import PowerLaw
 
 FOLLOWED = tuple(name for name, bound in catalogue().items() if bound.scaling)
-OF_HEADS = ("exact", "radius", "tokens", "splitting_gain", *FOLLOWED)
+OF_HEADS = ("exact", "radius", "tokens", *FOLLOWED)
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 
 
 def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
     """Yield norms and bounds of every sample at every length; facts hold the worst case."""
     with any_size(net) as resized:
-        remarks = _note_resizing() if resized and _is_on_data(options) else ()
+        remarks = _note_resizing() if resized and "real" in options.modes else ()
         case: WorstCase | None = None
         for batch in batches:
             if case is None:
-                if _is_on_data(options) and net.kind != "text":
+                if "real" in options.modes and net.kind != "text":
                     require_lengths(net, batch, options.lengths)
                 # It is of the first sample of the run: where that is measured, and only there.
                 first = batch.start == 0
                 case = worst_case(net, _first(net, batch), options) if first else WorstCase()
                 remarks += case.notes()
-            worst = {"rows": [*case.rows], "splits": [*case.splits]}
+            worst = {"rows": [*case.rows]}
             values, facts, more = _on_data(net, batch, options)
             yield Part(batch.ids, values, worst | facts, remarks + more)
-
-
-def _is_on_data(options: ScalingOptions) -> bool:
-    return not {"real", "split"}.isdisjoint(options.modes)
 
 
 def _note_resizing() -> tuple[Note, ...]:
@@ -99,25 +95,23 @@ def _on_data(
     net: Net, batch: Batch, options: ScalingOptions
 ) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
     """Return arrays (samples, lengths, heads or layers); NaN where a sample is too short."""
-    if not _is_on_data(options):
+    if "real" not in options.modes:
         return {}, {}, ()
     cuts = _cuts(net, batch, options.lengths)
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
-    splitting = "split" in options.modes
-    of_heads = BoundsOptions(layers=options.layers, splitting=splitting, **how)
+    of_heads = BoundsOptions(layers=options.layers, **how)
     parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))
     at_lengths = [{n: part.values[n] for n in (*OF_HEADS, *OF_LAYERS)} for part in parts]
     facts = dict(parts[0].facts)
     missed = sum(int(part.values["missed"].sum()) for part in parts)
     within = [part.values[name] for part in parts for name in ("within", "layer_within")]
-    if "real" in options.modes:
-        of_model = JacobianOptions(rivals=1, **how)  # the radius is of no use here
-        whole = jacobian.measure(net, (c for _, c, _ in cuts), of_model)
-        for values, part in zip(at_lengths, whole, strict=True):
-            values["model"] = part.values["norm"][:, None]
-            missed += int((~part.values["converged"]).sum())
-            within.append(part.values["within"])
-            facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
+    of_model = JacobianOptions(rivals=1, **how)  # the radius is of no use here
+    whole = jacobian.measure(net, (c for _, c, _ in cuts), of_model)
+    for values, part in zip(at_lengths, whole, strict=True):
+        values["model"] = part.values["norm"][:, None]
+        missed += int((~part.values["converged"]).sum())
+        within.append(part.values["within"])
+        facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
     arrays = _scatter(cuts, at_lengths, (len(batch), len(options.lengths)))
     facts |= {"within": _largest(within), "kind": net.kind}
     return arrays, facts, notes(parts) + _note_unconverged(missed)
@@ -172,7 +166,7 @@ class NormCurve:
 
 
 def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
-    """Make the sections `scaling`, `scaling.fit` and, with the mode split, `scaling.split`."""
+    """Make the sections `scaling` and `scaling.fit`."""
     values = {name: join_parts(parts, name) for name in parts[0].values}
     within = max(part.facts.get("within", 0.0) for part in parts)
     facts = {**parts[0].facts, "within": within}
@@ -198,33 +192,23 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         ),
         FITS_TABLE.section(rows=tuple(fits)),
     ]
-    if facts["splits"]:
-        splits = tuple(SPLITS_TABLE.row(**cells) for cells in facts["splits"])
-        sections.append(SPLITS_TABLE.section(rows=splits))
     return [section for section in sections if section.rows or section.measure == "scaling"]
 
 
 def _curves(
     values: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
 ) -> Iterator[NormCurve]:
-    """Yield layers, heads and the model on data, and heads with duplicated tokens."""
+    """Yield the layers, the heads that are asked for, and the model, on data."""
     names = facts["heads"]
     layer_of = np.array([head.layer for head in names])
     wanted = set(options.heads or ())
     picked = [i for i, h in enumerate(names) if wanted & {"all", f"{h.layer}.{h.head}"}]
-    if "real" in options.modes:
-        for i, (layer, module) in enumerate(facts["layers"]):
-            yield _layer_curve(layer, module, i, np.flatnonzero(layer_of == layer), values)
-        yield from (_head_curve("real", names[i], i, values, 1.0) for i in picked)
-        model = values["model"][:, :, 0]
-        n = np.nanmax(values["tokens"], 2, initial=0)
-        yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
-    if "split" in options.modes:
-        attacked = {(cells["layer"], cells["head"]) for cells in facts["splits"]}
-        for i in [i for i, h in enumerate(names) if (h.layer, h.head) in attacked]:
-            gain = values["splitting_gain"][:, :, i]
-            if not np.isnan(gain).all():
-                yield _head_curve("split", names[i], i, values, gain)
+    for i, (layer, module) in enumerate(facts["layers"]):
+        yield _layer_curve(layer, module, i, np.flatnonzero(layer_of == layer), values)
+    yield from (_head_curve(names[i], i, values) for i in picked)
+    model = values["model"][:, :, 0]
+    n = np.nanmax(values["tokens"], 2, initial=0)
+    yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
 
 
 def _layer_curve(
@@ -244,13 +228,11 @@ def _layer_curve(
     )
 
 
-def _head_curve(
-    mode: ScalingMode, head: HeadName, index: int, values: dict[str, Values], gain: Values | float
-) -> NormCurve:
+def _head_curve(head: HeadName, index: int, values: dict[str, Values]) -> NormCurve:
     at = {name: array[:, :, index] for name, array in values.items() if name in OF_HEADS}
-    bounds = {name: at[name] for name in FOLLOWED} if mode == "real" else {}
-    name = {"mode": mode, **head._asdict()}
-    return NormCurve(name, at["tokens"], gain * at["exact"], at["radius"], bounds)
+    bounds = {name: at[name] for name in FOLLOWED}
+    name = {"mode": "real", **head._asdict()}
+    return NormCurve(name, at["tokens"], at["exact"], at["radius"], bounds)
 
 
 def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:

@@ -29,5 +29,4 @@ from lipaudit.settings.registry import option_types as option_types
 from lipaudit.settings.run import RunOptions as RunOptions
 from lipaudit.settings.scaling import FITS_TABLE as FITS_TABLE
 from lipaudit.settings.scaling import SCALING_TABLE as SCALING_TABLE
-from lipaudit.settings.scaling import SPLITS_TABLE as SPLITS_TABLE
 from lipaudit.settings.scaling import ScalingOptions as ScalingOptions

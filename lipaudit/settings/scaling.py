@@ -11,11 +11,11 @@ from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Layers, Lengths, Names, listed
 from lipaudit.tables.bounds import catalogue
 from lipaudit.tables.columns import Column, count_column, text_column
-from lipaudit.tables.common import HEAD, NORM
+from lipaudit.tables.common import NORM
 from lipaudit.tables.report import Layout
 from lipaudit.theory.policy import TOL
 
-ScalingMode = Literal["real", "adversarial", "radius", "ascent", "split"]
+ScalingMode = Literal["real", "adversarial", "radius", "ascent"]
 
 
 WORST = Need("a --mode of worst cases, which real is not", lambda o: {*o.modes} != {"real"})
@@ -32,7 +32,6 @@ class ScalingOptions(MeasureOptions):
       adversarial  worst-case tokens: the norm grows like sqrt n up to n_max
       radius       the same tokens at growing radius
       ascent       the largest norm that searches find within the radius
-      split        every token duplicated, and attacks that do so first (on request)
 
     [dim]Examples:[/]
       [cyan]lipaudit scaling demo[/]
@@ -47,7 +46,7 @@ class ScalingOptions(MeasureOptions):
     lengths: Lengths = option("8:256:log8", "Tokens, FIRST:LAST:logCOUNT.")
     modes: ScalingModes = option(
         "real,adversarial,radius,ascent",
-        "real, adversarial, radius, ascent, split (comma-separated).",
+        "real, adversarial, radius, ascent (comma-separated).",
         "--mode",
         min_length=1,
     )
@@ -71,10 +70,9 @@ class ScalingOptions(MeasureOptions):
     def outline(self, samples: int) -> str:
         """Say before it begins what will be measured, where that is not obvious."""
         heads = "the strongest head of each layer" if self.heads is None else "the heads given"
-        on_data = {"real", "split"} & set(self.modes)
         worst = [mode for mode in self.modes if mode != "real"]
         parts = [
-            f"{samples} samples at {len(self.lengths)} lengths" if on_data else "",
+            f"{samples} samples at {len(self.lengths)} lengths" if "real" in self.modes else "",
             f"{', '.join(worst)} of {heads}" if worst else "",
         ]
         return "; ".join(filter(None, parts))
@@ -92,15 +90,25 @@ def _exponents() -> dict[str, Column]:
     return {name: c for bound in followed for name, c in bound.exponent().items()}
 
 
+PART = {
+    "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
+    "head": Column("head", "Head; empty: the layer.", format="d"),
+}
+"""Which part of the model a norm is of."""
+
+MODE = {
+    "mode": text_column("mode", "real, adversarial, radius or ascent."),
+    "masked": Column("masked", "Worst case: whether later keys are masked.", format=""),
+}
+"""At which tokens a norm was taken."""
+
 SCALING_TABLE = Layout(
     name="scaling",
     title="Norms over the sequence length",
     fixed={
-        "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
-        "head": Column("head", "Head; empty: the layer.", format="d"),
+        **PART,
         "module": text_column("module", "Module."),
-        "mode": text_column("mode", "real, adversarial, radius, ascent or split."),
-        "masked": Column("masked", "Worst case: whether later keys are masked.", format=""),
+        **MODE,
         "n": count_column("n", "Tokens.", least=1.0, needed=True),
         "radius": Column("R", "max_i ||x_i||, mean over the windows."),
         "n_max": Column(
@@ -131,10 +139,8 @@ FITS_TABLE = Layout(
     name="scaling.fit",
     title="Scaling exponents",
     fixed={
-        "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
-        "head": Column("head", "Head; empty: the layer.", format="d"),
-        "mode": text_column("mode", "Which rows were fitted."),
-        "masked": Column("masked", "Worst case: whether later keys are masked.", format=""),
+        **PART,
+        **MODE,
         "radius": Column("R", "Worst case: the radius; each is fitted apart."),
         "exponent": Column(
             "exponent",
@@ -158,26 +164,9 @@ FITS_TABLE = Layout(
 )
 
 
-SPLITS_TABLE = Layout(
-    name="scaling.split",
-    title="Splitting tokens before moving them",
-    fixed={
-        **HEAD,
-        "n": count_column("n", "Tokens before any is duplicated."),
-        "budget": Column("budget", "||M||_F of the move, the same for both.", domain=""),
-        "norm": Column("norm", "||J||.", reading=NORM),
-        "gain": Column("gain", "How much ||J|| grows when tokens are duplicated."),
-        "moved": Column("moved", "Largest ||O(X + M) - O(X)|| / ||M|| found.", status="empirical"),
-        "split": Column(
-            "split", "The same with every token duplicated first.", status="empirical"
-        ),
-    },
-)
-
-
 SCALING = MeasureRecord(
     name="scaling",
-    tables=(SCALING_TABLE, FITS_TABLE, SPLITS_TABLE),
+    tables=(SCALING_TABLE, FITS_TABLE),
     options=ScalingOptions,
     runs="lipaudit.measures.scaling:MEASURE",
 )

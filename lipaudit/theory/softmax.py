@@ -111,33 +111,6 @@ def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
     return -p.clamp_min(tiny).log_().mul_(p).sum(-1)  # entr is nearly three times slower
 
 
-def support(p: Float[Tensor, "*rows n"]) -> Int[Tensor, "*rows"]:
-    """Return how many entries are not zero: the keys that the query can see (i + 1 if causal)."""
-    return p.count_nonzero(-1)
-
-
-def regimes(p: Float[Tensor, "*rows n"], gamma: float = 0.1) -> Int[Tensor, "*rows"]:
-    """Return the regime of each row: UNIFORM, INTERMEDIATE, CATEGORICAL, or LEFT_OUT.
-
-    A row is intermediate, the fragile kind, iff g_1 > max(gamma, 2 / support); otherwise the side
-    of 1/2 on which p_(1) lies names it ([Y25] eq. 10). Rows with fewer than 3 keys are left out:
-    a uniform row over m keys has g_1 = 1/m, so short rows would all look fragile.
-
-    Args:
-        p: rows of probabilities.
-        gamma: threshold of g_1, 0 < gamma < 1/4.
-
-    Raises:
-        UsageError: gamma is outside (0, 1/4), where the two other regimes would overlap.
-
-    Examples:
-        >>> regimes(torch.eye(4) * 0.96 + 0.01).unique() == CATEGORICAL
-        tensor([True])
-    """
-    rows = _sort_rows(p)
-    return _regimes(rows.first, rows.g1, rows.keys, gamma)
-
-
 class RowProfile(NamedTuple):
     """What is taken from the entries of each row; the statistics follow from it row by row.
 

@@ -56,7 +56,7 @@ USUAL = {
     "eps": ["0.1", "2/255", "0", "1", "1/0", "1/255,2/255", "0.1,0.1", "-1"],
     "attack": ["fgsm", "pgd", "fgsm,pgd", "square", "custom:fgsm", "custom:", "paper", "quick"],
     "norm": ["linf", "l2", "token-l2", "2", "inf"],
-    "modes": ["real", "radius", "split", "real,real", "adversarial", "ascent"],
+    "modes": ["real", "radius", "real,real", "adversarial", "ascent"],
     "lengths": ["8:16:log2", "2:3:log2", "16:8:log2", "2:9:log1", "8:999999999999:log3"],
     "heads": ["0.0", "all", "9.9", "0.0,0.0", "a.b"],
     "map": ["0.0", "1.3", "9.9", "a"],

@@ -18,7 +18,6 @@ from lipaudit.settings import (
     LAYERS_TABLE,
     RADII_TABLE,
     SCALING_TABLE,
-    SPLITS_TABLE,
     layouts,
 )
 from lipaudit.tables import Array, Data, Model, Note, Report, Row, Run, Section
@@ -354,21 +353,6 @@ def _fit() -> Section:
     return layouts()["scaling.fit"].section(rows=rows)
 
 
-def _splits() -> Section:
-    row = SPLITS_TABLE.row(
-        layer=1,
-        head=0,
-        module="blocks.1.attn",
-        n=64,
-        budget=0.31,
-        norm=2.2,
-        gain=1.3,
-        moved=2.19,
-        split=2.8,
-    )
-    return layouts()["scaling.split"].section(rows=(row,))
-
-
 def make_report(**changes: object) -> Report:
     run = Run(
         lipaudit="0.1.0",
@@ -390,7 +374,6 @@ def make_report(**changes: object) -> Report:
     )
     measured = (_bounds(), _layers(), _balls(), _attention(), _jacobian(), _attack(), *_certify())
     sections = (*measured, _scaling(), _fit())
-    sections += (_splits(),)
     return Report(run=run, sections=sections).model_copy(update=changes)
 
 

@@ -157,7 +157,6 @@ LINES = 5
 """At most so many heads or layers are drawn in one picture, spread evenly."""
 MODES = {
     "real": "On data: norms over the length",
-    "split": "On data, every token duplicated",
     "adversarial": "At worst-case tokens",
     "ascent": "At the best tokens of an ascent",
     "radius": "Worst-case tokens over the radius",
@@ -353,12 +352,6 @@ PLANS: dict[str, ChapterPlan] = {
         "By which power of the length do norms grow?",
         "norm = c n^a: [C24] finds a near 1/4 on text; 1/2 is the worst case.",
         (tabulate(keys=("head", "mode", "radius")),),
-        whole=True,
-    ),
-    "scaling.split": ChapterPlan(
-        "Does duplicating tokens help an attack?",
-        "The largest change of a head's output that a move of the tokens can cause, and the same "
-        "with every token duplicated first.",
         whole=True,
     ),
 }

@@ -351,39 +351,6 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def largest_shift(
-    heads: Heads,
-    x: Float[Tensor, "batch n D"],
-    budget: float,
-    *,
-    generator: torch.Generator,
-    steps: int = 60,
-) -> Float[Tensor, " batch"]:
-    """Return the largest ||O(X + M) - O(X)||_F / ||M||_F found with ||M||_F = budget.
-
-    M goes to the gradient of the shift each time, which is power iteration where O is linear: as
-    the budget falls the result tends to ||J||.
-    """
-    start = _output(heads, x)
-    move = budget * _unit_norm(
-        torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
-    )
-    best = x.new_zeros(len(x))
-    for _ in range(steps):
-        with torch.enable_grad():
-            move = move.detach().requires_grad_()
-            shift = (_output(heads, x + move) - start).flatten(1).norm(dim=1)
-            (gradient,) = torch.autograd.grad(shift.sum(), move)
-        best = torch.maximum(best, shift.detach() / budget)
-        move = budget * _unit_norm(gradient)
-    return best
-
-
-def _output(heads: Heads, x: Tensor) -> Tensor:
-    at = move_heads(heads, x)
-    return at.attention() @ at.v
-
-
 def _unit_norm(t: Tensor) -> Tensor:
     """Scale every batch row to norm 1."""
     size = t.flatten(1).norm(dim=1).clamp_min(torch.finfo(t.dtype).tiny)

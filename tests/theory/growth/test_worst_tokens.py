@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
-from lipaudit.theory.growth.ascent import largest_shift
 from lipaudit.theory.growth.worst_tokens import (
     adversary,
     duplicated_norm,
@@ -104,12 +103,6 @@ def test_splitting_can_gain_a_third():
     assert norm(jacobian(heads, x[0].repeat_interleave(2, 0))) > 1.3 * whole
     gain = splitting_gain(heads, torch.tensor([[whole]], dtype=torch.float64), seeds=[0])
     assert float(gain) == pytest.approx(1.466, abs=1e-3)
-    # At the same small budget, an attack that duplicates tokens first gains as much.
-    gen = torch.Generator().manual_seed(0)
-    moved = largest_shift(heads, x, 1e-4, generator=gen)
-    split = largest_shift(heads, x.repeat_interleave(2, 1), 1e-4, generator=gen)
-    assert float(moved) == pytest.approx(whole, rel=1e-3)
-    assert float(split / moved) == pytest.approx(float(gain), rel=1e-3)
 
 
 @pytest.mark.parametrize("biases", [False, True])

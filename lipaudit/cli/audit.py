@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,11 +14,11 @@ from lipaudit.cli.app import command
 from lipaudit.cli.measure import MEASURING, require_alone, require_whole, typed_command
 from lipaudit.cli.options import BY_MEASURE, ModelsArgument, Output, Several, Terminal
 from lipaudit.cli.streams import say
-from lipaudit.errors import EvaluationError, LipauditError
+from lipaudit.errors import EvaluationError
 from lipaudit.settings import AuditOptions, RunOptions
 
 if TYPE_CHECKING:
-    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine.journal import Journal
     from lipaudit.engine.prepare import Request
     from lipaudit.engine.several import Outline
     from lipaudit.tables import Report
@@ -64,11 +62,10 @@ def audit(
     if len(models) > 1:
         require_alone(run, "several of them")
     requests = [audit_request(model, options, run, demo=demo) for model in models]
-    target = _Target(output, extent, terminal, options.run_dir)
     if len(models) == 1:
-        _audit_one(requests[0], target)
+        _audit_one(requests[0], options.run_dir, output, extent, terminal)
     else:
-        _audit_each(requests, target)
+        _audit_each(requests, options.run_dir, output, extent, terminal)
 
 
 def audit_request(model: str, options: AuditOptions, run: RunOptions, *, demo: bool) -> Request:
@@ -91,62 +88,46 @@ def audit_request(model: str, options: AuditOptions, run: RunOptions, *, demo: b
     )
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Where what is measured goes, and what is said of it."""
-
-    output: Output
-    extent: Several
-    terminal: Terminal
-    folder: Path | None
-
-    @contextmanager
-    def watch(self, model: str) -> Iterator[OnStderr]:
-        """Show the progress on a model, and of libraries as much as was asked for."""
-        from lipaudit.cli.progress import OnStderr, mute_libraries
-
-        quiet, verbose = self.terminal.quiet, self.terminal.verbose
-        with (
-            mute_libraries(quiet=quiet),
-            OnStderr(model, quiet=quiet, verbose=verbose) as observer,
-        ):
-            yield observer
-
-    def say(self, *lines: str) -> None:
-        """Say lines on stderr, unless it is to be quiet."""
-        if not self.terminal.quiet:
-            say("\n".join(lines))
-
-
-def _audit_one(request: Request, target: _Target) -> None:
+def _audit_one(
+    request: Request, folder: Path | None, output: Output, extent: Several, terminal: Terminal
+) -> None:
     from lipaudit.cli.emit import emit
+    from lipaudit.cli.progress import OnStderr, mute_libraries
     from lipaudit.engine.execute import executed
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import prepare
 
-    request, details = replace(request, place=find_place()), target.extent.details
-    with target.watch(request.model) as observer:
+    request = replace(request, place=find_place())
+    with (
+        mute_libraries(quiet=terminal.quiet),
+        OnStderr(request.model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
+    ):
         job = prepare(request)
-        if request.place is None or request.place.rank == 0:
-            target.say(_announce(request.model, job.announced))
+        if not terminal.quiet and (request.place is None or request.place.rank == 0):
+            say(_announce(request.model, job.announced))
         with executed(job, observer) as report:
             if report is None:
                 return
-            folder = make_folder(target.folder or RUNS / _name(report), "--run-dir")
+            folder = make_folder(folder or RUNS / _name(report), "--run-dir")
             try:
                 _write(report, folder)
-            except EvaluationError:  # a full disk, say: what is measured is shown
-                with suppress(EvaluationError):
-                    emit(report, target.output, details=details)
-                raise
-            emit(report, target.output, details=details)
-    target.say(*_conclude(report, folder))
+            finally:  # where a full disk takes no file, what is measured is shown
+                emit(report, output, details=extent.details)
+    if not terminal.quiet:
+        say(_conclude(report, folder))
     require_whole({request.model: report}, AGAIN)
 
 
-def _audit_each(requests: Sequence[Request], target: _Target) -> None:
+def _audit_each(
+    requests: Sequence[Request],
+    folder: Path | None,
+    output: Output,
+    extent: Several,
+    terminal: Terminal,
+) -> None:
     """Measure several models on the same samples, with one of them in memory at a time."""
     from lipaudit.cli.emit import emit
+    from lipaudit.cli.progress import mute_libraries
     from lipaudit.engine.files import write
     from lipaudit.engine.prepare import prepare
     from lipaudit.engine.several import name_errors, outline_job, require_shared
@@ -154,74 +135,57 @@ def _audit_each(requests: Sequence[Request], target: _Target) -> None:
 
     outlines = []
     for request in requests:
-        with name_errors(request.model), target.watch(request.model):
+        with name_errors(request.model), mute_libraries(quiet=terminal.quiet):
             outlines.append(outline_job(prepare(request)))
     require_shared(outlines)
-    folder = make_folder(target.folder or _folder_of_several(requests), "--run-dir")
-    places = [folder / f"{i}-{_plain(r.model)}" for i, r in enumerate(requests, start=1)]
-    finished = [_find_finished(*each) for each in zip(requests, outlines, places, strict=True)]
-    target.say(_announce_several(outlines, finished))
+    folder = make_folder(folder or RUNS / f"{_now()}-{len(requests)}-models", "--run-dir")
+    counts = {name: count for outline in outlines for name, count in outline.counts.items()}
+    if not terminal.quiet:
+        say(_announce(", ".join(outline.model for outline in outlines), counts))
     reports: dict[str, Report] = {}
-    for request, outline, place, report in zip(requests, outlines, places, finished, strict=True):
+    journals: list[Journal] = []  # of all models, until all are finished: --resume reads them
+    for number, outline in enumerate(outlines, 1):
+        request = requests[number - 1]
         try:
-            reports[request.model] = report or _measure_one(request, outline, place, target)
+            report = _measure_one(request, outline, journals, terminal)
+            place = folder / f"{number}-{_plain(outline.model)}"
+            _write(report, make_folder(place, "--run-dir"))
         except (Exception, KeyboardInterrupt):
             if reports:
                 say(f"note: {len(reports)} finished in {folder}: {request.continuation}")
             raise
-    subject = of_reports(*reports.values(), by=target.extent.rank_by)
+        reports[outline.model] = report
+    subject = of_reports(*reports.values(), by=extent.rank_by)
     write(folder / "report.html", render(subject, "html"))
-    emit(subject, target.output, details=target.extent.details)
-    each = f"{shlex.quote(str(folder))}/*/report.json"
-    target.say("", f"report: {folder / 'report.html'}", f"data:   {each}")
+    emit(subject, output, details=extent.details)
+    if not terminal.quiet:
+        each = f"{shlex.quote(str(folder))}/*/report.json"
+        say(f"\nreport: {folder / 'report.html'}\ndata:   {each}")
     require_whole(reports, AGAIN)
+    for journal in journals:
+        journal.clear()
 
 
-def _measure_one(request: Request, outline: Outline, folder: Path, target: _Target) -> Report:
-    """Measure one of several models and keep its report; where it fails, that says why."""
+def _measure_one(
+    request: Request, outline: Outline, journals: list[Journal], terminal: Terminal
+) -> Report:
+    """Measure one of several models; where it fails, its report says why."""
+    from lipaudit.cli.progress import OnStderr, mute_libraries
     from lipaudit.engine.execute import executed
     from lipaudit.engine.prepare import prepare
     from lipaudit.engine.several import make_failed_report
 
-    make_folder(folder, "--run-dir")
-    with target.watch(request.model) as observer:
+    with (
+        mute_libraries(quiet=terminal.quiet),
+        OnStderr(request.model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
+    ):
         try:
-            with executed(prepare(request), observer) as report:
+            with executed(prepare(request), observer, journals) as report:
                 assert report is not None, "one process measures several models"
-                _write(report, folder)
+                return report
         except Exception as error:
             observer.fails("audit", error)
-            report = make_failed_report(outline, error)
-            _write(report, folder)
-    return report
-
-
-def _find_finished(request: Request, outline: Outline, folder: Path) -> Report | None:
-    """Return the report that an interrupted audit left of a model, if it is to be resumed."""
-    from lipaudit.engine.several import is_finished
-    from lipaudit.schema import load
-
-    path = folder / "report.json"
-    if not request.run.resume or not path.exists():
-        return None
-    try:
-        report = load(path)
-    except LipauditError:
-        return None
-    return report if is_finished(report, outline) else None
-
-
-def _folder_of_several(requests: Sequence[Request]) -> Path:
-    """Return the run directory of these requests: to resume, the last that they had."""
-    free = {"resume", "device", "batch_size", "offline", "time_limit"}
-    asked = [
-        (r.model, r.run.model_dump(exclude=free),
-         {name: options.model_dump() for name, options in r.measures.items()}, dict(r.counts))
-        for r in requests
-    ]  # fmt: skip
-    name = f"{len(requests)}-models-{hashlib.sha256(repr(asked).encode()).hexdigest()[:8]}"
-    before = sorted(RUNS.glob(f"*-{name}")) if requests[0].run.resume else []
-    return before[-1] if before else RUNS / f"{_now()}-{name}"
+            return make_failed_report(outline, error)
 
 
 def _write(report: Report, folder: Path) -> None:
@@ -253,13 +217,6 @@ def make_folder(folder: Path, flag: str) -> Path:
     return folder
 
 
-def _announce_several(outlines: Sequence[Outline], finished: Sequence[Report | None]) -> str:
-    counts = {name: count for outline in outlines for name, count in outline.counts.items()}
-    done = len(finished) - finished.count(None)
-    more = f"; {done} of them finished before" if done else ""
-    return _announce(", ".join(outline.model for outline in outlines), counts) + more
-
-
 def _announce(models: str, counts: Mapping[str, int]) -> str:
     parts = ", ".join(f"{name} ({count} samples)" for name, count in counts.items())
     return f"audit of {models}: {parts}"
@@ -267,6 +224,8 @@ def _announce(models: str, counts: Mapping[str, int]) -> str:
 
 def _name(report: Report) -> str:
     """Name the run directory: time, model, and a hash of the run."""
+    import hashlib  # opens OpenSSL: not for --help
+
     digest = hashlib.sha256(report.run.model_dump_json().encode()).hexdigest()[:8]
     return f"{_now()}-{_plain(report.run.model.spec)}-{digest}"
 
@@ -282,7 +241,7 @@ def _plain(model: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "model"
 
 
-def _conclude(report: Report, folder: Path) -> list[str]:
+def _conclude(report: Report, folder: Path) -> str:
     """Say where the report is, and what to type next."""
     saved = folder / "report.json"
     lines = ["", f"report: {folder / 'report.html'}", f"data:   {saved}"]
@@ -295,4 +254,4 @@ def _conclude(report: Report, folder: Path) -> list[str]:
             f"  lipaudit gate {shlex.quote(report.run.model.spec)} "
             "--baseline lipaudit-baseline.json",
         ]
-    return lines
+    return "\n".join(lines)

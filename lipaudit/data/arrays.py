@@ -66,7 +66,7 @@ def read_arrays(path: Path, net: Net, options: DataOptions) -> Drawn:
     """
     arrays = load_arrays(path)
     x, y = find_array(arrays, INPUTS), find_array(arrays, LABELS)
-    if x is None or len(x) == 0:
+    if x is None:
         raise InputError(
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
             f"Name the inputs {' or '.join(INPUTS)}, the labels {' or '.join(LABELS)}.",
@@ -98,7 +98,10 @@ def draw_arrays(
             what origin.
     """
     if x.ndim == 0 or len(x) == 0:
-        raise InputError(f"{origin} has no samples", "The first axis of an array counts them.")
+        raise InputError(
+            f"{origin} has no samples: its inputs have shape {tuple(x.shape)}",
+            "The first axis of an array counts its samples.",
+        )
     if x.is_complex():
         raise InputError(f"{origin} holds {x.dtype}", "A model takes real numbers.")
     if y is not None and (y.shape != (len(x),) or y.is_floating_point()):

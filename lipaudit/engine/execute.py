@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby, islice, takewhile
@@ -11,21 +11,26 @@ from itertools import chain, groupby, islice, takewhile
 from lipaudit.data.batch import Batch, Share
 from lipaudit.engine.files import write
 from lipaudit.engine.journal import Journal
-from lipaudit.engine.launcher import gather_texts, join_processes
+from lipaudit.engine.launcher import gather_texts, join_processes, share_verdict
 from lipaudit.engine.prepare import Job
-from lipaudit.engine.provenance import describe_run, list_origins, make_report, versions
+from lipaudit.engine.provenance import (
+    describe_run,
+    list_origins,
+    make_failed,
+    make_report,
+    versions,
+)
 from lipaudit.engine.shards import make_shard, merge, summarise
-from lipaudit.errors import EvaluationError, as_user_meets, bug, out_of_memory
+from lipaudit.errors import EvaluationError, as_user_meets, out_of_memory
 from lipaudit.measures import MEASURES, Part
 from lipaudit.measures.measure import in_order, listening, sample_ids
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
 from lipaudit.schema import dumps, loads
-from lipaudit.settings import AttentionOptions, MeasureOptions, layouts
+from lipaudit.settings import AttentionOptions, MeasureOptions
 from lipaudit.settings.parsing import write_duration
 from lipaudit.tables import Note, Report, Section
-from lipaudit.tables.report import Failure
 from lipaudit.tables.summary import steepest
 
 CANDIDATES = 8
@@ -66,10 +71,13 @@ def execute(job: Job, observer: Observer | None = None) -> Report:
 
 
 @contextmanager
-def executed(job: Job, observer: Observer | None = None) -> Iterator[Report | None]:
+def executed(
+    job: Job, observer: Observer | None = None, journals: list[Journal] | None = None
+) -> Iterator[Report | None]:
     """Run the measures of a job; the block writes the report.
 
-    What is measured is kept on disk until the block has ended well: a full disk loses nothing.
+    What is measured is kept on disk until the block has ended well and the report is complete:
+    neither a full disk nor a measure that fails in another process loses anything.
     Where the request takes a partial report, a measure that fails leaves its reason in its place
     and the others run; only where all fail, the first error is raised. Once the time of the
     request is up no further batch is begun: the report is partial, and of what is measured.
@@ -77,6 +85,7 @@ def executed(job: Job, observer: Observer | None = None) -> Iterator[Report | No
     Args:
         job: from `prepare`.
         observer: is told what happens.
+        journals: gets what is kept, for the caller to delete; None: it is deleted here.
 
     Yields:
         The report; of several processes that a launcher started, rank 0 has the report of all and
@@ -90,17 +99,22 @@ def executed(job: Job, observer: Observer | None = None) -> Iterator[Report | No
         observer = Observer()
     for note in job.notes:
         observer.note(note)
-    journals: dict[str, Journal] = {}
-    with join_processes(place), _note_kept(job, observer, journals):
-        own = _measure(job, observer, journals)
+    kept: dict[str, Journal] = {}
+    with join_processes(place), _note_kept(job, observer, kept):
+        own = _measure(job, observer, kept)
         report: Report | None = own
         if place is not None:
             texts = gather_texts(dumps(own), place)
             reports = [loads(text) for text in texts or ()]
             report = merge(reports, command=job.request.command) if texts else None
         yield report
-        if (report or own).status == "complete":
-            for journal in journals.values():
+        complete = (report or own).status == "complete"
+        if place is not None:  # of all shards, and once rank 0 has written the report
+            complete = share_verdict(complete, place)
+        if journals is not None:
+            journals += kept.values()
+        elif complete:
+            for journal in kept.values():
                 journal.clear()
 
 
@@ -124,20 +138,11 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
                     raise
                 observer.fails(name, error)
                 errors.append(error)
-                sections.append(make_failed(name, options, error, job.notes))
+                sections.append(make_failed(name, options.model_dump(), error, job.notes))
     if len(errors) == len(job.request.measures):
         raise errors[0]
     shard = make_shard(job, measured) if job.request.run.shard else None
     return make_report(describe_run(job), sections, list_origins(job.samples), shard)
-
-
-def make_failed(
-    name: str, options: MeasureOptions, error: Exception, notes: tuple[Note, ...] = ()
-) -> Section:
-    """Return the section of a measure that failed: the reason in place of figures."""
-    fault = as_user_meets(error) or bug(error)
-    failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
-    return layouts()[name].section(settings=options.model_dump(), notes=notes, failure=failure)
 
 
 def _draw_steepest(
@@ -279,7 +284,8 @@ class Task:
             first = first[:size].trim()
         if self.measure.chunk is not None:  # chunks are fixed: the options say how to cut them
             options = options.model_copy(update={"batch_size": size})
-        units = _take_in_time(self.job.request.end, batches)
+        end = self.job.request.end
+        units = takewhile(lambda _: time.monotonic() < end, batches)
         for begun in islice(units, 1):  # nothing is run once time is up
             moved = (b.to(net.device, net.dtype) for b in chain([begun], units))
             share = Share(first.to(net.device, net.dtype), moved)
@@ -320,11 +326,6 @@ def advise_on_memory(job: Job) -> str:
     helping = " or ".join(name for name, helps in ways.items() if helps)
     start = f"Try {helping}, or" if helping else "Try"
     return f"{start} a machine with more memory; lipaudit check says what a sample takes."
-
-
-def _take_in_time(end: float, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches for as long as there is time."""
-    yield from takewhile(lambda _: time.monotonic() < end, batches)
 
 
 def _leave_out(batch: Batch, finished: set[str]) -> Iterator[Batch]:

@@ -134,6 +134,20 @@ def gather_texts(text: str, place: Place) -> list[str] | None:
     return texts
 
 
+def share_verdict(verdict: bool, place: Place) -> bool:
+    """Return what rank 0 says, once it has said so.
+
+    Raises:
+        EvaluationError: another process has ended.
+    """
+    import torch.distributed
+
+    verdicts = [verdict]
+    with _require_others(place):
+        torch.distributed.broadcast_object_list(verdicts, src=0)
+    return verdicts[0]
+
+
 def _connect(place: Place) -> None:
     """Make the process group, over sockets, that gathers the shards."""
     import torch.distributed as dist

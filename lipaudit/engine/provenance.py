@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
 
 import torch
 
@@ -15,11 +16,13 @@ from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.hub import Commit
 from lipaudit.data.loading import Samples
 from lipaudit.engine.prepare import Job
+from lipaudit.errors import as_user_meets, bug
+from lipaudit.settings import layouts
 from lipaudit.settings.registry import GROUP as MEASURES
-from lipaudit.tables import Data, Model, Report, Run, Section
+from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.bounds import GROUP as BOUNDS
 from lipaudit.tables.columns import Cell
-from lipaudit.tables.report import Shard
+from lipaudit.tables.report import Failure, Shard
 from lipaudit.tables.worst import worst
 
 PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
@@ -55,6 +58,15 @@ def make_report(
         for section in sections
     ]
     return report.model_copy(update={"sections": tuple(sections)})
+
+
+def make_failed(
+    name: str, settings: Mapping[str, Any], error: Exception, notes: tuple[Note, ...] = ()
+) -> Section:
+    """Return the section of a measure that failed: the reason in place of figures."""
+    fault = as_user_meets(error) or bug(error)
+    failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
+    return layouts()[name].section(settings=settings, notes=notes, failure=failure)
 
 
 def describe_run(job: Job) -> Run:

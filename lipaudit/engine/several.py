@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +10,10 @@ from typing import Any
 
 from lipaudit.data.batch import Origin
 from lipaudit.engine.prepare import Job
-from lipaudit.engine.provenance import describe_run, list_origins
-from lipaudit.errors import InputError, LipauditError, UsageError, as_user_meets, bug, visible
+from lipaudit.engine.provenance import describe_run, list_origins, make_failed
+from lipaudit.errors import InputError, LipauditError, UsageError, visible
 from lipaudit.models.net import Kind
-from lipaudit.settings import layouts
-from lipaudit.tables import Report, Run, Section
-from lipaudit.tables.report import Failure
+from lipaudit.tables import Report, Run
 
 TAKES: Mapping[Kind, str] = {"image": "images", "text": "text", "tokens": "sequences of numbers"}
 APART = "Audit them apart."
@@ -150,38 +147,7 @@ def _names(outline: Outline, label: int) -> list[str]:
     return [word for word in words if word and word != f"label {label}"]
 
 
-def is_finished(report: Report, outline: Outline) -> bool:
-    """Tell whether a report is the whole of what an outlined job would measure."""
-    free = {"created": "", "command": ""}
-    same = [run.model_copy(update=free) for run in (report.run, outline.run)]
-    return (
-        report.status == "complete"
-        and _plain(same[0].model_dump()) == _plain(same[1].model_dump())
-        and all(
-            _measured(report.section(name), outline.measures[name], outline.ids[:count])
-            for name, count in outline.counts.items()
-        )
-    )
-
-
-def _measured(section: Section | None, options: Mapping[str, Any], ids: Sequence[str]) -> bool:
-    if section is None or tuple(section.samples.get("ids", ids)) != tuple(ids):
-        return False
-    asked, settings = _plain(options), _plain(section.settings)
-    return all(settings[name] == asked[name] for name in settings.keys() & asked.keys())
-
-
 def make_failed_report(outline: Outline, error: Exception) -> Report:
     """Return the report of a model that could not be measured: every section says why."""
-    fault = as_user_meets(error) or bug(error)
-    failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
-    sections = tuple(
-        layouts()[name].section(settings=settings, failure=failure)
-        for name, settings in outline.measures.items()
-    )
+    sections = tuple(make_failed(*each, error) for each in outline.measures.items())
     return Report(run=outline.run, status="partial", samples=outline.samples, sections=sections)
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON reads them back: a report may come from a file."""
-    return json.loads(json.dumps(dict(values), default=str))

@@ -162,41 +162,18 @@ def test_an_audit_that_was_cut_short_goes_on_where_it_stopped(monkeypatch):
         fail(broken, "jacobian", "demo:jasmin", KeyboardInterrupt())
         done = audit(*common)
     assert done.exit_code == 130
-    (folder,) = Path("lipaudit-runs").glob("*-3-models-*")
+    (folder,) = Path("lipaudit-runs").glob("*-3-models")
     assert f"1 finished in {folder}: the same command with --resume goes on: " in done.stderr
     assert tuple(written(folder)) == PLACES[:1]
-    before = (folder / "1-demo/report.json").read_bytes()
+    first = load(folder / "1-demo/report.json")
     seen = fail(monkeypatch, "jacobian", "", EvaluationError(""))
-    again = audit(*common, "--resume")
+    again = audit(*common, "--resume", "--run-dir", "run")
     assert again.exit_code == 0, again.output
-    assert "1 of them finished before" in again.stderr
+    assert "finished 2 of 2 samples of jacobian: going on from there" in again.stderr
     assert seen == ["demo:jasmin", "demo:robust"]
-    assert tuple(written(folder)) == PLACES
-    assert (folder / "1-demo/report.json").read_bytes() == before
-    assert [*Path("lipaudit-runs").glob("*-models-*")] == [folder]
-
-
-@pytest.mark.parametrize("change", [("--seed", "1"), ("--samples", "3"), ("--only", "attention")])
-def test_only_the_same_run_is_taken_for_finished(monkeypatch, change):
-    common = ["-n", "2", "--only", "jacobian", "--run-dir", "run"]
-    assert audit(*common, models=THREE[:2]).exit_code == 0
-    options = [change[1] if common[i - 1] in (change[0], "-n" if change[0] == "--samples" else "")
-               else word for i, word in enumerate(common)]  # fmt: skip
-    options += [] if change[0] in ("--samples", "--only") else change
-    seen = fail(monkeypatch, "jacobian", "", EvaluationError(""))
-    seen_too = fail(monkeypatch, "attention", "", EvaluationError(""))
-    done = audit(*options, "--resume", models=THREE[:2])
-    assert done.exit_code == 0, done.output
-    assert [*seen, *seen_too] == ["demo", "demo:jasmin"]
-
-
-def test_a_damaged_report_is_measured_again(monkeypatch):
-    common = ("-n", "1", "--only", "jacobian", "--run-dir", "run")
-    assert audit(*common, models=THREE[:2]).exit_code == 0
-    Path("run/1-demo/report.json").write_text("{")
-    seen = fail(monkeypatch, "jacobian", "", EvaluationError(""))
-    assert audit(*common, "--resume", models=THREE[:2]).exit_code == 0
-    assert seen == ["demo"]
+    assert tuple(written()) == PLACES
+    assert written()[PLACES[0]].sections == first.sections
+    assert not list(Path("cache").rglob("*.npz"))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from lipaudit.cli.commands import build
 from lipaudit.engine import launcher
 from lipaudit.engine.launcher import Place, find_place, join_processes
 from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.measures import MEASURES
 from lipaudit.schema import dumps, load
 from tests import processes
 
@@ -168,6 +170,26 @@ def test_an_error_of_one_process_ends_all(tmp_path):
     code, text = first.ended()
     assert (code, "another of the 2 processes has ended" in text) == (3, True), text
     assert not (tmp_path / "two.json").exists()
+
+
+def fail_bounds_of_first() -> None:
+    """Let a measure fail in rank 0 alone."""
+    if os.environ["RANK"] == "0":
+        MEASURES["bounds"] = replace(MEASURES["bounds"], parts=raise_error)
+
+
+def raise_error(*_args):
+    raise EvaluationError("no figures")
+
+
+def test_every_process_keeps_its_parts_until_the_report_of_all_is_complete(alone, tmp_path):
+    before = fail_bounds_of_first
+    both = processes.ranks(2, *AUDIT, "--run-dir", "two", cwd=tmp_path, before=before)
+    assert [each.ended()[0] for each in both] == [3, 0]
+    assert load(tmp_path / "two/report.json").failures.keys() == {"bounds"}
+    assert len(list(tmp_path.rglob("*.npz"))) == 7  # three parts a measure, but two of bounds
+    alone(*AUDIT, "--run-dir", "one", "--resume")
+    assert not list(tmp_path.rglob("*.npz"))
 
 
 def fill_disk_of_first() -> None:

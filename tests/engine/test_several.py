@@ -9,12 +9,7 @@ import pytest
 from lipaudit.data.batch import Origin
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.engine.several import (
-    is_finished,
-    make_failed_report,
-    outline_job,
-    require_shared,
-)
+from lipaudit.engine.several import make_failed_report, outline_job, require_shared
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.schema import dumps, loads
 from lipaudit.settings import JacobianOptions, RunOptions
@@ -107,24 +102,8 @@ def test_a_model_is_named_once(first):
         require_shared([first, other(first), first])
 
 
-def test_a_report_is_finished_when_nothing_that_decides_numbers_differs(job, first):
-    report = loads(dumps(execute(job)))
-    assert is_finished(report, first)
-    typed = {"command": "lipaudit audit demo --resume", "created": "2030-01-01T00:00:00+00:00"}
-    again = report.model_copy(update={"run": report.run.model_copy(update=typed)})
-    assert is_finished(again, first)
-    seed = report.model_copy(update={"run": report.run.model_copy(update={"seed": 1})})
-    assert not is_finished(seed, first)
-    assert not is_finished(report.model_copy(update={"status": "partial"}), first)
-    assert not is_finished(report.model_copy(update={"sections": ()}), first)
-    assert not is_finished(report, replace(first, ids=IDS))
-    stricter = {"jacobian": first.measures["jacobian"] | {"tol": 1e-6}}
-    assert not is_finished(report, replace(first, measures=stricter))
-
-
 def test_a_lost_model_says_why_in_the_place_of_every_figure(first):
     report = make_failed_report(first, EvaluationError("memory ran out", "Try --device cpu."))
     assert loads(dumps(report)) == report
     assert report.status == "partial"
     assert report.failures["jacobian"].advice == "Try --device cpu."
-    assert not is_finished(report, first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,8 +112,11 @@ def _audit_one(
             folder = make_folder(folder or RUNS / _name(report), "--run-dir")
             try:
                 _write(report, folder)
-            finally:  # where a full disk takes no file, what is measured is shown
-                emit(report, output, details=extent.details)
+            except EvaluationError:  # a full disk, say: what is measured is shown
+                with suppress(EvaluationError):
+                    emit(report, output, details=extent.details)
+                raise
+            emit(report, output, details=extent.details)
     if not terminal.quiet:
         say(_conclude(report, folder))
     require_whole({request.model: report}, AGAIN)

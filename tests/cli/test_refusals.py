@@ -137,11 +137,3 @@ def test_a_proof_of_less_than_nothing(bounds, within):
 
 def test_a_demo_is_made_one_way(bounds):
     assert_refused(bounds("demo", "--model-kwargs", "depth=1"), 2, "demo is made one way")
-
-
-def test_a_run_folder_that_cannot_be_is_said_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    done = CliRunner().invoke(build(), ["audit", "demo", "--run-dir", "file", "-n", "4"])
-    assert_refused(done, 2, "file is a file")
-    assert "audit of" not in done.stderr

@@ -163,6 +163,7 @@ def test_every_measure_is_shared_out_here():
 def test_two_processes_write_what_one_writes(model, tmp_path):
     first, *others = model.commands
     well(processes.ranks(2, *first, cwd=tmp_path, then=others))
+    assert not list(tmp_path.rglob("*.npz"))
     for case, truth in model.truth.items():
         assert written(tmp_path / f"{case}.json") == truth, case
 
@@ -180,15 +181,6 @@ def test_launchers_start_them(launcher, model, tmp_path):
     assert done.returncode == 0, done.stderr
     for case, truth in model.truth.items():
         assert written(tmp_path / f"{case}.json") == truth, case
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(("model", "case"), [*pairs()], indirect=["model"])
-def test_shards_are_merged_to_the_same(case, model, tmp_path):
-    shards = [command(case, model.args, f"{i}", "--shard", f"{i}/2") for i in (1, 2)]
-    merge = ("merge", "1.json", "2.json", "-q", "-o", "all.json")
-    well([processes.begun(*shards[0], cwd=tmp_path, then=[shards[1], merge])])
-    assert written(tmp_path / "all.json") == model.truth[case]
 
 
 def dawdle() -> None:

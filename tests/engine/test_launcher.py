@@ -123,17 +123,6 @@ def written(path: Path) -> dict:
     return document
 
 
-def test_two_processes_write_the_report_of_one(alone, tmp_path):
-    """With the map of the most amplifying head, which none of them knows alone."""
-    both = processes.ranks(2, *AUDIT, "--run-dir", "two", cwd=tmp_path)
-    assert [each.ended() for each in both] == [(0, ""), (0, "")]
-    alone(*AUDIT, "--run-dir", "one")
-    two, one = (written(tmp_path / name / "report.json") for name in ("two", "one"))
-    assert any(name.startswith("map@") for name in one["sections"][2]["arrays"])
-    assert two == one
-    assert not list(tmp_path.rglob("*.npz"))
-
-
 def test_a_killed_process_loses_what_it_had_begun_alone(alone, tmp_path):
     """Any number of processes goes on with the rest."""
     first, second = processes.ranks(2, *NORMS, "-o", "two.json", cwd=tmp_path, before=hold_second)

@@ -151,14 +151,13 @@ def _audit_each(
     for number, outline in enumerate(outlines, 1):
         request = requests[number - 1]
         try:
-            report = _measure_one(request, outline, journals, terminal)
+            reports[outline.model] = _measure_one(request, outline, journals, terminal)
             place = folder / f"{number}-{_plain(outline.model)}"
-            _write(report, make_folder(place, "--run-dir"))
+            _write(reports[outline.model], make_folder(place, "--run-dir"))
         except (Exception, KeyboardInterrupt):
             if reports:
                 say(f"note: {len(reports)} finished in {folder}: {request.continuation}")
             raise
-        reports[outline.model] = report
     subject = of_reports(*reports.values(), by=extent.rank_by)
     write(folder / "report.html", render(subject, "html"))
     emit(subject, output, details=extent.details)

@@ -84,17 +84,7 @@ def test_one_process_meets_nobody():
         assert not torch.distributed.is_initialized()
 
 
-AUDIT = (
-    "audit",
-    "demo",
-    "--only",
-    "bounds,attention,jacobian",
-    "-n",
-    "9",
-    "--batch-size",
-    "4",
-    "-q",
-)
+AUDIT = ("audit", "demo", "--only", "attention,jacobian", "-n", "9", "--batch-size", "4", "-q")
 NORMS = ("jacobian", "demo", "-n", "24", "--batch-size", "1", "--per-layer", "-q")
 
 
@@ -161,10 +151,10 @@ def test_an_error_of_one_process_ends_all(tmp_path):
     assert not (tmp_path / "two.json").exists()
 
 
-def fail_bounds_of_first() -> None:
+def fail_attention_of_first() -> None:
     """Let a measure fail in rank 0 alone."""
     if os.environ["RANK"] == "0":
-        MEASURES["bounds"] = replace(MEASURES["bounds"], parts=raise_error)
+        MEASURES["attention"] = replace(MEASURES["attention"], parts=raise_error)
 
 
 def raise_error(*_args):
@@ -172,11 +162,11 @@ def raise_error(*_args):
 
 
 def test_every_process_keeps_its_parts_until_the_report_of_all_is_complete(alone, tmp_path):
-    before = fail_bounds_of_first
+    before = fail_attention_of_first
     both = processes.ranks(2, *AUDIT, "--run-dir", "two", cwd=tmp_path, before=before)
     assert [each.ended()[0] for each in both] == [3, 0]
-    assert load(tmp_path / "two/report.json").failures.keys() == {"bounds"}
-    assert len(list(tmp_path.rglob("*.npz"))) == 7  # three parts a measure, but two of bounds
+    assert load(tmp_path / "two/report.json").failures.keys() == {"attention"}
+    assert len(list(tmp_path.rglob("*.npz"))) == 4  # three of jacobian, one of attention
     alone(*AUDIT, "--run-dir", "one", "--resume")
     assert not list(tmp_path.rglob("*.npz"))
 

@@ -93,16 +93,14 @@ def _audit_one(
     request: Request, folder: Path | None, output: Output, extent: Several, terminal: Terminal
 ) -> None:
     from lipaudit.cli.emit import emit
-    from lipaudit.cli.progress import OnStderr, mute_libraries
+    from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import executed
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import prepare
 
     request = replace(request, place=find_place())
-    with (
-        mute_libraries(quiet=terminal.quiet),
-        OnStderr(request.model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
-    ):
+    quiet, verbose = terminal.quiet, terminal.verbose
+    with OnStderr(request.model, quiet=quiet, verbose=verbose) as observer:
         job = prepare(request)
         if not terminal.quiet and (request.place is None or request.place.rank == 0):
             say(_announce(request.model, job.announced))
@@ -173,15 +171,13 @@ def _measure_one(
     request: Request, outline: Outline, journals: list[Journal], terminal: Terminal
 ) -> Report:
     """Measure one of several models; where it fails, its report says why."""
-    from lipaudit.cli.progress import OnStderr, mute_libraries
+    from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import executed
     from lipaudit.engine.prepare import prepare
     from lipaudit.engine.several import make_failed_report
 
-    with (
-        mute_libraries(quiet=terminal.quiet),
-        OnStderr(request.model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
-    ):
+    quiet, verbose = terminal.quiet, terminal.verbose
+    with OnStderr(request.model, quiet=quiet, verbose=verbose) as observer:
         try:
             with executed(prepare(request), observer, journals) as report:
                 assert report is not None, "one process measures several models"

@@ -19,18 +19,9 @@ def read(path: Path | None) -> dict[str, Any]:
     Raises:
         UsageError: when `path` is missing, or a file is not valid TOML or has a value for a table.
     """
-    if path is not None:
-        return _load(path)
-    own = Path("lipaudit.toml")
-    project = Path("pyproject.toml")
-    if own.is_file():
-        return _load(own)
-    return _load(project) if project.is_file() else {}
-
-
-def table(path: Path | None) -> dict[str, Any]:
-    """Return the defaults of the shared options, as they are written."""
-    return {key: value for key, value in read(path).items() if key not in SUBTABLES}
+    usual = (Path(name) for name in ("lipaudit.toml", "pyproject.toml"))
+    found = path or next(filter(Path.is_file, usual), None)
+    return {} if found is None else _load(found)
 
 
 def _load(path: Path) -> dict[str, Any]:

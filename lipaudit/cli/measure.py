@@ -56,7 +56,7 @@ def run_measures(
 ) -> None:
     """Run measures on a model and write what was asked for."""
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.cli.progress import OnStderr, mute_libraries
+    from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import executed
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request, prepare
@@ -65,9 +65,10 @@ def run_measures(
     check_outputs(output, REPORT)
     require_mergeable(run, output)
     request = Request(model, measures, run, command=typed_command(), place=find_place())
-    with mute_libraries(quiet=terminal.quiet):
-        job = prepare(request)
-    with OnStderr(model, quiet=terminal.quiet) as observer, executed(job, observer) as report:
+    with (
+        OnStderr(model, quiet=terminal.quiet) as observer,
+        executed(prepare(request), observer) as report,
+    ):
         if report is None:
             return
         emit(report, output)

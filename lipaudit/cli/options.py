@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from lipaudit.cli.config import table
+from lipaudit.cli.config import SUBTABLES, read
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import RunOptions, Settings, option
 from lipaudit.settings.option import Option
@@ -164,7 +164,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
     Raises:
         UsageError: for a key that is no option.
     """
-    values = table(path)
+    values = {key: value for key, value in read(path).items() if key not in SUBTABLES}
     for key in values:
         if key not in CONFIGURABLE:
             advice = suggestion(key, sorted(CONFIGURABLE))

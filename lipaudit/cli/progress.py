@@ -6,7 +6,7 @@ import re
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Self
 
 from rich.console import Console
@@ -38,7 +38,7 @@ class OnStderr(Observer):
 
     Args:
         model: as it was named.
-        quiet: whether to say nothing.
+        quiet: whether to say nothing, nor the libraries that fetch models and data.
         verbose: whether to show where a measure failed.
     """
 
@@ -51,9 +51,12 @@ class OnStderr(Observer):
         self.start = self.last = 0.0
 
     def __enter__(self) -> Self:
+        self.muted = ExitStack()
+        self.muted.enter_context(mute_libraries(quiet=self.quiet))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.muted.close()
         self.close()
 
     def note(self, note: Note) -> None:

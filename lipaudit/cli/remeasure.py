@@ -82,21 +82,22 @@ def read_or_measure(
                 f"{current} is a report: {flags} would do nothing", "They are for a MODEL."
             )
         return schema.load(Path(current))
-    from lipaudit.cli.progress import OnStderr, mute_libraries
+    from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import executed
     from lipaudit.engine.files import require_writable, write
     from lipaudit.report import render
 
     if how.report:
         require_writable(how.report)
-    with mute_libraries(quiet=quiet):
-        job = _prepare(current, baseline, how)
-    with OnStderr(current, quiet=quiet) as observer, executed(job, observer) as report:
+    with (
+        OnStderr(current, quiet=quiet) as observer,
+        executed(_prepare(current, baseline, how), observer) as report,
+    ):
         if report is None:
             return None
         path = how.report
         if path is None:
-            folder = RUNS / f"gate-{job.net.info.weights_sha256[:12]}"
+            folder = RUNS / f"gate-{report.run.model.weights_sha256[:12]}"
             path = make_folder(folder, "--report") / "report.json"
         write(path, render(report, "json"))
     if not quiet:

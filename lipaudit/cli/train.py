@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +79,11 @@ def train(
       [cyan]lipaudit train ./vit --data train/ --adversarial pgd --eps 2/255[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.train.record import check_target, read_record
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine.prepare import load_options
+    from lipaudit.models.sources.loading import load_net
+    from lipaudit.train import train as epochs_of
+    from lipaudit.train.record import TrainingRecord, check_target, read_record, save_model
 
     require_alone(run, "a training", unlimited=True)
     if classes is not None and classes < 2:
@@ -88,39 +92,17 @@ def train(
     recipe = recipe.model_copy(update=given)
     check_outputs(output, ("lines", "record"))
     check_target(out, resume=run.resume)
-    _train(model, run, recipe, Task(classes, held_out, out, watch), quiet=terminal.quiet)
-    emit({"lines": lambda: [str(out)], "record": lambda: read_record(out)}, output)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a run is for, besides its recipe."""
-
-    classes: int | None
-    held_out: str | None
-    out: Path
-    watch: int | None
-
-
-def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bool) -> None:
-    from lipaudit.cli.progress import OnStderr, mute_libraries
-    from lipaudit.engine.prepare import load_options
-    from lipaudit.models.sources.loading import load_net
-    from lipaudit.train import train as epochs_of
-    from lipaudit.train.record import TrainingRecord, save_model
-
-    options = replace(load_options(run), classes=task.classes)
-    with mute_libraries(quiet=quiet):
+    options, quiet = replace(load_options(run), classes=classes), terminal.quiet
+    with OnStderr(model, quiet=quiet) as observer:
         net = load_net(model, options)
         run.require_kind(net.kind)
-        demo = net.info.source == "demo"
-        data = _samples(run.data or ("demo:train" if demo else None), net, run, "--data")
-        check = task.held_out or ("demo" if demo else None)
-        tested = None if check is None else _samples(check, net, run, "--held-out")
-    observer = OnStderr(model, quiet=quiet)
-    for note in net.info.notes + data.notes:
-        observer.note(note)
-    record = TrainingRecord(task.out, net, data, tested, recipe, command=typed_command())
+        demo = "demo" if net.info.source == "demo" else None
+        data = _samples(run.data or (demo and "demo:train"), net, run, "--data")
+        held_out = held_out or demo
+        tested = None if held_out is None else _samples(held_out, net, run, "--held-out")
+        for note in net.info.notes + data.notes:
+            observer.note(note)
+    record = TrainingRecord(out, net, data, tested, recipe, command=typed_command())
     batch = None if tested is None else tested.batch
     with _note_kept(record, quiet=quiet):
         state = record.read_state()
@@ -128,16 +110,18 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
         if done and not quiet:
             say(f"Going on after epoch {done} of {recipe.epochs}.")
         epochs = epochs_of(net, data.batch, recipe, held_out=batch, state=state)
-        epochs = _watch_epochs(epochs, net, batch, task, after=done)
+        if watch is not None:
+            epochs = _watch_epochs(epochs, net, batch, watch, out / FOLDER, after=done)
         for epoch in _report_epochs(epochs, recipe.epochs, quiet=quiet):
             record.keep(epoch)
-    complete = save_model(net, task.out, options)
+    complete = save_model(net, out, options)
     record.finish()
-    if not quiet and task.watch:
-        say(f"Watched: {task.out / FOLDER / 'report.html'}")
     if not quiet:
-        asked = run.model_copy(update={"data": check or run.data})
-        _farewell(task.out, _measuring(task.out, asked) if complete else None)
+        if watch:
+            say(f"Watched: {out / FOLDER / 'report.html'}")
+        asked = run.model_copy(update={"data": held_out or run.data})
+        say(_name_next(out, asked, complete=complete))
+    emit({"lines": lambda: [str(out)], "record": lambda: read_record(out)}, output)
 
 
 @contextmanager
@@ -153,17 +137,20 @@ def _note_kept(record: TrainingRecord, *, quiet: bool) -> Iterator[None]:
 
 
 def _watch_epochs(
-    epochs: Iterable[Epoch], net: Net, held_out: Batch | None, task: Task, *, after: int
+    epochs: Iterable[Epoch],
+    net: Net,
+    held_out: Batch | None,
+    every: int,
+    folder: Path,
+    *,
+    after: int,
 ) -> Iterator[Epoch]:
     """Yield the epochs unchanged, and measure the model as often as was asked for."""
-    if task.watch is None:
-        yield from epochs
-        return
     from lipaudit.monitor import watch
 
     if held_out is None or held_out.y is None:
         raise UsageError("--watch measures held-out data", "Name them with --held-out.")
-    asked: dict[str, Any] = {"every": task.watch, "to": task.out / FOLDER}
+    asked: dict[str, Any] = {"every": every, "to": folder}
     if net.info.source == "demo":
         asked["eps"] = DEMO_EPS
     monitor = watch(net, data=(held_out.x, held_out.y), **asked)
@@ -202,19 +189,14 @@ def _report_epochs(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Itera
             say(line)
 
 
-def _measuring(out: Path, run: RunOptions) -> str:
-    """Return the command that measures the result, on the data it was held against."""
-    options = RunOptions.options()
+def _name_next(out: Path, run: RunOptions, *, complete: bool) -> str:
+    """Say how the result is measured, on the data that it was held against."""
+    if not complete:
+        return f"Trained. Load {out}/model.safetensors in your py: factory."
     words = ["lipaudit", "audit", str(out)]
     for name in READ_AS:
         value = getattr(run, name)
         if value is not None and value is not False:
-            words += [options[name].flags[0], *([] if value is True else [str(value)])]
-    return shlex.join(words)
-
-
-def _farewell(out: Path, measuring: str | None) -> None:
-    if measuring is not None:
-        say(f"Trained. Measure it: {measuring}")
-    else:
-        say(f"Trained. Load {out}/model.safetensors in your py: factory.")
+            flag = RunOptions.options()[name].flags[0]
+            words += [flag, *([] if value is True else [str(value)])]
+    return f"Trained. Measure it: {shlex.join(words)}"

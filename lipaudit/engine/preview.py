@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lipaudit.data.batch import Batch, Share
 from lipaudit.data.samples import LabelError
@@ -25,7 +23,13 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic, seed_device
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import UnknownInputError
-from lipaudit.settings import AttentionOptions, BoundsOptions, CertifyOptions, JacobianOptions
+from lipaudit.settings import (
+    AttentionOptions,
+    BoundsOptions,
+    CertifyOptions,
+    JacobianOptions,
+    MeasureOptions,
+)
 
 SHOWN = 5
 """Samples that are shown."""
@@ -57,7 +61,7 @@ def preview(request: Request) -> dict[str, Any]:
         needs |= lacks
         lacks = _check_certify(job, first)
         timed = time_batch(job)
-        measures = {name: _planned(job, name) for name in job.counts if name not in needs}
+        measures = {name: _plan_measure(job, name) for name in job.counts if name not in needs}
     unread: Counter[str] = Counter()
     for site in sites:
         unread[site.reason or ""] += site.heads
@@ -128,32 +132,24 @@ def _sentence(error: LipauditError) -> str:
     return f"{error.message}{end} {error.advice[:1].upper()}{error.advice[1:]}".strip()
 
 
-def _planned(job: Job, name: str) -> dict[str, Any]:
+def _plan_measure(job: Job, name: str) -> dict[str, Any]:
     """Return how many samples a measure takes, at a time too, and in how much memory."""
     size = min(job.size(name), job.counts[name])
-    known, why = _footprint(job, name)
-    there = used_memory(job.net.device)
-    return {
-        "samples": job.counts[name],
-        "batch": size,
-        "bytes": None if known is None or there is None else there + known.of(size),
-        "unknown": why,
-    }
-
-
-def _footprint(job: Job, name: str) -> tuple[Footprint | None, str | None]:
-    """Return what memory a measure takes, or why that is not known."""
+    known, why = None, "no layer has a closed form: trying one sample would take long"
     try:
         known = footprint(job, name)
     except Exception as error:
-        met = as_user_meets(error)
-        if met is None:
+        fault = as_user_meets(error)
+        if fault is None:
             raise
-        return None, met.message
-    return (
-        known,
-        None if known else "no layer has a closed form: trying one sample would take long",
-    )
+        why = fault.message
+    held = used_memory(job.net.device)
+    return {
+        "samples": job.counts[name],
+        "batch": size,
+        "bytes": None if known is None or held is None else held + known.of(size),
+        "unknown": why if known is None else None,
+    }
 
 
 def _first(job: Job) -> list[dict[str, Any]]:
@@ -205,49 +201,43 @@ def footprint(job: Job, name: str) -> Footprint | None:
     Returns:
         What it takes; None where it cannot be tried in seconds.
     """
-    run = _trial(job, name)
-    if run is None:
+    options = _shorten(job, name)
+    if options is None:
         return None
-    one, two = (_most(job, run, samples) for samples in (1, 2))
+    one, two = (_find_peak(job, name, options, samples) for samples in (1, 2))
     sample = max(two - one, 0)
     return Footprint(max(one - sample, 0), sample)
 
 
-def _most(job: Job, run: Callable[[Batch], Any], samples: int) -> int:
-    """Return the most bytes that a run on copies of the longest sample takes."""
+def _shorten(job: Job, name: str) -> MeasureOptions | None:
+    """Return options with which a measure takes its memory in a small part of its time."""
+    options, net = job.request.measures[name], job.net
+    if isinstance(options, JacobianOptions):
+        end = options.target and options.target.replace(":all", ":last")  # as many at a time
+        quick = {"max_steps": STEPS, "per_layer": False, "target": end}
+        return options.model_copy(update=quick)
+    if isinstance(options, AttentionOptions | BoundsOptions):
+        first = job.first(name).to(net.device, net.dtype)
+        sites = choose_layers(find_layers(net, first), options.layers)
+        indices = [s.index for s in sites if s.closed_form or name == "attention"]
+        ends = tuple(sorted({*indices[:1], *indices[-1:]}))
+        return options.model_copy(update={"layers": ends}) if ends else None
+    return options if name == "attack" else None
+
+
+def _find_peak(job: Job, name: str, options: MeasureOptions, samples: int) -> int:
+    """Return the most bytes that a measure holds of so many copies of the longest sample."""
     batch, net = job.samples.batch, job.net
     longest = 0 if batch.mask is None else int(batch.mask.sum(1).argmax())
     copies = batch.rows(torch.full((samples,), longest)).trim()
     copies = replace(copies, ids=tuple(f"{i}-{k}" for k, i in enumerate(copies.ids)))
     with seed_device(0, net.device), Held(net.module) as taken:
-        run(copies.to(net.device, net.dtype))
+        copies = copies.to(net.device, net.dtype)
+        if name == "attack":  # of its many steps each takes what one gradient takes
+            with torch.enable_grad():
+                z = net.point(copies).requires_grad_()
+                torch.autograd.grad(net.forward(z, copies).sum(), z)
+        else:
+            for _ in MEASURES[name].parts(net, Share(copies, [copies]), options):
+                pass
     return taken.most
-
-
-def _trial(job: Job, name: str) -> Callable[[Batch], Any] | None:
-    """Return what takes the memory of a measure, in a small part of its time."""
-    options, net = job.request.measures[name], job.net
-    if name == "attack":
-        return lambda batch: _gradient(job, batch)
-    if isinstance(options, JacobianOptions):
-        end = options.target and options.target.replace(":all", ":last")  # as many at a time
-        quick = {"max_steps": STEPS, "per_layer": False, "target": end}
-        options = options.model_copy(update=quick)
-    elif isinstance(options, AttentionOptions | BoundsOptions):
-        sites = choose_layers(
-            find_layers(net, job.first(name).to(net.device, net.dtype)), options.layers
-        )
-        sites = tuple(s for s in sites if s.closed_form or name == "attention")
-        if not sites:
-            return None
-        ends = tuple(sorted({sites[0].index, sites[-1].index}))
-        options = options.model_copy(update={"layers": ends})
-    else:
-        return None
-    return lambda batch: list(MEASURES[name].parts(net, Share(batch, [batch]), options))
-
-
-def _gradient(job: Job, batch: Batch) -> Tensor:
-    with torch.enable_grad():
-        z = job.net.point(batch).requires_grad_()
-        return torch.autograd.grad(job.net.forward(z, batch).sum(), z)[0]

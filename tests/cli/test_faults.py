@@ -363,7 +363,7 @@ BESIDE = {
     "engine/execute.py:_note_kept": "raises again",
     "engine/launcher.py:_connect": "meets the other processes",
     "engine/launcher.py:_require_others": "hears from the other processes",
-    "engine/preview.py:_footprint": "asks as_user_meets",
+    "engine/preview.py:_plan_measure": "asks as_user_meets",
 }
 """Broad handlers that need not ask whose fault an error is, and why."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from typer.main import get_command
 
 import lipaudit
 from lipaudit.cli.commands import build
+from lipaudit.errors import UsageError
+from lipaudit.settings import AuditOptions, Recipe, RunOptions, option_types
 
 OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*\b")
 TYPED = re.compile(r"(?:^|[`\]:] ?|bin/)lipaudit ([a-z]+)(?: ([a-z]+))?([^`\[;]*)")
@@ -45,3 +48,49 @@ def test_every_command_that_is_named_exists_and_has_the_options_beside_it(name):
                 assert [f for f in typed if f not in flags(command)] == [], (path.name, line)
                 found += 1
     assert found > 5
+
+
+def list_texts() -> list[tuple[str, str]]:
+    """Return every text of the package, with f-strings cut where values go in."""
+    texts = []
+    for path in Path(lipaudit.__file__).parent.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        constants = (node.value for node in nodes if isinstance(node, ast.Constant))
+        texts += [(path.name, value) for value in constants if isinstance(value, str)]
+    return texts
+
+
+OTHERS = {"--help", "--directory", "--digits", "--width", "--no-", "--repo-type"}
+"""Options of other programs, and a property of a page, that a text names."""
+
+
+def test_every_option_that_a_text_names_is_one():
+    long = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+    texts = [(flag, name) for name, text in list_texts() for flag in long.findall(text)]
+    assert {each for each in texts if each[0] not in flags(ROOT) | OTHERS} == set()
+
+
+def test_every_value_that_a_text_names_is_taken():
+    groups = [*option_types().values(), Recipe, RunOptions, AuditOptions]
+    pattern = r"(--[a-z][a-z-]+)[ =]([a-z0-9][^\s)'\"|;]*)"
+    tried = 0
+    for name, text in list_texts():
+        for flag, value in re.findall(pattern, text):
+            value = value.rstrip(".,:")
+            owners = [g for g in groups if any(flag in o.flags for o in g.options().values())]
+            if not owners or not re.fullmatch(r"[\d.,/-]+|[a-z-]+(,[a-z-]+)+|[a-z_]+=\w+", value):
+                continue
+            results = [takes(group, flag, value) for group in owners]
+            assert any(results), f"{name}: {flag} {value}"
+            tried += 1
+    assert tried >= 5
+
+
+def takes(group, flag: str, value: str) -> bool:
+    field = next(n for n, o in group.options().items() if flag in o.flags)
+    least = {"eps": "2/255"} if "logical_chunk" in group.model_fields and field != "eps" else {}
+    try:
+        group.checked(least | {field: value})
+    except UsageError as error:
+        return "goes with" in error.message
+    return True

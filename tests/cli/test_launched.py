@@ -63,12 +63,3 @@ def test_processes_that_are_terminated_say_so_once(monkeypatch, rank, said):
     monkeypatch.setattr("lipaudit.schema.load", terminated)
     ended = CliRunner().invoke(build(), ["report", "a.json"])
     assert (ended.exit_code, ended.stderr) == (143, said)
-
-
-def test_a_training_under_a_launcher_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    launched(monkeypatch, rank=0, size=2)
-    refused = CliRunner().invoke(build(), ["train", "demo", "-n", "4"])
-    assert refused.exit_code == 2
-    assert "not for a training" in refused.stderr
-    assert not list(tmp_path.iterdir())

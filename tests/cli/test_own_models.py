@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import typer.main
 from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
 import lipaudit
 from lipaudit.cli.commands import build
-from lipaudit.errors import UsageError
-from lipaudit.settings import AuditOptions, Recipe, RunOptions, option_types
 
 OWN = """
 import torch
@@ -126,59 +122,3 @@ def test_the_hint_on_what_a_module_takes_can_be_followed():
         channels = ("--model-kwargs", f"channels={wanted[0]}")
         assert shape("py:own.py:image", *channels, "--input-size", size) == wanted
     assert "lipaudit init py" in hint
-
-
-def _texts() -> list[tuple[str, str]]:
-    """Return every text of the package, with f-strings cut where values go in."""
-    texts = []
-    for path in Path(lipaudit.__file__).parent.rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text()))
-        constants = (node.value for node in nodes if isinstance(node, ast.Constant))
-        texts += [(path.name, value) for value in constants if isinstance(value, str)]
-    return texts
-
-
-def _parameters(command) -> list:
-    inner = getattr(command, "commands", {}).values()
-    return [*command.params, *(p for each in inner for p in _parameters(each))]
-
-
-OTHERS = {"--help", "--directory", "--digits", "--width", "--no-", "--repo-type"}
-"""Options of other programs, and a property of a page, that a text names."""
-
-
-def test_every_option_that_a_text_names_is_one():
-    known = {flag for p in _parameters(typer.main.get_command(build())) for flag in p.opts}
-    known |= {f for p in _parameters(typer.main.get_command(build())) for f in p.secondary_opts}
-    named = {
-        (flag, name)
-        for name, text in _texts()
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)
-    }
-    assert {each for each in named if each[0] not in known | OTHERS} == set()
-
-
-def test_every_value_that_a_text_names_is_taken():
-    groups = [*option_types().values(), Recipe, RunOptions, AuditOptions]
-    pattern = r"(--[a-z][a-z-]+)[ =]([a-z0-9][^\s)'\"|;]*)"
-    tried = 0
-    for name, text in _texts():
-        for flag, value in re.findall(pattern, text):
-            value = value.rstrip(".,:")
-            owners = [g for g in groups if any(flag in o.flags for o in g.options().values())]
-            if not owners or not re.fullmatch(r"[\d.,/-]+|[a-z-]+(,[a-z-]+)+|[a-z_]+=\w+", value):
-                continue
-            results = [_takes(group, flag, value) for group in owners]
-            assert any(results), f"{name}: {flag} {value}"
-            tried += 1
-    assert tried >= 5
-
-
-def _takes(group, flag: str, value: str) -> bool:
-    field = next(n for n, o in group.options().items() if flag in o.flags)
-    least = {"eps": "2/255"} if "logical_chunk" in group.model_fields and field != "eps" else {}
-    try:
-        group.checked(least | {field: value})
-    except UsageError as error:
-        return "goes with" in error.message
-    return True

@@ -251,8 +251,3 @@ def test_interrupted_runs_are_deleted_by_age(tmp_path):
     young, old = interrupted(tmp_path, "b", age_days=29), interrupted(tmp_path, "a", age_days=31)
     list(Journal({"name": "begun"}, tmp_path).record(numbered(1)))
     assert (old.exists(), young.exists()) == (False, True)
-
-
-def test_a_finished_run_leaves_nothing_behind(tmp_path):
-    run("jacobian", "demo", "-n", "2", cwd=tmp_path)
-    assert list((tmp_path / "lipaudit/journal").iterdir()) == []

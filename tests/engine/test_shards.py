@@ -21,7 +21,6 @@ from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.journal import pack_parts
 from lipaudit.errors import EvaluationError, InputError, UsageError
-from lipaudit.gate import judge
 from lipaudit.measures import MEASURES
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.sources.loading import load_net
@@ -218,14 +217,6 @@ def test_damaged_or_foreign_parts_are_refused_and_run_nothing(three, tmp_path, m
     assert not Path("harm").exists()
 
 
-def test_a_shard_is_no_baseline_and_passes_no_gate(three):
-    whole = run("jacobian")
-    for current, baseline, code in ((three[0], whole, 5), (whole, three[0], 5)):
-        judgement = judge(current, baseline)
-        assert judgement.exit_code == code
-        assert all("shard 1 of 3" in verdict.line for verdict in judgement.verdicts)
-
-
 def test_what_needs_all_samples_is_refused_in_a_shard(tmp_path):
     with pytest.raises(UsageError, match="a shard has some of them"):
         run("attack", shard="1/2", save_adv=tmp_path / "a.safetensors")
@@ -301,13 +292,9 @@ def test_a_shard_writes_what_is_merged(command):
     command("attention", "demo", "-n", "2", "--shard", "2/2", "-f", "json")
 
 
-def test_a_training_has_no_shards(command):
-    assert "--shard is for measuring one MODEL" in command(
-        "train", "demo", "--shard", "1/2", code=2
-    )
-
-
-@pytest.mark.parametrize("args", [("watch", "."), ("audit", "demo", "demo:jasmin")])
+@pytest.mark.parametrize(
+    "args", [("watch", "."), ("train", "demo"), ("audit", "demo", "demo:jasmin")]
+)
 def test_what_one_process_does_is_not_shared_out(command, monkeypatch, args):
     assert "--shard is for measuring one MODEL" in command(*args, "--shard", "1/2", code=2)
     for name, value in {

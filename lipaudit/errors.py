@@ -96,7 +96,7 @@ def visible(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    shown = {ord(c): _escaped(c) for c in set(text) - set(keep) if _is_control(c)}
+    shown = {ord(c): _escape(c) for c in set(text) - set(keep) if _is_control(c)}
     return text.translate(shown)
 
 
@@ -104,7 +104,7 @@ def _is_control(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
@@ -261,26 +261,15 @@ def require_versions() -> None:
         raise InputError(*words)
 
 
-def bug(error: BaseException) -> LipauditError:
-    """Return what an exception is that nobody foresaw: often that of a package that is too old."""
-    if words := find_unmet_requirement():
-        return InputError(*words)
-    said = str(error).partition("\n")[0]
-    return LipauditError(
-        f"internal error: {type(error).__name__}: {said}",
-        "This is a bug in lipaudit: run again with -v to see where.",
-    )
-
-
-def as_user_meets(error: BaseException) -> LipauditError | None:
-    """Return what an exception is to a user; None where it is a bug in lipaudit or a plug-in.
+def find_user_error(error: BaseException) -> LipauditError | None:
+    """Return an exception as an error that a user can act on; None for a bug.
 
     Args:
         error: whatever was raised.
     """
     if isinstance(error, LipauditError):
         return error
-    said = str(error).partition("\n")[0]
+    said = first_line(error)
     if out_of_memory(error):
         advice = "Try --batch-size 1, --device cpu, fewer --samples, or a smaller model."
         return EvaluationError("out of memory" + (f" ({said})" if said else ""), advice)
@@ -294,3 +283,19 @@ def as_user_meets(error: BaseException) -> LipauditError | None:
         advice = "Look at the device (lipaudit env), or try --device cpu."
         return EvaluationError(f"the device failed: {said}", advice)
     return None
+
+
+def explain_error(error: BaseException) -> LipauditError:
+    """Return any exception as an error with advice.
+
+    One that nobody foresaw is a bug, or the doing of a package that is too old.
+    """
+    known = find_user_error(error)
+    if known is not None:
+        return known
+    if words := find_unmet_requirement():
+        return InputError(*words)
+    return LipauditError(
+        f"internal error: {type(error).__name__}: {first_line(error)}",
+        "This is a bug in lipaudit: run again with -v to see where.",
+    )

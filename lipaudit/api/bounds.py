@@ -63,8 +63,8 @@ def heads(
     Raises:
         UsageError: values that are not real numbers, empty arrays, or shapes that do not fit.
     """
-    tokens = _numbers("tokens", x, 3)
-    weights = [_numbers(f"W_{n}", w, 3) for n, w in zip("QKV", (wq, wk, wv), strict=True)]
+    tokens = _read_numbers("tokens", x, 3)
+    weights = [_read_numbers(f"W_{n}", w, 3) for n, w in zip("QKV", (wq, wk, wv), strict=True)]
     for name, weight in zip("QKV", weights, strict=True):
         fits = weight.shape[:2] == (len(weights[0]), tokens.shape[-1])
         if not fits or (name == "K" and weight.shape != weights[0].shape):
@@ -75,11 +75,12 @@ def heads(
             )
     layer = affine_heads(tokens, *weights)
     for name, bias in zip("qkv", biases, strict=True):
-        layer = layer if bias is None else _biased(layer, name, _numbers(f"bias {name}", bias, 2))
+        if bias is not None:
+            layer = _add_bias(layer, name, _read_numbers(f"bias {name}", bias, 2))
     return replace(
         layer,
         scale=layer.scale if scale is None else tokens.new_full((1, 1), scale),
-        bias=None if mask is None else _mask(mask, layer),
+        bias=None if mask is None else _read_mask(mask, layer),
         causal=causal,
     )
 
@@ -101,7 +102,7 @@ def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any)
             f"{int((~norms.converged).sum())} norms did not converge to 1e-6",
             "lipaudit.theory.exact.head_norms takes other accuracies, and says what is proven.",
         )
-    return _shaped(norms.norm, x, wq)
+    return _drop_axes(norms.norm, x, wq)
 
 
 def every(
@@ -112,7 +113,7 @@ def every(
     Arguments and shapes are those of `exact`.
     """
     bounds = head_bounds(heads(x, wq, wk, wv, **how))
-    return {name: _shaped(bounds[name], x, wq) for name in catalogue()}
+    return {name: _drop_axes(bounds[name], x, wq) for name in catalogue()}
 
 
 def ball_sharp(
@@ -125,7 +126,7 @@ def ball_sharp(
     Raises:
         UsageError: shapes that do not fit, or a negative radius.
     """
-    return _shaped(ball.ball_sharp(heads(x, wq, wk, wv, **how), r), x, wq)
+    return _drop_axes(ball.ball_sharp(heads(x, wq, wk, wv, **how), r), x, wq)
 
 
 def ball_norm(
@@ -133,14 +134,14 @@ def ball_norm(
 ) -> Tensor:
     """Return the largest ||J|| found at X' with ||X' - X||_F <= r; arguments as `ball_sharp`."""
     layer = heads(x, wq, wk, wv, **how)
-    return _shaped(ascent.ball_norm(layer, r, seeds=range(len(layer.x))), x, wq)
+    return _drop_axes(ascent.ball_norm(layer, r, seeds=range(len(layer.x))), x, wq)
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
     bound = catalogue().get(name)
     if bound is None:
         raise AttributeError(f"there is no bound {name!r}; there are {', '.join(catalogue())}")
-    function = partial(_one, name)
+    function = partial(_compute_one, name)
     function.__doc__ = f"{bound.formula}\n\n{bound.explanation} ({bound.source}; {bound.domain})"
     return function
 
@@ -149,13 +150,13 @@ def __dir__() -> list[str]:
     return ["ball_norm", "ball_sharp", "every", "exact", "heads", *catalogue()]
 
 
-def _one(
+def _compute_one(
     name: str, x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any
 ) -> Tensor:
     return every(x, wq, wk, wv, **how)[name]
 
 
-def _numbers(name: str, values: ArrayLike, ndim: int, least: int = -1) -> Tensor:
+def _read_numbers(name: str, values: ArrayLike, ndim: int, least: int = -1) -> Tensor:
     """Return numbers as a float64 tensor of `ndim` axes; as few as `least` may be given."""
     try:
         t = values if isinstance(values, Tensor) else torch.tensor(np.array(values))
@@ -171,7 +172,7 @@ def _numbers(name: str, values: ArrayLike, ndim: int, least: int = -1) -> Tensor
     return t.reshape((1,) * (ndim - t.ndim) + tuple(t.shape)).to(torch.float64)
 
 
-def _biased(layer: Heads, name: str, bias: Tensor) -> Heads:
+def _add_bias(layer: Heads, name: str, bias: Tensor) -> Heads:
     tokens, to = getattr(layer, name), getattr(layer, f"to_{name}")
     if bias.shape[0] not in (1, tokens.shape[1]) or bias.shape[1] != tokens.shape[-1]:
         raise UsageError(
@@ -187,8 +188,8 @@ def _biased(layer: Heads, name: str, bias: Tensor) -> Heads:
     return replace(layer, **changes)
 
 
-def _mask(values: ArrayLike, layer: Heads) -> Tensor:
-    mask = _numbers("mask", values, 4, least=0)
+def _read_mask(values: ArrayLike, layer: Heads) -> Tensor:
+    mask = _read_numbers("mask", values, 4, least=0)
     batch, heads, tokens, _ = layer.q.shape
     whole = (batch, heads, tokens, tokens)
     if any(size not in (1, most) for size, most in zip(mask.shape, whole, strict=True)):
@@ -199,6 +200,6 @@ def _mask(values: ArrayLike, layer: Heads) -> Tensor:
     return mask
 
 
-def _shaped(values: Tensor, x: ArrayLike, weight: ArrayLike) -> Tensor:
+def _drop_axes(values: Tensor, x: ArrayLike, weight: ArrayLike) -> Tensor:
     values = values if np.ndim(weight) == 3 else values[:, 0]
     return values if np.ndim(x) == 3 else values[0]

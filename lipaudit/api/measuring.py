@@ -17,8 +17,8 @@ from lipaudit.api.requests import (
     Measures,
     audit_request,
     measure_request,
-    name_of,
-    names_of,
+    name_model,
+    name_models,
 )
 from lipaudit.data.arrays import list_forms
 from lipaudit.data.loading import Samples, own_samples
@@ -34,7 +34,7 @@ from lipaudit.errors import (
     InputError,
     LipauditError,
     UsageError,
-    as_user_meets,
+    find_user_error,
     of_machine,
 )
 from lipaudit.models.net import Net
@@ -76,8 +76,8 @@ def measure(
         >>> report.section("jacobian").rows[0].samples
         2
     """
-    request = measure_request(name_of(model), name, options)
-    with prepared(model, request, data, input_shape=input_shape) as job:
+    request = measure_request(name_model(model), name, options)
+    with open_job(model, request, data, input_shape=input_shape) as job:
         return execute(job, observer)
 
 
@@ -127,16 +127,17 @@ def audit(
         raise UsageError("no model is named", "Give one, or a list of several.")
     demo = all(isinstance(each, str) and each.partition(":")[0] == "demo" for each in models)
     requests = [
-        audit_request(name, measures, options, demo=demo, quick=demo) for name in names_of(models)
+        audit_request(name, measures, options, demo=demo, quick=demo)
+        for name in name_models(models)
     ]
     if not isinstance(model, list | tuple):
-        with prepared(model, requests[0], data, input_shape=input_shape) as job:
+        with open_job(model, requests[0], data, input_shape=input_shape) as job:
             return execute(job, observer)
     outlines = []  # of all models first: one of them is in memory at a time
     for each, request in zip(models, requests, strict=True):
         with (
             name_errors(request.model),
-            prepared(each, request, data, input_shape=input_shape) as job,
+            open_job(each, request, data, input_shape=input_shape) as job,
         ):
             outlines.append(outline_job(job))
             del job
@@ -144,7 +145,7 @@ def audit(
     reports = []
     for each, request, outline in zip(models, requests, outlines, strict=True):
         try:
-            with prepared(each, request, data, input_shape=input_shape) as job:
+            with open_job(each, request, data, input_shape=input_shape) as job:
                 reports.append(execute(job, observer))
                 del job
         except LipauditError as error:
@@ -153,7 +154,7 @@ def audit(
 
 
 @contextmanager
-def prepared(
+def open_job(
     model: AnyModel | Net,
     request: Request,
     data: AnyData = None,
@@ -182,18 +183,18 @@ def prepared(
         run = request.run.model_copy(update={"data": os.fspath(data)})
         request, data = replace(request, run=run), None
     try:
-        with _net(model, request.run, data, input_shape) as net:
+        with _open_net(model, request.run, data, input_shape) as net:
             if samples is None and data is not None:
-                samples = _at_hand(data, net, request)
+                samples = _read_samples(data, net, request)
             yield prepare(request, net=net, samples=samples)
     except Exception as error:
-        if (fault := as_user_meets(error)) is None or fault is error:
+        if (fault := find_user_error(error)) is None or fault is error:
             raise
         raise fault from error
 
 
 @contextmanager
-def _net(
+def _open_net(
     model: AnyModel | Net, run: RunOptions, data: AnyData, input_shape: Sequence[int] | None
 ) -> Iterator[Net]:
     if isinstance(model, Net):
@@ -202,7 +203,7 @@ def _net(
         return
     options = load_options(run)
     if data is not None:
-        options = replace(options, forms=lambda: list_forms(_parted(data)[0]))
+        options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
     if isinstance(model, str):
         if input_shape is not None:
             raise UsageError(f"{model} says itself what it takes", "Leave input_shape out.")
@@ -212,19 +213,19 @@ def _net(
         yield net
 
 
-def _at_hand(data: Any, net: Net, request: Request) -> Samples:
-    x, labels = _parted(data)
+def _read_samples(data: Any, net: Net, request: Request) -> Samples:
+    x, labels = _split_data(data)
     most = max(request.count(name) for name in request.measures)
     return own_samples(x, labels, net, data_options(request.run, most))
 
 
-def _parted(data: Any) -> tuple[Tensor, Tensor | None]:
+def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
     """Return samples and labels of x or (x, y)."""
     x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
-    return _tensor(x), None if y is None else _tensor(y)
+    return _make_tensor(x), None if y is None else _make_tensor(y)
 
 
-def _tensor(values: Any) -> Tensor:
+def _make_tensor(values: Any) -> Tensor:
     """Return values as a tensor of the host, whatever array or nested list they are.
 
     Raises:

@@ -17,16 +17,16 @@ AnyModel = str | nn.Module | ModelSpec
 Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
 
 
-def name_of(model: AnyModel) -> str:
+def name_model(model: AnyModel) -> str:
     """Name a model: a module by its class."""
     if isinstance(model, str):
         return model
     return type(model.module if isinstance(model, ModelSpec) else model).__name__
 
 
-def names_of(models: Sequence[AnyModel]) -> list[str]:
+def name_models(models: Sequence[AnyModel]) -> list[str]:
     """Name several models; modules of one class are numbered."""
-    names = [name_of(model) for model in models]
+    names = [name_model(model) for model in models]
     modules = {i for i, model in enumerate(models) if not isinstance(model, str)}
     return [
         f"{name} {names[: i + 1].count(name)}" if i in modules and names.count(name) > 1 else name
@@ -45,8 +45,8 @@ def measure_request(model: str, name: str, options: Mapping[str, Any]) -> Reques
     Raises:
         UsageError: a measure or an option that there is not, or that makes no sense.
     """
-    kind = _kind(name)
-    run, own = _split(options, kind)
+    kind = _find_options(name)
+    run, own = _split_options(options, kind)
     return Request(model, {name: kind.checked(own)}, run, command="lipaudit.measure()")
 
 
@@ -82,8 +82,8 @@ def audit_request(
         raise UsageError(f"{given}: of attacks, and none is asked for", "Leave it out.")
     own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
     own |= measures if isinstance(measures, Mapping) else {}
-    plan = {each: _planned(each, own[each], usual.get(each)) for each in own}
-    run, _ = _split({n: v for n, v in options.items() if n not in of_attack}, None)
+    plan = {each: _choose_options(each, own[each], usual.get(each)) for each in own}
+    run, _ = _split_options({n: v for n, v in options.items() if n not in of_attack}, None)
     return Request(
         name,
         plan,
@@ -95,23 +95,25 @@ def audit_request(
     )
 
 
-def _planned(name: str, own: Mapping[str, Any], usual: MeasureOptions | None) -> MeasureOptions:
+def _choose_options(
+    name: str, own: Mapping[str, Any], usual: MeasureOptions | None
+) -> MeasureOptions:
     """Return the options of a measure of an audit: one's own, else those it usually has there."""
-    kind = _kind(name)
+    kind = _find_options(name)
     if usual is None:
-        return kind.checked(_fields(own, kind))
+        return kind.checked(_rename_options(own, kind))
     given = {field: getattr(usual, field) for field in usual.model_fields_set}
-    return kind.checked(given | _fields(own, kind))
+    return kind.checked(given | _rename_options(own, kind))
 
 
-def _kind(name: str) -> type[MeasureOptions]:
+def _find_options(name: str) -> type[MeasureOptions]:
     known = option_types()
     if name not in known:
         raise UsageError(f"there is no measure {name!r}", suggestion(name, known))
     return known[name]
 
 
-def _split(
+def _split_options(
     options: Mapping[str, Any], kind: type[MeasureOptions] | None
 ) -> tuple[RunOptions, dict[str, Any]]:
     """Return the options of every run, and those of the measure.
@@ -121,7 +123,7 @@ def _split(
     """
     shared = RunOptions.options()
     own = {} if kind is None else kind.options()
-    given = options if kind is None else _fields(options, kind)
+    given = options if kind is None else _rename_options(options, kind)
     for name in given:
         if name not in shared and name not in own:
             raise UsageError(f"there is no option {name!r}", suggestion(name, [*own, *shared]))
@@ -129,7 +131,7 @@ def _split(
     return run, {n: v for n, v in given.items() if n in own}
 
 
-def _fields(options: Mapping[str, Any], kind: type[MeasureOptions]) -> dict[str, Any]:
+def _rename_options(options: Mapping[str, Any], kind: type[MeasureOptions]) -> dict[str, Any]:
     """Return options by their fields: `to` and `mode` of a command line are no names of one."""
     spelled = {o.flags[0].removeprefix("--"): name for name, o in kind.options().items()}
     return {spelled.get(name.replace("_", "-"), name): value for name, value in options.items()}

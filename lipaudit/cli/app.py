@@ -19,7 +19,7 @@ import typer.core
 from lipaudit import __version__
 from lipaudit.cli.options import Output, Terminal, complete_words, read_config, resolve_group
 from lipaudit.cli.streams import say
-from lipaudit.errors import UsageError, as_user_meets, bug, visible
+from lipaudit.errors import UsageError, explain_error, visible
 from lipaudit.settings import RunOptions, Settings
 from lipaudit.settings.option import Option
 
@@ -52,7 +52,7 @@ class _Untyped:
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
             elif parameter.nargs != 1:
-                parameter.display_type_rich = _nothing
+                parameter.display_type_rich = _show_nothing
         return parameters
 
 
@@ -74,7 +74,7 @@ HelpAll = Annotated[
 ]
 
 
-def _nothing(ctx: Any) -> None:
+def _show_nothing(ctx: Any) -> None:
     """Show no type of an argument: its name says what it is."""
 
 
@@ -138,17 +138,19 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(__version__)
         raise typer.Exit
 
 
 @app.callback()
-def _root(
+def _describe_all(
     version: Annotated[
         bool,
-        typer.Option("--version", "-V", help="Print the version and exit.", callback=_version),
+        typer.Option(
+            "--version", "-V", help="Print the version and exit.", callback=_print_version
+        ),
     ] = False,
 ) -> None:
     """Audit how robust a transformer checkpoint is.
@@ -244,7 +246,7 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         status = 143 if stop.args == ("terminated",) else 130
-        if not _follows():
+        if not _is_follower():
             complain("terminated" if status == 143 else "interrupted")
         raise typer.Exit(status) from None
     except (typer.Exit, typer.Abort):
@@ -252,12 +254,12 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
     except Exception as error:
         if verbose:
             say(traceback.format_exc())
-        shown = as_user_meets(error) or bug(error)
+        shown = explain_error(error)
         complain(shown.message, shown.advice)
         raise typer.Exit(shown.exit_code) from None
 
 
-def _follows() -> bool:
+def _is_follower() -> bool:
     """Tell whether a launcher started this process beside a first one, which says what is."""
     from lipaudit.engine.launcher import find_place
 
@@ -290,14 +292,14 @@ def _parameters(group: Any) -> list[inspect.Parameter]:
             option.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[_type(option), _spell_option(option)],
+            annotation=Annotated[_choose_type(option), _spell_option(option)],
         )
         for name, known in _plain_type(group).options().items()
         for option in [replace(known, usual=usual.get(name, known.usual))]
     ]
 
 
-def _type(option: Option) -> Any:
+def _choose_type(option: Option) -> Any:
     return list[option.kind] | None if option.repeats else option.kind | None  # type: ignore[name-defined]
 
 

@@ -94,7 +94,7 @@ def _audit_one(
 ) -> None:
     from lipaudit.cli.emit import emit
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.execute import executed
+    from lipaudit.engine.execute import run_job
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import prepare
 
@@ -104,10 +104,10 @@ def _audit_one(
         job = prepare(request)
         if not terminal.quiet and (request.place is None or request.place.rank == 0):
             say(_announce(request.model, job.announced))
-        with executed(job, observer) as report:
+        with run_job(job, observer) as report:
             if report is None:
                 return
-            folder = make_folder(folder or RUNS / _name(report), "--run-dir")
+            folder = make_folder(folder or RUNS / _name_run(report), "--run-dir")
             try:
                 _write(report, folder)
             except EvaluationError:  # a full disk, say: what is measured is shown
@@ -140,7 +140,7 @@ def _audit_each(
         with name_errors(request.model), mute_libraries(quiet=terminal.quiet):
             outlines.append(outline_job(prepare(request)))
     require_shared(outlines)
-    folder = make_folder(folder or RUNS / f"{_now()}-{len(requests)}-models", "--run-dir")
+    folder = make_folder(folder or RUNS / f"{_format_time()}-{len(requests)}-models", "--run-dir")
     counts = {name: count for outline in outlines for name, count in outline.counts.items()}
     if not terminal.quiet:
         say(_announce(", ".join(outline.model for outline in outlines), counts))
@@ -150,7 +150,7 @@ def _audit_each(
         request = requests[number - 1]
         try:
             reports[outline.model] = _measure_one(request, outline, journals, terminal)
-            place = folder / f"{number}-{_plain(outline.model)}"
+            place = folder / f"{number}-{_name_folder(outline.model)}"
             _write(reports[outline.model], make_folder(place, "--run-dir"))
         except (Exception, KeyboardInterrupt):
             if reports:
@@ -172,14 +172,14 @@ def _measure_one(
 ) -> Report:
     """Measure one of several models; where it fails, its report says why."""
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.execute import executed
+    from lipaudit.engine.execute import run_job
     from lipaudit.engine.prepare import prepare
     from lipaudit.engine.several import make_failed_report
 
     quiet, verbose = terminal.quiet, terminal.verbose
     with OnStderr(request.model, quiet=quiet, verbose=verbose) as observer:
         try:
-            with executed(prepare(request), observer, journals) as report:
+            with run_job(prepare(request), observer, journals) as report:
                 assert report is not None, "one process measures several models"
                 return report
         except Exception as error:
@@ -221,19 +221,19 @@ def _announce(models: str, counts: Mapping[str, int]) -> str:
     return f"audit of {models}: {parts}"
 
 
-def _name(report: Report) -> str:
+def _name_run(report: Report) -> str:
     """Name the run directory: time, model, and a hash of the run."""
     import hashlib  # opens OpenSSL: not for --help
 
     digest = hashlib.sha256(report.run.model_dump_json().encode()).hexdigest()[:8]
-    return f"{_now()}-{_plain(report.run.model.spec)}-{digest}"
+    return f"{_format_time()}-{_name_folder(report.run.model.spec)}-{digest}"
 
 
-def _now() -> str:
+def _format_time() -> str:
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
-def _plain(model: str) -> str:
+def _name_folder(model: str) -> str:
     """Return what a folder of a model is called: of a path its last part."""
     path = Path(model)
     name = path.resolve().name if path.exists() else re.sub(r"(^|[:/])(\.{1,2}/)+", r"\1", model)

@@ -52,7 +52,7 @@ Base = Annotated[Path, typer.Option("--baseline", "-b", help="The baseline repor
 DEFAULT_BASE = Path("lipaudit-baseline.json")
 
 
-def _metrics() -> tuple[str, ...]:
+def _list_metrics() -> tuple[str, ...]:
     from lipaudit.gate.rules import metrics
 
     return metrics()
@@ -164,7 +164,7 @@ def gate(
         typer.Option(
             metavar="RULE",
             help="A rule, in place of the configured ones; repeatable.",
-            autocompletion=complete_words(_metrics),
+            autocompletion=complete_words(_list_metrics),
         ),
     ] = None,
     strict: Annotated[
@@ -239,13 +239,13 @@ def save(
         where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
         advice = f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'"
         raise UsageError(f"{output} exists", advice)
-    _promote(report, output, reason, quiet=terminal.quiet)
+    _keep_baseline(report, output, reason, quiet=terminal.quiet)
 
 
 @command("update", parent=baselines)
 def update(report: Saved, reason: Reason, terminal: Plain, output: Target = DEFAULT_BASE) -> None:
     """Replace a baseline by a report, and record why."""
-    _promote(report, output, reason, quiet=terminal.quiet)
+    _keep_baseline(report, output, reason, quiet=terminal.quiet)
 
 
 @command("show", parent=baselines)
@@ -274,7 +274,7 @@ def check(output: Lines, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None
     emit({"lines": lambda: [line], "record": lambda: record}, output)
 
 
-def _promote(report: Path, output: Path, reason: str, *, quiet: bool) -> None:
+def _keep_baseline(report: Path, output: Path, reason: str, *, quiet: bool) -> None:
     from lipaudit import schema
     from lipaudit.engine.files import require_writable, write
     from lipaudit.gate import promote

@@ -57,7 +57,7 @@ def run_measures(
     """Run measures on a model and write what was asked for."""
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.execute import executed
+    from lipaudit.engine.execute import run_job
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request, prepare
     from lipaudit.report import REPORT
@@ -67,7 +67,7 @@ def run_measures(
     request = Request(model, measures, run, command=typed_command(), place=find_place())
     with (
         OnStderr(model, quiet=terminal.quiet) as observer,
-        executed(prepare(request), observer) as report,
+        run_job(prepare(request), observer) as report,
     ):
         if report is None:
             return

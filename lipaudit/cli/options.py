@@ -45,7 +45,7 @@ def complete_words(
     return complete
 
 
-def _model() -> Any:
+def _declare_model() -> Any:
     """Return how a MODEL is typed."""
     return typer.Argument(
         metavar="MODEL",
@@ -54,18 +54,20 @@ def _model() -> Any:
     )
 
 
-ModelArgument = Annotated[str, _model()]
-ModelsArgument = Annotated[list[str], _model()]
+ModelArgument = Annotated[str, _declare_model()]
+ModelsArgument = Annotated[list[str], _declare_model()]
 
 
-def formats() -> tuple[str, ...]:
+def list_formats() -> tuple[str, ...]:
     """Return the name of every format."""
     from lipaudit.report import RENDERERS
 
     return tuple(RENDERERS)
 
 
-def format_option(help: str, usual: str, values: Callable[[], Iterable[str]] = formats) -> Any:
+def format_option(
+    help: str, usual: str, values: Callable[[], Iterable[str]] = list_formats
+) -> Any:
     """Declare --format of a command: what stdout gets."""
     return option(None, help, "--format", "-f", panel=OUTPUT, usual=usual, values=values)
 
@@ -182,14 +184,14 @@ def resolve_group(
     """
     said = {name: value for name, value in typed.items() if value is not None}
     names = group.options()
-    own = {n: _as_typed(n, value, names[n]) for n, value in defaults.items() if n in names}
+    own = {n: _convert_value(n, value, names[n]) for n, value in defaults.items() if n in names}
     if own:
-        group.checked(own, spelled=_key)
+        group.checked(own, spelled=_spell_key)
     typed_here = {name: value for name, value in said.items() if name in names}
     return group.checked(own | typed_here, configured=own.keys() - typed_here.keys())
 
 
-def _as_typed(name: str, value: Any, option: Option) -> Any:
+def _convert_value(name: str, value: Any, option: Option) -> Any:
     """Return a value of the file as a command line would have given it.
 
     Raises:
@@ -197,10 +199,10 @@ def _as_typed(name: str, value: Any, option: Option) -> Any:
     """
     if isinstance(value, bool) != (option.kind is bool):
         wanted = "true or false" if option.kind is bool else "a value"
-        raise UsageError(f"{_key(name)} is {value!r}: it takes {wanted}")
+        raise UsageError(f"{_spell_key(name)} is {value!r}: it takes {wanted}")
     return (value,) if option.repeats and isinstance(value, str) else value
 
 
-def _key(name: str) -> str:
+def _spell_key(name: str) -> str:
     """Name an option as the configuration file does."""
     return f"{name.replace('_', '-')} in the lipaudit configuration"

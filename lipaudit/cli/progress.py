@@ -65,7 +65,7 @@ class OnStderr(Observer):
         What a resumed run reuses is printed for each measure.
         """
         colour = "yellow" if note.level == "warning" else "dim"
-        shape = note.code, note.text if note.code == "reused" else _shape(note.text)
+        shape = note.code, note.text if note.code == "reused" else _blank_numbers(note.text)
         if not self.quiet and shape not in self.said:
             self.said.add(shape)
             self.console.print(f"[{colour}]note:[/] {escape(visible(note.text))}")
@@ -75,7 +75,7 @@ class OnStderr(Observer):
         self.label, self.total, self.done = visible(f"{measure} {self.model}"), samples, 0
         self.start = self.last = time.monotonic()
         if not self.quiet and self.console.is_terminal:
-            self.bar = _bar(self.console)
+            self.bar = _make_bar(self.console)
             self.bar.add_task(self.label, total=samples)
             self.bar.start()
 
@@ -122,11 +122,11 @@ class OnStderr(Observer):
         self.last = now
 
 
-def _shape(text: str) -> str:
+def _blank_numbers(text: str) -> str:
     return re.sub(rf"\d[\d.,]*|\b({'|'.join(measures())})\b", "#", text)
 
 
-def _bar(console: Console) -> Progress:
+def _make_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PANEL = "Measure a MODEL now"
 
 
-def _of_runs(name: str) -> Any:
+def _copy_option(name: str) -> Any:
     """Declare an option as every run has it."""
     return copy(RunOptions.model_fields[name])
 
@@ -40,10 +40,10 @@ class Remeasure(Settings):
     report: Path | None = option(
         None, "Where the report of it is kept.", panel=PANEL, usual="a folder in lipaudit-runs"
     )
-    device: str | None = _of_runs("device")
-    batch_size: Size = _of_runs("batch_size")
-    resume: bool = _of_runs("resume")
-    offline: bool = _of_runs("offline")
+    device: str | None = _copy_option("device")
+    batch_size: Size = _copy_option("batch_size")
+    resume: bool = _copy_option("resume")
+    offline: bool = _copy_option("offline")
 
     @property
     def given(self) -> dict[str, object]:
@@ -83,7 +83,7 @@ def read_or_measure(
             )
         return schema.load(Path(current))
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.execute import executed
+    from lipaudit.engine.execute import run_job
     from lipaudit.engine.files import require_writable, write
     from lipaudit.report import render
 
@@ -91,7 +91,7 @@ def read_or_measure(
         require_writable(how.report)
     with (
         OnStderr(current, quiet=quiet) as observer,
-        executed(_prepare(current, baseline, how), observer) as report,
+        run_job(_prepare(current, baseline, how), observer) as report,
     ):
         if report is None:
             return None
@@ -117,7 +117,7 @@ def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
 
     spec = baseline.run.data.spec
     try:
-        job = prepare(_request(current, baseline, how))
+        job = prepare(_make_request(current, baseline, how))
     except InputError as error:
         if how.data or repr(spec) not in error.message:
             raise
@@ -130,7 +130,7 @@ def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
     return job
 
 
-def _request(current: str, baseline: Report, how: Remeasure) -> Request:
+def _make_request(current: str, baseline: Report, how: Remeasure) -> Request:
     from lipaudit.cli.measure import typed_command
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request

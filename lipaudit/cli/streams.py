@@ -53,7 +53,7 @@ def make_printable() -> None:
 
     An ASCII terminal, or PYTHONIOENCODING=ascii, would raise an error at the first of them.
     """
-    codecs.register_error("lipaudit.plain", _plain)
+    codecs.register_error("lipaudit.plain", _replace_characters)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -120,7 +120,7 @@ class Unheeded:
             self._stream.flush()
 
 
-def _plain(error: UnicodeError) -> tuple[str, int]:
+def _replace_characters(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = _add_carets(error.object[error.start : error.end]).translate(PLAIN)

@@ -92,12 +92,12 @@ def explain(
     if not entries:
         advice = suggestion(text, known_names(), "lipaudit explain lists every name.")
         raise UsageError(f"nothing is called {text!r}", advice)
-    lines = list(_pages(entries) if text else _index(entries))
+    lines = list(_format_topics(entries) if text else _format_index(entries))
     record = [asdict(topic) for topic in entries]
     emit({"lines": lambda: lines, "record": lambda: record}, output)
 
 
-def _pages(entries: Sequence[Topic]) -> Iterator[str]:
+def _format_topics(entries: Sequence[Topic]) -> Iterator[str]:
     """Yield the lines that explain topics; topics with the same text share it."""
     from lipaudit.tables.bounds import SYMBOLS
 
@@ -114,7 +114,7 @@ def _pages(entries: Sequence[Topic]) -> Iterator[str]:
         yield from _wrap(SYMBOLS)
 
 
-def _index(entries: Sequence[Topic]) -> Iterator[str]:
+def _format_index(entries: Sequence[Topic]) -> Iterator[str]:
     """Yield the names under their topics."""
     groups: dict[str, dict[str, None]] = {}
     for topic in entries:
@@ -151,7 +151,7 @@ def env(output: Lines, terminal: Plain) -> None:
     facts: dict[str, str] = versions() | {
         "platform": sys.platform,
         "cuda": torch.version.cuda or "none",
-        "devices": ", ".join(_devices()),
+        "devices": ", ".join(_list_devices()),
         "default device": str(find_device("auto")),
         "threads": str(torch.get_num_threads()),
     }
@@ -160,17 +160,17 @@ def env(output: Lines, terminal: Plain) -> None:
     emit({"lines": lambda: lines, "record": lambda: facts}, output)
 
 
-def _devices() -> list[str]:
+def _list_devices() -> list[str]:
     """Name what torch sees, and say of each whether figures can be had on it."""
     import torch
 
     names, count = ["cpu"], torch.accelerator.device_count()
     if count and (accelerator := torch.accelerator.current_accelerator()):  # old ones raise
         names += [f"{accelerator.type}:{i}" for i in range(count)]
-    return [f"{name}{_remark(name)}" for name in names]
+    return [f"{name}{_find_remark(name)}" for name in names]
 
 
-def _remark(name: str) -> str:
+def _find_remark(name: str) -> str:
     import torch
 
     from lipaudit.models.sources.offload import find_device
@@ -183,7 +183,7 @@ def _remark(name: str) -> str:
     return f" ({make(place)})" if make else ""
 
 
-def _bare_names() -> tuple[str, ...]:
+def _list_names() -> tuple[str, ...]:
     from lipaudit.models.sources.names import timm_names
 
     return timm_names()
@@ -196,7 +196,7 @@ def models(
     name: Annotated[
         str,
         typer.Argument(
-            help="Part of the name of a model of timm.", autocompletion=complete_words(_bare_names)
+            help="Part of the name of a model of timm.", autocompletion=complete_words(_list_names)
         ),
     ] = "",
 ) -> None:
@@ -251,18 +251,21 @@ def check(
 
 def _print_plan(seen: dict[str, Any]) -> list[str]:
     """Write what a dry run has seen."""
-    indents = [(text, f"{name:<10}", " " * (10 if name else 12)) for name, text in _rows(seen)]
-    indents += [(f"note: {text}", "", " " * 6) for text in seen["notes"]]
-    return [line for each in indents for line in _wrap(*each)]
+    lines: list[str] = []
+    for name, text in _list_rows(seen):
+        lines += _wrap(text, f"{name:<10}", " " * (10 if name else 12))
+    for text in seen["notes"]:
+        lines += _wrap(f"note: {text}", "", " " * 6)
+    return lines
 
 
-def _rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what stands in the margin, and what beside it."""
     from lipaudit.models.memory import size
 
     if "architecture" not in seen:
         yield "model", f"{seen['model']}: its input is not known"
-        yield from _lacks(seen)
+        yield from _list_lacks(seen)
         return
     classes = f"{seen['classes']} classes" if seen["classes"] else "no classes"
     yield "model", f"{seen['model']}: {seen['architecture']}, {seen['parameters']:,} parameters"
@@ -278,23 +281,23 @@ def _rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{count} without: {why}"
     yield "data", f"{seen['data']}, {seen['samples']} samples; the first:"
     for each in seen["first"]:
-        yield "", _sample(each, seen["takes"])
+        yield "", _format_sample(each, seen["takes"])
     for name, planned in seen["measures"].items():
-        yield name, f"{planned['samples']} samples, {_memory(planned)}"
-    yield from _lacks(seen)
-    yield "time", _time(seen["forward"])
+        yield name, f"{planned['samples']} samples, {_format_memory(planned)}"
+    yield from _list_lacks(seen)
+    yield "time", _format_time(seen["forward"])
     if (free := seen["memory"]["free"]) is not None:
         yield "memory", f"{size(free)} are free"
 
 
-def _lacks(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_lacks(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what measures need that would not run; those that need the same together."""
     for reason in dict.fromkeys(seen["needs"].values()):
         names = [name for name, own in seen["needs"].items() if own == reason]
         yield "not run", f"{', '.join(names)}: {reason}"
 
 
-def _time(forward: dict[str, Any] | None) -> str:
+def _format_time(forward: dict[str, Any] | None) -> str:
     """Say how long a forward pass takes."""
     if forward is None:
         return "not known: memory ran out for several samples at once"
@@ -302,7 +305,7 @@ def _time(forward: dict[str, Any] | None) -> str:
     return f"{seconds:.2g} s for a forward pass of {count} samples; a run shows the time left"
 
 
-def _sample(seen: dict[str, Any], takes: str) -> str:
+def _format_sample(seen: dict[str, Any], takes: str) -> str:
     """Write where a sample comes from, its size, label and text."""
     shape = " x ".join(map(str, seen["shape"])) + (" tokens" if takes == "text" else "")
     label = "no label" if seen["label"] is None else f"label {seen['label']}"
@@ -311,7 +314,7 @@ def _sample(seen: dict[str, Any], takes: str) -> str:
     return ", ".join(filter(None, (place, shape, label + name, seen["text"])))
 
 
-def _memory(planned: dict[str, Any]) -> str:
+def _format_memory(planned: dict[str, Any]) -> str:
     """Say what memory a measure takes with how many samples at a time."""
     from lipaudit.models.memory import size
 

@@ -97,9 +97,9 @@ def train(
         net = load_net(model, options)
         run.require_kind(net.kind)
         demo = "demo" if net.info.source == "demo" else None
-        data = _samples(run.data or (demo and "demo:train"), net, run, "--data")
+        data = _load_samples(run.data or (demo and "demo:train"), net, run, "--data")
         held_out = held_out or demo
-        tested = None if held_out is None else _samples(held_out, net, run, "--held-out")
+        tested = None if held_out is None else _load_samples(held_out, net, run, "--held-out")
         for note in net.info.notes + data.notes:
             observer.note(note)
     record = TrainingRecord(out, net, data, tested, recipe, command=typed_command())
@@ -162,7 +162,7 @@ def _watch_epochs(
     monitor.close()
 
 
-def _samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
+def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
     from lipaudit.data.loading import load_data
     from lipaudit.engine.prepare import data_options
 

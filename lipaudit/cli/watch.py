@@ -13,7 +13,7 @@ from lipaudit.cli.audit import audit_request
 from lipaudit.cli.measure import MEASURING, require_alone, require_whole
 from lipaudit.cli.options import BY_MEASURE, Extent, Output, Terminal
 from lipaudit.cli.streams import say
-from lipaudit.errors import InputError, LipauditError, as_user_meets, bug
+from lipaudit.errors import InputError, LipauditError, explain_error
 from lipaudit.settings import AuditOptions, RunOptions, Settings, option
 from lipaudit.settings.option import Need
 from lipaudit.settings.parsing import Names
@@ -30,11 +30,11 @@ TRIES = 3
 AGAIN = "Delete its report to measure it again."
 
 
-def _follows(options: Following) -> bool:
+def _is_following(options: Following) -> bool:
     return options.follow
 
 
-def _loggers() -> tuple[str, ...]:
+def _list_loggers() -> tuple[str, ...]:
     from lipaudit.monitor.loggers import LOGGERS
 
     return tuple(LOGGERS)
@@ -45,13 +45,13 @@ class Following(Settings):
 
     follow: bool = option(False, "Wait for new checkpoints, until Ctrl-C.", panel=PANEL)
     poll: float = option(
-        10.0, "Seconds between two looks.", panel=PANEL, need=Need("--follow", _follows), gt=0
+        10.0, "Seconds between two looks.", panel=PANEL, need=Need("--follow", _is_following), gt=0
     )
     logger: Names = option(
         None,
         "Also log to: tensorboard, mlflow, wandb (comma-separated).",
         panel=PANEL,
-        values=_loggers,
+        values=_list_loggers,
     )
 
 
@@ -155,7 +155,7 @@ def _require_measured(watched: CheckpointFolder) -> None:
     Raises:
         LipauditError: some could not be measured; the others have their reports.
     """
-    faults = {name: as_user_meets(e) or bug(e) for name, e in watched.failed.items()}
+    faults = {name: explain_error(e) for name, e in watched.failed.items()}
     if not faults:
         return
     first = next(iter(faults.values()))

@@ -21,7 +21,7 @@ from lipaudit.engine.provenance import (
     versions,
 )
 from lipaudit.engine.shards import make_shard, merge, summarise
-from lipaudit.errors import EvaluationError, as_user_meets, out_of_memory
+from lipaudit.errors import EvaluationError, find_user_error, out_of_memory
 from lipaudit.measures import MEASURES, Part
 from lipaudit.measures.measure import in_order, listening, sample_ids
 from lipaudit.models.net import OWN
@@ -60,18 +60,18 @@ class Observer:
 
 
 def execute(job: Job, observer: Observer | None = None) -> Report:
-    """Run the measures of a job in this process alone, as `executed` does, and return the report.
+    """Run the measures of a job in this process alone, as `run_job` does, and return the report.
 
     Raises:
         LipauditError: whatever goes wrong, with the exit code it deserves.
     """
-    with executed(job, observer) as report:
+    with run_job(job, observer) as report:
         assert report is not None, "a job of one process has a report"
         return report
 
 
 @contextmanager
-def executed(
+def run_job(
     job: Job, observer: Observer | None = None, journals: list[Journal] | None = None
 ) -> Iterator[Report | None]:
     """Run the measures of a job; the block writes the report.
@@ -297,7 +297,7 @@ class Task:
         Raises:
             EvaluationError: with the sample.
         """
-        if type(error) is not EvaluationError and as_user_meets(error) is not None:
+        if type(error) is not EvaluationError and find_user_error(error) is not None:
             return
         net, samples = self.job.net, self.job.samples
         for batch in batches:

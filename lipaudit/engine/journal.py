@@ -57,7 +57,7 @@ class Journal:
         self, facts: Mapping[str, Any], root: Path | None = None, *, keeps: bool = True
     ) -> None:
         text = json.dumps(facts, sort_keys=True, default=str)
-        self.folder = (root or _cache()) / hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.folder = (root or _find_cache()) / hashlib.sha256(text.encode()).hexdigest()[:32]
         self.keeps, self.refusal = keeps, ""
         self._own: set[Path] = set()
 
@@ -116,9 +116,9 @@ def encode_part(part: Part) -> bytes:
     arrays: list[np.ndarray[Any, Any]] = []
     header = {
         "ids": part.ids,
-        "values": _plain(dict(part.values), arrays),
-        "facts": _plain(dict(part.facts), arrays),
-        "notes": _plain(list(part.notes), arrays),
+        "values": _pack(dict(part.values), arrays),
+        "facts": _pack(dict(part.facts), arrays),
+        "notes": _pack(list(part.notes), arrays),
     }
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     file = io.BytesIO()
@@ -138,7 +138,7 @@ def decode_part(content: bytes) -> Part:
             raise ValueError("a checksum is wrong")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())
-            known = {name: _made(header[name], arrays) for name in ("values", "facts", "notes")}
+            known = {name: _unpack(header[name], arrays) for name in ("values", "facts", "notes")}
             return Part(
                 tuple(header["ids"]), known["values"], known["facts"], tuple(known["notes"])
             )
@@ -162,7 +162,7 @@ def unpack_parts(text: str) -> list[Part]:
     return [decode_part(base64.b64decode(part, validate=True)) for part in text.split(" ") if part]
 
 
-def _plain(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
+def _pack(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
     """Return a value as JSON, its arrays by their number."""
     if isinstance(value, np.ndarray):
         arrays.append(value)
@@ -170,33 +170,33 @@ def _plain(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list):
-        return [_plain(each, arrays) for each in value]
+        return [_pack(each, arrays) for each in value]
     if isinstance(value, dict):
-        return {"dict": [_plain([*pair], arrays) for pair in value.items()]}
+        return {"dict": [_pack([*pair], arrays) for pair in value.items()]}
     if isinstance(value, tuple):
         name = type(value).__name__
         name = name if name in MAKERS else "tuple"
-        return {name: [_plain(each, arrays) for each in value]}
+        return {name: [_pack(each, arrays) for each in value]}
     if isinstance(value, Note):
         return {"Note": [value.level, value.code, value.text]}
     if is_dataclass(value):
         return {
-            type(value).__name__: [_plain(getattr(value, f.name), arrays) for f in fields(value)]
+            type(value).__name__: [_pack(getattr(value, f.name), arrays) for f in fields(value)]
         }
     return value
 
 
-def _made(value: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return what `_plain` made JSON of."""
+def _unpack(value: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return what `_pack` made JSON of."""
     if isinstance(value, list):
-        return [_made(each, arrays) for each in value]
+        return [_unpack(each, arrays) for each in value]
     if not isinstance(value, dict):
         return value
     ((name, inner),) = value.items()
-    return arrays[f"{inner}"] if name == "array" else MAKERS[name](*_made(inner, arrays))
+    return arrays[f"{inner}"] if name == "array" else MAKERS[name](*_unpack(inner, arrays))
 
 
-def _cache() -> Path:
+def _find_cache() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "lipaudit" / "journal"
 

@@ -267,7 +267,7 @@ def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> Measur
         LipauditError: it cannot.
     """
     if options.labelled and net.classes is not None and batch.y is None:
-        raise _unlabelled(name)
+        raise _make_label_error(name)
     MEASURES[name].check(net, batch, options)
     if MEASURES[name].chunk and batch.mask is not None:  # others get texts of one length at a time
         with eager(), exact_arithmetic(net.device):
@@ -275,7 +275,7 @@ def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> Measur
     return options
 
 
-def _unlabelled(name: str) -> UsageError:
+def _make_label_error(name: str) -> UsageError:
     return UsageError(
         f"{name} needs labelled samples",
         "Name some with --data (a folder of classes, .npz, .csv...), or the column of their "
@@ -287,7 +287,7 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
     spec = request.run.data or ("demo" if net.info.source == "demo" else "random")
     labelled = [name for name, options in request.measures.items() if options.labelled]
     if spec == "random" and not {*labelled} <= {*request.optional}:
-        raise _unlabelled(labelled[0])
+        raise _make_label_error(labelled[0])
     options = data_options(request.run, count)
     try:
         return load_data(spec, net, options)

@@ -13,7 +13,7 @@ from lipaudit.data.batch import Batch, Share
 from lipaudit.data.samples import LabelError
 from lipaudit.engine.prepare import LEFT_OUT, Job, Request, load_options, prepare
 from lipaudit.engine.provenance import list_origins
-from lipaudit.errors import LipauditError, as_user_meets, out_of_memory
+from lipaudit.errors import LipauditError, find_user_error, out_of_memory
 from lipaudit.measures import MEASURES
 from lipaudit.measures.by_layer import choose_layers, unread_notes
 from lipaudit.models.attention.sites import Site
@@ -51,7 +51,7 @@ def preview(request: Request) -> dict[str, Any]:
     try:
         net = load_net(request.model, load_options(request.run))
     except UnknownInputError as error:
-        lacks = dict.fromkeys((*request.measures, "certify"), _sentence(error))
+        lacks = dict.fromkeys((*request.measures, "certify"), _write_sentence(error))
         return {"model": request.model, "measures": {}, "needs": lacks, "notes": []}
     job, needs = _prepare(request, net)
     net, info = job.net, job.net.info
@@ -80,7 +80,7 @@ def preview(request: Request) -> dict[str, Any]:
         "numerical": dict(unread),
         "data": job.samples.spec,
         "samples": len(job.samples.batch),
-        "first": _first(job),
+        "first": _describe_first(job),
         "memory": {"held": used_memory(net.device), "free": free(net.device)},
         "forward": None if timed is None else {"samples": timed[0], "seconds": timed[1]},
         "measures": measures,
@@ -97,7 +97,7 @@ def _prepare(request: Request, net: Net) -> tuple[Job, dict[str, str]]:
     try:
         job = prepare(request, net=net)
     except LabelError as error:
-        needs = {n: _sentence(error) for n, how in request.measures.items() if how.labelled}
+        needs = {n: _write_sentence(error) for n, how in request.measures.items() if how.labelled}
         kept = {n: how for n, how in request.measures.items() if n not in needs}
         job = prepare(replace(request, measures=kept), net=net)
     left = [note.text for note in job.notes if note.code == LEFT_OUT]
@@ -113,7 +113,7 @@ def _survey(job: Job, first: Batch) -> tuple[tuple[Site, ...], dict[str, str]]:
         return find_layers(job.net, first), {}
     except NoHeadsError as error:
         headed = [n for n, how in job.request.measures.items() if how.reads_heads]
-        return (), dict.fromkeys(headed, _sentence(error))
+        return (), dict.fromkeys(headed, _write_sentence(error))
 
 
 def _check_certify(job: Job, first: Batch) -> dict[str, str]:
@@ -122,11 +122,11 @@ def _check_certify(job: Job, first: Batch) -> dict[str, str]:
     try:
         MEASURES["certify"].check(job.net, first, options.suited(job.net.kind))
     except LipauditError as error:
-        return {"certify": _sentence(error)}
+        return {"certify": _write_sentence(error)}
     return {}
 
 
-def _sentence(error: LipauditError) -> str:
+def _write_sentence(error: LipauditError) -> str:
     """Write an error as sentences."""
     end = "" if error.message.endswith("?") else "."
     return f"{error.message}{end} {error.advice[:1].upper()}{error.advice[1:]}".strip()
@@ -139,7 +139,7 @@ def _plan_measure(job: Job, name: str) -> dict[str, Any]:
     try:
         known = footprint(job, name)
     except Exception as error:
-        fault = as_user_meets(error)
+        fault = find_user_error(error)
         if fault is None:
             raise
         why = fault.message
@@ -152,7 +152,7 @@ def _plan_measure(job: Job, name: str) -> dict[str, Any]:
     }
 
 
-def _first(job: Job) -> list[dict[str, Any]]:
+def _describe_first(job: Job) -> list[dict[str, Any]]:
     """Return place, shape, label and class of the first samples."""
     known, batch = list_origins(job.samples), job.samples.batch[:SHOWN]
     names = job.net.info.labels or ()

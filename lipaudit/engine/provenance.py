@@ -16,7 +16,7 @@ from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.hub import Commit
 from lipaudit.data.loading import Samples
 from lipaudit.engine.prepare import Job
-from lipaudit.errors import as_user_meets, bug
+from lipaudit.errors import explain_error
 from lipaudit.settings import layouts
 from lipaudit.settings.registry import GROUP as MEASURES
 from lipaudit.tables import Data, Model, Note, Report, Run, Section
@@ -64,7 +64,7 @@ def make_failed(
     name: str, settings: Mapping[str, Any], error: Exception, notes: tuple[Note, ...] = ()
 ) -> Section:
     """Return the section of a measure that failed: the reason in place of figures."""
-    fault = as_user_meets(error) or bug(error)
+    fault = explain_error(error)
     failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
     return layouts()[name].section(settings=settings, notes=notes, failure=failure)
 

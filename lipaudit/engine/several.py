@@ -127,7 +127,9 @@ def _require_same_classes(first: Outline, other: Outline) -> None:
     said = ""
     if first.classes and other.classes and first.classes != other.classes:
         said = f"{first.model} has {first.classes} classes, {other.model} {other.classes}"
-    pairs = [(_names(first, i), _names(other, i)) for i in sorted({*first.labels} - {-1})]
+    pairs = [
+        (_list_names(first, i), _list_names(other, i)) for i in sorted({*first.labels} - {-1})
+    ]
     if pairs and all(one and two and not {*one} & {*two} for one, two in pairs):
         one, two = (", ".join(names) for names in pairs[0])
         said = f"what is {one!r} for {first.model} is {two!r} for {other.model}"
@@ -138,7 +140,7 @@ def _require_same_classes(first: Outline, other: Outline) -> None:
         )
 
 
-def _names(outline: Outline, label: int) -> list[str]:
+def _list_names(outline: Outline, label: int) -> list[str]:
     """Return what a class is called; nothing where it has no name but its number."""
     if not outline.names or label >= len(outline.names):
         return []

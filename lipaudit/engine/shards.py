@@ -73,8 +73,8 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     Raises:
         InputError: they do not belong together, one is missing or there twice, or damaged.
     """
-    whole = sorted(reports, key=lambda report: _shard(report).number)
-    _require_complete([_shard(report) for report in whole])
+    whole = sorted(reports, key=lambda report: _require_shard(report).number)
+    _require_complete([_require_shard(report) for report in whole])
     first = whole[0]
     for other in whole[1:]:
         _require_alike(first, other)
@@ -82,12 +82,12 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     created = datetime.now(UTC).isoformat(timespec="seconds")
     own = {"command": command, "created": created, "device": devices}
     sections: list[Section] = []
-    for name in _measured(first):
-        sections += _sections(name, whole, sections)
+    for name in _list_measures(first):
+        sections += _merge_sections(name, whole, sections)
     return make_report(first.run.model_copy(update=own), sections, first.samples)
 
 
-def _shard(report: Report) -> Shard:
+def _require_shard(report: Report) -> Shard:
     if report.shard is None:
         raise InputError(
             f"the report of {report.run.model.spec} written by {report.run.command!r} is no shard",
@@ -113,16 +113,18 @@ def _require_complete(shards: Sequence[Shard]) -> None:
     numbers = [shard.number for shard in shards]
     twice = [n for n in sorted(set(numbers)) if numbers.count(n) > 1]
     if twice:
-        raise InputError(f"shard {_named(twice, shards)} is there twice", "Name each shard once.")
+        raise InputError(
+            f"shard {_list_numbers(twice, shards)} is there twice", "Name each shard once."
+        )
     missing = [n for n in range(1, shards[0].of + 1) if n not in numbers]
     if missing:
         raise InputError(
-            f"shard {_named(missing, shards)} is missing",
+            f"shard {_list_numbers(missing, shards)} is missing",
             f"Measure it: the same command with --shard {missing[0]}/{shards[0].of}.",
         )
 
 
-def _named(numbers: Sequence[int], shards: Sequence[Shard]) -> str:
+def _list_numbers(numbers: Sequence[int], shards: Sequence[Shard]) -> str:
     return f"{', '.join(map(str, numbers))} of {shards[0].of}"
 
 
@@ -132,75 +134,77 @@ def _require_alike(first: Report, other: Report) -> None:
     Raises:
         InputError: with all in which they differ.
     """
-    pairs = dict(_conditions(first)), dict(_conditions(other))
+    pairs = dict(_list_conditions(first)), dict(_list_conditions(other))
     names = dict.fromkeys([*pairs[0], *pairs[1]])
     changes = [
-        f"{name} {_shown(values[0])} and {_shown(values[1])}"
+        f"{name} {_shorten(values[0])} and {_shorten(values[1])}"
         for name in names
         if (values := [pair.get(name, "not given") for pair in pairs])[0] != values[1]
     ]
     if changes:
-        numbers = f"shards {_shard(first).number} and {_shard(other).number}"
+        numbers = f"shards {_require_shard(first).number} and {_require_shard(other).number}"
         raise InputError(
             f"{numbers} are not of one run: {'; '.join(changes)}",
             "Measure both with the same command, on the same software, but for --shard.",
         )
 
 
-def _conditions(report: Report) -> Iterator[tuple[str, Any]]:
+def _list_conditions(report: Report) -> Iterator[tuple[str, Any]]:
     """Yield all that decides the numbers, by its name."""
-    shard, run = _shard(report), report.run.model_dump(mode="json")
+    shard, run = _require_shard(report), report.run.model_dump(mode="json")
     yield "device", report.run.device.split(" ")[0]
-    yield from _flat({name: value for name, value in run.items() if name not in OWN})
+    yield from _flatten({name: value for name, value in run.items() if name not in OWN})
     yield "samples", shard.ids
     yield from ((f"samples of {name}", count) for name, count in shard.counts.items())
-    for name in _measured(report):
-        yield from ((f"{name} {key}", value) for key, value in _settings(report, name))
+    for name in _list_measures(report):
+        yield from ((f"{name} {key}", value) for key, value in _list_settings(report, name))
 
 
-def _settings(report: Report, measure: str) -> Iterator[tuple[str, Any]]:
+def _list_settings(report: Report, measure: str) -> Iterator[tuple[str, Any]]:
     """Yield the options of a measure, as JSON has them: settings of its section, and others."""
     section = report.section(measure)
     settings = {} if section is None else section.settings
-    both = settings | _shard(report).options.get(measure, {})
+    both = settings | _require_shard(report).options.get(measure, {})
     yield from json.loads(json.dumps(both, default=str)).items()
 
 
-def _measured(report: Report) -> list[str]:
+def _list_measures(report: Report) -> list[str]:
     return [section.measure for section in report.sections if "." not in section.measure]
 
 
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name} ")
+            yield from _flatten(value, f"{above}{name} ")
         else:
             yield f"{above}{name}", value
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 20 else f"{text[:16]}..."
 
 
-def _sections(measure: str, reports: Sequence[Report], before: Sequence[Section]) -> list[Section]:
+def _merge_sections(
+    measure: str, reports: Sequence[Report], before: Sequence[Section]
+) -> list[Section]:
     """Return the sections of a measure over all samples; the first failure, where there is one."""
     failed = [s for r in reports if (s := r.section(measure)) is not None and s.failure]
     if failed:
         return failed[:1]
-    first = _shard(reports[0])
+    first = _require_shard(reports[0])
     ids = first.ids[: first.counts[measure]]
-    given = dict(_settings(reports[0], measure))
+    given = dict(_list_settings(reports[0], measure))
     left = sum(report.unmeasured.get(measure, 0) for report in reports)
-    parts = _parts(measure, reports, ids, left)
-    options, notes = _with_map(option_types()[measure].checked(given), parts, before)
+    parts = _collect_parts(measure, reports, ids, left)
+    options, notes = _choose_map(option_types()[measure].checked(given), parts, before)
     if left:
         text = f"the time limit ended {measure} after {len(ids) - left} of {len(ids)} samples"
         notes = (*notes, Note(level="warning", code="cut-short", text=text))
     return summarise(measure, parts, options, first.notes + notes, left)
 
 
-def _with_map(
+def _choose_map(
     options: MeasureOptions, parts: Sequence[Part], before: Sequence[Section]
 ) -> tuple[MeasureOptions, tuple[Note, ...]]:
     """Let the map of the most amplifying head be drawn, if the shards kept maps for that."""
@@ -217,7 +221,9 @@ def _with_map(
     return options, (Note(level="info", code="no-map", text=text),)
 
 
-def _parts(measure: str, reports: Sequence[Report], ids: Sequence[str], left: int) -> list[Part]:
+def _collect_parts(
+    measure: str, reports: Sequence[Report], ids: Sequence[str], left: int
+) -> list[Part]:
     """Return the parts of all shards in the order of the samples, of which some may be left.
 
     Raises:
@@ -225,7 +231,7 @@ def _parts(measure: str, reports: Sequence[Report], ids: Sequence[str], left: in
     """
     parts: list[Part] = []
     for report in reports:
-        shard = _shard(report)
+        shard = _require_shard(report)
         try:
             parts += unpack_parts(shard.parts[measure])
         except (KeyError, ValueError) as error:

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lipaudit.api.measuring import AnyData, prepared
+from lipaudit.api.measuring import AnyData, open_job
 from lipaudit.api.requests import audit_request
 from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request
-from lipaudit.errors import InputError, UsageError, as_user_meets, bug
+from lipaudit.errors import InputError, UsageError, explain_error
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.assembly import unwrap
@@ -175,7 +175,7 @@ class Monitor:
     def _measure_module(self, step: int) -> Report:
         with (
             _protect(_module(self._model), self._request.run.seed),
-            prepared(self._model, self._request, self._data, samples=self._samples) as job,
+            open_job(self._model, self._request, self._data, samples=self._samples) as job,
         ):
             report = execute(job)
         model = report.run.model
@@ -187,7 +187,7 @@ class Monitor:
         request = self._request
         with (
             _protect(_module(self._model), request.run.seed),
-            prepared(self._model, request, self._data) as job,
+            open_job(self._model, request, self._data) as job,
         ):
             samples = job.samples
         few = request.run.samples is None
@@ -202,7 +202,7 @@ class Monitor:
         except Exception as error:
             if not self._request.partial:
                 raise
-            reason = (as_user_meets(error) or bug(error)).message
+            reason = explain_error(error).message
             warnings.warn(f"lipaudit, step {step}: {reason}", stacklevel=2)
 
 

@@ -194,7 +194,7 @@ def test_a_stopped_run_has_a_status_of_its_own(args, code, tmp_path, monkeypatch
         raise KeyboardInterrupt(*args)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(execute, "executed", stopped)
+    monkeypatch.setattr(execute, "run_job", stopped)
     done = CliRunner().invoke(build(), ["bounds", "demo", "-o", "x.json"])
     assert done.exit_code == code
     assert done.stdout == ""

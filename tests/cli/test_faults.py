@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import lipaudit
 from lipaudit import schema
 from lipaudit.cli.commands import build
-from lipaudit.errors import EvaluationError, UsageError, as_user_meets, of_machine, out_of_memory
+from lipaudit.errors import EvaluationError, UsageError, find_user_error, of_machine, out_of_memory
 from lipaudit.measures import MEASURES
 from lipaudit.models.sources import assembly
 from lipaudit.settings import RunOptions
@@ -263,7 +263,7 @@ MACHINE = [
 @pytest.mark.parametrize("error", MACHINE, ids=str)
 def test_faults_of_the_machine_are_told_from_those_of_a_model(error):
     assert of_machine(error)
-    met = as_user_meets(error)
+    met = find_user_error(error)
     assert isinstance(met, EvaluationError)
     assert met.advice
 
@@ -272,7 +272,7 @@ def test_faults_of_the_machine_are_told_from_those_of_a_model(error):
 def test_what_a_model_says_is_no_fault_of_the_machine(error):
     assert not of_machine(error)
     assert not out_of_memory(error)
-    assert as_user_meets(error) is None
+    assert find_user_error(error) is None
 
 
 @pytest.mark.parametrize("error", MACHINE[:1] + MACHINE[3:4], ids=str)
@@ -354,7 +354,7 @@ def test_options_of_a_kind_are_refused_from_python_alike():
 
 
 BESIDE = {
-    "api/measuring.py:prepared": "asks as_user_meets",
+    "api/measuring.py:open_job": "asks find_user_error",
     "models/attention/observe/events.py:_can_broadcast": "compares shapes",
     "models/precision.py:_cudnn_allows_tf32": "reads a setting",
     "models/sources/offload.py:find_device": "asks for a device",
@@ -363,7 +363,7 @@ BESIDE = {
     "engine/execute.py:_note_kept": "raises again",
     "engine/launcher.py:_connect": "meets the other processes",
     "engine/launcher.py:_require_others": "hears from the other processes",
-    "engine/preview.py:_plan_measure": "asks as_user_meets",
+    "engine/preview.py:_plan_measure": "asks find_user_error",
 }
 """Broad handlers that need not ask whose fault an error is, and why."""
 

@@ -53,7 +53,7 @@ def test_a_path_that_leads_nowhere_is_said_to_be_the_baselines(lipaudit, measure
 
 def test_other_samples_are_refused_before_they_are_measured(lipaudit, measured, monkeypatch):
     monkeypatch.setattr(
-        "lipaudit.engine.execute.executed", lambda *_, **__: pytest.fail("measured")
+        "lipaudit.engine.execute.run_job", lambda *_, **__: pytest.fail("measured")
     )
     done = lipaudit("gate", "demo", "-b", "base.json", "-q", "--data", "other.npz")
     assert done.exit_code == 5

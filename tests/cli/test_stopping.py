@@ -138,15 +138,15 @@ def hold_before_second() -> None:
     """Let an audit of several models wait for a signal once the first is measured."""
     from lipaudit.engine import execute
 
-    measured, executed = [], execute.executed
+    measured, run_job = [], execute.run_job
 
     def execute_once(*given, **options):
         if measured:
             processes.wait_for_signal()
         measured.append(given)
-        return executed(*given, **options)
+        return run_job(*given, **options)
 
-    execute.executed = execute_once
+    execute.run_job = execute_once
 
 
 def test_an_audit_of_several_models_that_is_stopped_goes_on(tmp_path):

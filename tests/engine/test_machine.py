@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipaudit
-from lipaudit.errors import EvaluationError, as_user_meets
+from lipaudit.errors import EvaluationError, find_user_error
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.theory.bounds import head_bounds
@@ -80,7 +80,7 @@ def test_a_fault_of_a_device_is_never_laid_to_the_model(spec, whole, name):
         with pytest.raises(Exception, match="device-side assert") as caught:  # noqa: SIM117
             with Failing(int(share * whole[name][1]), error, lasting=True):
                 measured(spec, name)
-        met = as_user_meets(caught.value)
+        met = find_user_error(caught.value)
         assert met is not None, share
         assert met.message.startswith("the device failed"), share
 
@@ -94,7 +94,7 @@ def test_too_little_memory_changes_no_figure(spec, whole, name):
             with Failing(int(share * operations), error):
                 again = untimed(measured(spec, name))
         except Exception as caught:
-            met = as_user_meets(caught)
+            met = find_user_error(caught)
             assert met is not None, share
             assert met.message.startswith("out of memory"), share
         else:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
-from lipaudit.errors import ExitCode, InputError, bug, find_unmet_requirement
+from lipaudit.errors import ExitCode, InputError, explain_error, find_unmet_requirement
 from lipaudit.models.sources.loading import load_net
 from tests.models.sources.cases import bert, refused, save, vit
 
@@ -45,7 +45,7 @@ def test_a_package_that_is_missing_or_too_old_is_named(install, name, version, s
     assert done.exit_code == (ExitCode.INPUT if says else ExitCode.OK)
     assert says in " ".join(done.stderr.split())
     if says:  # whatever an old package made fail first
-        fault = bug(ImportError("cannot import name 'x'"))
+        fault = explain_error(ImportError("cannot import name 'x'"))
         assert isinstance(fault, InputError)
         assert fault.advice.startswith(f"pip install '{name}>=")
 

@@ -102,8 +102,11 @@ def _prose(text: str, width: int, style: str = "") -> Text:
 
 def wrap(text: str, width: int) -> list[str]:
     """Break prose into lines; a word that is too long is broken, not cut."""
-    lines = Text(cells.show_controls(text)).wrap(Console(), max(width, 10))
-    return [line.plain.rstrip() for line in lines] or [""]
+    return _wrap(cells.show_controls(text), max(width, 10))
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return [line.plain.rstrip() for line in Text(text).wrap(Console(), width)] or [""]
 
 
 def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
@@ -195,6 +198,9 @@ def _write_grid(
         yield _title(grid.title, width) if grid.title else Text("")
     rows = [[STRONG * (i in grid.strong) + row[0], *row[1:]] for i, row in enumerate(grid.rows)]
     widths = _choose_widths(grid, rows, width)
+    heads = [
+        _wrap(head, w) for head, w in zip(grid.heads or [""] * len(widths), widths, strict=True)
+    ]
     for number, group in enumerate(split_columns(widths, keys=grid.keys, width=width)):
         if number:
             yield Text("")
@@ -202,11 +208,11 @@ def _write_grid(
             box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
             show_header=bool(grid.heads),
         )  # fmt: skip
+        height = max(len(heads[i]) for i in group)
         for i in group:
             side: Literal["left", "right"] = "right" if grid.align[i] == "r" else "left"
-            head = Text(grid.heads[i]) if grid.heads else ""
-            place: Literal["top", "bottom"] = "bottom" if grid.heads else "top"
-            piece.add_column(head, width=widths[i], overflow="fold", justify=side, vertical=place)
+            head = Text("\n" * (height - len(heads[i])) + "\n".join(heads[i]))
+            piece.add_column(head, width=widths[i], justify=side, overflow="fold")
         for i, row in enumerate(rows):
             texts = (Text(row[j], styles.get((i, j), "")) for j in group)
             piece.add_row(*texts, style="bold" if i in grid.strong else "")

@@ -129,6 +129,7 @@ def make_screen(report: Report) -> Document:
         ),
         findings=tuple((text, "") for text, _ in page.findings),
         more=MORE,
+        steps=(),
     )
 
 
@@ -140,7 +141,6 @@ def make_card(report: Report) -> Document:
     return replace(
         page,
         notes=(),
-        steps=(),
         findings=(),
         more=f"Warnings: {warnings}. {whole}" if warnings else whole,
     )

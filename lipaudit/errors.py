@@ -94,6 +94,7 @@ def visible(text: str, keep: str = "") -> str:
     >>> print(visible("a\x1b[31m\u202eb"))
     a\x1b[31m\u202eb
     """
+    # The common case, at the speed of C.
     if text.isprintable():
         return text
     shown = {ord(c): _escape(c) for c in set(text) - set(keep) if _is_control(c)}
@@ -124,6 +125,7 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
     from difflib import get_close_matches
 
     word = name.lower()
+    # Reversed: of names that differ by case alone the first wins.
     spelled = {each.lower(): each for each in reversed(list(known))}
     begun = {each[: len(word)]: each for each in spelled} if len(word) > SHORT else {}
     starts = [begun[start] for start in get_close_matches(word, begun, 3, ALIKE)]
@@ -189,6 +191,7 @@ def of_machine(error: BaseException) -> bool:
     False
     """
     fault = isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE)
+    # Compared by name: this file must not import torch.
     device = type(error).__name__ == "AcceleratorError" or fault
     return out_of_memory(error) or device or isinstance(error, OSError)
 

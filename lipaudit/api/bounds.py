@@ -96,6 +96,7 @@ def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any)
         EvaluationError: a norm did not converge.
     """
     layer = heads(x, wq, wk, wv, **how)
+    # Seeds by position: the norm of a sample does not depend on its batch.
     norms = head_norms(layer, seeds=range(len(layer.x)), tol=1e-6, within=1e-6)
     if not norms.converged.all():
         raise EvaluationError(

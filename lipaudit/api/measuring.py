@@ -139,6 +139,8 @@ def audit(
             name_errors(request.model),
             open_job(each, request, data, input_shape=input_shape) as job,
         ):
+            # The name `job` is deleted: it would keep the model in memory while the next is
+            # loaded.
             outlines.append(outline_job(job))
             del job
     require_shared(outlines)
@@ -188,6 +190,7 @@ def open_job(
                 samples = _read_samples(data, net, request)
             yield prepare(request, net=net, samples=samples)
     except Exception as error:
+        # A bug keeps its type and its traceback; all else is an error with advice.
         if (fault := find_user_error(error)) is None or fault is error:
             raise
         raise fault from error

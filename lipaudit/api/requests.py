@@ -27,6 +27,7 @@ def name_model(model: AnyModel) -> str:
 def name_models(models: Sequence[AnyModel]) -> list[str]:
     """Name several models; modules of one class are numbered."""
     names = [name_model(model) for model in models]
+    # Checkpoints have names of their own; two modules of one class would share theirs.
     modules = {i for i, model in enumerate(models) if not isinstance(model, str)}
     return [
         f"{name} {names[: i + 1].count(name)}" if i in modules and names.count(name) > 1 else name

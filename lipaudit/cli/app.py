@@ -88,6 +88,7 @@ class Command(_Untyped, typer.core.TyperCommand):
     def __init__(self, name: str, *, callback: Any, **settings: Any) -> None:
         super().__init__(name, callback=callback, **settings)
         self.function = inspect.unwrap(callback)
+        # A cached property is asked only where the instance has no value of that name.
         del self.params, self.callback
 
     @functools.cached_property
@@ -201,6 +202,7 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
 
     def call(**typed: Any) -> None:
         with _exit_codes(verbose=bool(typed.get("verbose"))):
+            # Schedulers end a job by SIGTERM: finished work is kept, as after Ctrl-C.
             signal.signal(signal.SIGTERM, _terminate)
             # Only commands that measure have a configuration: a report is shown as it was asked.
             shared = any(kind in SHARED for kind in kinds.values())
@@ -217,6 +219,7 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
         if name not in groups
     ]
     parameters += [p for group in groups.values() for p in _parameters(group)]
+    # A command without rare options shows all of them in --help.
     if RARE & {p.name for p in parameters}:
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(HELP_ALL, kind, default=False, annotation=HelpAll))
@@ -245,10 +248,12 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
+        # 128 plus the number of the signal, as shells count: SIGINT is 2, SIGTERM 15.
         status = 143 if stop.args == ("terminated",) else 130
         if not _is_follower():
             complain("terminated" if status == 143 else "interrupted")
         raise typer.Exit(status) from None
+    # Help, the version and a verdict of the gate end by these.
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
@@ -305,6 +310,7 @@ def _choose_type(option: Option) -> Any:
 
 def _spell_option(option: Option) -> Any:
     """Return how an option is typed and explained."""
+    # A flag that is on by default needs a way to turn it off.
     flags = option.flags
     if option.kind is bool and option.default is True:
         flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])

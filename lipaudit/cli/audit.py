@@ -56,6 +56,7 @@ def audit(
     from lipaudit.engine.files import require_folder
     from lipaudit.report import RANKED, REPORT
 
+    # Samples, radii and the quick preset are those of demos only if every model is one.
     demo = all(model.partition(":")[0] == "demo" for model in models)
     extent.require_several(len(models))
     check_outputs(output, REPORT if len(models) == 1 else RANKED)
@@ -208,6 +209,7 @@ def make_folder(folder: Path, flag: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if folder.parent == RUNS:
+            # The folder of all runs ignores itself: no report is committed by accident.
             (RUNS / ".gitignore").write_text("*\n")
     except OSError as error:
         raise EvaluationError(
@@ -235,6 +237,7 @@ def _format_time() -> str:
 
 def _name_folder(model: str) -> str:
     """Return what a folder of a model is called: of a path its last part."""
+    # A path gives its last part; of py:./own.py:make and the like `./` goes.
     path = Path(model)
     name = path.resolve().name if path.exists() else re.sub(r"(^|[:/])(\.{1,2}/)+", r"\1", model)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "model"

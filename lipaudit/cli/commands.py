@@ -31,6 +31,7 @@ def words_of_bash() -> Iterator[None]:
     at = int(os.environ["COMP_CWORD"])
     before, after = _join_words(os.environ["COMP_WORDS"].split("\n")[: at + 1])
     os.environ |= {"COMP_WORDS": "\n".join([*before, after]), "COMP_CWORD": str(len(before))}
+    # Bash replaces only what stands behind the last colon, so the answer has that part alone.
     whole = after.rpartition("=")[2]
     prefix = whole[: whole.rfind(":") + 1]
     written = io.StringIO()

@@ -33,6 +33,7 @@ def _load(path: Path) -> dict[str, Any]:
         advice = _repair(text, str(error))
         raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
     tools = _table(document, "tool", path)
+    # lipaudit.toml may leave out the table [tool.lipaudit] that pyproject.toml needs.
     own = {} if path.name == "pyproject.toml" else document
     values = _table(tools, "lipaudit", path) if "lipaudit" in tools else own
     for name in SUBTABLES:
@@ -42,6 +43,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _repair(text: str, error: str) -> str:
     """Show the line that an error of TOML names, and how a value is written."""
+    # tomllib has the line in the text of its error alone.
     found = re.search(r"at line (\d+)", error)
     if found is None:
         return ""

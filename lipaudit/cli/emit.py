@@ -54,6 +54,7 @@ def emit(
     subject = of_reports(shown) if isinstance(shown, Report) else shown
     if not always:  # nothing was measured that would be lost
         check_outputs(output, subject.keys())
+    # Files come first: a pipe that nobody reads must not keep them from being written.
     stdout, files = _formats(output, subject.keys())
     refused: list[EvaluationError] = []
     for path, format in files.items():

@@ -131,6 +131,7 @@ def compare(
     from lipaudit.report import COMPARISON, of_comparison
 
     check_outputs(output, COMPARISON)
+    # A launcher's store serves one run: two models would meet at one port.
     if sum(not is_report(each) for each in reports[1:]) > 1:
         require_one_process("comparing several")
     loaded = [schema.load(reports[0])]
@@ -208,9 +209,11 @@ def _tell_github(subject: Subject, outcome: str) -> None:
 
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
+    # GitHub shows this file below the job.
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(summary).open("ab") as file:
             file.write(render(subject, "markdown"))
+    # Later steps of the workflow read the verdict here; a newline would end the value.
     if outputs := os.environ.get("GITHUB_OUTPUT"):
         with Path(outputs).open("a", encoding="utf-8") as file:
             file.write(f"verdict={' '.join(outcome.split())}\n")

@@ -43,6 +43,7 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
     return measure
 
 
+# Plug-ins are among them: their commands are made in the same way.
 for _name, _options in option_types().items():
     command(_name, panel=MEASURING)(_command(_name, _options))
 
@@ -183,6 +184,7 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
         for model, report in reports.items()
         for name, count in report.unmeasured.items()
     ]
+    # A failure outweighs a time limit: its exit code says what to mend.
     if failures:
         reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures.items())
         first = next(iter(failures.values()))

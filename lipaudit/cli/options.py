@@ -185,6 +185,8 @@ def resolve_group(
     said = {name: value for name, value in typed.items() if value is not None}
     names = group.options()
     own = {n: _convert_value(n, value, names[n]) for n, value in defaults.items() if n in names}
+    # Checked apart from what is typed: the error names the key of the file, and a wrong line is
+    # refused even where the command line overrules it.
     if own:
         group.checked(own, spelled=_spell_key)
     typed_here = {name: value for name, value in said.items() if name in names}
@@ -200,6 +202,7 @@ def _convert_value(name: str, value: Any, option: Option) -> Any:
     if isinstance(value, bool) != (option.kind is bool):
         wanted = "true or false" if option.kind is bool else "a value"
         raise UsageError(f"{_spell_key(name)} is {value!r}: it takes {wanted}")
+    # One file may stand without a list: output = "page.md".
     return (value,) if option.repeats and isinstance(value, str) else value
 
 

@@ -64,6 +64,7 @@ class OnStderr(Observer):
 
         What a resumed run reuses is printed for each measure.
         """
+        # Every measure of an audit repeats a remark on loading: only the first is printed.
         colour = "yellow" if note.level == "warning" else "dim"
         shape = note.code, note.text if note.code == "reused" else _blank_numbers(note.text)
         if not self.quiet and shape not in self.said:
@@ -114,6 +115,7 @@ class OnStderr(Observer):
             self.bar = None
 
     def _beat(self, now: float, done: float) -> None:
+        # Nothing can be estimated before the first sample, and nothing is left after the last.
         if now - self.last < HEARTBEAT or not 0 < done < self.total:
             return
         left = (now - self.start) / done * (self.total - done)

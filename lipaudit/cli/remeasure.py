@@ -137,10 +137,13 @@ def _make_request(current: str, baseline: Report, how: Remeasure) -> Request:
     from lipaudit.settings import option_types
 
     before = baseline.run
+    # The baseline's own protocol; what is given overrules only where things are and on what
+    # machine.
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
     sections = [section for section in baseline.sections if "." not in section.measure]
     given = {name: value for name, value in how.given.items() if name != "report"}
     measures = {
+        # `once` has the values that old reports leave out: what was the default then.
         section.measure: (kind := option_types()[section.measure]).checked(
             {**kind.once, **section.settings}
         )

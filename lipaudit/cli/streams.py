@@ -53,6 +53,7 @@ def make_printable() -> None:
 
     An ASCII terminal, or PYTHONIOENCODING=ascii, would raise an error at the first of them.
     """
+    # Strict streams would end a long run with a UnicodeEncodeError at its last line.
     codecs.register_error("lipaudit.plain", _replace_characters)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
@@ -78,6 +79,7 @@ def drop_output(stream: TextIO) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
+        # The descriptor itself is redirected: Python flushes it again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -179,6 +179,7 @@ def _find_remark(name: str) -> str:
         place = find_device(name)
     except UsageError as error:
         return f" (not usable: {error.message})"
+    # The CPU has no such function.
     make = getattr(torch.get_device_module(place), "get_device_name", None)
     return f" ({make(place)})" if make else ""
 
@@ -241,6 +242,7 @@ def check(
 
     check_outputs(output, ("lines", "record"))
     require_alone(run, "a dry run", unlimited=True)
+    # The plan of an audit without options, which is what most people run next.
     demo, options = model.partition(":")[0] == "demo", AuditOptions()
     plan, counts = options.plan(demo=demo), options.counts(demo=demo)
     request = Request(model, plan, run, counts, optional=plan.keys(), command=typed_command())

@@ -170,12 +170,14 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
         raise UsageError("training needs labelled samples", f"Name them with {option}.")
     most = run.samples if option == "--data" else None
     samples = load_data(spec, net, data_options(run, most or sys.maxsize))
+    # Training takes all samples there are: that these are fewer than sys.maxsize is no news.
     kept = tuple(note for note in samples.notes if note.code != "fewer-samples")
     return replace(samples, notes=kept)
 
 
 def _report_epochs(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Iterator[Epoch]:
     """Yield the epochs unchanged, with a line on stderr for each."""
+    # A resumed run starts at a later epoch: only epochs of this process are timed.
     start, first = time.monotonic(), None
     for epoch in epochs:
         yield epoch

@@ -129,6 +129,7 @@ def _measure_all(
                 return None
             waiting = True
             time.sleep(following.poll)
+    # Ctrl-C while waiting is how --follow ends; SIGTERM has an argument and is an interruption.
     except KeyboardInterrupt as stop:
         return None if waiting and not stop.args else stop
 

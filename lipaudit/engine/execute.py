@@ -96,6 +96,7 @@ def run_job(
     """
     place = job.request.place
     if observer is None or (place is not None and place.rank > 0):
+        # Only rank 0 talks: the notes of all are the same.
         observer = Observer()
     for note in job.notes:
         observer.note(note)
@@ -104,6 +105,7 @@ def run_job(
         own = _measure(job, observer, kept)
         report: Report | None = own
         if place is not None:
+            # Shards travel as JSON, as between machines: one format, and nothing is unpickled.
             texts = gather_texts(dumps(own), place)
             reports = [loads(text) for text in texts or ()]
             report = merge(reports, command=job.request.command) if texts else None
@@ -124,6 +126,8 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
     errors: list[Exception] = []
     measured: dict[str, list[Part]] = {}
     with eager(), exact_arithmetic(job.net.device):
+        # In this order: the map of attention is that of the head which bounds found to be the
+        # steepest.
         for name, options in job.request.measures.items():
             if job.request.draws_steepest:
                 options = _draw_steepest(options, sections, job)
@@ -139,6 +143,7 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
                 observer.fails(name, error)
                 errors.append(error)
                 sections.append(make_failed(name, options.model_dump(), error, job.notes))
+    # A report without any figures helps nobody: the first error ends the run.
     if len(errors) == len(job.request.measures):
         raise errors[0]
     shard = make_shard(job, measured) if job.request.run.shard else None
@@ -214,6 +219,7 @@ class Task:
                 self.observer.advances(self.name, len(part.ids))
                 parts.append(part)
         self.observer.ends(self.name)
+        # Texts are batched by length: their parts come out of order.
         return in_order(parts, self.job.samples.batch.ids)
 
     def _note_found(self, done: int) -> Note:
@@ -276,10 +282,12 @@ class Task:
                 if size == 1:
                     text = "out of memory with one sample at a time"
                     raise EvaluationError(text, advise_on_memory(self.job)) from None
+                # The largest batch that is left may be smaller than the size: halve that.
                 size = max(1, min(size, max(map(len, left))) // 2)
 
     def _measure_batches(self, batches: Sequence[Batch], size: int) -> Iterator[Part]:
         net, first, options = self.job.net, self.job.first(self.name), self.options
+        # The first batch is where layers are surveyed: it must fit in memory, too.
         if size < self.job.size(self.name):
             first = first[:size].trim()
         if self.measure.chunk is not None:  # chunks are fixed: the options say how to cut them
@@ -297,6 +305,7 @@ class Task:
         Raises:
             EvaluationError: with the sample.
         """
+        # Faults of the machine or of the user are explained already; the rest may be the model's.
         if type(error) is not EvaluationError and find_user_error(error) is not None:
             return
         net, samples = self.job.net, self.job.samples
@@ -330,6 +339,7 @@ def advise_on_memory(job: Job) -> str:
 
 def _leave_out(batch: Batch, finished: set[str]) -> Iterator[Batch]:
     """Yield the runs of a batch's samples that are not finished."""
+    # Runs of neighbours: index minus position is constant within one.
     left = [i for i, name in enumerate(batch.ids) if name not in finished]
     for _, run in groupby(enumerate(left), key=lambda pair: pair[1] - pair[0]):
         places = [place for _, place in run]

@@ -18,6 +18,7 @@ def write(path: Path, content: bytes) -> None:
     """
     temporary = None
     try:
+        # In the same folder: a rename is atomic within one file system only.
         with tempfile.NamedTemporaryFile(dir=path.resolve().parent, delete=False) as file:
             temporary = Path(file.name)
             file.write(content)
@@ -70,6 +71,7 @@ def require_folder(path: Path) -> None:
 
 def ordinary_mode() -> int:
     """Return the permissions that a new file gets here: temporary ones are their owner's alone."""
+    # There is no way to read the mask but to set it.
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask

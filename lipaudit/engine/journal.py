@@ -72,6 +72,7 @@ class Journal:
         for path in sorted(self.folder.glob("*.npz")) if self.keeps else ():
             with suppress(OSError, ValueError):
                 part = decode_part(path.read_bytes())
+                # A file is named by its first sample; of parts that overlap the first one counts.
                 if part.ids[:1] == (path.stem,) and left.issuperset(part.ids):
                     finished.append(part)
                     left.difference_update(part.ids)
@@ -134,6 +135,7 @@ def decode_part(content: bytes) -> Part:
         ValueError: it is damaged, or something else.
     """
     try:
+        # numpy checks the sums of the arrays that it reads, not those of the whole file.
         if zipfile.ZipFile(io.BytesIO(content)).testzip() is not None:
             raise ValueError("a checksum is wrong")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
@@ -171,6 +173,7 @@ def _pack(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
         return value.item()
     if isinstance(value, list):
         return [_pack(each, arrays) for each in value]
+    # As pairs: keys of JSON are text, and those of facts may be numbers.
     if isinstance(value, dict):
         return {"dict": [_pack([*pair], arrays) for pair in value.items()]}
     if isinstance(value, tuple):
@@ -197,6 +200,7 @@ def _unpack(value: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _find_cache() -> Path:
+    # In the user's cache: the same command finds it from another folder, too.
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "lipaudit" / "journal"
 

@@ -68,6 +68,7 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
             "several processes are started, and nothing says where they meet",
             "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.",
         )
+    # torchrun always sets LOCAL_RANK; a hand-made launcher may not.
     rank, size, local = (int(env.get(name, "0")) for name in names)
     return Place(rank, size, local, host, int(port))
 
@@ -115,6 +116,7 @@ def join_processes(place: Place | None) -> Iterator[None]:
     try:
         yield
         with _require_others(place):
+            # The store lives in rank 0: leaving first would cut off the others.
             torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
@@ -164,6 +166,7 @@ def _connect(place: Place) -> None:
             store = PrefixStore(f"lipaudit-{number}", store)
             store.set(f"{place.rank}", "here")
             store.wait([f"{rank}" for rank in range(place.size)], JOIN)
+            # gloo runs everywhere, and a few kilobytes at the end need nothing faster.
             dist.init_process_group(
                 "gloo", store=store, rank=place.rank, world_size=place.size, timeout=MEASURING
             )

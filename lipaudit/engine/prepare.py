@@ -139,6 +139,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     """
     if request.place is not None:
         request = replace(request, run=share_run(request.run, request.place))
+    # What can be refused without the model is refused before it is loaded.
     for path in (path for options in request.measures.values() for path in options.files):
         require_writable(path)
         if request.run.shard:
@@ -165,6 +166,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     wanted = {name: request.count(name) for name in request.measures}
     samples = samples or _load_samples(net, request, max(wanted.values()))
     ready = net if score is None else _score_continuations(net, samples, score)
+    # Texts are checked by their padding instead: see `require_padding_is_unread`.
     if net.kind != "text":
         with eager(), exact_arithmetic(net.device):
             require_per_sample(net, samples.batch, singly=request.run.batch_size == 1)
@@ -203,6 +205,7 @@ def _fill_in(request: Request) -> Request:
     """Give every measure the seed of the run, and texts the length that the measures need."""
     run = request.run
     needed = [options.tokens for options in request.measures.values() if options.tokens]
+    # The longest that any measure needs: all of them share the samples.
     if run.max_tokens is None and needed:
         run = run.model_copy(update={"max_tokens": max(needed)})
     measures = {

@@ -181,6 +181,7 @@ def time_batch(job: Job) -> tuple[int, float] | None:
     batch = job.samples.batch[:TIMED].to(job.net.device, job.net.dtype)
     try:
         with eager(), torch.no_grad():
+            # The first pass also compiles kernels and fills caches.
             job.net.output(batch).sum().item()
             start = time.perf_counter()
             job.net.output(batch).sum().item()  # waits for the device
@@ -205,6 +206,7 @@ def footprint(job: Job, name: str) -> Footprint | None:
     if options is None:
         return None
     one, two = (_find_peak(job, name, options, samples) for samples in (1, 2))
+    # What the second sample adds is the price of one; the rest is there anyway.
     sample = max(two - one, 0)
     return Footprint(max(one - sample, 0), sample)
 
@@ -228,6 +230,7 @@ def _shorten(job: Job, name: str) -> MeasureOptions | None:
 def _find_peak(job: Job, name: str, options: MeasureOptions, samples: int) -> int:
     """Return the most bytes that a measure holds of so many copies of the longest sample."""
     batch, net = job.samples.batch, job.net
+    # The longest text decides what a batch takes.
     longest = 0 if batch.mask is None else int(batch.mask.sum(1).argmax())
     copies = batch.rows(torch.full((samples,), longest)).trim()
     copies = replace(copies, ids=tuple(f"{i}-{k}" for k, i in enumerate(copies.ids)))

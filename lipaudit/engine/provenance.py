@@ -123,6 +123,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             installed[name] = version(name)
+    # A plug-in computes figures as well: its version belongs to them.
     plugins = [point.dist for group in GROUPS for point in entry_points(group=group)]
     return installed | {dist.name: dist.version for dist in plugins if dist is not None}
 

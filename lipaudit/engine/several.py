@@ -144,6 +144,7 @@ def _list_names(outline: Outline, label: int) -> list[str]:
     """Return what a class is called; nothing where it has no name but its number."""
     if not outline.names or label >= len(outline.names):
         return []
+    # ImageNet has names like `tabby, tabby cat`: one name in common is enough.
     name = outline.names[label].casefold().replace("_", " ")
     words = (word.strip() for word in name.split(","))
     return [word for word in words if word and word != f"label {label}"]

@@ -152,6 +152,7 @@ def _require_alike(first: Report, other: Report) -> None:
 def _list_conditions(report: Report) -> Iterator[tuple[str, Any]]:
     """Yield all that decides the numbers, by its name."""
     shard, run = _require_shard(report), report.run.model_dump(mode="json")
+    # Cards of one kind may differ by name; a CPU and a GPU may not be mixed.
     yield "device", report.run.device.split(" ")[0]
     yield from _flatten({name: value for name, value in run.items() if name not in OWN})
     yield "samples", shard.ids
@@ -240,6 +241,7 @@ def _collect_parts(
                 "Copy or measure it again.",
             ) from error
     names = sample_ids(parts)
+    # A batch size of its own cuts a shard in other places: samples are then there twice or not.
     doubled = len({*names}) < len(names)
     if doubled or not {*names} <= {*ids} or len(names) + left != len(ids):
         raise InputError(

@@ -32,12 +32,13 @@ from lipaudit.gate.pairing import (
     name_rows,
     select,
 )
-from lipaudit.gate.rules import BINARY, Rule, no_change
+from lipaudit.gate.rules import Rule, no_change
 from lipaudit.gate.statistics import ALPHA, compute_two_sided, correct_by_holm, judge_share
 from lipaudit.gate.verdicts import Verdict
 from lipaudit.tables import Column, Report, Section, model_labels
 from lipaudit.tables.columns import Cell, Float, Frozen
 from lipaudit.tables.figures import order
+from lipaudit.tables.samples import FLAGS
 from lipaudit.tables.trials import WORST, TrialKey, parse_column
 
 Kind = Literal["clean", "attacked", "certified"]
@@ -299,7 +300,7 @@ def _judge_columns(
         if not column.better and not (name in sampled and name == "correct"):
             continue
         if name in sampled:
-            stats = ["mean"] if name in BINARY else ["median", "p95"]
+            stats = ["mean"] if name in FLAGS else ["median", "p95"]
             figures = [_read_samples(section, name) for section in sections]
         else:
             stats, figures = ["median"], [_read_rows(section, name) for section in sections]
@@ -631,7 +632,7 @@ def _read_figures(old: Report, new: Report) -> Iterator[tuple[str, dict[str, End
 def _has_direction(name: str, columns: Mapping[str, Column]) -> bool:
     """Tell whether a per-sample column holds figures of which less, or more, is better."""
     kind = parse_column(name)[0]
-    return kind in columns and columns[kind].better is not None and kind not in BINARY
+    return kind in columns and columns[kind].better is not None and kind not in FLAGS
 
 
 def _to_number(cell: object) -> float | None:

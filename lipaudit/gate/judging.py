@@ -33,7 +33,7 @@ from lipaudit.gate.pairing import (
     read,
     spell_radii_as,
 )
-from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, parse_rule
+from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
 from lipaudit.gate.statistics import (
     DIGITS,
     LEAST,
@@ -51,6 +51,7 @@ from lipaudit.gate.statistics import (
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.settings.audit import USUAL
 from lipaudit.tables import Report, Section
+from lipaudit.tables.samples import FLAGS
 
 TOLERANCE = 1e-4
 """Relative accuracy of the norms where their section asks for none: less is no change."""
@@ -183,7 +184,7 @@ def _suggest_rule(report: Report) -> str:
         f"Such as --fail-on '{section.measure}.{name} {sign}5%'; "
         for section in report.sections
         for name, column in section.columns.items()
-        if column.better and name not in BINARY
+        if column.better and name not in FLAGS
         for sign in ["<= +" if column.better == "lower" else ">= -"]
     )
     measure = report.sections[0].measure if report.sections else "rules"
@@ -356,7 +357,7 @@ def _find_medians(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | N
 
 def _is_same(rule: Rule, old: Values, new: Values, tol: float) -> bool:
     """Tell whether values are equal to the accuracy at which they were measured."""
-    if rule.column in BINARY and rule.per_sample:
+    if rule.column in FLAGS and rule.per_sample:
         return bool(np.array_equal(old, new))
     scale = float(np.abs(old).max(initial=0.0))
     return bool(np.isclose(new, old, rtol=tol, atol=ROUNDING * scale).all())

@@ -11,13 +11,14 @@ from typing import Any, Literal
 from lipaudit.errors import UsageError
 from lipaudit.gate.judging import judge_change
 from lipaudit.gate.pairing import explain_pairing, keep_sections, match_samples, read
-from lipaudit.gate.rules import BINARY, Rule, no_change, parse_rule
+from lipaudit.gate.rules import Rule, no_change, parse_rule
 from lipaudit.gate.statistics import LEVEL
 from lipaudit.gate.verdicts import Verdict
 from lipaudit.settings import layouts
 from lipaudit.tables import Note, Report, model_labels
 from lipaudit.tables.columns import Float, Frozen
 from lipaudit.tables.figures import median_limits
+from lipaudit.tables.samples import FLAGS
 from lipaudit.tables.summary import Accuracy, Head, Summary, summary
 from lipaudit.tables.trials import TrialKey, parse_radius
 
@@ -250,7 +251,7 @@ def make_rule(metric: str) -> Rule:
     plain = parse_rule(f"{metric} <= +0")
     layout = layouts()[plain.measure]
     known = {**layout.columns, **layout.sample_columns}
-    better = known[plain.column].better or ("higher" if plain.column in BINARY else None)
+    better = known[plain.column].better or ("higher" if plain.column in FLAGS else None)
     refused = {"each": "has a figure for each row", "max": "may be a maximum by chance"}
     why = refused.get(plain.stat, "") if better else "has no better direction"
     if why:

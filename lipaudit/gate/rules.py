@@ -12,12 +12,11 @@ from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import layouts
 from lipaudit.tables import Column, Layout, Section
 from lipaudit.tables.columns import Reduction
+from lipaudit.tables.samples import FLAGS
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
 LimitKind = Literal["absolute", "relative", "difference"]
 STATS: tuple[str, ...] = get_args(Stat)
-BINARY = frozenset({"robust", "certified", "correct", "converged"})
-"""Per-sample columns that hold 0 or 1: their mean is a share."""
 
 _RULE = re.compile(
     r"(?P<metric>[\w.]+)\s*(?:@(?P<selector>[^:<>]*?))?\s*(?::\s*(?P<stat>\w+))?\s*"
@@ -136,7 +135,7 @@ def no_change(
         sections: of the reports that have the metric.
     """
     rule = parse_rule(f"{metric} <= +0", sections)
-    share = column.format.endswith("%") or rule.column in BINARY
+    share = column.format.endswith("%") or rule.column in FLAGS
     limit = "+0pp" if share else "+0%" if all(value >= 0 for value in values) else "+0"
     op: Literal["<=", ">="] = "<=" if column.better == "lower" else ">="
     return replace(rule, text=metric, op=op, limit=_limit(limit, metric))
@@ -195,11 +194,11 @@ def _require_metric(text: str, tables: Mapping[str, Layout | Section]) -> None:
 def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
     sampled = column in table.sample_columns
     if text is None:
-        return "each" if not sampled else "mean" if column in BINARY else "median"
+        return "each" if not sampled else "mean" if column in FLAGS else "median"
     if text not in STATS:
         raise UsageError(f"unknown statistic {text!r}", suggestion(text, STATS))
     row = table.columns.get(column)
-    if text == "each" and (row is None or row.format == "s" or column in BINARY):
+    if text == "each" and (row is None or row.format == "s" or column in FLAGS):
         raise UsageError(
             f"{column} is measured per sample, `each` judges row by row",
             "Use median, mean, p95 or max.",

@@ -112,7 +112,6 @@ WORDS: Mapping[str, str] = {
     "P": "The attention map: a row per query, a column per key, each row adding up to 1.",
     "mean P": "The attention that a key receives: the mean of its column of P over the queries.",
     "column": "Of the patches of a picture, counted from the left.",
-    "regime": "How an attention row spreads: uniform, intermediate (fragile) or categorical.",
     "scorecard": "The first figures of a report, on one screen; `--details` prints the sections.",
     "clean accuracy": "Share of the samples that are classified correctly without any attack. "
     "CI is the 95 % confidence interval for samples like these (Wilson 1927).",
@@ -135,7 +134,6 @@ WORDS: Mapping[str, str] = {
     "at the median head.",
     "certified bound": "The tightest bound that holds on a whole set of inputs.",
     "accuracy": "Share of the samples that are classified correctly.",
-    "amplification": "How much a small change of a head's input is magnified: ||J||.",
     "rule": "A line of the gate's contract: METRIC[@SELECTOR][:STATISTIC] OP LIMIT.",
     "confidence": "The chance that no rule is flagged if all rules are in truth kept.",
     "metric": "What a rule judges: a column of a section, and how its values become one number.",
@@ -174,11 +172,8 @@ WORDS: Mapping[str, str] = {
     "pp": "Percentage points: the difference of two shares. From 50 % to 40 % are -10pp.",
     "lost": "Samples that were correct, robust or certified, and are not any more.",
     "gained": "Samples that are correct, robust or certified now, and were not.",
-    "as before": "Samples that changed sides in no outcome.",
     "stands": "Whether the change of a head is proven with Holm's correction over all heads: the "
     "chance of naming any unchanged head is 5 %.",
-    "up": "Heads whose figure is proven to have grown.",
-    "down": "Heads whose figure is proven to have shrunk.",
     "p (Holm)": "Two-sided p-value of no change beyond the accuracy of norms (Student's t over "
     "the samples), with Holm's correction over all heads of a column.",
     "median head": "The median over the heads, sample by sample.",
@@ -200,7 +195,6 @@ WORDS: Mapping[str, str] = {
     "reason": "Why a report was made the baseline.",
     "fact": "What a report says of its model, data and run.",
     "partial": "The run was cut short: some figures are missing.",
-    "||J|| of a head": "The exact norm of a head, median over the samples.",
     "shard": "One part of a run that was measured separately (--shard); lipaudit merge joins the "
     "parts.",
     "LAYER.HEAD": "A head: the index of its attention layer and its own, counted from 0.",

@@ -10,8 +10,9 @@ import pytest
 import lipaudit
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
-from lipaudit.gate.rules import BINARY, STATS, metrics
+from lipaudit.gate.rules import STATS, metrics
 from lipaudit.settings import layouts
+from lipaudit.tables.samples import FLAGS
 
 PLAN = {
     "bounds": {"radius": "0.03", "layers": "0,2"},
@@ -53,7 +54,7 @@ def rules(audit):
     for metric in sorted(
         set(metrics()) - {"attack.seconds"}
     ):  # wall time is no figure of the model
-        limit = "+1pp" if metric.rpartition(".")[2] in BINARY else "+1%"
+        limit = "+1pp" if metric.rpartition(".")[2] in FLAGS else "+1%"
         for text in (f"{metric}:{stat} <= {limit}" for stat in STATS):
             try:
                 judge(report, report, [parse_rule(text)])

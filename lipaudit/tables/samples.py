@@ -10,7 +10,7 @@ from typing import Any
 from lipaudit.tables.columns import Column
 
 FLAGS = frozenset({"certified", "complete", "converged", "correct", "robust"})
-"""Per-sample columns that say yes or no, as true and false or as 1 and 0: their mean is a share."""
+"""Per-sample columns of yes and no (true and false, or 1 and 0): their mean is a share."""
 
 
 def require_flags(samples: Mapping[str, Sequence[Any]], columns: Mapping[str, Column]) -> None:

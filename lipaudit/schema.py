@@ -20,6 +20,7 @@ from lipaudit.tables.summary import Summary, summary
 M = TypeVar("M", bound=BaseModel)
 _CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 """Beyond those that JSON escapes itself."""
+# Integers so long that they may not fit a float; shorter ones need no second parse.
 _LONG = re.compile(r"\d{20}")
 REPORT = "lipaudit.report"
 
@@ -145,6 +146,7 @@ def _bounded(digits: str) -> int:
 def _layout(value: Any, depth: int = 0) -> str:
     """Indent objects; keep rows, columns, per-sample columns and arrays on one line each."""
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # Depth 4 is within sections: columns, rows and samples, one to a line, diff well.
     column = depth == 4 and isinstance(value, dict) and "label" in value
     if depth > 4 or len(flat) < 80 or column or _is_line(value):
         return flat

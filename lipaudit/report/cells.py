@@ -11,7 +11,9 @@ from lipaudit.errors import visible
 from lipaudit.tables import Column
 
 MISSING = "–"
+# Superscripts of Unicode, which no format has to mark up; LaTeX writes them as such.
 MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"
+# Formats of counts, names and yes or no: read off, so no status or domain belongs to them.
 UNMEASURED = ("d", "s", "")
 STATUS = {
     "certified": "Proven for every input of its domain",
@@ -60,6 +62,7 @@ def format_number(value: float, spec: str) -> str:
     """Write a number; exponents without padding (1.2e3, not 1.2e+03)."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    # Counts may have become floats in arrays and medians: 12.0 is written 12, 12.5 as it is.
     whole = spec == "d" and value == int(value)
     written = format(int(value), spec) if whole else format(value, spec if spec != "d" else "g")
     return re.sub(r"e([+-])0*(\d)", lambda m: "e" + m[1].strip("+") + m[2], written)
@@ -69,6 +72,7 @@ def format_significant(value: float, spec: str = ".3g") -> str:
     """Keep trailing zeros, so that a column shows equally many digits: 1.20, 130, 9.00e3."""
     if spec.endswith("g"):
         sign = "+" * spec.startswith("+")
+        # The flag # keeps trailing zeros, and a point at the end, which is taken off below.
         spec = f"{sign}#{spec.removeprefix(sign)}"
     written = format_number(value, spec)
     return re.sub(r"\.(?=e|$)", "", written)

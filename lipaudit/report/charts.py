@@ -79,6 +79,7 @@ def draw_svg(block: Picture) -> str:
         figure, axes, tips = _draw_picture(block)
         file = io.BytesIO()
         figure.savefig(file, format="svg", transparent=True, dpi=160, metadata={"Date": None})
+        # After the figure is drawn: the layout moves the axes while it is saved.
         marks = _write_tips(axes, tips)
     return _embed(file.getvalue().decode(), describe(block), marks)
 
@@ -104,7 +105,9 @@ def _draw_picture(block: Picture) -> tuple[Any, Axes, list[Tip]]:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    # A caller may have set a style of its own: the page does not depend on it.
     mpl.rcdefaults()
+    # matplotlib names clip paths by a hash of this salt: equal blocks give equal bytes.
     mpl.rcParams.update({**STYLE, "svg.hashsalt": f"{type(block).__name__} {block.title}"})
     # Constrained layout places the labels of a square as if it filled its room.
     layout: Any = "compressed" if isinstance(block, Density) else "constrained"
@@ -194,6 +197,7 @@ def _set_axis(
     axes: Axes, which: str, values: Sequence[float], column: Column, *, log: bool = False
 ) -> tuple[float, float]:
     """Scale and label an axis; its ends, which are returned, are a little beyond its values."""
+    # Bounds may be infinite or overflow; the others still need an axis.
     known = [v for v in values if v == 0 or 1 / EXTREME < abs(v) < EXTREME]
     known = [v for v in known if v > 0 or not log] or [1.0]
     low, high = min(known), max(known)
@@ -250,6 +254,7 @@ def _name_ticks(axis: Any, names: Sequence[str]) -> None:
 def _set_legend(axes: Axes) -> None:
     """Set the legend above the picture, where it covers nothing, in as many columns as fit."""
     labels = axes.get_legend_handles_labels()[1]
+    # Some 56 letters fit above a picture; a mark takes the room of six.
     columns = max(1, min(len(labels), 56 // (max(map(len, labels), default=0) + 6)))
     axes.figure.legend(loc="outside upper left", ncols=columns)
 
@@ -293,6 +298,7 @@ def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
 
     values = np.array(block.values, dtype=np.float64)
+    # Zeros stay blank: most cells of a joint histogram, masked keys of a map.
     values[(values == 0) | (np.abs(values) > EXTREME)] = float("nan")
     known = values[np.isfinite(values)]
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
@@ -331,6 +337,7 @@ def _draw_mesh(axes: Axes, values: Any, x: Span, y: Span, label: str, **look: An
 
     height, width = values.shape
     corners = np.linspace(*x, width + 1), np.linspace(*y, height + 1)
+    # Many cells as paths would make a page of megabytes.
     masked, many = np.ma.masked_invalid(values), values.size > MANY
     mesh = axes.pcolormesh(*corners, masked, rasterized=many, clip_on=False, **look)
     axes.set(xlim=x, ylim=y)
@@ -391,6 +398,7 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
         if series.guide:
             axes.plot(series.x, series.y, label=label, linewidth=0.7, color=INK, linestyle=line)
             continue
+        # Marks of more points run into each other and hide the line.
         marker = marker if len(series.x) <= 64 else ""
         look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
         axes.plot(series.x, series.y, label=label, **look)

@@ -58,6 +58,7 @@ def compute_scale(block: Heatmap) -> Scale:
     if block.centre is not None:
         far = max(high - block.centre, block.centre - low) or 1.0
         return Scale(block.centre - far, block.centre + far, False, _parse_colours(DIVERGING))
+    # Shares keep their linear scale: 10 % has to look like a tenth of 100 %.
     wide = low > 0 and high > 10 * low and not block.column.format.endswith("%")
     # Crowded: the median is in the lowest quarter, where a linear scale would show one colour.
     log = wide and median(known) < low + 0.25 * (high - low)

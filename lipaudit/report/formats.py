@@ -99,6 +99,7 @@ def find_file_format(path: Path, forms: Collection[Form], chosen: Format | None 
         known = [suffix for each in usual for suffix in each.suffixes]
         message = f"cannot tell the format of {path} from its name"
         raise UsageError(message, suggestion(suffix, dict.fromkeys(known)))
+    # A result that has a form of its own (lines of a judgement) is written in that form.
     candidates.sort(key=lambda known: (known.takes not in forms, known.takes == "page"))
     return _require_form(candidates[0], forms)
 

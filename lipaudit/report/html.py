@@ -46,6 +46,7 @@ def render(page: Document) -> bytes:
         "tokens": shade_tokens,
         "legend": explain_shades,
     }
+    # The page allows the one script of this hash, so none that a name smuggles in runs.
     script = environment.get_template("page.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = environment.get_template("report.html")
@@ -94,5 +95,6 @@ def _cell(value: Any, column: Column) -> tuple[str, str]:
         return shown, ""
     if math.isinf(value):
         return shown, "Infinity" if value > 0 else "-Infinity"
+    # Cells of equal text (1.00) still sort by value.
     exact = f"{value:.6g}"
     return shown, "" if exact == shown else exact

@@ -18,6 +18,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.pictures import Heatmap
 
+# Half of the line: a scorecard then fits a page of one column.
 PROSE = r"p{0.5\textwidth}"
 """The column of a scorecard that has sentences."""
 WRITTEN = {

@@ -27,6 +27,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.pictures import Heatmap, describe
 
+# GitHub reads $...$ as mathematics and # and | within tables.
 SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
 
 

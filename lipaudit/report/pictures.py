@@ -170,6 +170,7 @@ def name_places(block: Density) -> tuple[list[tuple[str, Span]], list[tuple[str,
         (block.x, block.x_range, len(block.values[0])),
         (block.y, block.y_range, len(block.values)),
     ):
+        # Entries are equally wide; those of counted places have their number in the middle.
         step, places = (last - first) / count, []
         for i in range(count):
             low, high = first + i * step, first + (i + 1) * step

@@ -63,6 +63,7 @@ def _format_csv(value: Any) -> Any:
     A text that a spreadsheet would take for a formula gets an apostrophe in front.
     """
     if isinstance(value, float):
+        # -0.0 + 0.0 is 0.0.
         return value + 0.0
     if not isinstance(value, str):
         return value
@@ -73,6 +74,7 @@ def _format_csv(value: Any) -> Any:
 # A judgement for continuous integration
 
 
+# XML 1.0 has no way to write these two, not even as entities.
 _NOT_XML = re.compile("[\ufffe\uffff]")
 
 

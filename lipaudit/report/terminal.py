@@ -37,7 +37,9 @@ from lipaudit.report.blocks import (
 from lipaudit.report.colours import choose_ink, compute_scale
 from lipaudit.report.pictures import Heatmap, describe
 
+# The width of a file: no table is split there.
 FULL = 100_000
+# Lines of prose are no longer than this, however wide the terminal is.
 PROSE = 100
 LEVELS = " ▁▂▃▄▅▆▇█"
 """Bars behind the numbers of a map where there are no colours; the first is of no number."""
@@ -55,6 +57,7 @@ def render(page: Document, width: int | None = None, colour: str | None = None) 
     console = Console(
         file=io.StringIO(),
         width=width or FULL,
+        # Any height: without one rich asks the terminal that the process runs in.
         height=100,
         color_system=colour,  # type: ignore[arg-type]
         force_terminal=colour is not None,
@@ -223,6 +226,7 @@ def _write_grid(
 def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Return the width of each column: of its longest value, or longest word of its heading."""
     heads = grid.heads or [""] * len(grid.align)
+    # A heading may wrap at its spaces, a value never does.
     widths = [
         max(map(cell_len, [*head.split(), *(row[i] for row in rows)]), default=0)
         for i, head in enumerate(heads)

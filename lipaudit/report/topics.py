@@ -104,6 +104,7 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     is explained name by name; radii and other values explain themselves.
     """
     name = LIMIT.sub("", text).strip() or text
+    # A name may have signs of its own (g1/||M||): the whole is tried before its pieces.
     whole = _find_named(text, known) or _find_named(name, known)
     if whole:
         return whole

@@ -26,6 +26,7 @@ SYMBOLS = (
     "A = s W_Q W_K^T with s the scale of the logits. With biases X is [X 1] and W is [W; b^T]."
 )
 """The symbols of the formulas."""
+# A name becomes a column, a key in JSON and, with log10_ or bound_ before it, other columns.
 _NAME = re.compile(r"(?!log10_|bound_)[a-z][a-z0-9_]*")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

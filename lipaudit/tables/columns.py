@@ -131,9 +131,11 @@ class Column:
                 raise ValueError(f"{name} is missing")
             return None
         kind: Any = {"s": str, "d": int, "": bool}.get(self.format, float)
+        # JSON has no NaN: it is written as a string, which only a column of numbers reads back.
         value = _revive(value) if kind is float else value
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
+        # True is an int in Python, and no count.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
         if self.least is not None and value < self.least:
@@ -254,6 +256,7 @@ class Array(Frozen):
     @classmethod
     def of(cls, values: np.ndarray[Any, Any]) -> Array:
         """Store a numpy array."""
+        # Six digits: norms are computed to 1e-4 by default, and the JSON is half as long.
         return cls(shape=values.shape, data=tuple(float(f"{v:.6g}") for v in values.ravel()))
 
     def numpy(self) -> np.ndarray[Any, Any]:

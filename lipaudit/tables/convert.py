@@ -22,6 +22,7 @@ def complete(document: dict[str, Any], layouts: Mapping[str, Layout]) -> None:
             section.setdefault("title", layout.title)
             _add_columns(section, "columns", layout.columns)
             _add_columns(section, "sample_columns", layout.sample_columns)
+        # Bounds of a plug-in that is not installed have columns in no layout.
         if first and isinstance(section, dict) and (layout is None or layout.declared):
             _add_columns(section, "columns", _tell_columns(section))
 

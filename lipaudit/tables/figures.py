@@ -127,6 +127,7 @@ def sign_test_place(count: int, level: float) -> int:
     """
     from scipy.special import bdtr  # it takes half a second to import
 
+    # bdtr(k, n, p) is P(B <= k); it grows with k, so the count of small ones is the place.
     return int((bdtr(range(count), count, 0.5) <= level).sum()) if count else 0
 
 
@@ -137,6 +138,7 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     (0.2366, 0.7634)
     """
     share, z2 = successes / n, Z95**2
+    # The interval solves |p - share| = z sqrt(p (1 - p) / n) for p: no share of 0 has width 0.
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)

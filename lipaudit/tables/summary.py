@@ -343,6 +343,7 @@ def _fragile(section: Section | None) -> Fragile | None:
         return None
     shares = {n: _mean(rows, n) for n in ("intermediate", "uniform", "categorical")}
     flat = shares["uniform"] > shares["categorical"]
+    # A row of n <= k keys has no g_k: with short rows only k = 0 pulls them all.
     k: Any = section.settings.get("k", 10)
     long = isinstance(k, int) and max(row.tokens for row in rows) > k
     pulled = (k if flat and long else 0) if shares["intermediate"] >= FEW else None
@@ -375,4 +376,5 @@ def _tightness(rows: Sequence[Row]) -> Iterator[Tightness]:
 
 def _power(logarithm: float) -> float:
     """Return 10 to a power, infinite where that is no number of the machine."""
+    # The largest float is 1.8e308.
     return 10**logarithm if logarithm < 308 else math.inf

@@ -27,6 +27,7 @@ WORST = "worst"
 """Names all attacks together: a sample is robust if no attack broke it."""
 COSTS = ("seconds", "forwards", "backwards")
 """Columns of what a trial cost."""
+# No sign, infinity or underscore, which float() would take: a radius is typed by people.
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
 _COUNT = re.compile(rf"(\d+)\s*({'|'.join(COUNTED)})")

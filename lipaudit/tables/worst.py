@@ -14,6 +14,7 @@ from lipaudit.tables.trials import Radius, TrialKey, parse_column
 
 SHOWN = 10
 """How many samples are shown of all."""
+# ||x||_inf <= max_t ||x_t||_2 <= ||x||_2: a ball in an earlier norm lies within the later ones.
 INSIDE = ("l2", "token-l2", "linf")
 """Norms of which none is smaller than those behind it."""
 
@@ -96,6 +97,7 @@ def _certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
 def _attacked(report: Report) -> Iterator[tuple[str, TrialKey]]:
     """Yield the samples that attacks broke, with a ball that the example lies in."""
     for section in (report.section("attack"), report.section("certify")):
+        # An attack may stop nearer than its radius allows: its example lies in the smaller ball.
         far = {(i, t): value for kind, t, i, value in _figures(section) if kind == "distance"}
         for sample, trial in _fallen(section):
             reached = map(_radius, finite([far.get((sample, trial))]))
@@ -130,6 +132,7 @@ def _searched(section: Section | None, column: str) -> Iterator[tuple[str, Trial
 
 def _radius(value: float) -> Radius:
     """Return a radius that was measured, not typed."""
+    # Exact, so that a comparison of radii is not decided by the rounding of the text.
     return Radius(f"{value:.4g}", Fraction(value))
 
 

@@ -107,6 +107,7 @@ def _lay_over(
     if not rows * columns:
         return Passage(title, whose.tokens, known, column)
     patches = known[whose.first :][: rows * columns]
+    # The class token and registers are no patches: a picture cannot show what they receive.
     outside = sum(known) - sum(patches)
     return Density(
         title=f"{title} ({outside:.0%} on other tokens)" if whose.first else title,
@@ -123,6 +124,7 @@ def _lay_over(
 
 def _draw_map(title: str, array: Array, tokens: Array, whose: Attended | None) -> Density:
     queries, keys = tokens.numpy().tolist()
+    # Long maps are kept as means of square blocks, the last of which may be narrower.
     block = -(-int(max(queries, keys)) // max(array.shape))
     return Density(
         title=f"{title}, means of {block} x {block} tokens" if block > 1 else title,

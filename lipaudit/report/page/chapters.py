@@ -61,6 +61,7 @@ def format_ratio(logarithm: float | None) -> float | str | None:
     """Return 10 to a power as a cell; text where it is too large for a number."""
     if logarithm is None:
         return None
+    # Beyond the floats, and their axes, the power of ten says it as well.
     return 10**logarithm if logarithm < 300 else f"1e{logarithm:.0f}×"
 
 

@@ -325,6 +325,7 @@ def rank_heads(changes: HeadChanges) -> list[HeadChange]:
         value = change.change
         if value is None or math.isnan(value):
             return -1.0
+        # Halved and doubled heads moved equally far.
         return abs(math.log1p(value)) if changes.unit == "%" and value > -1 else abs(value)
 
     return [head for head in sorted(changes.heads, key=size, reverse=True) if size(head) >= 0]
@@ -412,6 +413,7 @@ def _tabulate_outcomes(outcomes: Sequence[Outcome]) -> Table:
         )
         for o in outcomes
     )
+    # 5 %, as the limits of all other figures of the page.
     strong = frozenset(i for i, o in enumerate(outcomes) if o.mcnemar <= 0.05)
     return Table("", (ASKED, *columns), rows, strong=strong)
 

@@ -119,6 +119,7 @@ def _join_notes(notes: Sequence[Note]) -> Note:
         return notes[0]
     words = notes[0].text.split(" ")
     each = [note.text.split(" ")[place] for note in notes]
+    # The sign behind the words, such as a colon, is written once, behind the last.
     plain = [word.rstrip(",:;") for word in each]
     more = f", ... ({len(each)} in all)" if len(each) > LISTED else ""
     words[place] = ", ".join(plain[:LISTED]) + more + each[-1].removeprefix(plain[-1])

@@ -16,6 +16,7 @@ from lipaudit.tables.trials import WORST, TrialKey, parse_column
 # Rank correlation
 
 
+# With fewer pairs even rho = 0.7 cannot be told from 0.
 FEWEST = 8
 
 
@@ -126,6 +127,7 @@ def _find_attack(report: Report) -> tuple[TrialKey, dict[str, bool]] | None:
         known = {i: not ok for i, right, ok in rows if right and ok is not None and i in measured}
         if len(set(known.values())) == 2:
             share = sum(known.values()) / len(known)
+            # Half broken, half not: the split that says most about what tells them apart.
             split.append((abs(share - 0.5), trial, known))
     return min(split, key=lambda each: each[0])[1:] if split else None
 

@@ -157,6 +157,7 @@ def _sort_verdicts(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequenc
     """Sort many verdicts on one rule: those that fail first, then by the size of the change."""
     if len(verdicts) <= MOST:
         return verdicts
+    # What exceeds an upper limit most comes first, and what falls most below a lower one.
     sign = 1 if parse_rule(verdicts[0].rule, trusted=True).op == "<=" else -1
 
     def worse(verdict: Verdict) -> tuple[bool, float]:

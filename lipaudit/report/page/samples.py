@@ -96,6 +96,7 @@ class Figure:
         """Return the place of a sample among all, the worst first; nothing where none is."""
         if self.column.better is None or self.flag or not finite([self.values[sample]]):
             return ""
+        # Larger is worse where lower is better.
         sign = 1 if self.column.better == "lower" else -1
         own = sign * order(self.values[sample])
         worse = sum(sign * value > own for value in self.numbers)
@@ -301,7 +302,9 @@ def tabulate_worst(report: Report) -> Table:
     rows = []
     for sample in worst(report):
         fallen = sorted(balls.get(sample, ()), key=lambda ball: -ball.radius.value)
-        smallest = {ball.norm: ball.ball for ball in fallen}  # the last of each norm
+        smallest = {
+            ball.norm: ball.ball for ball in fallen
+        }  # the largest come first: the last of each norm stays
         figures = (figure.values.get(sample) for figure in kept)
         rows.append((sample, ", ".join(smallest.values()) or None, *figures))
     columns = (SAMPLE, BROKEN, *(f.column for f in kept))

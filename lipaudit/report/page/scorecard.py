@@ -73,6 +73,7 @@ def _write_accuracy(accuracy: Accuracy, report: Report) -> Line:
 
 def list_broken(known: Summary) -> list[Accuracy]:
     """Return the accuracies under attack that are below clean accuracy beyond chance."""
+    # The intervals do not overlap: the loss is no accident of the samples.
     least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
     attacked = [each for each in known.accuracy if each.kind == "attacked"]
     return [a for a in attacked if a.high is not None and any(a.high < low for low in least)]

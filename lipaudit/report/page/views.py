@@ -209,6 +209,7 @@ def count_values(title: str, x: Column, groups: Mapping[str, Iterable[Any]]) -> 
     if pooled.size < 2 or pooled.min() == pooled.max():
         return []
     low, high = float(pooled.min()), float(pooled.max())
+    # At least 6 bins, so that few samples show a shape; at most 24, which an eye tells apart.
     bins = min(max(round(2 * pooled.size ** (1 / 3)), 6), 24)  # Rice's rule
     wide = low > 0 and high > 10 * low
     edges = np.geomspace(low, high, bins + 1) if wide else np.linspace(low, high, bins + 1)

@@ -21,6 +21,7 @@ from benchmarks.shared.profile import Profile
 from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_clock, least
 
+PROOF = "proof of the closed forms on all samples, and in the survey"
 READING = "reading the model (`capture`)"
 SURVEY = "`survey`, once per model"
 WEIGHTS = "norms of the weights and of W_O, once per model"
@@ -31,6 +32,7 @@ BOUNDS = "all bounds"
 FUNCTIONS = {
     SURVEY: ("surveyed", "find_layers", "survey", "make_survey", "require_padding_is_ignored"),
     READING: ("capture", "Layer.heads"),
+    PROOF: ("matches_autograd",),
     EXACT: ("head_norms",),
     LAYERS: ("layer_norms",),
     BOUNDS: ("head_bounds",),
@@ -78,8 +80,9 @@ def measured(name: str, samples: int, max_tokens: int) -> Round:
             forward = least(lambda: net.output(batch))
         bounds, spent, values = profiled("bounds", net, batch)
         _, statistics, _ = profiled("attention", net, batch)
-    seconds = {READING: spent[READING]}
-    seconds |= {part: spent[part] + spent[READING] for part in PARTS if part in spent}
+    proof = spent.get(PROOF, 0.0)
+    seconds = {READING: spent[READING], PROOF: proof}
+    seconds |= {part: spent[part] + spent[READING] + proof for part in PARTS if part in spent}
     seconds |= {STATISTICS: statistics[STATISTICS] + statistics[READING]}
     seconds |= {what: spent[what] for what in (WEIGHTS, SURVEY) if what in spent}
     seconds["`bounds` as a whole, but for the survey"] = bounds - spent.get(SURVEY, 0.0)

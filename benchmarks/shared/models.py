@@ -9,6 +9,8 @@ import torch
 
 RANDOM = {"pretrained": False}
 TIMM = {"vit_tiny": "timm:vit_tiny_patch16_224", "vit_base": "timm:vit_base_patch16_224"}
+SIDES = {"vit_tiny_64": ("vit_tiny", 64)}
+"""Models of timm at another size of their images, in pixels."""
 MODELS = ("vit_tiny", "vit_base", "minilm")
 
 
@@ -22,8 +24,11 @@ def loaded(name: str, **options: Any) -> Any:
     from lipaudit.models.sources.loading import LoadOptions, load_net
 
     torch.manual_seed(0)
+    kwargs: dict[str, Any] = dict(RANDOM)
+    if name in SIDES:
+        name, kwargs["img_size"] = SIDES[name]
     if name in TIMM:
-        return load_net(TIMM[name], LoadOptions(model_kwargs=RANDOM, **options))
+        return load_net(TIMM[name], LoadOptions(model_kwargs=kwargs, **options))
     return load_net(minilm() if name == "minilm" else name, LoadOptions(**options))
 
 

@@ -37,10 +37,11 @@ from lipaudit.measures.measure import (
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
+from lipaudit.models.sources.weights import few
 from lipaudit.settings import ATTENTION_TABLE
 from lipaudit.settings.attention import AttentionOptions
 from lipaudit.settings.parsing import read_head
-from lipaudit.tables import Array, Section
+from lipaudit.tables import Array, Note, Section
 from lipaudit.theory import softmax
 from lipaudit.theory.heads import Heads, rows_in_reach
 from lipaudit.theory.spectral.upper import map_norm
@@ -77,6 +78,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
         first = first or find_first(batches, batch)
         for part in by_layer(net, Share(first, [batch]), reader, **how):
             drawn = _with_drawn(_add_histograms(part), reader, options)
+            drawn = replace(drawn, notes=drawn.notes + reader.window_notes())
             if "maps" in drawn.facts:
                 known = {"attended": tokens.describe_tokens(net, batch)}
                 drawn = replace(drawn, facts={**drawn.facts, **known})
@@ -98,12 +100,14 @@ class _Statistics:
         options: of the measure.
         drawn: arrays of the head that was asked for, on the latest batch.
         maps: of the candidates, on the first sample of the run.
+        windowed: numbers of the layers that attend within windows of a sample.
     """
 
     def __init__(self, options: AttentionOptions) -> None:
         self.options = options
         self.drawn: dict[str, Values] = {}
         self.maps: dict[str, dict[str, Values]] = {}
+        self.windowed: dict[int, None] = {}
         self._head = read_head(options.map) if options.map else None
         self._candidates = {name: read_head(name) for name in options.candidates}
 
@@ -115,7 +119,19 @@ class _Statistics:
         for name, (index, head) in self._candidates.items():
             if index == layer.site.index and layer.batch.start == 0:
                 self.maps[name] = attention_map.draw(layer, head, None)
+        if len(layer.attention.q) > layer.samples:
+            self.windowed[layer.site.index] = None
         return layer_statistics(layer, self.options)
+
+    def window_notes(self) -> tuple[Note, ...]:
+        """Say which figures are of windows, whose keys are numbered within the window."""
+        if not self.windowed:
+            return ()
+        text = (
+            f"layers {few([str(index) for index in self.windowed])} attend within windows of a "
+            "sample: p_norm is the largest of all windows, and sinks number the keys of a window"
+        )
+        return (Note(level="info", code="windows", text=text),)
 
     def facts(self, sites: Sequence[Site]) -> Facts:
         """Return the names of the heads."""

@@ -336,6 +336,8 @@ def test_every_statistic_of_an_image_model_is_that_of_its_maps(make, maps_of):
         assert ratios.sum() == np.isfinite(row.g1_ratio) * len(rows)
     total = sum(p[:, 0].numel() // p.shape[-1] * p.shape[1] for lay in layers for p in lay)
     assert sum(section.arrays["p1p2_hist"].data) == total
+    in_windows = any(len(layer[0]) > 1 for layer in layers)
+    assert any(note.code == "windows" for note in section.notes) == in_windows
 
 
 def sums_by_hand(samples, rows):

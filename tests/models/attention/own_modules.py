@@ -367,18 +367,18 @@ tests.models.attention.own_modules` writes this section.
 * **autograd**: the figures follow a gradient that is not the derivative; a warning says so.
 * **none**: this is no attention, and lipaudit does not take it for one.
 
-| alone | behind a usual layer | ideas |
+| module | alone | behind a usual layer |
 |---|---|---|
 """
 
 
 def section(outcome: Callable[[str, bool], str]) -> str:
-    """Return the section of the page: the modules, grouped by how they are read."""
+    """Return the section of the page: a line per module, those that are read alike together."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, case in CASES.items():
         groups.setdefault((outcome(name, False), outcome(name, True)), []).append(case.what)
-    lines = (f"| {' | '.join(key)} | {'; '.join(ideas)} |\n" for key, ideas in groups.items())
-    return LEGEND + "".join(lines)
+    rows = ((what, *key) for key, modules in groups.items() for what in modules)
+    return LEGEND + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def read_outcome(name: str, beside: bool) -> str:

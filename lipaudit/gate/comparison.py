@@ -25,7 +25,6 @@ from lipaudit.gate.judging import (
     refuse,
 )
 from lipaudit.gate.pairing import (
-    explain_pairing,
     find_missing,
     keep_sections,
     match_samples,
@@ -202,11 +201,11 @@ def compare(reports: Sequence[Report]) -> Comparison:
     """
     if len(reports) < 2:
         raise UsageError("compare needs at least two reports", "lipaudit compare A.json B.json")
-    names, alike = model_labels(reports), match_samples(reports)
-    said = explain_pairing(reports, names)
+    names = model_labels(reports)
+    matched, notes = match_samples(reports, names)
     pairs = tuple(
-        _compare_two((alike[0], report), (names[0], name), said.get(name, ""))
-        for report, name in zip(alike[1:], names[1:], strict=True)
+        _compare_two((matched[0], report), (names[0], name), notes.get(name, ""))
+        for report, name in zip(matched[1:], names[1:], strict=True)
     )
     judged = [v for pair in pairs for v in pair.verdicts if not v.reason]
     if not judged:

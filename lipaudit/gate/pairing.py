@@ -207,42 +207,47 @@ ALL_BUT_FEW = 0.95
 """Share of the baseline's samples that the gate needs: the hard ones cannot be left out."""
 
 
-def match_samples(reports: Sequence[Report]) -> list[Report]:
+def match_samples(
+    reports: Sequence[Report], names: Sequence[str]
+) -> tuple[list[Report], dict[str, str]]:
     """Name the samples of every report as the first does, where they are the same inputs.
 
     An id is of a sample as its model takes it: another size of image, another tokenizer or
     another order of classes gives the same input another id. Inputs are the same where they stand
     at the same place of the same data, and begin alike where they are texts.
+
+    Args:
+        reports: whose samples are matched to those of the first.
+        names: what the reports are called.
+
+    Returns:
+        The reports, and a sentence for each whose samples were matched by their place, by name.
     """
-    first, *others = reports
-    return [
-        first,
-        *(_rename_samples(report, map_sample_names(report, first)) for report in others),
-    ]
+    first, notes = reports[0], dict[str, str]()
+    matched = [first]
+    for name, report in zip(names[1:], reports[1:], strict=True):
+        ids = _map_ids(report, first)
+        if ids:
+            notes[name] = (
+                f"{name} sees the samples in another form than {names[0]}: they are paired by "
+                f"their place in {report.run.data.spec}"
+            )
+        matched.append(_rename_samples(report, ids) if ids else report)
+    return matched, notes
 
 
-def explain_pairing(reports: Sequence[Report], names: Sequence[str]) -> dict[str, str]:
-    """Say which reports are matched to the first by the place of their samples, by name."""
-    return {
-        name: f"{name} sees the samples in another form than {names[0]}: they are paired by their "
-        f"place in {report.run.data.spec}"
-        for name, report in zip(names[1:], reports[1:], strict=True)
-        if map_sample_names(report, reports[0])
-    }
-
-
-def map_sample_names(report: Report, first: Report) -> dict[str, str]:
+def _map_ids(report: Report, first: Report) -> dict[str, str]:
     """Return what the first report calls the samples of another; empty where ids are alike."""
-    here, there = report.found("place"), first.found("place")
-    known = {place: name for name, place in there.items()}
-    if set(here) & set(there) or len(known) < len(there) or not _is_same_data(report, first):
+    places, old_places = report.found("place"), first.found("place")
+    known = {place: name for name, place in old_places.items()}
+    shared = places.keys() & old_places.keys()
+    if shared or len(known) < len(old_places) or not _is_same_data(report, first):
         return {}
-    names = {name: known[place] for name, place in here.items() if place in known}
-    if len(names) < min(len(here), len(there)):
+    ids = {name: known[place] for name, place in places.items() if place in known}
+    if len(ids) < min(len(places), len(old_places)):
         return {}
-    texts, begun = report.found("text"), first.found("text")
-    alike = all(texts.get(name) == begun.get(old) for name, old in names.items())
-    return names if alike else {}
+    texts, old_texts = report.found("text"), first.found("text")
+    return ids if all(texts.get(n) == old_texts.get(old) for n, old in ids.items()) else {}
 
 
 def _is_same_data(report: Report, first: Report) -> bool:
@@ -256,8 +261,6 @@ def _is_same_data(report: Report, first: Report) -> bool:
 
 
 def _rename_samples(report: Report, names: Mapping[str, str]) -> Report:
-    if not names:
-        return report
     sections = tuple(
         section.model_copy(update={"samples": _rename_ids(section.samples, names)})
         for section in report.sections
@@ -437,17 +440,16 @@ def _reduce_samples(how: Reduction, section: Section) -> list[float]:
 
 
 def _read_samples(name: str, section: Section) -> Values | None:
-    """Return what is kept of each sample for each row, (rows, samples)."""
+    """Return what is kept of each sample for each row, (rows, samples).
+
+    It is an array, or the per-sample columns of the rows' attacks or balls, or that of the only
+    row.
+    """
     if name in section.arrays:
         return section.arrays[name].numpy()
-    columns = [_find_column(name, row, section) for row in section.rows]
-    known = [column for column in columns if column is not None]
-    return np.array(known, dtype=np.float64) if name and len(known) == len(columns) else None
-
-
-def _find_column(name: str, row: Row, section: Section) -> tuple[object, ...] | None:
-    """Return the per-sample column of the row's attack or ball, or of the only row."""
-    if row.key:
-        own = section.samples.get(row.key.column(name))
-        return own or section.samples.get(name)
-    return section.samples.get(name) if len(section.rows) == 1 else None
+    keys = [row.key for row in section.rows]
+    columns = [section.samples.get(key.column(name)) if key else None for key in keys]
+    if len(keys) == 1 or all(keys):
+        columns = [column or section.samples.get(name) for column in columns]
+    known = [column for column in columns if column]
+    return np.array(known, dtype=np.float64) if name and len(known) == len(keys) else None

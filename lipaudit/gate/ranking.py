@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lipaudit.errors import UsageError
 from lipaudit.gate.judging import judge_change
-from lipaudit.gate.pairing import explain_pairing, keep_sections, match_samples, read
+from lipaudit.gate.pairing import keep_sections, match_samples, read
 from lipaudit.gate.rules import Rule, no_change, parse_rule
 from lipaudit.gate.statistics import LEVEL
 from lipaudit.gate.verdicts import Verdict
@@ -133,16 +133,16 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     """
     if not reports:
         raise UsageError("there is nothing to rank", "Give the reports of the models.")
-    names, shared = model_labels(reports), match_samples(reports)
+    names = model_labels(reports)
+    matched, by_place = match_samples(reports, names)
     rows = [_summarise_model(name, report) for name, report in zip(names, reports, strict=True)]
     asked = (
         [] if by == ORDER else [choose_criterion(by, reports)] if by else list_criteria(reports)
     )
-    by_place = explain_pairing(reports, names).values()
-    notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place]
+    notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place.values()]
     said: dict[int, dict[str, Any]] = {}
     for criterion in asked:
-        found = _rank_models(criterion, shared)
+        found = _rank_models(criterion, matched)
         compared = sum(fields["outcome"] != "not comparable" for fields in found.values()) - 1
         if compared > 0:
             missing = (i for i in range(len(rows)) if i not in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Literal
 
 from pydantic import computed_field
@@ -245,7 +246,5 @@ def written(value: float | None) -> str:
 
 
 def _count(verdicts: tuple[Verdict, ...]) -> str:
-    counts: dict[str, int] = {}
-    for verdict in verdicts:
-        counts[verdict.status] = counts.get(verdict.status, 0) + 1
+    counts = Counter(verdict.status for verdict in verdicts)
     return ", ".join(f"{number} {status}" for status, number in counts.items())

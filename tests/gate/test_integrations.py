@@ -91,8 +91,8 @@ def test_the_action_with_its_defaults(action, recorded):
     step = action["runs"]["steps"][-1]
     names = {name.replace("-", "_").upper(): name for name in action["inputs"]}
     values = {v: action["inputs"][n].get("default", "audit.json") for v, n in names.items()}
-    first, last = action["runs"]["steps"]
-    assert set(values) == set(first["env"]) | set(last["env"])
+    given = {name for step in action["runs"]["steps"] for name in step.get("env", ())}
+    assert set(values) == given - {"FOLDER"}
     _, arguments = recorded(step["run"], **values)
     assert arguments == ["gate", "--baseline", "lipaudit-baseline.json", "--", "audit.json"]
 
@@ -125,18 +125,48 @@ def test_a_job_gets_a_summary_and_outputs(
 
 
 @pytest.mark.parametrize("index", ["", "https://example.org/cpu"])
-def test_torch_is_installed_first_from_the_index_that_is_named(action, shell, index):
-    step = action["runs"]["steps"][0]
-    where = {"TORCH_INDEX": index, "GITHUB_ACTION_PATH": "of the action"}
-    done = shell(step["run"], "python", 'printf "%s " "$@"\necho', **where)
+def test_torch_is_installed_first_from_the_index_that_is_named(action, shell, tmp_path, index):
+    (step,) = [each for each in action["runs"]["steps"] if each["name"] == "Install lipaudit"]
+    body = """[ "$3" = freeze ] && echo 'torch==2.11.0' && exit
+[ "$4" = -c ] && grep ^torch "$5" && shift 2
+printf '%s ' "$@"; echo"""
+    (tmp_path / "bin").mkdir()
+    where = {"TORCH_INDEX": index, "GITHUB_ACTION_PATH": "of the action", "FOLDER": str(tmp_path)}
+    done = shell(step["run"], "bin/python", body, GITHUB_PATH=str(tmp_path / "path"), **where)
     first = [f"-m pip install torch torchvision --index-url {index}"] if index else []
     installed = [line.strip() for line in done.stdout.splitlines()]
-    assert installed == [*first, "-m pip install of the action"]
+    assert [line for line in installed if not line.startswith("torch==")][:-1] == first
+    assert installed[-2] == "torch==2.11.0"  # what the job has stays
+    assert installed[-1].endswith(" of the action")
+    assert (tmp_path / "path").read_text() == f"{tmp_path}/bin\n"
+
+
+def test_the_environment_is_cached_unless_it_is_that_of_the_job(action, shell, tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[project]")
+    step = action["runs"]["steps"][0]
+
+    def choose(prefix, index=""):
+        body = f'case "$1" in -c) echo "{prefix}";; *) echo "$@";; esac'
+        where = {"RUNNER_TEMP": "/tmp/job", "RUNNER_OS": "Linux", "RUNNER_ARCH": "X64"}
+        done = shell(
+            step["run"], "python", body,
+            GITHUB_ACTION_PATH=str(tmp_path), TORCH_INDEX=index, **where,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / "outputs").read_text().splitlines()
+        (tmp_path / "outputs").unlink()
+        return dict(line.split("=", 1) for line in lines)
+
+    assert choose("/job/venv") == {"folder": "/job/venv"}
+    cached = choose("")
+    assert cached["folder"] == "/tmp/job/lipaudit"
+    assert cached == choose("")
+    assert cached["key"] != choose("", "https://example.org/cpu")["key"]
 
 
 def test_inputs_reach_the_shell_as_variables_only(action):
     for step in action["runs"]["steps"]:
-        assert "${{" not in step["run"]
+        assert "${{" not in step.get("run", "")
 
 
 def test_the_hook_runs_the_check(recorded):

@@ -59,7 +59,9 @@ def vit_tiny() -> nn.Module:
     return set_weights(timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=64))
 
 
-def _save(name: str, config: str, **settings: Any) -> Callable[[Path], None]:
+def save_as(name: str, config: str, **settings: Any) -> Callable[[Path], None]:
+    """Return what saves a model of transformers with these settings to a folder."""
+
     def save(folder: Path) -> None:
         import transformers
 
@@ -72,7 +74,7 @@ def _save(name: str, config: str, **settings: Any) -> Callable[[Path], None]:
 def _save_windows(folder: Path) -> None:
     """Save a Swin. Versions of transformers order its modules differently, stored names never."""
     sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "window_size": 4}
-    save = _save(
+    save = save_as(
         "SwinForImageClassification",
         "SwinConfig",
         depths=[2],
@@ -88,16 +90,16 @@ def _save_windows(folder: Path) -> None:
 
 
 FOLDERS: dict[str, Callable[[Path], None]] = {
-    "post-norm": _save("BertForSequenceClassification", "BertConfig", num_labels=3, **TEXT),
-    "grouped-rotary": _save("LlamaForCausalLM", "LlamaConfig", **TEXT, **GROUPED),
-    "sinks": _save(
+    "post-norm": save_as("BertForSequenceClassification", "BertConfig", num_labels=3, **TEXT),
+    "grouped-rotary": save_as("LlamaForCausalLM", "LlamaConfig", **TEXT, **GROUPED),
+    "sinks": save_as(
         "GptOssForCausalLM",
         "GptOssConfig",
         **TEXT | GROUPED,
         num_local_experts=2,
         num_experts_per_tok=2,
     ),
-    "soft-cap": _save(
+    "soft-cap": save_as(
         "Gemma2ForCausalLM",
         "Gemma2Config",
         **TEXT,
@@ -105,7 +107,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         attn_logit_softcapping=2.0,
         query_pre_attn_scalar=4,
     ),
-    "relative": _save(
+    "relative": save_as(
         "DebertaV2ForSequenceClassification",
         "DebertaV2Config",
         **TEXT,
@@ -115,7 +117,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         position_biased_input=False,
     ),
     "windows": _save_windows,
-    "cross": _save(
+    "cross": save_as(
         "BartForConditionalGeneration",
         "BartConfig",
         vocab_size=40,

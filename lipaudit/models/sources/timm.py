@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 from lipaudit.data.hub import (
@@ -80,6 +81,7 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
 
 def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     """Load a directory whose config.json has timm's keys (a repository of timm's on the Hub)."""
+    _require_directories()
     module = _create(f"local-dir:{path}", options.building)
     if not options.pretrained:
         return describe_timm(module, options, notes=(RANDOM,))
@@ -157,6 +159,14 @@ def _require_known(name: str) -> None:
         )
         hub = f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
         raise InputError(f"timm has no model {name!r}", hub if "/" in name else near)
+
+
+def _require_directories() -> None:
+    import timm
+
+    if Version(timm.__version__) < Version("1.0.16"):  # the first that loads `local-dir:`
+        text = f"timm {timm.__version__} cannot read directories in timm's format"
+        raise InputError(text, "pip install 'timm>=1.0.16'")
 
 
 def _create(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any] | None = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from pydantic_core import from_json
 from lipaudit.errors import InputError, neighbours, suggestion
 from lipaudit.settings.registry import layouts
 from lipaudit.tables import Report
-from lipaudit.tables.convert import complete
+from lipaudit.tables.columns import NON_FINITE
 from lipaudit.tables.report import SCHEMA_VERSION
 from lipaudit.tables.summary import Summary, summary
 
@@ -50,7 +51,7 @@ def loads(text: str, *, name: str = "report") -> Report:
     document = _parse(text, name)
     _require(document, REPORT, name)
     document.pop("summary", None)
-    complete(document, layouts())
+    _complete(document)
     document["schema_version"] = SCHEMA_VERSION  # what is written again is of this version
     return _validated(Report, document, name)
 
@@ -105,6 +106,50 @@ def _require(document: dict[str, Any], kind: str, name: str) -> None:
             f"{name} has schema version {document.get('schema_version')}, not {SCHEMA_VERSION}",
             "It was written by another major version of lipaudit: use that one to read it.",
         )
+
+
+# What a report that was read lacks: columns of later versions, and in version 1 all columns
+
+
+def _complete(document: dict[str, Any]) -> None:
+    """Add the columns of this version to the sections of a document, in place.
+
+    Reports of schema version 1 have no columns: those of a section of a plug-in's measure, and of
+    a plug-in's bound, are told from their cells.
+    """
+    known = layouts()
+    sections, first = document.get("sections"), str(document["schema_version"]).startswith("1.")
+    for section in sections if isinstance(sections, list) else ():
+        layout = known.get(str(section.get("measure"))) if isinstance(section, dict) else None
+        if layout is not None:
+            section.setdefault("title", layout.title)
+            _add_columns(section, "columns", layout.columns)
+            _add_columns(section, "sample_columns", layout.sample_columns)
+        # Bounds of a plug-in that is not installed have columns in no layout.
+        if first and isinstance(section, dict) and (layout is None or layout.declared):
+            _add_columns(section, "columns", _tell_columns(section))
+
+
+def _add_columns(section: dict[str, Any], name: str, columns: Mapping[str, Any]) -> None:
+    given = section.setdefault(name, {})
+    if isinstance(given, dict):
+        section[name] = given | {n: column for n, column in columns.items() if n not in given}
+
+
+def _tell_columns(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe columns by their names and the first cell that is not null."""
+    cells: dict[str, Any] = {}
+    rows = section.get("rows")
+    for row in rows if isinstance(rows, list) else ():
+        for name, cell in row.items() if isinstance(row, dict) else ():
+            cells[name] = cell if cells.get(name) is None else cells[name]
+    return {name: _describe(name, cell) for name, cell in cells.items()}
+
+
+def _describe(name: str, cell: Any) -> dict[str, Any]:
+    text = isinstance(cell, str) and cell not in NON_FINITE
+    format = "" if isinstance(cell, bool) else "s" if text else ".3g"
+    return {"label": name, "meaning": "", "format": format, "domain": ""}
 
 
 def _validated(kind: type[M], document: dict[str, Any], name: str) -> M:

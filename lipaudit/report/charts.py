@@ -21,8 +21,9 @@ from lipaudit.report.cells import (
     show_controls,
     write_math,
 )
-from lipaudit.report.colours import CATEGORIES, EXTREME, choose_ink, compute_scale
 from lipaudit.report.pictures import (
+    CATEGORIES,
+    EXTREME,
     Curve,
     Density,
     Heatmap,
@@ -31,6 +32,8 @@ from lipaudit.report.pictures import (
     Scatter,
     Series,
     Span,
+    choose_ink,
+    compute_scale,
     describe,
     name_places,
 )

@@ -34,8 +34,7 @@ from lipaudit.report.blocks import (
     list_largest,
     shade_tokens,
 )
-from lipaudit.report.colours import choose_ink, compute_scale
-from lipaudit.report.pictures import Heatmap, describe
+from lipaudit.report.pictures import Heatmap, choose_ink, compute_scale, describe
 
 # The width of a file: no table is split there.
 FULL = 100_000

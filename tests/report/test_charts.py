@@ -14,14 +14,16 @@ import pytest
 
 from lipaudit.report import charts
 from lipaudit.report.charts import draw_svg
-from lipaudit.report.colours import CATEGORIES, choose_ink, compute_scale
 from lipaudit.report.pictures import (
+    CATEGORIES,
     Curve,
     Density,
     Heatmap,
     Histogram,
     Scatter,
     Series,
+    choose_ink,
+    compute_scale,
     describe,
 )
 from lipaudit.tables import Column

@@ -24,9 +24,10 @@ from lipaudit.data.images import to_box
 from lipaudit.data.samples import (
     DEFLATED,
     DataOptions,
-    Drawn,
+    Samples,
     check_size,
     draw_indices,
+    make_samples,
     refuse_damage,
     require_labels,
 )
@@ -54,7 +55,7 @@ def holds_arrays(path: Path) -> bool:
     return path.suffix in SUFFIXES or bool(NAME.search(path.name))
 
 
-def read_arrays(path: Path, net: Net, options: DataOptions) -> Drawn:
+def read_arrays(path: Path, net: Net, options: DataOptions) -> Samples:
     """Read x (or images, inputs) and, where there are any, y (or labels).
 
     Images are (samples, channels, height, width) or channels last, uint8 in 0..255, which is
@@ -82,7 +83,7 @@ def draw_arrays(
     *,
     origin: str,
     names: Sequence[str] = (),
-) -> Drawn:
+) -> Samples:
     """Draw samples from tensors, in the forms that `read_arrays` takes.
 
     Args:
@@ -116,7 +117,8 @@ def draw_arrays(
         require_labels({str(v): v for v in labels}, net, f"{origin}: ")
     named = names if len(names) == len(x) else [""] * len(x)
     places = [f"index {i}" + f", {named[i]}" * bool(named[i]) for i in order]
-    return Drawn(list(samples), labels, origins=[Origin(place) for place in places])
+    origins = [Origin(place) for place in places]
+    return make_samples(list(samples), net, labels, origins=origins)
 
 
 def load_arrays(path: Path) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Origin
-from lipaudit.data.samples import DataOptions, Drawn, Task, draw, warning
+from lipaudit.data.samples import DataOptions, Samples, Task, draw, make_samples, warning
 from lipaudit.data.tables import (
     Row,
     check_row,
@@ -74,7 +74,7 @@ def read_continuations(
     *,
     origin: str,
     classes: Sequence[str] | None = None,
-) -> Drawn:
+) -> Samples:
     """Read prompts and what a language model is to score behind each.
 
     By the columns there are: a prompt and its continuation; a question, its choices and the
@@ -131,10 +131,11 @@ def read_continuations(
             f"they have at most {limit} tokens (--max-tokens)"
         )
         notes += (warning("text-cut", text),)
-    return Drawn(
+    return make_samples(
         [ids for _, (ids, _) in drawn],
+        net,
         [questions[k].right for k, _ in drawn],
-        faulty + uneven + skipped + notes,
+        notes=faulty + uneven + skipped + notes,
         origins=[Origin(rows[k].name, shorten(questions[k].prompt)) for k, _ in drawn],
         task=Task(columns.kind, _name_classes(columns.kind, names, count)),
     )

@@ -22,7 +22,7 @@ HUB = "the Hugging Face Hub"
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 OFFLINE = "--offline (or HF_HUB_OFFLINE) forbids to fetch it"
 
-# By name: the client's HTTP library has changed twice, and its exceptions with it.
+# Names of exceptions of any HTTP library that the client has had.
 TIMEOUTS = {"TimeoutException", "TimeoutError", "Timeout"}
 BROKEN = {"TransportError", "NetworkError", "ConnectionError", "RequestException", "URLError"}
 
@@ -56,24 +56,25 @@ Words = tuple[str, str]
 
 def explain_refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that says why a repository cannot be had, by what its client raised."""
-    # Clients wrap what happened, often twice: the first cause that has words is right.
-    causes: list[BaseException] = []
+    causes: list[BaseException] = []  # clients wrap what happened, often twice
     cause: BaseException | None = error
     while cause is not None:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    for explain in (_explain_denial, _explain_status, _explain_silence, _explain_disk):
-        for cause in causes:
-            if words := explain(cause, repository):
-                return InputError(*words)
-    what, cause = f"{KINDS[repository.kind]} {repository.name}", error.__cause__ or error
-    return InputError(
-        f"the {what} cannot be had ({type(cause).__name__}: {first_line(cause)})",
-        f"Look at {repository.page}, or download it elsewhere and give its directory.",
-    )
+    # By name: the client's HTTP library has changed twice, and its exceptions with it.
+    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
+    words = _word_denial(names, repository) or _word_answer(causes)
+    words = words or _word_silence(causes, names, repository)
+    if words is None:
+        first, what = error.__cause__ or error, f"{KINDS[repository.kind]} {repository.name}"
+        words = (
+            f"the {what} cannot be had ({type(first).__name__}: {first_line(first)})",
+            f"Look at {repository.page}, or download it elsewhere and give its directory.",
+        )
+    return InputError(*words)
 
 
-def _explain_absence(repository: Repository, why: str) -> Words:
+def _word_absence(repository: Repository, why: str) -> Words:
     """Say that something is not on this machine, and may not or cannot be asked for."""
     option = "" if repository.kind == "model" else " --repo-type dataset"
     elsewhere = {
@@ -88,50 +89,34 @@ def _explain_absence(repository: Repository, why: str) -> Words:
     )
 
 
-def _explain_denial(error: BaseException, repository: Repository) -> Words | None:
+def _word_denial(names: set[str], repository: Repository) -> Words | None:
     """Say that there is no such thing, or none for this user."""
-    from huggingface_hub import errors, get_token
+    from huggingface_hub import get_token
 
-    name, kind = repository.name, KINDS[repository.kind]
-    if isinstance(error, errors.GatedRepoError):
+    what, page = f"{KINDS[repository.kind]} {repository.name}", repository.page
+    if "GatedRepoError" in names:
         sent = "the token that was sent has none" if get_token() else "no token was sent"
-        text = f"the {kind} {name} is gated: its owners give access to those who ask, and {sent}"
-        return text, f"Ask for it on {repository.page}, then {LOG_IN}."
-    if isinstance(error, errors.RevisionNotFoundError):
-        text = f"the {kind} {name} has no revision {repository.revision!r}"
-        return text, _suggest_revisions(repository)
-    if isinstance(error, errors.RepositoryNotFoundError):
-        text = f"there is no {kind} {name} on {HUB}, or it is private"
+        text = f"the {what} is gated: its owners give access to those who ask, and {sent}"
+        return text, f"Ask for it on {page}, then {LOG_IN}."
+    if "RevisionNotFoundError" in names:
+        text = f"the {what} has no revision {repository.revision!r}"
+        return text, f"Its branches and tags are listed on {page}/tree/main."
+    if "RepositoryNotFoundError" in names:
+        text = f"there is no {what} on {HUB}, or it is private"
         return text, f"Check the name; for a private one {LOG_IN}."
-    if isinstance(error, errors.HFValidationError):
-        return f"{name!r} is no name of a repository", "Write hf:ORG/NAME."
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return _explain_absence(repository, OFFLINE)
-    return None
+    if "HFValidationError" in names:
+        return f"{repository.name!r} is no name of a repository", "Write hf:ORG/NAME."
+    return _word_absence(repository, OFFLINE) if "OfflineModeIsEnabled" in names else None
 
 
-def _suggest_revisions(repository: Repository) -> str:
-    """Name the revisions that there are, the nearest ones first."""
-    from huggingface_hub import HfApi
-
-    try:
-        refs = HfApi().list_repo_refs(repository.name, repo_type=repository.kind)
-    except Exception:  # it was an error already: this is but for its advice
-        return "Name a branch, a tag or a commit."
-    names = [ref.name for ref in (*refs.branches, *refs.tags)]
-    close = similar(repository.revision, names)
-    near = f"Did you mean {' or '.join(close)}? " if close else ""
-    return f"{near}Its branches and tags are: {', '.join(names[:10])}."
-
-
-def _explain_status(error: Any, _repository: Repository) -> Words | None:
+def _word_answer(causes: list[BaseException]) -> Words | None:
     """Say which status the Hub answered with."""
-    response: Any = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
+    error: Any = next((each for each in causes if hasattr(each, "response")), None)
+    status = getattr(error and error.response, "status_code", None)
     if status is None:
         return None
     if status == 429:
-        after = response.headers.get("retry-after", "")
+        after = error.response.headers.get("retry-after", "")
         when = f"in {after} seconds" if after.isdigit() else "in some minutes"
         text = f"{HUB} takes no more requests from here for now (429: too many)"
         return text, f"Try again {when}; its limit is higher for those who {LOG_IN}."
@@ -145,35 +130,30 @@ def _explain_status(error: Any, _repository: Repository) -> Words | None:
     return f"{HUB} answers {status}: {answer}", f"If it is a matter of access, {LOG_IN}."
 
 
-def _explain_silence(error: BaseException, _repository: Repository) -> Words | None:
-    """Say that nothing came back, or not all of it."""
+def _word_silence(
+    causes: list[BaseException], names: set[str], repository: Repository
+) -> Words | None:
+    """Say that nothing came back, or not all of it, or that there was no room for it."""
     from huggingface_hub import constants
 
-    # By name: requests, httpx and urllib each have classes of their own.
-    names = {kind.__name__ for kind in type(error).__mro__}
     if names & TIMEOUTS:
         text = f"{HUB} did not answer in time ({constants.ENDPOINT})"
         return text, "Try again; HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer."
-    if names & BROKEN:
+    broken = (each for each in causes if BROKEN & {k.__name__ for k in type(each).__mro__})
+    if error := next(broken, None):
         reason = first_line(error) or type(error).__name__
         text = f"there is no connection to {HUB} ({constants.ENDPOINT}: {reason})"
         return text, (
             "Check the network, the proxy and HF_ENDPOINT, and try again; --offline reads what is "
             "in the local cache; what `hf download` fetched elsewhere can be given as a directory."
         )
+    cache = f"The cache is {constants.HF_HUB_CACHE}: make room, or set HF_HOME to another."
+    for each in causes:
+        if isinstance(each, OSError) and each.errno == errno.ENOSPC:
+            return f"there is no room left on the disk for {repository.name}", cache
+        if isinstance(each, PermissionError):
+            return f"the local cache cannot be written ({each.strerror}: {each.filename})", cache
     return None
-
-
-def _explain_disk(error: BaseException, repository: Repository) -> Words | None:
-    from huggingface_hub import constants
-
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        text = f"there is no room left on the disk for {repository.name}"
-    elif isinstance(error, PermissionError):
-        text = f"the local cache cannot be written ({error.strerror}: {error.filename})"
-    else:
-        return None
-    return text, f"The cache is {constants.HF_HUB_CACHE}: make room, or set HF_HOME to another."
 
 
 HASH = re.compile("[0-9a-f]{40}")
@@ -240,7 +220,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
         unasked = "the Hub was not asked (--offline or HF_HUB_OFFLINE)"
         if commit := _find_cached(repository, unasked):
             return commit
-        raise InputError(*_explain_absence(repository, OFFLINE))
+        raise InputError(*_word_absence(repository, OFFLINE))
     try:
         info = HfApi().repo_info(
             repository.name,

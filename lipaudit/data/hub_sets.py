@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,14 @@ from lipaudit.data.batch import Origin
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import hub_access, open_split, parse_reference
 from lipaudit.data.images import refuse_images, to_box
-from lipaudit.data.samples import DataOptions, Drawn, draw_indices, match_classes, match_labels
+from lipaudit.data.samples import (
+    DataOptions,
+    Samples,
+    draw_indices,
+    make_samples,
+    match_classes,
+    match_labels,
+)
 from lipaudit.data.tables import Row, check_row, choose_label_column, choose_text_columns
 from lipaudit.data.text import draw_texts, require_sound
 from lipaudit.errors import InputError
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
 IMAGES = ("image", "img", "picture")
 
 
-def read_dataset(reference: str, net: Net, options: DataOptions) -> Drawn:
+def read_dataset(reference: str, net: Net, options: DataOptions) -> Samples:
     """Read `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`; a directory is a name too.
 
     Of a repository of the Hub only the split is downloaded, `test` where none is named. Labels
@@ -42,24 +50,35 @@ def read_dataset(reference: str, net: Net, options: DataOptions) -> Drawn:
     label = choose_label_column(columns, options, origin=origin)
     classes = None if label is None else getattr(table.features[label], "names", None)
     if options.scored and net.kind == "text":
-        rows = [Row(f"index {i}", values) for i, values in enumerate(table)]
-        drawn = read_continuations(rows, net, options, origin=origin, classes=classes)
-        return replace(drawn, commit=commit)
+        rows = list(_Rows(table))
+        samples = read_continuations(rows, net, options, origin=origin, classes=classes)
+        return replace(samples, commit=commit)
+    labels: list[int] | None = None
+    notes: tuple[Note, ...] = ()
+    if label is not None and net.classes is not None:
+        labels, notes = _match_labels(label, list(table[label]), classes, net, origin)
     if net.kind == "text":
         text = choose_text_columns(columns, options, origin=origin)
-
-        def row_at(i: int) -> Row:
-            return check_row(Row(f"index {i}", table[i]), text)
-
-        order, drawn = draw_texts(len(table), row_at, text, net, options, origin=origin)
+        samples = draw_texts(_Rows(table), text, labels, net, options, origin=origin)
     else:
         order = draw_indices(len(table), options.samples, options.seed)
+        y = None if labels is None else [labels[i] for i in order]
         places = [Origin(f"index {i}") for i in order]
-        drawn = Drawn(_read_pictures(table, order, net, origin), origins=places)
-    if label is None or net.classes is None:
-        return replace(drawn, commit=commit)
-    y, notes = _match_labels(label, list(table[label]), classes, net, origin)
-    return replace(drawn, y=[y[i] for i in order], notes=drawn.notes + notes, commit=commit)
+        samples = make_samples(_read_pictures(table, order, net, origin), net, y, origins=places)
+    return replace(samples, notes=samples.notes + notes, commit=commit)
+
+
+class _Rows(Sequence[Row]):
+    """The rows of a data set, each read when it is asked for."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, i: Any) -> Any:
+        return Row(f"index {i}", self.table[i])
 
 
 def _read_pictures(table: Any, order: list[int], net: Net, origin: str) -> list[Tensor]:

@@ -19,8 +19,9 @@ from torch import Tensor
 from lipaudit.data.batch import Origin
 from lipaudit.data.samples import (
     DataOptions,
-    Drawn,
+    Samples,
     draw,
+    make_samples,
     match_classes,
     refuse_damage,
     remark,
@@ -100,7 +101,7 @@ def to_box(pixels: Tensor, box: tuple[float, float] | None) -> Tensor:
     return low + (high - low) * pixels
 
 
-def read_folder(path: Path, net: Net, options: DataOptions) -> Drawn:
+def read_folder(path: Path, net: Net, options: DataOptions) -> Samples:
     """Read pictures: of sub-folders named for their classes, or without labels of one folder.
 
     Raises:
@@ -122,10 +123,10 @@ def read_folder(path: Path, net: Net, options: DataOptions) -> Drawn:
         if classes:
             text = f"the classes of {path} are unused: the model has none"
             notes += (remark("labels-unused", text),)
-        return Drawn(x, None, notes, origins=origins)
+        return make_samples(x, net, notes=notes, origins=origins)
     index, matched = match_classes(sorted(set(classes)), net)
     labels = [index[classes[i]] for i, _ in drawn]
-    return Drawn(x, labels, notes + matched, origins=origins)
+    return make_samples(x, net, labels, notes=notes + matched, origins=origins)
 
 
 def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +20,13 @@ from lipaudit.data.arrays import (
     load_arrays,
     read_arrays,
 )
-from lipaudit.data.batch import Origin
+from lipaudit.data.batch import Batch, Origin
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub_sets import read_dataset
 from lipaudit.data.images import find_common_shape, read_folder
 from lipaudit.data.samples import DataOptions as DataOptions
-from lipaudit.data.samples import Drawn, remark, to_batch, warning
 from lipaudit.data.samples import Samples as Samples
+from lipaudit.data.samples import make_samples, remark, warning
 from lipaudit.data.tables import TABLES, read_rows
 from lipaudit.data.text import cut_windows, read_table, read_text
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
@@ -68,7 +69,7 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
             f"--samples {options.samples} leaves nothing to measure", "Give 1 or more."
         )
     spec = spec or ("demo" if net.info.source == "demo" else "random")
-    return _collect(spec, _read(spec, net, options), net, options)
+    return _add_notes(_read(spec, net, options), spec, net, options)
 
 
 def own_samples(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> Samples:
@@ -84,7 +85,7 @@ def own_samples(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> 
     Raises:
         InputError: of another shape than the model takes, or values out of range.
     """
-    return _collect("tensors", draw_arrays(x, y, net, options, origin="x"), net, options)
+    return _add_notes(draw_arrays(x, y, net, options, origin="x"), "tensors", net, options)
 
 
 def forms_of_data(spec: str | None) -> tuple[SampleForm, ...]:
@@ -105,26 +106,27 @@ def forms_of_data(spec: str | None) -> tuple[SampleForm, ...]:
     return () if x is None else list_forms(x)
 
 
-def _collect(spec: str, drawn: Drawn, net: Net, options: DataOptions) -> Samples:
-    notes = drawn.notes + _note_unknown(drawn, net)
-    if len(drawn.x) < options.samples:
-        text = f"{spec} has {len(drawn.x)} samples, {options.samples} were asked for"
+def _add_notes(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samples:
+    """Name the DATA argument of samples, and say what holds for any of them."""
+    notes, count = samples.notes + _note_unknown(samples.batch, net), len(samples.batch)
+    if count < options.samples:
+        text = f"{spec} has {count} samples, {options.samples} were asked for"
         notes += (remark("fewer-samples", text),)
-    if drawn.commit is not None:
-        notes += (drawn.commit.note,)
-    origins = tuple(drawn.origins)
-    return Samples(spec, to_batch(drawn, net), notes, drawn.commit, origins, drawn.task)
+    if samples.commit is not None:
+        notes += (samples.commit.note,)
+    return replace(samples, spec=spec, notes=notes)
 
 
-def _note_unknown(drawn: Drawn, net: Net) -> tuple[Note, ...]:
+def _note_unknown(batch: Batch, net: Net) -> tuple[Note, ...]:
     """Warn where most tokens of the texts are unknown to the tokenizer."""
     if net.unknown_id is None or net.tokenize is None:
         return ()
+    real = torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
     # Special tokens around a text are known, and count neither as known nor as unknown.
     around = len(net.tokenize("", SOME_TOKENS))
-    count = sum(max(len(ids) - around, 0) for ids in drawn.x)
+    count = int((real.sum(1) - around).clamp_min(0).sum())
     # Continuations are packed as id + i * vocabulary: the remainder is the id.
-    unknown = sum(int((ids % (net.vocabulary or 1) == net.unknown_id).sum()) for ids in drawn.x)
+    unknown = int((real & (batch.x % (net.vocabulary or 1) == net.unknown_id)).sum())
     if unknown <= MOST_UNKNOWN * count:
         return ()
     text = (
@@ -135,7 +137,7 @@ def _note_unknown(drawn: Drawn, net: Net) -> tuple[Note, ...]:
     return (warning("unknown-tokens", text),)
 
 
-def _read(spec: str, net: Net, options: DataOptions) -> Drawn:
+def _read(spec: str, net: Net, options: DataOptions) -> Samples:
     if spec == "random":
         return _make_random(net, options)
     if spec in DIGIT_FILES:
@@ -171,7 +173,7 @@ def _read(spec: str, net: Net, options: DataOptions) -> Drawn:
     return read_continuations(read_rows(path), net, options, origin=str(path))
 
 
-def _make_random(net: Net, options: DataOptions) -> Drawn:
+def _make_random(net: Net, options: DataOptions) -> Samples:
     """Make samples without labels: 1/f noise for images, a text of ours, or Gaussian tokens."""
     rng = torch.Generator().manual_seed(options.seed)
     notes: tuple[Note, ...] = ()
@@ -196,7 +198,7 @@ def _make_random(net: Net, options: DataOptions) -> Drawn:
         f"--data random: the samples are {what}, not data of yours; figures at a point depend on "
         "the point, so give --data what the model meets in use"
     )
-    return Drawn(x, None, (warning("random-data", text), *notes), origins=origins)
+    return make_samples(x, net, notes=(warning("random-data", text), *notes), origins=origins)
 
 
 def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:

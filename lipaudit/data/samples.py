@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -72,50 +72,25 @@ class Samples:
     """All the samples of one run.
 
     Attributes:
-        spec: the DATA argument they came from.
         batch: the samples; text is padded to the longest of them.
         notes: what must be said of them: how labels were matched, texts that were cut.
         commit: the state of a repository of the Hub that they were read from.
         origins: where each of them is found, in the order of the batch; empty where none is.
         task: what they ask, where they are prompts with continuations to be scored.
+        spec: the DATA argument they came from.
     """
 
-    spec: str
     batch: Batch
     notes: tuple[Note, ...] = ()
     commit: Commit | None = None
     origins: tuple[Origin, ...] = ()
     task: Task | None = None
+    spec: str = ""
 
     @property
     def suite_id(self) -> str:
         """Identity of the set of samples, whatever their order."""
         return hashlib.sha256("\n".join(sorted(self.batch.ids)).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The samples a source gave, one tensor each, before padding.
-
-    Attributes:
-        x: samples as the model takes them; token ids of their own length for text.
-        y: labels as the model numbers its classes, or None.
-        notes: what must be said of them.
-        commit: the state of a repository of the Hub that they were read from.
-        origins: where each of them is found; empty of samples that are made up.
-        task: what they ask, where they are prompts with continuations to be scored.
-        texts: the text of each, or the two of a pair; empty where they are no texts.
-        limit: the tokens after which texts are cut; 0 where they are no texts.
-    """
-
-    x: Sequence[Tensor]
-    y: Sequence[int] | None = None
-    notes: tuple[Note, ...] = field(default=())
-    commit: Commit | None = None
-    origins: Sequence[Origin] = ()
-    task: Task | None = None
-    texts: Sequence[str | tuple[str, str]] = ()
-    limit: int = 0
 
 
 def remark(code: str, text: str) -> Note:
@@ -169,19 +144,40 @@ def note_left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
     return (warning("skipped-bad", text),)
 
 
-def to_batch(drawn: Drawn, net: Net) -> Batch:
-    """Put samples together, texts padded to the longest; ids do not depend on the padding."""
-    ids = identify_samples(drawn.x, drawn.y)
-    y = None if drawn.y is None else torch.as_tensor(drawn.y)
+def make_samples(
+    x: Sequence[Tensor],
+    net: Net,
+    y: Sequence[int] | None = None,
+    *,
+    texts: Sequence[str | tuple[str, str]] = (),
+    limit: int = 0,
+    origins: Sequence[Origin] = (),
+    notes: tuple[Note, ...] = (),
+    task: Task | None = None,
+) -> Samples:
+    """Put samples together, texts padded to the longest; ids do not depend on the padding.
+
+    Args:
+        x: samples as the model takes them; token ids of their own length for text.
+        net: the model.
+        y: labels as the model numbers its classes, or None.
+        texts: the text of each, or the two of a pair; empty where they are no texts.
+        limit: the tokens after which texts are cut; 0 where they are no texts.
+        origins: where each of them is found; empty of samples that are made up.
+        notes: what must be said of them.
+        task: what they ask, where they are prompts with continuations to be scored.
+    """
+    ids, labels = identify_samples(x, y), None if y is None else torch.as_tensor(y)
     if net.kind != "text":
-        return Batch(torch.stack(list(drawn.x)), y, ids)
-    x = pad_sequence(list(drawn.x), batch_first=True, padding_value=net.pad_id)
-    lengths = torch.as_tensor([len(tokens) for tokens in drawn.x])
-    mask = torch.arange(x.shape[1]) < lengths[:, None]
-    texts = tuple((text,) if isinstance(text, str) else text for text in drawn.texts)
+        batch = Batch(torch.stack(list(x)), labels, ids)
+        return Samples(batch, notes, None, tuple(origins), task)
+    padded = pad_sequence(list(x), batch_first=True, padding_value=net.pad_id)
+    mask = torch.arange(padded.shape[1]) < torch.as_tensor([len(row) for row in x])[:, None]
+    written = tuple((text,) if isinstance(text, str) else text for text in texts)
     # Without a mask models take their faster path.
-    padded = None if bool(mask.all()) else mask
-    return Batch(x, y, ids, padded, texts=texts, limit=drawn.limit)
+    needed = None if bool(mask.all()) else mask
+    batch = Batch(padded, labels, ids, needed, texts=written, limit=limit)
+    return Samples(batch, notes, None, tuple(origins), task)
 
 
 class LabelError(InputError):

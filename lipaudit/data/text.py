@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os.path import commonprefix
 from pathlib import Path
@@ -14,8 +14,9 @@ from torch import Tensor
 from lipaudit.data.batch import Origin
 from lipaudit.data.samples import (
     DataOptions,
-    Drawn,
+    Samples,
     draw,
+    make_samples,
     match_labels,
     note_left_out,
     remark,
@@ -42,7 +43,7 @@ SHOWN = 120
 """Letters of a text by which it is found again."""
 
 
-def read_table(path: Path, net: Net, options: DataOptions) -> Drawn:
+def read_table(path: Path, net: Net, options: DataOptions) -> Samples:
     """Read a table: a column of texts, or two of pairs of texts, perhaps one of labels.
 
     Labels are class names of the model, or its numbers.
@@ -57,37 +58,37 @@ def read_table(path: Path, net: Net, options: DataOptions) -> Drawn:
     label = choose_label_column(columns, options, origin=origin)
     needed = None if net.classes is None else label
     rows, more = leave_out_faulty([check_row(row, text, needed) for row in rows], options, origin)
-    order, drawn = draw_texts(len(rows), rows.__getitem__, text, net, options, origin=origin)
-    notes += more + drawn.notes
+    labels: list[int] | None = None
+    remarks: tuple[Note, ...] = ()
+    others = ", ".join(name for name in columns if name not in text)
     if needed is not None:
         values, places = [row.values[needed] for row in rows], [row.place for row in rows]
-        numbers, matched = match_labels(values, net, places, origin=origin)
-        return replace(drawn, y=[numbers[i] for i in order], notes=notes + matched)
-    others = ", ".join(name for name in columns if name not in text)
-    if label is not None:
+        labels, remarks = match_labels(values, net, places, origin=origin)
+    elif label is not None:
         said = f"the labels of {origin} ({label}) are unused: the model has no classes"
-        notes += (remark("labels-unused", said),)
+        remarks = (remark("labels-unused", said),)
     elif net.classes is not None and others:
         said = f"{origin} has no column called label: --label-column names one ({others})"
-        notes += (remark("no-label-column", said),)
-    return replace(drawn, notes=notes)
+        remarks = (remark("no-label-column", said),)
+    samples = draw_texts(rows, text, labels, net, options, origin=origin)
+    return replace(samples, notes=notes + more + samples.notes + remarks)
 
 
 def draw_texts(
-    total: int,
-    row_at: Callable[[int], Row],
+    rows: Sequence[Row],
     columns: Sequence[str],
+    labels: Sequence[int] | None,
     net: Net,
     options: DataOptions,
     *,
     origin: str,
-) -> tuple[list[int], Drawn]:
-    """Draw texts, or pairs of texts, from the rows of a table; return which, and the samples.
+) -> Samples:
+    """Draw texts, or pairs of texts, from the rows of a table.
 
     Args:
-        total: how many rows there are.
-        row_at: returns one of them.
+        rows: all of them.
         columns: of the text, or of the two of a pair.
+        labels: of all rows, or None.
         net: the model.
         options: how many, by which seed, and how long.
         origin: the table, for messages.
@@ -98,14 +99,14 @@ def draw_texts(
     limit, notes = limit_tokens(net, options)
 
     def read(i: int) -> tuple[Row, Text, Tensor]:
-        row = row_at(i)
+        row = check_row(rows[i], columns)
         require_sound(row, origin)
         text = join_row(row.values, columns)
         # One token more than allowed tells a text that is cut from one that just fits.
         return row, text, _encode(text, net, limit + 1, f"{origin}: {row.place}")
 
-    drawn, skipped = draw(total, options, read, what="texts")
-    rows, texts, tokens = zip(*(sample for _, sample in drawn), strict=True)
+    drawn, skipped = draw(len(rows), options, read, what="texts")
+    chosen, texts, tokens = zip(*(sample for _, sample in drawn), strict=True)
     x = [
         _encode(t, net, limit, origin) if len(ids) > limit else ids
         for t, ids in zip(texts, tokens, strict=True)
@@ -113,12 +114,14 @@ def draw_texts(
     if cut := sum(len(ids) > limit for ids in tokens):
         text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
         notes += (warning("text-cut", text),)
-    return [i for i, _ in drawn], Drawn(
+    return make_samples(
         x,
-        notes=skipped + notes + _note_pairs(net, columns),
-        origins=[Origin(row.name, shorten(text)) for row, text in zip(rows, texts, strict=True)],
+        net,
+        None if labels is None else [labels[i] for i, _ in drawn],
         texts=texts,
         limit=limit,
+        notes=skipped + notes + _note_pairs(net, columns),
+        origins=[Origin(row.name, shorten(t)) for row, t in zip(chosen, texts, strict=True)],
     )
 
 
@@ -181,7 +184,7 @@ def _note_pairs(net: Net, columns: Sequence[str]) -> tuple[Note, ...]:
     return (warning("pairs-unseparated", text),)
 
 
-def read_text(path: Path, net: Net, options: DataOptions) -> Drawn:
+def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
     """Cut a plain file into equal parts and take the beginning of each (see `windows`)."""
     notes: tuple[Note, ...] = ()
     try:
@@ -196,7 +199,8 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Drawn:
         f"{path} is read as one stream of text, cut into {len(x)} windows; for a sample per line "
         "give a .csv with the line of names `text` first, or a .jsonl"
     )
-    return Drawn(x, None, (*notes, *more, remark("one-stream", said)), origins=origins)
+    said_of_all = (*notes, *more, remark("one-stream", said))
+    return make_samples(x, net, notes=said_of_all, origins=origins)
 
 
 def cut_windows(

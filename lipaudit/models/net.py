@@ -69,52 +69,15 @@ class NextToken:
     read: Callable[[Any], Tensor]
 
 
-@dataclass(frozen=True)
-class Net:
-    """An unmodified model and how to call it.
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How samples become what a model takes: what a `ModelSpec` says and a `Net` keeps.
 
-    The attacked space is pixels in [0, 1] for images (normalisation happens inside), the tensor
-    itself for float tokens, and the output of the token embedding for text.
-
-    Attributes:
-        info: what the report says of the model.
-        module: the model itself, in eval mode, parameters frozen.
-        kind: image, tokens (a float sequence), or text (token ids).
-        call: runs the module on (x, mask) and returns what `read` takes; for images it normalises
-            first.
-        read: the output tensor, (batch, classes) logits or (batch, ...) features, of that result.
-        entry: the module whose output is the embedding: the token embedding of a text model, the
-            patch embedding of an image model where it is known.
-        sample_shape: shape of one sample of x; for text (max_tokens,).
-        box: the smallest and largest value of the attacked space, or None.
-        classes: number of classes of a classifier, else None.
-        vocabulary: number of token ids, for text.
-        next_token: how it scores the next token, of a causal language model.
-        tokenize: text -> list of token ids, with special tokens, cut to a number of tokens.
-        tokenize_pair: two texts -> token ids of both; None where that is not known.
-        pad_id: the id that fills shorter samples, for text.
-        end_id: the id that every text must end with, where the model needs one.
-        unknown_id: the id of whatever the vocabulary does not have, where it has one.
-        lexicon: makes what is known of the token ids, for text; None: nothing is.
-        next_logits: of a causal language model: (embeddings (rows, tokens, width), first) ->
-            logits of the token behind each position from `first` on.
-        scored: what its classes are where they are continuations that it scores, else nothing: a
-            sample is then a prompt with what follows, packed by `data.continuations.packed`, and
-            only the prompt can be moved.
-        prepare: PIL image -> (channels, height, width) in [0, 1], for images.
-        aliases: further names of classes (ImageNet synsets, say) -> index.
-        surveys: results of `attention.survey.find_layers` on this model; of a changed copy anew.
+    Attributes: see `ModelSpec`.
     """
 
-    info: ModelInfo
-    module: nn.Module
-    kind: Kind
-    call: Callable[[Tensor, Tensor | None], Any]
-    read: Callable[[Any], Tensor]
-    entry: nn.Module | None
-    sample_shape: tuple[int, ...]
-    box: tuple[float, float] | None
-    classes: int | None
+    kind: Kind = "image"
+    entry: nn.Module | None = None
     vocabulary: int | None = None
     next_token: NextToken | None = None
     tokenize: Callable[[str, int], list[int]] | None = None
@@ -124,9 +87,40 @@ class Net:
     unknown_id: int | None = None
     lexicon: Callable[[], Lexicon] | None = None
     next_logits: Callable[[Tensor, int], Tensor] | None = None
-    scored: Literal["", "continuation", "choices", "labels"] = ""
     prepare: Callable[[Image], Tensor] | None = None
     aliases: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Net(Reading):
+    """An unmodified model and how to call it.
+
+    The attacked space is pixels in [0, 1] for images (normalisation happens inside), the tensor
+    itself for float tokens, and the output of the token embedding for text.
+
+    Attributes:
+        info: what the report says of the model.
+        module: the model itself, in eval mode, parameters frozen.
+        call: runs the module on (x, mask) and returns what `read` takes; for images it normalises
+            first.
+        read: the output tensor, (batch, classes) logits or (batch, ...) features, of that result.
+        sample_shape: shape of one sample of x; for text (max_tokens,).
+        box: the smallest and largest value of the attacked space, or None.
+        classes: number of classes of a classifier, else None.
+        scored: what its classes are where they are continuations that it scores, else nothing: a
+            sample is then a prompt with what follows, packed by `data.continuations.packed`, and
+            only the prompt can be moved.
+        surveys: results of `attention.survey.find_layers` on this model; of a changed copy anew.
+    """
+
+    info: ModelInfo
+    module: nn.Module
+    call: Callable[[Tensor, Tensor | None], Any]
+    read: Callable[[Any], Tensor]
+    sample_shape: tuple[int, ...]
+    box: tuple[float, float] | None
+    classes: int | None
+    scored: Literal["", "continuation", "choices", "labels"] = ""
     surveys: list[Any] = field(init=False, default_factory=list, repr=False, compare=False)
 
     @property

@@ -1,13 +1,579 @@
-"""Own models held to truths that do not come from lipaudit."""
+"""Own image and array models whose robust accuracy is known without lipaudit.
+
+Truths are closed forms of linear and monotone models, brute force over grids of small ones, or a
+refusal.
+"""
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
 
-from tests.attacks.own_models import CASES
+import lipaudit
+from lipaudit import ModelSpec, schema
+from lipaudit.errors import InputError, UsageError
+from lipaudit.gate.judging import judge
+from lipaudit.gate.rules import parse_rule
+
+RANGE = (0.0, 1.0)
+APGD = "custom:apgd-ce,apgd-t"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_figure_is_the_truth(case):
-    figure, truth = case.run()
-    assert figure.startswith(truth)
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Lin(nn.Module):
+    """W x + b of the flattened sample, times a scale, plus an offset."""
+
+    def __init__(self, w: Tensor, b: Tensor, scale: float = 1.0, offset: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(w.shape[1], len(w))
+        self.linear.weight.data, self.linear.bias.data = w.clone(), b.clone()
+        self.scale, self.offset = scale, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.linear(x.flatten(1)) + self.offset
+
+
+class Changed(nn.Module):
+    """A model whose samples or logits are changed, before and behind it."""
+
+    def __init__(self, inner: nn.Module, before=lambda x: x, behind=lambda z: z) -> None:
+        super().__init__()
+        self.inner, self.before, self.behind = inner, before, behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.inner(self.before(x)))
+
+
+class Conv(nn.Module):
+    """A linear model that takes images of so many channels, and nothing else."""
+
+    def __init__(self, w: Tensor, b: Tensor, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(shape[0], len(w), shape[1:])
+        self.conv.weight.data, self.conv.bias.data = w.reshape(-1, *shape).clone(), b.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).flatten(1)
+
+
+class Score(nn.Module):
+    """Two classes by the sign of a score."""
+
+    def __init__(self, score) -> None:
+        super().__init__()
+        self.score, self.unused = score, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.score(x)
+        return torch.stack([z, -z], 1)
+
+
+def linear(
+    classes: int = 4, shape: tuple[int, ...] = (1, 4, 4), n: int = 64, box: Any = RANGE
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw weights, bias, samples over the whole box and labels, one in sixteen wrong."""
+    g, size = draw(classes + len(shape)), torch.Size(shape).numel()
+    w = torch.randn(classes, size, generator=g)
+    low, width = box[0], box[1] - box[0]
+    x = low + width * torch.rand(n, *shape, generator=g)
+    b = -(low + width / 2) * w.sum(1)
+    y = (x.flatten(1) @ w.T + b).argmax(1)
+    y[::16] = (y[::16] + 1) % classes
+    return w, b, x, y
+
+
+def reach(v: Tensor, x: Tensor, eps: float, norm: str, box: Any) -> Tensor:
+    """Return by how much <v, x> can fall within the ball and the box, exactly, in float64."""
+    v, x = v.double(), x.double()
+    low, high = (-torch.inf, torch.inf) if box is None else box
+    room = torch.where(v > 0, x - low, high - x).clamp_min(0)
+    if norm == "linf":
+        return (v.abs() * room.clamp_max(eps)).sum(-1)
+    short, long = torch.zeros(len(x), 1).double(), torch.full((len(x), 1), 1e12).double()
+    for _ in range(200):  # the step is min(t |v|, room), with t such that its length is eps
+        t = (short + long) / 2
+        far = torch.minimum(t * v.abs(), room).norm(dim=-1, keepdim=True) > eps
+        short, long = torch.where(far, short, t), torch.where(far, t, long)
+    return (v.abs() * torch.minimum(short * v.abs(), room)).sum(-1)
+
+
+def robust_truth(w, b, x, y, eps: float, norm: str = "linf", box: Any = RANGE) -> float:
+    """Return the exact share of samples that no point of ball and box misclassifies."""
+    flat, w, b = x.double().flatten(1), w.double(), b.double()
+    logits = flat @ w.T + b
+    stands = torch.ones(len(x), dtype=torch.bool)
+    for j in range(len(w)):
+        v = w[y] - w[j]
+        gap = logits.gather(1, y[:, None])[:, 0] - logits[:, j]
+        stands &= (j == y) | (gap > reach(v, flat, eps, norm, box))
+    return float(stands.double().mean())
+
+
+def measure(model: Any, x: Any, y: Any, measure: str = "attack", **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return lipaudit.measure(model, measure, data=(x, y), samples=len(x), **options)
+
+
+def attack(model: Any, x: Any, y: Any, **options: Any) -> list[float]:
+    """Return the robust accuracies under all attacks, one per radius."""
+    options = {"attack": "fgsm,pgd,quick"} | options
+    rows = measure(model, x, y, **options).section("attack").rows
+    alone = len({row.attack for row in rows}) == 1
+    return [row.robust for row in rows if alone or row.attack == "worst"]
+
+
+def classify(model: Any, x: Any, y: Any, **options: Any) -> float:
+    """Return the accuracy on clean samples."""
+    options = {"attack": "fgsm", "eps": "0.001"} | options
+    return measure(model, x, y, **options).section("attack").rows[0].clean
+
+
+def codes(model: Any, x: Any, y: Any, **options: Any) -> set[str]:
+    options = {"attack": "fgsm", "eps": "0.01"} | options
+    return {note.code for note in measure(model, x, y, **options).section("attack").notes}
+
+
+@pytest.mark.parametrize(
+    ("eps", "norm", "box", "scale", "offset"),
+    [
+        (0.05, "linf", RANGE, 1, 0),
+        (0.2, "l2", RANGE, 1, 0),
+        (0.05, "linf", RANGE, 1e-12, 0),
+        (0.05, "linf", RANGE, 1e12, 0),
+        (0.2, "l2", RANGE, 1, 1000),
+        (12.0, "linf", (0.0, 255.0), 1, 0),
+        (0.4, "l2", (-1.0, 1.0), 1, 0),
+    ],
+)
+def test_linear_models_of_any_scale_and_box(eps, norm, box, scale, offset):
+    w, b, x, y = linear(box=box)
+    spec = ModelSpec(Lin(w, b, scale, offset), (1, 4, 4), box=box)
+    truth = robust_truth(w, b, x, y, eps, norm, box)
+    assert attack(spec, x, y, eps=str(eps), norm=norm) == [truth]
+
+
+def test_a_radius_larger_than_the_box_is_refused_and_without_a_box_attacked():
+    w, b, x, y = linear()
+    with pytest.raises(UsageError, match="larger than the whole range"):
+        attack(ModelSpec(Lin(w, b), (1, 4, 4)), x, y, eps="1e30", norm="l2")
+    w, b, x, y = linear(shape=(4, 4))
+    x = 4 * x - 2
+    y = Lin(w, b)(x).argmax(1)
+    found = attack(Lin(w, b), x, y, eps="1e30", norm="l2", input_shape=(4, 4))
+    assert found == [robust_truth(w, b, x, y, 1e30, "l2", None)]
+
+
+# Gradients that are not finite.
+
+
+def rooted(inner: nn.Module) -> nn.Module:
+    """Add a branch of zeros to a model, whose gradient is NaN where a pixel is 0."""
+
+    class Rooted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + torch.where(x > 2, x.sqrt(), 0.0).sum((1, 2, 3))[:, None]
+
+    return Rooted()
+
+
+@pytest.mark.parametrize(
+    ("counts", "eps", "norm", "name", "classes"),
+    [
+        (False, 0.05, "linf", "pgd", 2),
+        (False, 0.05, "linf", "quick", 4),
+        (False, 0.2, "l2", APGD, 4),
+        (True, 0.1, "linf", "pgd", 2),
+        (True, 0.1, "linf", "fgsm", 2),
+        (True, 0.05, "linf", "quick", 4),
+        (True, 0.2, "l2", APGD, 4),
+        (True, 0.2, "l2", "custom:fab-t", 4),
+    ],
+)
+def test_gradients_that_are_nan_at_pixels_of_0(counts, eps, norm, name, classes):
+    """Four pixels are 0 in every sample; the logits depend on them, or the zeros alone do."""
+    w, b, x, _ = linear(classes)
+    x.flatten(1)[:, :4] = 0
+    if not counts:
+        w[:, :4] = 0
+    y = Lin(w, b)(x).argmax(1)
+    found = attack(rooted(Lin(w, b)), x, y, eps=str(eps), norm=norm, attack=name)
+    assert found == [robust_truth(w, b, x, y, eps, norm)]
+
+
+def test_an_infinite_slope_at_pixels_of_0():
+    """Two classes by sum_i a_i sqrt(x_i), monotone in each pixel: its worst point is known."""
+    g = draw(5)
+    a, x = torch.randn(16, generator=g), torch.rand(64, 1, 4, 4, generator=g)
+    x = (x - 0.5).clamp_min(0)
+    b = float((x.flatten(1).sqrt() @ a).median())
+    model = Score(lambda x: x.flatten(1).sqrt() @ a - b)
+    y = model(x).argmax(1)
+    sign = torch.where(y == 0, 1.0, -1.0)[:, None].double()
+    low, high = (x.flatten(1) - 0.03).clamp_min(0), (x.flatten(1) + 0.03).clamp_max(1)
+    v = sign * a.double()
+    worst = (torch.minimum(v * low.double().sqrt(), v * high.double().sqrt())).sum(1)
+    truth = float((worst > sign[:, 0] * b).double().mean())
+    assert attack(model, x, y, eps="0.03", attack="pgd", restarts=3) == [truth]
+
+
+# Models that are not what attacks assume.
+
+
+def noise(offset: float, masked: bool = False):
+    def add(z: Tensor) -> Tensor:
+        z = z + 0.05 * torch.randn(z.shape)
+        hidden = [torch.full_like(z[:, :1], -1e6)] if masked else []
+        return torch.cat([z, *hidden], 1) + offset
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "code"),
+    [
+        (None, noise(0.0), "randomised"),
+        (None, noise(1e4), "randomised"),
+        (None, noise(0.0, masked=True), "randomised"),
+        (lambda x: (8 * x).round() / 8, None, "zero-gradients"),
+        (None, lambda z: 1e6 * z, "zero-gradients"),
+        (None, lambda z: (z / 10).softmax(1), "probabilities"),
+    ],
+)
+def test_a_warning_names_what_makes_attacks_weak(before, behind, code):
+    w, b, x, y = linear()
+    keep = lambda t: t  # noqa: E731
+    assert code in codes(Changed(Lin(w, b), before or keep, behind or keep), x, y)
+    assert code not in codes(Lin(w, b), x, y)
+
+
+def test_a_warning_names_gradients_that_are_not_finite():
+    w, b, x, y = linear()
+    x = (x * 1.5 - 0.4).clamp(0, 1)
+    assert "gradients-not-finite" in codes(rooted(Lin(w, b)), x, y)
+
+
+class Normed(nn.Module):
+    """Has a BatchNorm that forward puts into training mode."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norm = inner, nn.BatchNorm2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.train()
+        out = self.inner(self.norm(x))
+        self.norm.eval()
+        return out
+
+
+@pytest.mark.parametrize("wrap", [lambda m: Changed(m, lambda x: x - x.mean(0)), Normed])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("attack", {"eps": "0.05", "attack": "fgsm"}),
+        ("jacobian", {}),
+        ("certify", {"eps": "0.01"}),
+    ],
+)
+def test_samples_that_depend_on_their_batch_are_refused(wrap, name, options):
+    w, b, x, y = linear()
+    with pytest.raises(InputError):
+        measure(wrap(Lin(w, b)), x, y, name, **options)
+
+
+def shell() -> tuple[nn.Module, Tensor, Tensor]:
+    """Right but in a thin shell around (0.5, 0.5), where the other class is far ahead."""
+
+    def score(x: Tensor) -> Tensor:
+        far = (x.flatten(1) - 0.5).abs().amax(1)
+        return 1 - far - 1000 * (0.02 - (far - 0.09).abs()).clamp_min(0)
+
+    x = 0.5 + 0.01 * (torch.rand(32, 1, 1, 2, generator=draw(3)) - 0.5)
+    return Score(score), x, torch.zeros(32, dtype=torch.int64)
+
+
+def test_what_is_broken_in_a_thin_shell_is_broken_at_every_larger_radius():
+    model, x, y = shell()
+    grid = torch.linspace(0, 1, 401)
+    points = torch.cartesian_prod(grid, grid)
+    wrong = points[model(points[:, None, None]).argmax(1) == 1]
+    away = (wrong[None] - x.flatten(1)[:, None]).abs().amax(2).amin(1)
+    truth = [float((away > eps).double().mean()) for eps in (0.1, 0.2)]
+    assert attack(model, x, y, eps="0.1,0.2", attack="fgsm") == truth
+    section = measure(model, x, y, eps="0.2,0.1", attack="fgsm,pgd").section("attack")
+    flags = {
+        (row.attack, row.eps_text): section.samples[row.key.column("robust")]
+        for row in section.rows
+    }
+    for name in ("fgsm", "pgd", "worst"):
+        pairs = zip(flags[name, "0.1"], flags[name, "0.2"], strict=True)
+        assert all(large <= small for small, large in pairs)
+
+
+# Large coordinates.
+
+
+def far() -> tuple[nn.Module, Tensor, Tensor, float]:
+    """Sequences with one coordinate at 1e5 that the model does not look at."""
+    w, b, x, _ = linear(shape=(4, 4))
+    x = x - 0.5
+    w[:, 0] = 0
+    x[:, 0, 0] = 1e5
+    model = Lin(w, 0 * b)
+    y = model(x).argmax(1)
+    return model, x, y, robust_truth(w, 0 * b, x, y, 0.02, "linf", None)
+
+
+FAR = {"eps": "0.02", "norm": "linf", "input_shape": (4, 4)}
+
+
+@pytest.mark.parametrize("name", [APGD, "custom:fab-t"])
+def test_a_coordinate_of_1e5_in_float64(name):
+    model, x, y, truth = far()
+    assert attack(model, x, y, attack=name, dtype="float64", **FAR) == [truth]
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [("float32", True), ("float64", False)])
+def test_a_warning_says_where_the_radius_is_below_the_resolution(dtype, warned):
+    model, x, y, _ = far()
+    assert ("ball-below-resolution" in codes(model, x, y, dtype=dtype, **FAR)) == warned
+
+
+@pytest.mark.parametrize("box", [None, (0.0, 1e5)])
+def test_square_beside_a_pixel_of_1e5(box):
+    """Two classes by the sum of all pixels but that one."""
+    shape = (4, 4) if box is None else (1, 4, 4)
+    x = torch.rand(64, *shape, generator=draw(7))
+    level, eps = float(x.flatten(1)[:, 1:].sum(1).median()), 0.02
+    x.flatten(1)[:, 0] = 1e5
+    model = Score(lambda x: x.flatten(1)[:, 1:].sum(1) - level)
+    y = model(x).argmax(1)
+    flat = x.double().flatten(1)[:, 1:]
+    v = torch.ones(64, 15) * torch.where(y == 0, 1.0, -1.0)[:, None]
+    stands = (flat.sum(1) - level).abs() > reach(v, flat, eps, "linf", box)
+    spec = ModelSpec(model, shape, kind="tokens" if box is None else "image", box=box)
+    options = {"norm": "linf", "attack": "custom:square", "queries": 500, "dtype": "float64"}
+    assert attack(spec, x, y, eps=str(eps), **options) == [float(stands.double().mean())]
+
+
+# Array shapes and boxes.
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "build", "options"),
+    [
+        ((1, 4, 4), RANGE, lambda w, b: Conv(w, b, (1, 4, 4)), {}),
+        ((1, 4, 4), RANGE, Lin, {"input_shape": (1, 4, 4)}),
+        ((4, 4), (-1.0, 1.0), Lin, {}),  # values beyond [0, 1] are no pixels
+        ((6, 4), RANGE, lambda w, b: Changed(Lin(w, b), lambda z: z.flatten(1)), {}),
+    ],
+    ids=["convolution", "input_shape", "beyond [0, 1]", "sequences"],
+)
+def test_arrays_of_two_axes_are_images_or_sequences(shape, box, build, options):
+    w, b, x, y = linear(shape=shape, box=box)
+    if shape == (6, 4):
+        options = {"input_shape": shape}
+    limits = RANGE if len(shape) == 3 else None
+    given = x[:, 0] if len(shape) == 3 else x
+    found = attack(build(w, b), given, y, eps="0.1", norm="linf", **options)
+    assert found == [robust_truth(w, b, x, y, 0.1, "linf", limits)]
+
+
+def test_arrays_that_can_be_read_in_two_ways_are_refused():
+    w, b, x, y = linear()
+    with pytest.raises(UsageError, match="each sample may be"):
+        attack(Lin(w, b), x[:, 0], y, eps="0.1")
+    w, b, x, y = linear(shape=(8, 5, 4))
+    with pytest.raises(UsageError, match="each sample may be"):
+        attack(Lin(w, b), x, y, eps="0.1")
+    right = float((Lin(w, b)(x).argmax(1) == y).double().mean())
+    assert classify(Lin(w, b), x, y, input_shape=(8, 5, 4)) == right
+    assert "read-as" in codes(Conv(w, b, (8, 5, 4)), x, y)
+    w, b, x, y = linear(box=(-1.0, 1.0))
+    with pytest.raises(InputError, match="x holds values"):
+        attack(Conv(w, b, (1, 4, 4)), x[:, 0], y, eps="0.1")
+
+
+@pytest.mark.parametrize(
+    ("shape", "last"), [((8, 5, 4), False), ((2, 5, 3), False), ((3, 6, 5), True)]
+)
+def test_channels_come_first_or_last(shape, last):
+    w, b, x, y = linear(shape=shape)
+    right = float((Lin(w, b)(x).argmax(1) == y).double().mean())
+    assert classify(Conv(w, b, shape), x.movedim(1, -1) if last else x, y) == right
+
+
+@pytest.mark.parametrize(
+    ("box", "eps"), [((-1.0, 1.0), 0.1), ((0.0, 255.0), 8.0), ((0.0, 1.0), 0.05)]
+)
+def test_bytes_and_pictures_are_mapped_to_the_box(tmp_path, box, eps):
+    w, b, *_ = linear(box=box)
+    pixels = torch.randint(0, 256, (64, 1, 4, 4), generator=draw(9), dtype=torch.uint8)
+    x = box[0] + (box[1] - box[0]) * pixels.float() / 255
+    y = Lin(w, b)(x).argmax(1)
+    truth = robust_truth(w, b, x, y, eps, box=box)
+    spec = ModelSpec(Lin(w, b), (1, 4, 4), box=box)
+    assert attack(spec, pixels, y, eps=str(eps)) == [truth]
+    for i, (picture, label) in enumerate(zip(pixels, y.tolist(), strict=True)):
+        folder = Path(tmp_path, str(label))
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(picture[0].numpy()).save(folder / f"{i}.png")
+    spec = ModelSpec(Lin(w, b), (1, 4, 4), box=box)
+    report = lipaudit.measure(spec, "attack", data=str(tmp_path), samples=64, eps=str(eps))
+    row = report.section("attack").rows[0]
+    assert (row.clean, row.robust) == (1, truth)
+
+
+# What a classifier may return.
+
+
+def take_one(x: Tensor) -> Tensor:
+    if len(x) > 1:
+        raise RuntimeError("only one sample at a time")
+    return x
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        take_one,
+        lambda z: (9 * z).long(),
+        lambda z: z[: max(len(z) - 1, 1)],
+        lambda z: z + torch.nan,
+    ],
+    ids=["one sample at a time", "integers", "drops samples", "NaN"],
+)
+def test_what_gives_no_logits_per_sample_is_refused(behind):
+    w, b, x, y = linear()
+    with pytest.raises(InputError):
+        attack(Changed(Lin(w, b), behind=behind), x, y, eps="0.1")
+
+
+@pytest.mark.parametrize(
+    ("behind", "options"),
+    [
+        (take_one, {"batch_size": 1, "attack": "pgd"}),
+        (lambda z: torch.cat([z, torch.full_like(z[:, :2], -torch.inf)], 1), {}),
+    ],
+    ids=["one sample at a time", "masked classes"],
+)
+def test_what_gives_logits_per_sample_is_attacked(behind, options):
+    w, b, x, y = linear()
+    found = attack(Changed(Lin(w, b), behind=behind), x, y, eps="0.1", **options)
+    assert found == [robust_truth(w, b, x, y, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("behind", "labels"),
+    [
+        (lambda z: z, ("no", "yes")),
+        (lambda z: z[:, 0], ("no", "yes")),
+        (lambda z: z, None),
+        (lambda z: torch.cat([0 * z, z], 1), None),
+    ],
+)
+def test_one_logit_is_two_classes_where_they_have_names(behind, labels):
+    w, b, x, _ = linear(classes=2)
+    v, c = w[1] - w[0], b[1] - b[0]
+    y = (x.flatten(1) @ v + c > 0).long()
+    spec = ModelSpec(Changed(Lin(v[None], c[None]), behind=behind), (1, 4, 4), labels=labels)
+    if labels is None and behind(torch.ones(1, 1)).shape[1] == 1:
+        with pytest.raises(InputError) as refused:
+            attack(spec, x, y, eps="0.1")
+        assert refused.value.advice.endswith("torch.cat([0 * z, z], 1)")
+    else:
+        assert attack(spec, x, y, eps="0.1") == [robust_truth(w, b, x, y, 0.1)]
+
+
+def test_pixels_that_are_clipped_by_the_model():
+    w, b, _, _ = linear()
+    x = torch.rand(64, 1, 4, 4, generator=draw(11)) * 0.6 + 0.2  # inside: gradients are there
+    y = Lin(w, b)(x).argmax(1)
+    found = attack(Changed(Lin(w, b), lambda x: x.clamp(0.2, 0.8)), x, y, eps="0.1")
+    assert found == [robust_truth(w, b, x, y, 0.1, box=(0.2, 0.8))]
+
+
+# Samples that repeat, and the gate.
+
+
+def reports(spread: float, seed: int, copies: int = 1, eps: str = "0.05") -> tuple[Any, Any]:
+    """Measure a linear model (new) and one that is another on the same samples (baseline)."""
+    w, b, x, y = linear(n=32)
+    x, y = x.repeat(copies, 1, 1, 1), y.repeat(copies)
+    other = w + spread * torch.randn(w.shape, generator=draw(seed))
+    return tuple(measure(Lin(v, b), x, y, eps=eps, attack="pgd") for v in (w, other))
+
+
+def status(now: Any, before: Any) -> str:
+    return judge(now, before, (parse_rule("attack.robust@linf >= -2pp"),)).verdicts[0].status
+
+
+def test_the_gate_counts_samples_that_repeat_once():
+    """By 5 of 32 samples the baseline is more robust; four copies of each tell no more."""
+    once, four = reports(0.12, 1), reports(0.12, 1, copies=4)
+    assert four[0].section("attack").rows[0].samples == 32
+    assert status(*once) == status(*four) == "inconclusive"
+
+    def number_samples(report: Any) -> Any:
+        section = report.section("attack")
+        ids = tuple(f"{i:016x}" for i in range(len(section.samples["ids"])))
+        section = section.model_copy(update={"samples": {**section.samples, "ids": ids}})
+        return report.model_copy(update={"sections": (section,)})
+
+    assert status(*map(number_samples, four)) == "regressed"
+
+
+def test_certificates_count_samples_that_repeat_once():
+    w, b, x, y = linear(n=8)
+    x, y = x.repeat(4, 1, 1, 1), y.repeat(4)
+    report = measure(Lin(w, b), x, y, "certify", eps="0.01", attack="fgsm")
+    assert report.section("certify").rows[0].samples == 8
+
+
+def test_the_gate_reads_radii_by_their_value_and_refuses_flags_that_are_none():
+    now, before = reports(0.25, 0)
+    assert status(reports(0.25, 0, eps="1/20")[0], before) == status(now, before)
+    section = now.section("attack")
+    name = next(n for n in section.samples if n.startswith("robust@worst"))
+    flags = list(section.samples[name])
+    text = schema.dumps(now)
+    broken = text.replace(f'"{name}": {flags}', f'"{name}": {[2, *flags[1:]]}')
+    assert broken != text
+    with pytest.raises(InputError):
+        schema.loads(broken)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "note"),
+    [
+        (("dog", "cat"), ("cat", "dog"), "class 0"),
+        (("dog", "cat"), None, "only the new report names its classes"),
+        (None, ("dog", "cat"), "only the baseline names its classes"),
+        (("dog", "cat"), ("dog", "cat"), ""),
+    ],
+)
+def test_the_gate_notes_classes_of_other_names(new, old, note):
+    w, b, x, y = linear(classes=2, n=32)
+
+    def report(labels: Any) -> Any:
+        spec = ModelSpec(Lin(w, b), (1, 4, 4), classifier=True, labels=labels)
+        return measure(spec, x, y, eps="0.05", attack="pgd")
+
+    notes = judge(report(new), report(old)).notes
+    found = next((text for text in notes if "cat" in text), "")
+    assert found.startswith(note)
+    assert bool(found) == bool(note)

@@ -1,17 +1,13 @@
 """Folders of text models whose figures are computed again from the characters, without lipaudit.
 
-`python -m tests.attacks.text_folders` prints a line per folder: each figure of lipaudit beside its
-truth. Truths come from plain transformers: a folder's own tokenizer and model on one text at a
-time, dense float64 autograd in the embeddings, loops over the tokens of a continuation.
+Truths come from plain transformers: a folder's own tokenizer and model on one text at a time,
+dense float64 autograd in the embeddings, loops over the tokens of a continuation.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import sys
-import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -445,27 +441,3 @@ def differs(name: str, ours: list[float], truth: list[float]) -> bool:
     """
     slack = 16 * 2**-24 if name == "loss" else 1e-7
     return not all(abs(a - b) <= slack * abs(b) for a, b in zip(ours, truth, strict=True))
-
-
-def main() -> int:
-    """Print a line per folder: what, lipaudit's figure, the truth."""
-    began, wrong = time.perf_counter(), 0
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    asked = sys.argv[1:]
-    for folder in (f for f in FOLDERS if not asked or any(a in f.name for a in asked)):
-        with tempfile.TemporaryDirectory() as path:
-            figures = compare(folder, Path(path))
-        cells = []
-        for what, (ours, truth) in figures.items():
-            mean = [sum(values) / len(values) for values in (ours, truth)]
-            bad = differs(what, ours, truth)
-            wrong += bad
-            cells.append(f"{what} {mean[0]:.6g} / {mean[1]:.6g}{' WRONG' * bad}")
-        print(f"{folder.name}: {'; '.join(cells)}", flush=True)
-    print(f"{len(FOLDERS)} folders, {wrong} figures wrong, {time.perf_counter() - began:.0f} s")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,7 @@ import transformers
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.continuations import pack
-from lipaudit.data.samples import Drawn, Task, to_batch
+from lipaudit.data.samples import Task, make_samples
 from lipaudit.errors import InputError
 from lipaudit.models.scoring import score_continuations
 from lipaudit.models.sources.assembly import assemble
@@ -60,7 +60,7 @@ def language_model(name, attention="eager", dtype="float64", **options):
 
 def batch_of(net, rows):
     x = [pack(prompt, choices, VOCABULARY) for prompt, choices in rows]
-    return to_batch(Drawn(x, [0] * len(rows)), net)
+    return make_samples(x, net, [0] * len(rows)).batch
 
 
 @torch.no_grad()

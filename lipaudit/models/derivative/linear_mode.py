@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ from lipaudit.errors import InputError, of_machine
 from lipaudit.models.graph import leaves
 from lipaudit.models.lifting import keep
 from lipaudit.models.precision import widen_call
+
+_Map = Callable[[Tensor], Tensor]
 
 
 def _refuse_dropout(probability: float) -> None:
@@ -38,34 +40,71 @@ def _check_attention(
     return NotImplemented
 
 
-class _LiftedLinear(torch.autograd.Function):
-    """x W + b, whose W is read again for every product.
+class _LinearMap(torch.autograd.Function):
+    """A linear map that is given by both of its directions: x -> A x and u -> A^T u.
 
-    A graph that kept W would hold a copy of every weight that is stored in another precision or
-    place, beside the model: that of a 7B model in bfloat16 takes 28 GB.
+    Autograd would get A x as the derivative of its formula for A^T u: of a normalisation that
+    derivative takes ten operations, and it keeps what they read.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, weight: Callable[[], Tensor], bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight(), bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.weight = inputs[1]
+    def forward(ctx: Any, x: Tensor, ahead: _Map, back: _Map) -> Tensor:
+        ctx.ahead, ctx.back = ahead, back
+        return ahead(x)
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
-        weight = ctx.weight
-        return _LiftedLinear.apply(u, lambda: weight().t(), None), None, None
+        if not torch.is_grad_enabled():  # J^T u or J v alone: no graph of it is wanted
+            return ctx.back(u), None, None
+        return _LinearMap.apply(u, ctx.back, ctx.ahead), None, None
 
 
 def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Read a weight that is stored in another precision or place again for every product.
+
+    A graph that kept W would hold a copy of every such weight beside the model: that of a 7B
+    model in bfloat16 takes 28 GB.
+    """
     kept = keep(weight)
     if isinstance(kept, Tensor):
         return NotImplemented
-    return _LiftedLinear.apply(input, kept.lifted, bias)
+    product = _LinearMap.apply(
+        input, lambda x: F.linear(x, kept.lifted()), lambda u: u @ kept.lifted()
+    )
+    return product if bias is None else product + bias
+
+
+def _run_gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """Compute the slope once: torch's backward passes evaluate erf or tanh for every product."""
+    x = input.detach()
+    slope = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
+    # The value at x, and the tangent there: input - x is 0 and has the gradient of the input.
+    return F.gelu(x, approximate=approximate) + slope * (input - x)
+
+
+def _run_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """LayerNorm, w * (x - mean) / std + b, by its Jacobian diag(w) S, whose S is symmetric."""
+    if any(p is not None and p.requires_grad for p in (weight, bias)):
+        return NotImplemented
+    x, shape = input.detach().contiguous(), list(normalized_shape)
+    value, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+
+    def multiply(v: Tensor, scale: Tensor | None) -> Tensor:
+        """S diag(scale) v."""
+        backward, mask = torch.ops.aten.native_layer_norm_backward, [True, False, False]
+        return backward(v.contiguous(), x, shape, mean, rstd, scale, None, mask)[0]
+
+    def ahead(v: Tensor) -> Tensor:
+        product = multiply(v, None)
+        return product if weight is None else product * weight
+
+    return value + _LinearMap.apply(input - x, ahead, lambda u: multiply(u, weight))
 
 
 def _check_dropout(
@@ -119,6 +158,8 @@ def _mixes_samples(input: Tensor) -> bool:
 
 _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _run_linear,
+    F.gelu: _run_gelu,
+    F.layer_norm: _run_layer_norm,
     F.scaled_dot_product_attention: _check_attention,
     F.dropout: _check_dropout,
     F.batch_norm: _run_batch_norm,

@@ -22,7 +22,7 @@ from lipaudit.errors import (
     of_machine,
 )
 from lipaudit.models.lifting import devices, hold, lifting, precision
-from lipaudit.models.net import ModelInfo, Net
+from lipaudit.models.net import ModelInfo, Net, Reading
 from lipaudit.models.precision import eager
 from lipaudit.models.sources.offload import Placement, find_device, plan_placement
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -92,25 +92,21 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         device_map={} if placement is None else placement.places,
     )
     image = spec.kind == "image"
-    known = {field.name for field in fields(Net)}
-    described = {key: value for key, value in vars(spec).items() if key in known}
+    reading: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(Reading)}
+    reading["entry"] = spec.entry or entry
+    if image and spec.prepare is None:
+        shape = spec.input_shape  # not the whole spec: it would keep the module alive
+        reading["prepare"] = lambda picture: resize(picture, shape)
     return Net(
-        **described
-        | {
-            "info": info,
-            "call": call,
-            "read": lambda result: classify(read(result)),
-            "entry": spec.entry or entry,
-            "sample_shape": spec.input_shape,
-            "box": spec.box or ((0.0, 1.0) if image else None),
-            "classes": _count_classes(spec, classify(output)),
-            "prepare": spec.prepare or (_prepare(spec.input_shape) if image else None),
-        }
+        info=info,
+        module=module,
+        call=call,
+        read=lambda result: classify(read(result)),
+        sample_shape=spec.input_shape,
+        box=spec.box or ((0.0, 1.0) if image else None),
+        classes=_count_classes(spec, classify(output)),
+        **reading,
     )
-
-
-def _prepare(shape: tuple[int, ...]) -> Callable[[Any], Tensor]:
-    return lambda image: resize(image, shape)
 
 
 def unwrap(module: Any) -> Any:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-from PIL.Image import Image
 from torch import Tensor, nn
 
-from lipaudit.attacks.text import Lexicon
 from lipaudit.data.arrays import SampleForm
 from lipaudit.data.hub import Commit
 from lipaudit.data.samples import warning
 from lipaudit.errors import UsageError
-from lipaudit.models.net import Kind, NextToken
+from lipaudit.models.net import Reading
 from lipaudit.tables import Note
 
 RANDOM = warning(
@@ -32,7 +30,7 @@ def new_classifier(classes: int) -> Note:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Reading):
     """A model and what one must know to feed it; a `py:` factory may return one.
 
     Attributes:
@@ -74,26 +72,14 @@ class ModelSpec:
 
     module: nn.Module
     input_shape: tuple[int, ...]
-    kind: Kind = "image"
+    _: KW_ONLY
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     box: tuple[float, float] | None = None
     classifier: bool = True
     labels: tuple[str, ...] | None = None
-    aliases: Mapping[str, int] = field(default_factory=dict)
-    vocabulary: int | None = None
-    next_token: NextToken | None = None
-    tokenize: Callable[[str, int], list[int]] | None = None
-    tokenize_pair: Callable[[str, str, int], list[int]] | None = None
-    pad_id: int = 0
-    end_id: int | None = None
-    unknown_id: int | None = None
-    lexicon: Callable[[], Lexicon] | None = None
-    next_logits: Callable[[Tensor, int], Tensor] | None = None
-    prepare: Callable[[Image], Tensor] | None = None
     call: Callable[[Tensor, Tensor | None], Any] | None = None
     read: Callable[[Any], Tensor] | None = None
-    entry: nn.Module | None = None
     architecture: str = ""
     preprocess: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()

@@ -21,7 +21,7 @@ from lipaudit.api.requests import (
     name_models,
 )
 from lipaudit.data.arrays import list_forms
-from lipaudit.data.loading import Samples, own_samples
+from lipaudit.data.loading import Samples, draw_tensors
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
 from lipaudit.engine.several import (
@@ -39,7 +39,7 @@ from lipaudit.errors import (
 )
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.own import as_now, borrow
+from lipaudit.models.sources.own import borrow, freeze_net
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Report
 
@@ -201,7 +201,7 @@ def _open_net(
     model: AnyModel | Net, run: RunOptions, data: AnyData, input_shape: Sequence[int] | None
 ) -> Iterator[Net]:
     if isinstance(model, Net):
-        with as_now(model) as net:
+        with freeze_net(model) as net:
             yield net
         return
     options = load_options(run)
@@ -219,7 +219,7 @@ def _open_net(
 def _read_samples(data: Any, net: Net, request: Request) -> Samples:
     x, labels = _split_data(data)
     most = max(request.count(name) for name in request.measures)
-    return own_samples(x, labels, net, data_options(request.run, most))
+    return draw_tensors(x, labels, net, data_options(request.run, most))
 
 
 def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:

@@ -32,7 +32,7 @@ from lipaudit.attacks.oracle import (
     margins,
 )
 from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
-from lipaudit.attacks.sanity import Checks, examine, refuse_training, resolution_notes
+from lipaudit.attacks.sanity import Checks, examine, note_resolution, refuse_training
 from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.tables import Note
@@ -235,7 +235,7 @@ def _search(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
     seed = derive_seed(session.seed, attack.name, chunk.number)
     generator = torch.Generator().manual_seed(seed)
     fitted, notes = adapt(attack, session.logits.shape[1])
-    notes += resolution_notes(chunk.x, ball)
+    notes += note_resolution(chunk.x, ball)
     robust, x_adv = last.robust.clone(), last.x_adv.clone()
     number, turns = 0, fitted.turns if ball.eps > 0 else 0
     while number < turns and bool(robust.any()):

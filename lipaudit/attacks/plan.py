@@ -281,7 +281,7 @@ _OWN_QUERIES = (
 )
 
 
-def require_suited(
+def require_suitable(
     trials: Sequence[Trial], kind: str, changes: Sequence[Norm] = COUNTED, why: str = ""
 ) -> None:
     """Refuse what means nothing for a kind of model: image, tokens or text.

@@ -95,7 +95,7 @@ def examine(
     )
 
 
-def clean_notes(
+def note_signs(
     checks: Checks, *, guessing: bool = True, nonfinite: float = 0.0
 ) -> tuple[Note, ...]:
     """Turn the counts over all samples into warnings.
@@ -130,7 +130,7 @@ def clean_notes(
     return tuple(_make_warning(code, texts[code]) for code, present in signs.items() if present)
 
 
-def square_notes(before: int, after: int, samples: int) -> tuple[Note, ...]:
+def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
     """Warn where Square, which sees no gradient, broke what the gradient attacks left standing.
 
     Args:
@@ -147,7 +147,7 @@ def square_notes(before: int, after: int, samples: int) -> tuple[Note, ...]:
     return (_make_warning("square-beats-gradients", text),)
 
 
-def resolution_notes(x: Float[Tensor, " batch *sample"], ball: Ball) -> tuple[Note, ...]:
+def note_resolution(x: Float[Tensor, " batch *sample"], ball: Ball) -> tuple[Note, ...]:
     """Warn where x + delta loses much of delta, as the samples are too large for the radius."""
     if is_resolved(x, ball):
         return ()

@@ -263,7 +263,7 @@ def _print_plan(seen: dict[str, Any]) -> list[str]:
 
 def _list_rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what stands in the margin, and what beside it."""
-    from lipaudit.models.memory import size
+    from lipaudit.models.memory import format_size
 
     if "architecture" not in seen:
         yield "model", f"{seen['model']}: its input is not known"
@@ -289,7 +289,7 @@ def _list_rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _list_lacks(seen)
     yield "time", _format_time(seen["forward"])
     if (free := seen["memory"]["free"]) is not None:
-        yield "memory", f"{size(free)} are free"
+        yield "memory", f"{format_size(free)} are free"
 
 
 def _list_lacks(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -318,12 +318,12 @@ def _format_sample(seen: dict[str, Any], takes: str) -> str:
 
 def _format_memory(planned: dict[str, Any]) -> str:
     """Say what memory a measure takes with how many samples at a time."""
-    from lipaudit.models.memory import size
+    from lipaudit.models.memory import format_size
 
     together = f"{planned['batch']} at a time"
     if planned["bytes"] is None:
         return f"{together}; the memory is not known: {planned['unknown']}"
-    taken = size(planned["bytes"])
+    taken = format_size(planned["bytes"])
     return f"{together}, in roughly {taken} of memory, libraries and all (estimate)"
 
 

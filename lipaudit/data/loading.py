@@ -72,7 +72,7 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
     return _add_notes(_read(spec, net, options), spec, net, options)
 
 
-def own_samples(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> Samples:
+def draw_tensors(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> Samples:
     """Draw samples from tensors that are at hand, in the form the model takes.
 
     Args:
@@ -88,7 +88,7 @@ def own_samples(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> 
     return _add_notes(draw_arrays(x, y, net, options, origin="x"), "tensors", net, options)
 
 
-def forms_of_data(spec: str | None) -> tuple[SampleForm, ...]:
+def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
     """Return what the samples can be that a --data argument names; nothing if it does not say.
 
     Arrays have a shape; so has a folder of images that are all of one size.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.loading import DataOptions, Samples, forms_of_data, load_data
+from lipaudit.data.loading import DataOptions, Samples, find_data_forms, load_data
 from lipaudit.data.samples import LabelError
 from lipaudit.engine.files import require_writable
 from lipaudit.engine.launcher import Place, share_run
@@ -339,5 +339,5 @@ def load_options(run: RunOptions) -> LoadOptions:
         device_map=run.device_map,
         offline=run.offline,
         tower=run.tower,
-        forms=lambda: forms_of_data(run.data),
+        forms=lambda: find_data_forms(run.data),
     )

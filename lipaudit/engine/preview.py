@@ -18,7 +18,7 @@ from lipaudit.measures import MEASURES
 from lipaudit.measures.by_layer import choose_layers, unread_notes
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
-from lipaudit.models.memory import Footprint, Held, free, used_memory
+from lipaudit.models.memory import Footprint, Held, find_free_memory, read_used_memory
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic, seed_device
 from lipaudit.models.sources.loading import load_net
@@ -81,7 +81,7 @@ def preview(request: Request) -> dict[str, Any]:
         "data": job.samples.spec,
         "samples": len(job.samples.batch),
         "first": _describe_first(job),
-        "memory": {"held": used_memory(net.device), "free": free(net.device)},
+        "memory": {"held": read_used_memory(net.device), "free": find_free_memory(net.device)},
         "forward": None if timed is None else {"samples": timed[0], "seconds": timed[1]},
         "measures": measures,
         "needs": needs | lacks,
@@ -143,7 +143,7 @@ def _plan_measure(job: Job, name: str) -> dict[str, Any]:
         if fault is None:
             raise
         why = fault.message
-    held = used_memory(job.net.device)
+    held = read_used_memory(job.net.device)
     return {
         "samples": job.counts[name],
         "batch": size,

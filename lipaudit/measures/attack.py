@@ -12,8 +12,8 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk, require_radius
-from lipaudit.attacks.plan import CHUNK, Trial, require_suited
-from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
+from lipaudit.attacks.plan import CHUNK, Trial, require_suitable
+from lipaudit.attacks.sanity import Checks, note_signs, note_square
 from lipaudit.data.arrays import MADE_OF
 from lipaudit.data.batch import Batch
 from lipaudit.data.images import thumbnail
@@ -106,7 +106,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
         )
     require_entry(net)
     trials = options.trials()
-    require_suited(trials, net.kind, net.changes, net.why_unchanged)
+    require_suitable(trials, net.kind, net.changes, net.why_unchanged)
     for trial in trials:
         require_radius(trial, net.box, net.sample_shape)
 
@@ -311,13 +311,13 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
         checks = checks + part.facts["checks"]
     # A continuation and its rival are no two classes: it is as hard to guess as a text.
     taken = sum(cost[-1] for part in parts for cost in part.facts["cost"])
-    remarks = clean_notes(
+    remarks = note_signs(
         checks,
         guessing="losses" not in parts[0].values,
         nonfinite=sum(part.facts["nonfinite"] for part in parts) / max(taken, 1),
     )
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
-    remarks += square_notes(int(before), int(after), samples)
+    remarks += note_square(int(before), int(after), samples)
     remarks += tuple(texts.remarks(parts, trials))
     remarks += repeat_notes(parts)
     planned = tuple(note for trial in trials for note in trial.notes)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lipaudit.attacks.evaluate import require_radius
-from lipaudit.attacks.sanity import Checks, clean_notes
+from lipaudit.attacks.sanity import Checks, note_signs
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import ONE_LOGIT, require_entry
@@ -264,7 +264,7 @@ def _remarks(
             "machine; --nodes does not"
         )
     remarks = (Note(level="info", code=code, text=text) for code, text in texts.items())
-    return (*clean_notes(reduce(Checks.__add__, each)), *remarks)
+    return (*note_signs(reduce(Checks.__add__, each)), *remarks)
 
 
 MEASURE = Measure(measure, summarise, batch=1, check=check)

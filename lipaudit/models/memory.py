@@ -79,16 +79,16 @@ class Held(EagerMode):
         self._now -= size
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     """Write a number of bytes.
 
-    >>> size(1_260_000_000), size(45_300_000)
+    >>> format_size(1_260_000_000), format_size(45_300_000)
     ('1.3 GB', '45 MB')
     """
     return f"{count / 1e9:.1f} GB" if count >= LARGE else f"{count / 1e6:.0f} MB"
 
 
-def used_memory(device: torch.device) -> int | None:
+def read_used_memory(device: torch.device) -> int | None:
     """Return how many bytes this process has on a device; None where that is not known.
 
     On a CPU they are all of its memory: libraries, weights and whatever else.
@@ -102,7 +102,7 @@ def used_memory(device: torch.device) -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def free(device: torch.device, root: Path = Path("/")) -> int | None:
+def find_free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
     """Return how many bytes this process can still have on a device; None: that is not known.
 
     On a CPU the machine may have more than the control groups of a container allow.

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from lipaudit.attacks.kinds import ATTACKS, attack_kinds
-from lipaudit.attacks.plan import CHUNK, PRESETS, Trial, read_plan, require_suited
+from lipaudit.attacks.plan import CHUNK, PRESETS, Trial, read_plan, require_suitable
 from lipaudit.errors import UsageError
 from lipaudit.settings.measure import MeasureOptions, MeasureRecord
 from lipaudit.settings.option import Need, option
@@ -146,7 +146,7 @@ class AttackOptions(MeasureOptions):
         named = self.model_copy(update={"attack": attack, "eps": eps})
         named.require_needed()
         trials = named.trials()
-        require_suited(trials, kind, changes, why)
+        require_suitable(trials, kind, changes, why)
         named._require_file(trials)
         return named._filled(trials, "token-l2" if text else "linf")
 

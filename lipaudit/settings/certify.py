@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from lipaudit.attacks.kinds import attack_kinds
-from lipaudit.attacks.plan import Trial, read_plan, require_suited
+from lipaudit.attacks.plan import Trial, read_plan, require_suitable
 from lipaudit.errors import UsageError
 from lipaudit.settings.attack import AttackOptions
 from lipaudit.settings.measure import MeasureOptions, MeasureRecord
@@ -96,7 +96,7 @@ class CertifyOptions(MeasureOptions):
                 "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
             )
         filled = self.model_copy(update={"norm": norm, "eps": eps, "nodes": self.most_nodes})
-        require_suited(filled.trials(eps or (SOME,)), kind, changes, why)
+        require_suitable(filled.trials(eps or (SOME,)), kind, changes, why)
         return filled
 
     @property

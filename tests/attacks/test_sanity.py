@@ -7,9 +7,9 @@ from torch import nn
 
 from lipaudit.attacks.sanity import (
     Checks,
-    clean_notes,
+    note_signs,
+    note_square,
     refuse_training,
-    square_notes,
 )
 from lipaudit.errors import UsageError
 
@@ -17,7 +17,7 @@ FINE = Checks(classes=10, samples=100, correct=90, zero_gradients=0, random=0, p
 
 
 def codes(checks):
-    return [note.code for note in clean_notes(checks)]
+    return [note.code for note in note_signs(checks)]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_no_sample_wrong_is_no_guessing_however_few_there_are():
 def test_counts_add_up_and_keep_the_classes():
     total = FINE + replace(FINE, zero_gradients=3, random=2)
     assert total == Checks(10, 200, 180, 3, 2, 0)
-    assert "3 of 180" in clean_notes(total)[0].text
+    assert "3 of 180" in note_signs(total)[0].text
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_counts_add_up_and_keep_the_classes():
     [(50, 50, 64, False), (50, 49, 64, True), (500, 498, 1000, False), (500, 497, 1000, True)],
 )
 def test_square_doing_better_than_gradients_is_a_warning(before, after, samples, flag):
-    notes = square_notes(before, after, samples)
+    notes = note_square(before, after, samples)
     assert bool(notes) == flag
     assert all(note.level == "warning" and str(before - after) in note.text for note in notes)
 

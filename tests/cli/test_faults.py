@@ -291,7 +291,7 @@ def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(er
     with pytest.raises(type(error)):
         numeric.find_obstacle(layer)
     monkeypatch.undo()
-    monkeypatch.setattr(assembly, "main_output", fault)
+    monkeypatch.setattr(assembly, "find_main_output", fault)
     with pytest.raises(EvaluationError):
         lipaudit.measure("demo", "jacobian", samples=1)
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
-from lipaudit.data.loading import forms_of_data
+from lipaudit.data.loading import find_data_forms
 from lipaudit.errors import InputError
 from lipaudit.models.sources.weights import read_weights
 
@@ -172,7 +172,7 @@ def test_a_command_ends_with_exit_code_4(tmp_path, case):
 
 def test_images_too_large_to_open_have_no_form(tmp_path):
     png(tmp_path / "images", 10_000, 10_000)
-    assert forms_of_data(str(tmp_path / "images")) == ()
+    assert find_data_forms(str(tmp_path / "images")) == ()
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])

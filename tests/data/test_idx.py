@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lipaudit.data.arrays import KINDS, read_idx
-from lipaudit.data.loading import DataOptions, SampleForm, forms_of_data, load_data
+from lipaudit.data.loading import DataOptions, SampleForm, find_data_forms, load_data
 from lipaudit.errors import InputError
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 4, 6), dtype=np.uint8)
@@ -30,7 +30,7 @@ def test_images_come_with_the_labels_beside_them(tmp_path, image_taker, end):
     batch = load_data(str(path), image_taker((1, 4, 6), classes=5), DataOptions(samples=5)).batch
     torch.testing.assert_close(batch.x[:, 0], torch.from_numpy(IMAGES)[batch.y] / 255)
     assert sorted(batch.y.tolist()) == [0, 1, 2, 3, 4]
-    assert forms_of_data(str(path)) == (SampleForm("image", (1, 4, 6)),)
+    assert find_data_forms(str(path)) == (SampleForm("image", (1, 4, 6)),)
 
 
 def test_labels_are_not_needed(tmp_path):

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from lipaudit.data.images import read_image
-from lipaudit.data.loading import DataOptions, load_data, own_samples
+from lipaudit.data.loading import DataOptions, draw_tensors, load_data
 
 SOME = DataOptions(samples=3, seed=5)
 TEXTS = [f"text number {i} of several" for i in range(9)]
@@ -35,7 +35,7 @@ def test_a_sample_of_an_array_by_its_index(tmp_path, image_taker):
     x = np.random.default_rng(0).random((9, 3, 8, 8)).astype(np.float32)
     np.savez(tmp_path / "a.npz", x=x)
     samples = [load_data(str(tmp_path / "a.npz"), image_taker(), SOME)]
-    samples.append(own_samples(torch.from_numpy(x), None, image_taker(), SOME))
+    samples.append(draw_tensors(torch.from_numpy(x), None, image_taker(), SOME))
     for each in samples:
         for origin, values in zip(each.origins, each.batch.x, strict=True):
             word, index = origin.place.split()

@@ -15,7 +15,7 @@ from lipaudit.engine.execute import advise_on_memory, execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.engine.preview import footprint
 from lipaudit.measures import MEASURES
-from lipaudit.models.memory import Footprint, Held, free
+from lipaudit.models.memory import Footprint, Held, find_free_memory
 from lipaudit.settings import AuditOptions, RunOptions
 from tests.live import Live
 
@@ -91,11 +91,11 @@ GROUPS = {
 def test_free_is_what_machine_and_control_groups_leave(tmp_path, case):
     contents, expected = GROUPS[case]
     files(tmp_path, proc__meminfo="MemTotal: 99 kB\nMemAvailable: 8 kB\n", **contents)
-    assert free(CPU, tmp_path) == (8192 if expected == 8000 else expected)
+    assert find_free_memory(CPU, tmp_path) == (8192 if expected == 8000 else expected)
 
 
 def test_where_nothing_is_known_of_memory_nothing_is_said(tmp_path):
-    assert free(CPU, tmp_path) is None
+    assert find_free_memory(CPU, tmp_path) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -73,7 +73,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     notes += more
 
     def read(result: Any) -> Tensor:
-        output = (spec.read or main_output)(result)
+        output = (spec.read or find_main_output)(result)
         return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
 
     result, output, entry = _probe(spec, call, read)
@@ -114,7 +114,7 @@ def unwrap(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def main_output(result: Any) -> Tensor:
+def find_main_output(result: Any) -> Tensor:
     """Find the output tensor in what a model returned: itself, its logits, or its first item.
 
     Raises:

@@ -27,7 +27,7 @@ from lipaudit.errors import (
 from lipaudit.models.lifting import devices, precision
 from lipaudit.models.net import OWN, Kind, Net
 from lipaudit.models.precision import eager
-from lipaudit.models.sources.assembly import assemble, main_output, require_values, unwrap
+from lipaudit.models.sources.assembly import assemble, find_main_output, require_values, unwrap
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import (
     find_misfit,
@@ -208,7 +208,7 @@ def _run_blank(module: nn.Module, form: SampleForm) -> str | None:
     """Run two blank samples, one could pass as an image without its batch; return what failed."""
     x = torch.full((2, *form.shape), 0.5, device=next(devices(module)), dtype=precision(module))
     try:
-        shape = tuple(main_output(module(x)).shape)
+        shape = tuple(find_main_output(module(x)).shape)
     except Exception as error:  # whatever the model's own code raises
         if of_machine(error):
             raise
@@ -272,7 +272,7 @@ def borrow(
 
 
 @contextmanager
-def as_now(net: Net) -> Iterator[Net]:
+def freeze_net(net: Net) -> Iterator[Net]:
     """Make a model that is being trained ready to be measured, with the weights it has now.
 
     Its flags, weights and gradients are put back when the block ends; what was learnt of the

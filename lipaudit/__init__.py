@@ -29,7 +29,7 @@ PUBLIC = {
     "summarize": "lipaudit.report:summarize",
     "watch": "lipaudit.monitor.watching:watch",
 }
-"""The module and the object of each public name."""
+"""Module and object of each public name."""
 
 __all__ = ["__version__", *PUBLIC]
 

@@ -65,7 +65,7 @@ class StructureError(EvaluationError):
     def __init__(self, layer: int, module: str, reason: str) -> None:
         super().__init__(
             f"attention layer {layer} ({module}) {reason}",
-            "its structure depends on the data: leave it out with --layers",
+            "The structure of this layer depends on the data. Leave it out with --layers.",
         )
         self.layer = layer
         self.module = module
@@ -111,7 +111,7 @@ def _escape(character: str) -> str:
 
 
 SHORT, ALIKE = 3, 0.85
-"""What is longer may be the start of a name, if it is as much like it."""
+"""Words longer than SHORT may match the start of a name, if at least ALIKE similar."""
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
@@ -280,7 +280,8 @@ def find_user_error(error: BaseException) -> LipauditError | None:
         file = f"{error.filename}: " if error.filename else ""
         reason = f"{file}{error.strerror or said}"
         return EvaluationError(
-            f"the system refused: {reason}", "Check the path, its permissions and the space left."
+            f"the operating system refused: {reason}",
+            "Check the path, its permissions and the space left.",
         )
     if of_machine(error):
         advice = "Look at the device (lipaudit env), or try --device cpu."

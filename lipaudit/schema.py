@@ -20,7 +20,7 @@ from lipaudit.tables.summary import Summary, summary
 
 M = TypeVar("M", bound=BaseModel)
 _CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-"""Beyond those that JSON escapes itself."""
+"""Control characters that JSON does not escape by itself."""
 # Integers so long that they may not fit a float; shorter ones need no second parse.
 _LONG = re.compile(r"\d{20}")
 REPORT = "lipaudit.report"
@@ -104,7 +104,7 @@ def _require(document: dict[str, Any], kind: str, name: str) -> None:
     if str(document.get("schema_version", "")).split(".")[0] not in ("1", "2"):
         raise InputError(
             f"{name} has schema version {document.get('schema_version')}, not {SCHEMA_VERSION}",
-            "It was written by another major version of lipaudit: use that one to read it.",
+            "Read it with the version of lipaudit that wrote it.",
         )
 
 
@@ -170,7 +170,9 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         if _LONG.search(text):
             json.loads(text, parse_int=_bounded)
     except ValueError as error:
-        raise InputError(f"{name} is not JSON: {error}", "Is the file complete?") from None
+        raise InputError(
+            f"{name} is not JSON: {error}", "Check that the file is complete."
+        ) from None
     if not isinstance(document, dict):
         raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
     return document
@@ -184,7 +186,7 @@ def _bounded(digits: str) -> int:
     """
     number = int(digits)
     if abs(number) >= 1 << 64:
-        raise ValueError(f"{digits[:9]}... is no number of a report")
+        raise ValueError(f"{digits[:9]}... is too long for a number in a report")
     return number
 
 

@@ -70,8 +70,10 @@ def heads(
         if not fits or (name == "K" and weight.shape != weights[0].shape):
             shapes = ", ".join(str(tuple(each.shape)) for each in weights)
             raise UsageError(
-                f"weights {shapes} do not fit tokens {tuple(tokens.shape)}",
-                "W_Q, W_K and W_V are (D, d) or (heads, D, d), tokens (batch, tokens, D).",
+                f"the weights have shapes {shapes}, which do not fit tokens of shape "
+                f"{tuple(tokens.shape)}",
+                "Give W_Q, W_K and W_V of shape (D, d) or (heads, D, d), and tokens of shape "
+                "(batch, tokens, D).",
             )
     layer = affine_heads(tokens, *weights)
     for name, bias in zip("qkv", biases, strict=True):
@@ -101,7 +103,8 @@ def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any)
     if not norms.converged.all():
         raise EvaluationError(
             f"{int((~norms.converged).sum())} norms did not converge to 1e-6",
-            "lipaudit.theory.exact.head_norms takes other accuracies, and says what is proven.",
+            "Call lipaudit.theory.exact.head_norms to choose the accuracy and to get proven "
+            "limits.",
         )
     return _drop_axes(norms.norm, x, wq)
 
@@ -168,7 +171,7 @@ def _read_numbers(name: str, values: ArrayLike, ndim: int, least: int = -1) -> T
         kind = "complex numbers" if t.is_complex() else "numbers"
         raise UsageError(
             f"{name} holds {kind} of shape {tuple(t.shape)}",
-            f"Give real numbers, at least one, with {least} to {ndim} axes.",
+            f"Give real numbers (at least one) with {least} to {ndim} axes.",
         )
     return t.reshape((1,) * (ndim - t.ndim) + tuple(t.shape)).to(torch.float64)
 
@@ -179,7 +182,7 @@ def _add_bias(layer: Heads, name: str, bias: Tensor) -> Heads:
         raise UsageError(
             f"bias {name} of shape {tuple(bias.shape)} does not fit {tokens.shape[1]} heads of "
             f"width {tokens.shape[-1]}",
-            "Biases are (d,) or (heads, d).",
+            "Give biases of shape (d,) or (heads, d).",
         )
     bias = bias.expand(tokens.shape[1], -1)  # one for all heads is one for each
     changes: dict[str, Any] = {
@@ -196,7 +199,7 @@ def _read_mask(values: ArrayLike, layer: Heads) -> Tensor:
     if any(size not in (1, most) for size, most in zip(mask.shape, whole, strict=True)):
         raise UsageError(
             f"a mask of shape {tuple(mask.shape)} does not fit {whole}",
-            "It is broadcast to (batch, heads, tokens, tokens).",
+            "Give a mask that broadcasts to (batch, heads, tokens, tokens).",
         )
     return mask
 

@@ -124,7 +124,7 @@ def audit(
     """
     models = list(model) if isinstance(model, list | tuple) else [model]
     if not models:
-        raise UsageError("no model is named", "Give one, or a list of several.")
+        raise UsageError("no model was given", "Give one model or a list of models.")
     demo = all(isinstance(each, str) and each.partition(":")[0] == "demo" for each in models)
     requests = [
         audit_request(name, measures, options, demo=demo, quick=demo)
@@ -179,7 +179,7 @@ def open_job(
     """
     if request.run.resume and not isinstance(model, str):
         raise UsageError(
-            "resume goes on with a checkpoint by its name; a module has none", "Leave it out."
+            "resume needs a checkpoint with a name, and a module has no name", "Leave resume out."
         )
     if isinstance(data, str | os.PathLike):
         run = request.run.model_copy(update={"data": os.fspath(data)})
@@ -209,7 +209,7 @@ def _open_net(
         options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
     if isinstance(model, str):
         if input_shape is not None:
-            raise UsageError(f"{model} says itself what it takes", "Leave input_shape out.")
+            raise UsageError(f"{model} already defines its input shape", "Leave input_shape out.")
         yield load_net(model, options)
         return
     with borrow(model, options, input_shape) as net:
@@ -243,6 +243,7 @@ def _make_tensor(values: Any) -> Tensor:
         if of_machine(error):
             raise
         raise InputError(
-            f"data of type {type(values).__name__} are no array of samples ({error})",
+            f"data of type {type(values).__name__} cannot be read as an array of samples "
+            f"({error})",
             "Give x or (x, y), arrays or tensors, or a name that --data takes.",
         ) from error

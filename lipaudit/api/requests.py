@@ -77,10 +77,13 @@ def audit_request(
     usual = audit_options(of_attack, demo=demo, quick=quick)
     names = [measures] if isinstance(measures, str) else USUAL if measures is None else measures
     if not names:
-        raise UsageError("no measure is named", f"There are: {', '.join(option_types())}.")
+        raise UsageError("no measure was given", f"There are: {', '.join(option_types())}.")
     if of_attack and not {"attack", "certify"} & {*names}:
         given = ", ".join(of_attack)
-        raise UsageError(f"{given}: of attacks, and none is asked for", "Leave it out.")
+        raise UsageError(
+            f"{given}: these options are for attacks, and no attack was requested",
+            "Leave it out.",
+        )
     own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
     own |= measures if isinstance(measures, Mapping) else {}
     plan = {each: _choose_options(each, own[each], usual.get(each)) for each in own}

@@ -33,7 +33,7 @@ from lipaudit.attacks.oracle import (
 from lipaudit.tables.trials import Norm
 
 CLOSE = 0.1
-"""Share of the whole way to success: a sample that came closer is not given up."""
+"""lean stops on a sample only if it is farther from success than this share of the whole way."""
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logits, labels, classes aimed at) -> the loss of each row."""
 
@@ -388,11 +388,12 @@ def _store_ends(paths: _Paths, ends: Tensor) -> None:
 
 
 _TOWARDS_SAMPLE = 0.1
-"""Largest share of a step that goes from the sample, not from where the row is."""
+"""Largest weight of the step that starts at the original sample (the rest starts at the current
+point)."""
 _BEYOND = 1.05
-"""How far a step goes, in distances to the boundary."""
+"""Step length, as a multiple of the distance to the decision boundary."""
 _BACK = 0.9
-"""What is left of a perturbation that crossed the boundary: the next step starts there."""
+"""Factor by which a perturbation is shrunk after it crossed the boundary, before the next step."""
 
 
 @in_unit_cube

@@ -14,9 +14,9 @@ from lipaudit.errors import EvaluationError
 from lipaudit.tables.trials import Norm
 
 SLACK = 1e-3
-"""Share of the radius by which an attack may miss the ball it was given."""
+"""Share of the radius by which an attack may leave its ball."""
 ROUNDINGS = 16
-"""Units of float32 rounding by which it may, too."""
+"""Further tolerance, in units of float32 rounding."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def check_inside(
     """
     if not isinstance(z, Tensor) or z.shape != x.shape:
         given = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
-        raise blame_attack(attack, f"returned {given}, not samples {tuple(x.shape)}")
+        raise blame_attack(attack, f"returned {given}, not samples of shape {tuple(x.shape)}")
     z = z.detach().to(x)
     if bad := int((~z.isfinite().flatten(1).all(1)).sum()):
         raise blame_attack(attack, f"returned values that are not finite on {bad} samples")
@@ -107,7 +107,7 @@ def is_resolved(x: Float[Tensor, " batch *sample"], ball: Ball) -> bool:
 def blame_attack(attack: str, what: str) -> EvaluationError:
     """Return the error of an attack that breaks its contract."""
     return EvaluationError(
-        f"the attack {attack} {what}", "this is a fault of the attack: leave it out of --attack"
+        f"the attack {attack} {what}", "This is a bug in the attack. Leave it out of --attack."
     )
 
 

@@ -351,7 +351,7 @@ def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
     if bad:
         raise EvaluationError(
             f"the model's output is not finite on {bad} {what} of chunk {chunk.number}",
-            "try --dtype float64, or look for overflow in the model",
+            "Try --dtype float64, or look for overflow in the model.",
         )
     return logits
 
@@ -363,8 +363,8 @@ def _refuse(
     refuse_training(f)
     if chunk.x.dtype not in (torch.float32, torch.float64):
         raise UsageError(
-            f"samples are {chunk.x.dtype}: too coarse for small radii",
-            "attack in float32 or float64 (--dtype float32)",
+            f"samples are {chunk.x.dtype}, which is too coarse for small radii",
+            "Use --dtype float32 or float64.",
         )
     for trial in plan:
         require_radius(trial, box, chunk.x.shape[1:])
@@ -392,23 +392,22 @@ def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequenc
     if float(trial.radius) > widest:
         diagonal = f", whose diagonal is {widest:.4g}" * (entries > 1)
         raise UsageError(
-            f"the radius {trial.radius.text} is larger than the whole range {box}{diagonal}",
-            "radii are in units of the attacked space: 8/255, not 8",
+            f"the radius {trial.radius.text} is larger than the range of the data {box}{diagonal}",
+            "Give radii for pixels in [0, 1]: 8/255, not 8.",
         )
 
 
 def _refuse_attack(f: Classifier | ByRow, chunk: Chunk, trial: Trial, attack: Attack) -> None:
     """Refuse what the attack cannot work on, and an attack that cannot be loaded."""
-    kind, advice = attack.kind, "use --attack fgsm,pgd there"
+    kind, advice = attack.kind, "Use --attack fgsm,pgd."
     if trial.norm in COUNTED and chunk.texts is None:
-        raise UsageError(f"{attack.name} changes texts, and the samples are none", advice)
+        raise UsageError(f"{attack.name} changes texts, and the samples are not texts", advice)
     if trial.norm not in kind.norms:
         known = ", ".join(kind.norms)
         raise UsageError(f"{attack.name} cannot search {trial.norm} balls, only {known}", advice)
     if not kind.masked and (chunk.mask is not None or isinstance(f, ByRow)):
         raise UsageError(
-            f"{attack.name} cannot attack masked samples, nor a model that must know its samples "
-            "(text)",
+            f"{attack.name} cannot attack text: it supports no masks and no per-sample inputs",
             advice,
         )
     kind.load()
@@ -419,16 +418,19 @@ def _refuse_outside(x: Tensor, box: tuple[float, float]) -> None:
     if low < box[0] - 1e-6 or high > box[1] + 1e-6:
         raise UsageError(
             f"samples lie in [{low:.4g}, {high:.4g}], outside of {list(box)}",
-            "attack the space before normalisation: pixels in [0, 1]",
+            "Give pixels in [0, 1], before any normalisation.",
         )
 
 
 def _refuse_labels(y: Tensor, classes: int) -> None:
     if classes < 2:
-        raise UsageError("the model has one class: nothing to attack", "use a classifier")
+        raise UsageError(
+            "the model has only one class, so an attack cannot change its decision",
+            "Use a classifier with two or more classes.",
+        )
     if y.dtype != torch.int64 or int(y.min()) < 0 or int(y.max()) >= classes:
         raise UsageError(
-            f"labels ({y.dtype}, {int(y.min())} to {int(y.max())}) are no classes of a model "
-            f"with {classes}",
-            "every attacked sample needs an int64 label: check --data",
+            f"labels ({y.dtype}, {int(y.min())} to {int(y.max())}) do not fit a model with "
+            f"{classes} classes",
+            "Check --data: every attacked sample needs an integer label.",
         )

@@ -88,7 +88,7 @@ class AttackKind:
         except Exception as error:
             raise UsageError(
                 f"the attack {self.function} cannot be loaded: {type(error).__name__}: {error}",
-                f"update {self.package}, or leave the attack out",
+                f"Update {self.package}, or leave the attack out.",
             ) from error
         return function
 
@@ -120,12 +120,12 @@ ATTACKS: dict[str, AttackKind] = {
     "words": _rewriter("words"),
     "characters": _rewriter("characters"),
 }
-"""Our own attacks by the names under which they are asked for."""
+"""lipaudit's own attacks, by the name that --attack takes."""
 
 RESERVED = frozenset(
     {"autoattack", "clean", "custom", "lean", "paper", "quick", "standard", WORST}
 )
-"""What stands for something else where the name of an attack may stand."""
+"""Words of --attack that are not names of attacks, so plug-ins cannot use them."""
 
 
 @functools.cache
@@ -139,8 +139,8 @@ def attack_kinds() -> Mapping[str, AttackKind]:
     for name, kind in plugins.items():
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise UsageError(
-                f"the plug-in {name!r} ({GROUP}) of {kind.package} has a name that cannot stand "
-                "in --attack: letters, digits, dots and dashes only",
-                f"update {kind.package}, or uninstall it",
+                f"the plug-in {name!r} ({GROUP}) of {kind.package} has an invalid name: only "
+                "letters, digits, dots and dashes are allowed in --attack",
+                f"Update {kind.package}, or uninstall it.",
             )
     return ATTACKS | plugins

@@ -20,9 +20,9 @@ from lipaudit.attacks.plan import Attack
 from lipaudit.errors import EvaluationError
 
 NUDGE = 2.0**-12
-"""Share of a sample's largest value by which coordinates move whose gradient is NaN."""
+"""Step of coordinates with a NaN gradient, as a share of the sample's largest value."""
 STEEP = 1e15
-"""Stands for an infinite slope: larger than others, and its square can still be summed."""
+"""Replaces an infinite slope: larger than all others, but its square does not overflow in sums."""
 Classifier = Callable[[Tensor], Any]
 """x -> logits (batch, classes), or an object that holds them as `.logits`."""
 
@@ -174,8 +174,8 @@ def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise EvaluationError(
-            f"the model returns {shape}, an attack needs logits (batch, classes)",
-            "attack a classifier: one row of class scores per sample",
+            f"the model returns {shape}, but an attack needs logits of shape (batch, classes)",
+            "Attack a classifier that returns one row of class scores per sample.",
         )
     return logits
 

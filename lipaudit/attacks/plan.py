@@ -13,7 +13,7 @@ from lipaudit.tables import Note
 from lipaudit.tables.trials import COUNTED, SPACES, Norm, Radius, TrialKey, parse_radius
 
 CHUNK: Final = 64
-"""Samples that share a random stream: a constant of the method, recorded with every result."""
+"""Number of samples that share one random stream; stored with every result."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ PRESETS: dict[str, tuple[Attack, ...]] = {
     "lean": tuple(replace(attack, hope=4.0) for attack in STANDARD),
     "quick": (Attack("apgd-ce", steps=20), Attack("apgd-t", steps=20, targets=3)),
 }
-"""What stands for several attacks, by name."""
+"""Lists of attacks with a name (presets)."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def read_plan(
     changes = {name: value for name, value in given.items() if value is not None}
     for name, value in changes.items():
         if value < 1:
-            raise UsageError(f"{name} is {value}", "it must be at least 1")
+            raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
     alone = attack in PRESETS or attack.startswith("custom:")
     names = [attack] if alone else [name.strip() for name in attack.split(",")]
     ensembles = {name: _find_attacks(name) for name in names}
@@ -173,8 +173,8 @@ def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
     units = {attack.kind.counts for attack in attacks} or {None}
     if len(units) > 1:
         raise UsageError(
-            f"{name!r} puts attacks that count different things into one ensemble",
-            "ask for them one by one: --attack " + name.removeprefix("custom:"),
+            f"{name!r} mixes attacks whose radii have different units",
+            "List them one by one: --attack " + name.removeprefix("custom:"),
         )
     return units.pop()
 
@@ -186,20 +186,22 @@ def _refuse_units(
     lost = next((r for r in radii if r.unit and r.unit not in units.values()), None)
     if lost is not None:
         raise UsageError(
-            f"no attack counts {lost.unit}, as the radius {lost.text} does",
-            f"for texts add it: --attack {','.join([*units, lost.unit])}; radii of pixels and of "
-            "embeddings have no unit: --eps 2/255",
+            f"no requested attack changes {lost.unit}, which is the unit of the radius "
+            f"{lost.text}",
+            f"For texts, use --attack {','.join([*units, lost.unit])}. For pixels or "
+            "embeddings, give a radius without a unit: --eps 2/255.",
         )
     balls = [name for name, counted in units.items() if counted is None]
     if norm in COUNTED and (balls or norm not in units.values()):
         raise UsageError(
-            f"{', '.join(balls or units)} cannot search balls of {norm}",
-            f"ask for the attack that counts them: --attack {norm} --eps 1,2",
+            f"{', '.join(balls or units)} cannot change {norm}",
+            f"Use --attack {norm} --eps 1,2.",
         )
     if norm is not None and norm not in COUNTED and not balls:
         raise UsageError(
-            f"{', '.join(units)} cannot search {norm} balls: they count changes of a text",
-            "leave --norm out",
+            f"{', '.join(units)} cannot search {norm} balls: their radius is a number of "
+            "changes in a text",
+            "Leave --norm out.",
         )
 
 
@@ -220,12 +222,13 @@ def _plan_radii(
     label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
 ) -> list[Trial]:
     if not radii:
-        raise UsageError("no radius was given", "add one, as in --eps 2/255")
+        raise UsageError("no attack radius was given", "Add a radius, for example --eps 2/255.")
     uneven = next((r.text for r in radii if norm in COUNTED and r.value.denominator != 1), None)
     if uneven is not None:
         raise UsageError(
-            f"the radius {uneven} is no number of {norm}",
-            f"count them: --attack {norm} --eps 1,2; balls of embeddings are for --attack pgd",
+            f"the radius {uneven} is not a whole number of {norm}",
+            f"Give whole numbers: --attack {norm} --eps 1,2. To attack embeddings, use "
+            "--attack pgd.",
         )
     notes = (_make_note(*_GIVES_UP),) if label == "lean" else ()
     return [Trial(label, norm, radius, attacks, notes) for radius in radii]
@@ -236,7 +239,7 @@ def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
     if radii or norm != "linf":
         raise UsageError(
             "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)",
-            "leave out --eps and --norm, or use another preset",
+            "Leave out --eps and --norm, or use another preset.",
         )
     two, four = parse_radius("2/255"), parse_radius("4/255")
     fgsm, pgd = (Attack("fgsm"),), (Attack("pgd", steps=4),)
@@ -267,17 +270,18 @@ def _make_note(code: str, text: str) -> Note:
 # Code and text: a Note is validated by pydantic, which costs every command 40 ms at its start.
 _OWN_STEP = (
     "own-step-size",
-    "PGD: the paper states 4 steps but no step size and no start; ours are 2.5 eps / steps from a "
-    "random point, and the iterate closest to success counts",
+    "PGD: the paper gives 4 steps, but no step size and no start. lipaudit uses steps of 2.5 "
+    "eps / steps from a random point and keeps the best iterate",
 )
 _GIVES_UP = (
     "gives-up",
-    "lean is AutoAttack that gives a sample up, within an attack, where its progress promises "
-    "that the rest of the steps will not break it: no proof; --attack standard takes all steps",
+    "lean is AutoAttack that stops early on a sample if its progress is too slow to succeed. "
+    "It may miss some breaks; --attack standard takes all steps",
 )
 _OWN_QUERIES = (
     "own-queries",
-    "AutoAttack: the paper states 10 iterations; 9 targets and 5000 queries of Square are ours",
+    "AutoAttack: the paper gives 10 iterations. 9 targets and 5000 Square queries are "
+    "lipaudit's choice",
 )
 
 
@@ -302,20 +306,20 @@ def require_suitable(
         if unable:
             samples = {"image": "images", "tokens": "sequences of vectors"}.get(kind, kind)
             raise UsageError(
-                f"{', '.join(unable)} cannot attack {samples}, which is what the model takes",
-                f"what can: --attack {','.join(known)}",
+                f"{', '.join(unable)} cannot attack {samples}, the input of this model",
+                f"Use --attack {','.join(known)}.",
             )
         if kind not in SPACES[trial.norm]:
             fitting = [norm for norm, spaces in SPACES.items() if kind in spaces]
             raise UsageError(
-                f"{trial.norm} is a norm of tokens, and the model takes {kind}s",
+                f"{trial.norm} is a norm for token embeddings, but the model takes {kind}s",
                 f"--norm {' or '.join(fitting)}",
             )
         if trial.norm in COUNTED and trial.norm not in changes:
             other = ",".join([*changes, "fgsm", "pgd"])
             raise UsageError(
-                f"{trial.norm} cannot be changed in texts of this model: {why}",
-                f"what can: --attack {other} --eps 0.1",
+                f"{trial.norm} cannot be changed for this model: {why}",
+                f"Use --attack {other} --eps 0.1.",
             )
         for attack in trial.attacks:
             attack.kind.load()
@@ -329,12 +333,18 @@ def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
     run: an attack without restarts.
     """
     if attack.name in ("apgd-t", "apgd-dlr") and classes == 2:
-        text = f"{attack.name} did not run: the DLR loss needs 3 classes, the model has 2"
+        text = f"{attack.name} did not run: its DLR loss needs 3 classes, and the model has 2"
         return replace(attack, restarts=0), (_make_note("attack-skipped", text),)
     if attack.name == "apgd-t" and classes == 3:
-        text = "apgd-t ran with the untargeted DLR loss: the model has 3 classes, it needs 4"
+        text = (
+            "apgd-t used the untargeted DLR loss: the targeted one needs 4 classes, and "
+            "the model has 3"
+        )
         return replace(attack, name="apgd-dlr"), (_make_note("attack-replaced", text),)
     if attack.kind.targeted and attack.targets > classes - 1:
-        text = f"{attack.name} aims at {classes - 1} classes, not {attack.targets}: all there are"
+        text = (
+            f"{attack.name} targets all {classes - 1} other classes, fewer than the "
+            f"{attack.targets} requested"
+        )
         return replace(attack, targets=classes - 1), (_make_note("fewer-targets", text),)
     return attack, ()

@@ -24,7 +24,7 @@ NOISE = 1e-4
 the largest logit of the sample lies above the median one. All changes are relative to the median:
 an offset that all logits share decides nothing, and a class far below all others hides nothing."""
 ROUNDINGS = 4
-"""Units of its own rounding by which a logit may change, too."""
+"""Further tolerance, in units of rounding of the logit."""
 SIMPLEX = 1e-5
 """Largest deviation from [0, 1] and from sum 1 of an output that counts as probabilities."""
 SQUARE_GAIN = 0.002
@@ -114,18 +114,21 @@ def note_signs(
         and checks.correct < min(_count_lucky(checks), checks.samples),
     }
     texts = {
-        "zero-gradients": f"{checks.zero_gradients} of {checks.correct} correct samples have a "
-        "cross-entropy gradient of exactly 0: FGSM, PGD and APGD-CE cannot move them",
+        "zero-gradients": f"{checks.zero_gradients} of {checks.correct} correct samples have "
+        "a cross-entropy gradient of exactly 0. FGSM, PGD and APGD-CE "
+        "cannot attack them",
         "gradients-not-finite": f"the gradient is not finite at {checks.nonfinite} of "
         f"{checks.samples} samples, nor in {100 * nonfinite:.2g} % of the gradients that attacks "
         "took: they ignore NaN and go on with the rest, so they are weaker than they could be",
-        "randomised": f"{checks.random} of {checks.samples} samples get other logits in a second "
-        "pass: the attacks assume a deterministic model",
-        "probabilities": "the outputs look like probabilities: attacks on logits are stronger, "
-        "take the softmax out of the model",
-        "clean-accuracy-at-chance": f"{checks.correct} of {checks.samples} samples are correct "
-        f"without any attack, no more than guessing among {checks.classes} classes may give: "
-        "check labels and preprocessing",
+        "randomised": f"{checks.random} of {checks.samples} samples get different logits in a "
+        "second forward pass. Attacks need a deterministic model: switch "
+        "dropout and noise off",
+        "probabilities": "the outputs look like probabilities. Remove the final softmax: "
+        "attacks on logits are stronger",
+        "clean-accuracy-at-chance": f"{checks.correct} of {checks.samples} samples are "
+        "correct without an attack, no better than guessing "
+        f"among {checks.classes} classes. Check labels and "
+        "preprocessing",
     }
     return tuple(_make_warning(code, texts[code]) for code, present in signs.items() if present)
 
@@ -141,8 +144,8 @@ def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
     if before - after <= SQUARE_GAIN * samples:
         return ()
     text = (
-        f"Square broke {before - after} samples that the gradient attacks before it had not: the "
-        "gradients may be masked, and robust accuracy may be lower still"
+        f"Square broke {before - after} samples that the gradient attacks did not break. "
+        "Gradients may be masked, so the true robust accuracy may be lower"
     )
     return (_make_warning("square-beats-gradients", text),)
 
@@ -151,12 +154,11 @@ def note_resolution(x: Float[Tensor, " batch *sample"], ball: Ball) -> tuple[Not
     """Warn where x + delta loses much of delta, as the samples are too large for the radius."""
     if is_resolved(x, ball):
         return ()
-    advice = "give --dtype float64" if x.dtype == torch.float32 else "scale the data down"
+    advice = "use --dtype float64" if x.dtype == torch.float32 else "scale the data down"
     dtype = str(x.dtype).removeprefix("torch.")
     text = (
-        f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at values as large "
-        "as those of the data: attacks lose part of the ball, and robust "
-        f"accuracy may be too high; {advice}"
+        f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at the size of these "
+        f"data. Attacks miss part of the ball and robust accuracy may be too high: {advice}"
     )
     return (_make_warning("ball-below-resolution", text),)
 
@@ -173,7 +175,7 @@ def refuse_training(f: Any) -> None:
     for name, module in owner.named_modules():
         if module.training:
             what = f"{name or 'the model'} ({type(module).__name__})"
-            raise UsageError(f"{what} is in training mode", "call model.eval() before the attack")
+            raise UsageError(f"{what} is in training mode", "Call model.eval() before the attack.")
 
 
 def _count_lucky(checks: Checks) -> float:

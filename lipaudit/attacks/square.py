@@ -21,15 +21,15 @@ from lipaudit.attacks.oracle import Turn, margins
 from lipaudit.attacks.plan import CHUNK
 
 _SHARE = 0.8
-"""Share of the picture that the first squares cover."""
+"""Share of the image that the first squares cover."""
 _SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
-"""Beyond each of these queries the share is halved."""
+"""The share is halved after each of these numbers of queries."""
 _AHEAD = 32
-"""Queries of a row that are looked at together."""
+"""Queries of one sample that are evaluated together."""
 _FIRST_CHECK = 125
-"""Queries after which a row's progress is looked at, and again whenever they have doubled."""
+"""Number of queries before the first check of progress; the interval doubles each time."""
 _PATIENT = 8
-"""A row that has not moved for so many queries is asked one more at a time, in advance."""
+"""After this many queries without progress, one more query is evaluated in advance at a time."""
 
 
 @in_unit_cube

@@ -33,15 +33,16 @@ from lipaudit.attacks.oracle import Meter, Turn, margins, pull
 from lipaudit.errors import UsageError
 
 FIXED, BEGINS, GOES_ON = 0, 1, 2
-"""What a token id is: never changed nor put in, the first of a word, or a further one of it."""
+"""Kinds of token ids: fixed (never changed or inserted), first token of a word, later token of a
+word."""
 DIGITS = 5
-"""Decimal places of a margin that decide between two changes; what is behind them is rounding."""
+"""Margins are compared to this many decimal places; further digits are rounding noise."""
 
 Ids = tuple[int, ...]
 Span = tuple[int, int, int]
-"""Where a token stands: which text of a pair, its first character, and the one behind its last."""
+"""Position of a token: index of the text in a pair, first character, and one past the last."""
 NOWHERE: Span = (0, 0, 0)
-"""The span of a token that the tokenizer puts around texts."""
+"""Span of a special token that the tokenizer adds."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ def _places(pieces: Sequence[Sequence[int]]) -> list[int]:
 
 
 Propose = Callable[[Draft, Tensor], Sequence[Draft]]
-"""(a text, the slopes of its margin) -> the texts one change further that are to be tried."""
+"""(text, gradient of its margin) -> candidate texts with one more change."""
 
 
 def search(
@@ -361,17 +362,21 @@ def check_drafts(
         differing = {i for i, word in enumerate(old.words) if same and new.words[i] != word}
         silent = differing - set(new.changed)
         if not same or silent or any(lexicon.fixed(old.words[i]) for i in differing):
-            raise blame_attack(attack, "changed what is no word, or did not say what it changed")
+            raise blame_attack(
+                attack, "changed something that is not a word, or did not report the change"
+            )
         if old.source is not new.source or {i for i, _ in new.spelled} - set(new.changed):
-            raise blame_attack(attack, "changed characters and did not say so")
+            raise blame_attack(attack, "changed characters and did not report it")
         if len(new.changed) > budget:
-            raise blame_attack(attack, f"made {len(new.changed)} changes, {budget} were allowed")
+            raise blame_attack(
+                attack, f"made {len(new.changed)} changes, but only {budget} are allowed"
+            )
 
 
 NEIGHBOURS = 50
-"""How many substitutes a token has."""
+"""Number of substitutes considered for a token."""
 BLOCK = 256
-"""Tokens whose neighbours are looked for at a time."""
+"""Number of tokens whose neighbours are searched at a time."""
 
 
 def rewrite_words(
@@ -464,8 +469,9 @@ def rewrite_characters(
     lexicon = reader.lexicon
     if lexicon.read is None or lexicon.encode is None:
         raise UsageError(
-            "characters needs a tokenizer that spells its tokens, and the model has none",
-            "put the tokenizer's files beside config.json, or leave characters out",
+            "the attack characters needs a tokenizer that spells its tokens, and this model "
+            "has none",
+            "Put the tokenizer's files beside config.json, or leave characters out.",
         )
     typist = _Typist(lexicon)
 

@@ -35,10 +35,11 @@ from lipaudit.certify.symbols import Norm, Symbols
 from lipaudit.theory.policy import NODES
 
 NUMBERS = 2**26
-"""Coefficients that a problem keeps at most: symbols beyond are a radius of each row. 0.5 GB."""
+"""Largest number of coefficients kept for a problem (0.5 GB). Further symbols are merged into a
+radius per row."""
 
 FEW = 256
-"""Columns that a face keeps at least."""
+"""Smallest number of columns that a face keeps."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def restrict_to_face(
 
 
 _DECAY = (0.8, 0.99)
-"""Of the means of gradients and of their squares (Adam)."""
+"""Decay rates of Adam's running means of gradients and squared gradients."""
 
 
 @dataclass(frozen=True)
@@ -386,7 +387,7 @@ def _value_and_slope(
 
 
 _LAST = (10.0, 3.0, 1.0, 0.3)
-"""Times the rate, one after the other, where every sign is known: a linear program is left."""
+"""Learning-rate factors used if every ReLU sign is fixed, when only a linear program remains."""
 
 
 @dataclass(frozen=True)

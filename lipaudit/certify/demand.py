@@ -29,16 +29,17 @@ ENTRIES = frozenset(
         *("contiguous", "clone", "to", "float", "double", "detach"),
     )
 )
-"""Calls whose arguments broadcast to the shape of the result, entry by entry."""
+"""Elementwise calls: the arguments broadcast to the shape of the result."""
 
 MIXING = frozenset(("matmul", "bmm", "scaled_dot_product_attention"))
-"""Calls that make rows of the result of the same rows of the first argument, and of all others."""
+"""Calls where a row of the result depends on that row of the first argument and on all other
+arguments."""
 
 ROWS = frozenset(("linear", "softmax", "layer_norm", "rms_norm", "batch_norm", *MIXING))
-"""Calls that make rows of the result of the same rows of the first argument."""
+"""Calls where a row of the result depends only on that row of the first argument."""
 
 PLACES = frozenset((*MOVES, "view", "getitem", "expand", "expand_as", "T", "mT"))
-"""Calls whose entries are entries of their first argument."""
+"""Calls that only rearrange entries of their first argument."""
 
 
 @dataclass(eq=False)
@@ -75,7 +76,7 @@ class DeviationError(Exception):
 
 
 Cut = tuple[int, int]
-"""An axis, counted from the last, and the one place along it that is read."""
+"""An axis (counted from the last) and the only index along it that is used."""
 
 
 class TrialRun:

@@ -17,7 +17,7 @@ from lipaudit.certify.symbols import Sizes, Symbols
 from lipaudit.errors import EvaluationError, InputError
 
 PARTS = ("centre", "dense", "blocks", "slack")
-"""Attributes of a form that a quotient does not have while it waits."""
+"""Attributes that a pending quotient does not have yet."""
 
 METADATA = frozenset(
     (
@@ -29,7 +29,7 @@ METADATA = frozenset(
         *("is_sparse_csr", "is_inference", "is_same_size"),
     )
 )
-"""What a tensor says of itself without its numbers."""
+"""Attributes of a tensor that do not depend on its values."""
 
 VIEWS = frozenset(
     (
@@ -41,7 +41,7 @@ VIEWS = frozenset(
         *("contiguous", "to", "float", "double", "type_as", "detach", "dropout"),
     )
 )
-"""Operations whose result may lie in the memory of their argument."""
+"""Operations whose result may share memory with their argument."""
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -75,7 +75,8 @@ class NoRuleError(InputError):
         where = f" (in {module})" if module else ""
         super().__init__(
             f"no certificate for this model: no rule for the operation {operation}{where}",
-            "certificates know the operations of common transformers; attacks work on any model",
+            "Certificates support the operations of common transformers. Use `lipaudit "
+            "attack`, which works on any model.",
         )
         self.operation, self.module = operation, module
 
@@ -84,7 +85,7 @@ class UnboundedError(EvaluationError):
     """The bounds overflowed: the ball is too large."""
 
     def __init__(self) -> None:
-        super().__init__("a range is not finite: the ball is too large for this model")
+        super().__init__("the bounds overflowed: the ball is too large for this model")
 
 
 def rule_of(
@@ -340,7 +341,7 @@ class Form(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = forms_of((args, kwargs))
         if any(form.stale or form.symbols is not forms[0].symbols for form in forms):
-            raise NoRuleError(f"{name} of what was changed in place by another name or pass")
+            raise NoRuleError(f"{name} of a tensor that was changed in place elsewhere")
         writes = name == "setitem" or name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")
         result = _apply_rule(forms[0].symbols, func, name, args, kwargs)

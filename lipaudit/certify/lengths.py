@@ -20,10 +20,10 @@ from lipaudit.certify.form import Form
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, tiny, up
 
 _ROWS = 512
-"""Rows whose products are summed in their own precision, before they are added up in double."""
+"""Number of rows summed in their own precision before they are added in double precision."""
 
 _SQUARINGS = 4
-"""How often a matrix is squared to bound its norm by that of a power."""
+"""Number of squarings of a matrix when its norm is bounded through a power of it."""
 
 
 def lengths(x: Form, axis: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:

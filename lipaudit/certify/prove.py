@@ -34,7 +34,7 @@ RULES: dict[str, Callable[..., Any]] = {
     for chapter in (affine, attention, moves, smooth, products, norms, pieces, sums)
     for name, rule in chapter.RULES.items()
 }
-"""Every operation that forms know, by name: of two rules the later chapter's counts."""
+"""Rules of all supported operations, by name; a later file overrides an earlier one."""
 
 
 def ball(
@@ -111,7 +111,7 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
 
 def _require_current(result: Any, symbols: Symbols) -> Any:
     if any(form.stale or form.symbols is not symbols for form in forms_of(result)):
-        raise NoRuleError("a result that was changed in place by another name or pass")
+        raise NoRuleError("a result that was changed in place elsewhere")
     return result
 
 

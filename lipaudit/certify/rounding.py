@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 LIBRARY = 8
-"""Units of the last place by which a function of the library may be off in float64."""
+"""Assumed error of library functions in float64, in units in the last place."""
 
 DOUBLE = torch.float64
 

@@ -23,13 +23,13 @@ from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, summed_up, tiny, u
 Norm = Literal["linf", "l2"]
 
 SETTLE = 5e-5
-"""Share of a radius from which slack becomes symbols where an operation would mix it."""
+"""If the slack exceeds this share of a radius, it becomes symbols before an operation mixes it."""
 
 _AT_ONCE = 2**18
-"""Numbers whose sizes are summed at once: 1 MB in single precision."""
+"""Number of values summed at once: 1 MB in single precision."""
 
 _SQUARINGS = 2
-"""How often a quadratic form is squared to bound its norm by that of a power."""
+"""Number of squarings of a quadratic form when its norm is bounded through a power of it."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lipaudit.settings.option import Option
 
 HELP_ALL = "help_all"
 SHARED = (RunOptions, Output, Terminal)
-"""Groups of options that the configuration file gives defaults."""
+"""Option groups that can get defaults from the configuration file."""
 
 
 RARE = {
@@ -39,7 +39,7 @@ RARE = {
     *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
     *("flip", "shift", "mixup", "cutmix", "classes", "watch", "poll", "logger", "skip"),
 }
-"""Options that few people need: `--help-all` shows them, `--help` fits a screen without them."""
+"""Options that only --help-all shows, so that --help fits on one screen."""
 
 
 class _Untyped:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lipaudit.tables import Report
 
 RUNS = Path("lipaudit-runs")
-AGAIN = "The same command with --resume measures only what is missing."
+AGAIN = "Run the same command with --resume to measure only what is missing."
 
 
 @command("audit", panel=MEASURING)
@@ -62,7 +62,7 @@ def audit(
     check_outputs(output, REPORT if len(models) == 1 else RANKED)
     require_folder(options.run_dir or RUNS)
     if len(models) > 1:
-        require_alone(run, "several of them")
+        require_alone(run, "several models")
     requests = [audit_request(model, options, run, demo=demo) for model in models]
     if len(models) == 1:
         _audit_one(requests[0], options.run_dir, output, extent, terminal)
@@ -155,7 +155,7 @@ def _audit_each(
             _write(reports[outline.model], make_folder(place, "--run-dir"))
         except (Exception, KeyboardInterrupt):
             if reports:
-                say(f"note: {len(reports)} finished in {folder}: {request.continuation}")
+                say(f"note: finished reports: {len(reports)}, in {folder}: {request.continuation}")
             raise
     subject = of_reports(*reports.values(), by=extent.rank_by)
     write(folder / "report.html", render(subject, "html"))
@@ -213,7 +213,7 @@ def make_folder(folder: Path, flag: str) -> Path:
             (RUNS / ".gitignore").write_text("*\n")
     except OSError as error:
         raise EvaluationError(
-            f"cannot write to {folder}: {error.strerror}", f"Name another place with {flag}."
+            f"cannot write to {folder}: {error.strerror}", f"Choose another place with {flag}."
         ) from None
     return folder
 

@@ -14,7 +14,7 @@ from lipaudit.cli import audit, judge, measure, tools, train, watch  # noqa: F40
 from lipaudit.cli.app import app
 
 BREAKS = (":", "=")
-"""Where bash breaks words, and asks for the last piece alone."""
+"""Characters at which bash splits words before it completes the last piece."""
 
 
 def build() -> typer.Typer:

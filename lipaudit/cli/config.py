@@ -48,7 +48,7 @@ def _repair(text: str, error: str) -> str:
     if found is None:
         return ""
     line = text.split("\n")[int(found[1]) - 1].strip()
-    return f'Line {found[1]} is {line!r}; text stands in quotes: key = "value".'
+    return f'Line {found[1]} is {line!r}; put text in quotes: key = "value".'
 
 
 def _table(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

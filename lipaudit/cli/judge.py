@@ -88,7 +88,8 @@ def inspect(
         str | None,
         typer.Argument(
             metavar="[SAMPLE]",
-            help="Its id, the first characters of it, or its place; without it, the worst.",
+            help="A sample: its id (or the first characters) or its place in the data. "
+            "Without it: the worst samples.",
         ),
     ] = None,
 ) -> None:
@@ -149,7 +150,7 @@ class Judged(Shown):
     """Where the verdicts of a gate go."""
 
     format: str | None = format_option(
-        "What stdout gets: text, table, brief, json, markdown, latex, html or junit.", usual="text"
+        "Format of stdout: text, table, brief, json, markdown, latex, html or junit.", usual="text"
     )
 
 
@@ -164,12 +165,13 @@ def gate(
         list[str] | None,
         typer.Option(
             metavar="RULE",
-            help="A rule, in place of the configured ones; repeatable.",
+            help="Judge this rule in place of the configured ones; repeatable.",
             autocompletion=complete_words(_list_metrics),
         ),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail on what is not proven (exit 6).")
+        bool,
+        typer.Option("--strict", help="Also fail if a rule is not proven to hold (exit code 6)."),
     ] = False,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help=CONFIG)] = None,
 ) -> None:
@@ -223,8 +225,8 @@ baselines = typer.Typer(
     cls=Group, no_args_is_help=True, help="Save, show, check and update a baseline."
 )
 app.add_typer(baselines, name="baseline", rich_help_panel=COMPARE)
-Reason = Annotated[str, typer.Option("--reason", help="Why this is the new standard.")]
-Target = Annotated[Path, typer.Option("--output", "-o", help="Where the baseline is kept.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why this report becomes the baseline.")]
+Target = Annotated[Path, typer.Option("--output", "-o", help="File of the baseline.")]
 Kept = Annotated[Path, typer.Argument(metavar="BASELINE", help="The baseline.")]
 
 
@@ -273,7 +275,7 @@ def check(output: Lines, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None
     reasons = find_problems(load_baseline(baseline))
     if reasons:
         raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
-    line, record = f"{baseline}: fit to gate against", {"baseline": str(baseline), "fit": True}
+    line, record = f"{baseline}: usable as a baseline", {"baseline": str(baseline), "fit": True}
     emit({"lines": lambda: [line], "record": lambda: record}, output)
 
 

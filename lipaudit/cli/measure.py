@@ -73,7 +73,7 @@ def run_measures(
         if report is None:
             return
         emit(report, output)
-    require_whole({model: report}, "The same command with --resume measures the rest.")
+    require_whole({model: report}, "Run the same command with --resume to measure the rest.")
 
 
 def require_mergeable(run: RunOptions, output: Output) -> None:
@@ -86,7 +86,7 @@ def require_mergeable(run: RunOptions, output: Output) -> None:
     if run.shard and not kept:
         number, of = run.shard
         raise UsageError(
-            f"--shard {number}/{of}: shards are merged from their JSON, and none is written",
+            f"--shard {number}/{of}: a shard must be written as JSON to be merged later",
             f"Add -o shard-{number}.json.",
         )
 
@@ -103,11 +103,11 @@ def require_alone(run: RunOptions, what: str, *, unlimited: bool = False) -> Non
         UsageError: there is a shard, a launcher of several processes or such a time limit.
     """
     if run.shard:
-        text = f"--shard is for measuring one MODEL, not for {what}"
+        text = f"--shard works only when one MODEL is measured, not for {what}"
         raise UsageError(text, "Leave it out.")
     if unlimited and run.time_limit:
-        text = f"--time-limit is for measuring a MODEL, not for {what}"
-        raise UsageError(text, "Leave it out; what is interrupted goes on later.")
+        text = f"--time-limit works only when a MODEL is measured, not for {what}"
+        raise UsageError(text, "Leave it out. An interrupted command can be continued.")
     require_one_process(what)
 
 
@@ -121,8 +121,8 @@ def require_one_process(what: str) -> None:
 
     if find_place():
         raise UsageError(
-            f"a launcher of several processes is for measuring one MODEL, not for {what}",
-            "Run it without RANK and WORLD_SIZE, or srun.",
+            f"several processes work only when one MODEL is measured, not for {what}",
+            "Run it as one process: without srun, and with RANK and WORLD_SIZE unset.",
         )
 
 
@@ -157,7 +157,7 @@ def merge(
     check_outputs(output, REPORT)
     report = merge_shards([schema.load(path) for path in reports], command=typed_command())
     emit(report, output, always=False, details=extent.details)
-    again = "Measure the shards in which it failed again, and merge all."
+    again = "Measure the failed shards again, then merge all shards."
     require_whole({report.run.model.spec: report}, again)
 
 
@@ -191,5 +191,5 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
         advice = f"{first.advice} {again}".strip()
         raise LipauditError(f"the report is partial: {reasons}", advice, first.exit_code)
     if left:
-        text = f"the report is partial: the time limit left {', '.join(left)} unmeasured"
+        text = f"the report is partial: the time limit ended the run before {', '.join(left)}"
         raise LipauditError(text, again, ExitCode.TIME_LIMIT)

@@ -15,9 +15,9 @@ from lipaudit.settings.option import Option
 
 OUTPUT = "Output"
 BY_MEASURE = {"samples": "by measure"}
-"""What is usual where a command runs several measures."""
+"""Default shown if a command runs several measures."""
 CONFIG = "A TOML file in place of lipaudit.toml and pyproject.toml."
-"""What a command says of --config."""
+"""Help of --config."""
 
 
 def model_names() -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class Output(Settings):
     """Where a result goes."""
 
     format: str | None = format_option(
-        "What stdout gets: table, brief, json, csv, html...", usual="table"
+        "Format of stdout: table, brief, json, csv, html...", usual="table"
     )
     output: tuple[Path, ...] = option(
         (),
@@ -90,9 +90,7 @@ class Output(Settings):
 class Extent(Settings):
     """How much of a report stdout gets."""
 
-    details: bool = option(
-        False, "Print all sections, not only the scorecard and what stands out.", panel=OUTPUT
-    )
+    details: bool = option(False, "Print all sections, not only the scorecard.", panel=OUTPUT)
 
 
 class Several(Extent):
@@ -100,7 +98,7 @@ class Several(Extent):
 
     rank_by: str | None = option(
         None,
-        "Rank several models by METRIC, such as jacobian.norm:p95; order: keep their order.",
+        "Rank several models by METRIC, such as jacobian.norm:p95. `order` keeps the given order.",
         panel=OUTPUT,
         usual="accuracy under attack, else certified, else the median norm",
     )
@@ -118,7 +116,9 @@ class Several(Extent):
         if self.rank_by != ORDER:
             make_rule(self.rank_by)
         if count < 2:
-            raise UsageError("--rank-by ranks several models, and there is one", "Leave it out.")
+            raise UsageError(
+                "--rank-by needs several models, and only one was given", "Leave it out."
+            )
 
 
 class Shown(Output):
@@ -129,7 +129,7 @@ class Lines(Shown):
     """Where a result goes that is lines of text, or data."""
 
     format: str | None = format_option(
-        "What stdout gets: text or json.", usual="text", values=lambda: ("text", "json")
+        "Format of stdout: text or json.", usual="text", values=lambda: ("text", "json")
     )
     output: tuple[Path, ...] = option(
         (), "Also write FILE (.txt, .json); repeatable.", "--output", "-o", panel=OUTPUT
@@ -139,8 +139,8 @@ class Lines(Shown):
 class Plain(Settings):
     """What is said on stderr."""
 
-    quiet: bool = option(False, "No progress, no notes on stderr.", "--quiet", "-q", panel=OUTPUT)
-    verbose: bool = option(False, "Tracebacks and details.", "--verbose", "-v", panel=OUTPUT)
+    quiet: bool = option(False, "Print no progress and no notes.", "--quiet", "-q", panel=OUTPUT)
+    verbose: bool = option(False, "Print tracebacks and details.", "--verbose", "-v", panel=OUTPUT)
 
 
 class Terminal(Plain):
@@ -155,7 +155,7 @@ CONFIGURABLE: dict[str, str] = {
     for name in group.options()
     if name not in ("config", "verbose")
 }
-"""Keys of `[tool.lipaudit]`, and the option that each gives a default."""
+"""Keys of `[tool.lipaudit]`, and the option for which each sets a default."""
 
 Group = TypeVar("Group", bound=Settings)
 

@@ -29,7 +29,10 @@ class Remeasure(Settings):
     """How a MODEL is measured as the baseline was: where things are, and on what it runs."""
 
     data: str | None = option(
-        None, "Where the same samples lie now.", panel=PANEL, usual="where the baseline says"
+        None,
+        "Where the baseline's samples are now.",
+        panel=PANEL,
+        usual="the path in the baseline",
     )
     arch: str | None = option(
         None, "Architecture of a weights file.", panel=PANEL, usual="the baseline's"
@@ -38,7 +41,10 @@ class Remeasure(Settings):
         None, "k=v,... for the model's constructor.", panel=PANEL, usual="the baseline's"
     )
     report: Path | None = option(
-        None, "Where the report of it is kept.", panel=PANEL, usual="a folder in lipaudit-runs"
+        None,
+        "Folder for the report of this measurement.",
+        panel=PANEL,
+        usual="a new folder in lipaudit-runs",
     )
     device: str | None = _copy_option("device")
     batch_size: Size = _copy_option("batch_size")
@@ -70,7 +76,7 @@ def read_or_measure(
 
     Raises:
         UsageError: options of a measurement where there is none.
-        BaselineError: the samples are not the baseline's; it is said before they are measured.
+        BaselineError: the samples differ from the baseline's; it is said before they are measured.
         LipauditError: whatever else goes wrong.
     """
     from lipaudit import schema
@@ -79,7 +85,8 @@ def read_or_measure(
         if how.given:
             flags = ", ".join(map(flag, how.given))
             raise UsageError(
-                f"{current} is a report: {flags} would do nothing", "They are for a MODEL."
+                f"{current} is a report, so {flags} has no effect",
+                "Leave them out: they are for a MODEL.",
             )
         return schema.load(Path(current))
     from lipaudit.cli.progress import OnStderr
@@ -122,8 +129,9 @@ def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
         if how.data or repr(spec) not in error.message:
             raise
         raise InputError(
-            f"{error.message}: the baseline was measured on it",
-            f"Run where {spec} is, or say where the same samples are now with --data PATH.",
+            f"{error.message}, and the baseline was measured on it",
+            f"Run in the folder that holds {spec}, or give the path of the same samples with "
+            "--data PATH.",
         ) from None
     ids = job.samples.batch.ids
     require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})

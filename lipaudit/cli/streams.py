@@ -35,10 +35,10 @@ PLAIN = str.maketrans(
         **dict.fromkeys("▃▂▁", "."),
     }
 )
-"""What stands for a character where a terminal has none: numbers are to be read there, too."""
+"""ASCII replacements of characters that a terminal cannot show."""
 
 _SEQUENCE = re.compile(r"(\x1b\[(?:[\d;]*m|\?25[hl]|1A|2K)|\r)")
-"""Colours, and the moves of a progress bar."""
+"""Escape sequences of colours and progress bars."""
 
 
 def make_unheeded() -> None:

@@ -71,7 +71,7 @@ def explain(
         typer.Argument(
             metavar="[NAME]",
             autocompletion=complete_words(known_names),
-            help="For example bounds, theorem 3, g1, pgd; without it, every name by topic.",
+            help="A word, such as bounds, theorem 3, g1 or pgd. Without it: a list of all words.",
         ),
     ] = None,
 ) -> None:
@@ -266,7 +266,7 @@ def _list_rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     from lipaudit.models.memory import format_size
 
     if "architecture" not in seen:
-        yield "model", f"{seen['model']}: its input is not known"
+        yield "model", f"{seen['model']}: the shape of its input is unknown"
         yield from _list_lacks(seen)
         return
     classes = f"{seen['classes']} classes" if seen["classes"] else "no classes"
@@ -302,9 +302,9 @@ def _list_lacks(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _format_time(forward: dict[str, Any] | None) -> str:
     """Say how long a forward pass takes."""
     if forward is None:
-        return "not known: memory ran out for several samples at once"
+        return "unknown: memory ran out with several samples at once"
     count, seconds = forward["samples"], forward["seconds"]
-    return f"{seconds:.2g} s for a forward pass of {count} samples; a run shows the time left"
+    return f"{seconds:.2g} s for a forward pass of {count} samples; a run shows the remaining time"
 
 
 def _format_sample(seen: dict[str, Any], takes: str) -> str:
@@ -322,14 +322,14 @@ def _format_memory(planned: dict[str, Any]) -> str:
 
     together = f"{planned['batch']} at a time"
     if planned["bytes"] is None:
-        return f"{together}; the memory is not known: {planned['unknown']}"
+        return f"{together}; the memory is unknown: {planned['unknown']}"
     taken = format_size(planned["bytes"])
     return f"{together}, in roughly {taken} of memory, libraries and all (estimate)"
 
 
 SUPPORTED = """\
 MODEL is one of
-  demo                      a vision transformer on handwritten digits that comes along;
+  demo                      a vision transformer for handwritten digits, included in lipaudit;
                             demo:jasmin, demo:robust: trained defences
   timm:NAME[.TAG]           a model of timm with its pretrained weights
   hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers, timm or peft)
@@ -351,9 +351,11 @@ lipaudit models PART lists timm's names."""
 
 @command("init", panel=LEARN)
 def init(
-    kind: Annotated[Literal["py"], typer.Argument(help="py: a factory of a model of your own.")],
+    kind: Annotated[
+        Literal["py"], typer.Argument(help="Kind of file: py, a factory for your own model.")
+    ],
     terminal: Plain,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where it is written.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path(
         "model.py"
     ),
 ) -> None:
@@ -364,9 +366,11 @@ def init(
     from lipaudit.engine.files import require_writable, write
 
     if output.suffix != f".{kind}":
-        raise UsageError(f"{output} is no name of a {kind} file", f"It must end in .{kind}.")
+        raise UsageError(
+            f"{output} is not the name of a {kind} file", f"Choose a name that ends in .{kind}."
+        )
     if output.exists():
-        raise UsageError(f"{output} exists", "Name another file.")
+        raise UsageError(f"{output} exists", "Choose another file.")
     require_writable(output)
     example = files("lipaudit.models").joinpath("assets/model.py").read_text("utf-8")
     write(output, example.replace("py:model.py:", f"py:{output}:").encode())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FOLDER = "lipaudit-watch"
 READ_AS = ("data", "text_column", "label_column", "max_tokens", "skip_bad")
-"""Options that say how data are read, whatever the model."""
+"""Options of data loading that do not depend on the model."""
 
 USUAL = {
     "batch_size": str(Recipe.model_fields["batch_size"].default),
@@ -48,11 +48,17 @@ def train(
     terminal: Terminal,
     out: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="Directory of the result; -f and -o give its record."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the model; -f and -o write its record.",
+        ),
     ] = Path("trained"),
     classes: Annotated[
         int | None,
-        typer.Option(help="Of the data: a model of another number gets a new, random classifier."),
+        typer.Option(
+            help="Number of classes of the data. If the model has another number, "
+            "its classifier is replaced by a new one."
+        ),
     ] = None,
     held_out: Annotated[
         str | None, typer.Option(help="Data to measure the accuracy on after every epoch.")
@@ -62,8 +68,8 @@ def train(
         typer.Option(
             metavar="EPOCHS",
             min=1,
-            help="Measure what an audit does after so many epochs each, on the held-out data: "
-            "reports in DIR/lipaudit-watch.",
+            help="Audit the model on the held-out data every so many epochs; reports in "
+            "DIR/lipaudit-watch.",
         ),
     ] = None,
 ) -> None:
@@ -87,7 +93,7 @@ def train(
 
     require_alone(run, "a training", unlimited=True)
     if classes is not None and classes < 2:
-        raise UsageError(f"--classes {classes}: a classifier has 2 at least")
+        raise UsageError(f"--classes {classes}: a classifier needs at least 2 classes")
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})
     recipe = recipe.model_copy(update=given)
     check_outputs(output, ("lines", "record"))
@@ -108,7 +114,7 @@ def train(
         state = record.read_state()
         done = 0 if state is None else int(state["epochs"])
         if done and not quiet:
-            say(f"Going on after epoch {done} of {recipe.epochs}.")
+            say(f"Continuing after epoch {done} of {recipe.epochs}.")
         epochs = epochs_of(net, data.batch, recipe, held_out=batch, state=state)
         if watch is not None:
             epochs = _watch_epochs(epochs, net, batch, watch, out / FOLDER, after=done)
@@ -131,7 +137,7 @@ def _note_kept(record: TrainingRecord, *, quiet: bool) -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt):
         if record.epochs and not quiet:
-            text = "finished epochs are kept: the same command with --resume goes on"
+            text = "finished epochs are kept: run the same command with --resume to continue"
             say(f"note: {text}")
         raise
 
@@ -149,7 +155,7 @@ def _watch_epochs(
     from lipaudit.monitor import watch
 
     if held_out is None or held_out.y is None:
-        raise UsageError("--watch measures held-out data", "Name them with --held-out.")
+        raise UsageError("--watch needs held-out data to measure", "Add --held-out DATA.")
     asked: dict[str, Any] = {"every": every, "to": folder}
     if net.info.source == "demo":
         asked["eps"] = DEMO_EPS
@@ -167,7 +173,7 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
     from lipaudit.engine.prepare import data_options
 
     if spec in (None, "random"):
-        raise UsageError("training needs labelled samples", f"Name them with {option}.")
+        raise UsageError("training needs labelled samples", f"Add {option} DATA.")
     most = run.samples if option == "--data" else None
     samples = load_data(spec, net, data_options(run, most or sys.maxsize))
     # Training takes all samples there are: that these are fewer than sys.maxsize is no news.
@@ -194,11 +200,11 @@ def _report_epochs(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Itera
 def _name_next(out: Path, run: RunOptions, *, complete: bool) -> str:
     """Say how the result is measured, on the data that it was held against."""
     if not complete:
-        return f"Trained. Load {out}/model.safetensors in your py: factory."
+        return f"Training finished. Load {out}/model.safetensors in your py: factory."
     words = ["lipaudit", "audit", str(out)]
     for name in READ_AS:
         value = getattr(run, name)
         if value is not None and value is not False:
             flag = RunOptions.options()[name].flags[0]
             words += [flag, *([] if value is True else [str(value)])]
-    return f"Trained. Measure it: {shlex.join(words)}"
+    return f"Training finished. Measure the result: {shlex.join(words)}"

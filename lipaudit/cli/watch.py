@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FOLDER = "lipaudit-checkpoints"
 PANEL = "Watch"
 TRIES = 3
-"""How often a checkpoint that may still be written is tried."""
+"""Number of attempts to read a checkpoint that may still be being written."""
 AGAIN = "Delete its report to measure it again."
 
 
@@ -43,9 +43,13 @@ def _list_loggers() -> tuple[str, ...]:
 class Following(Settings):
     """Whether it waits for more checkpoints, and where the figures go besides."""
 
-    follow: bool = option(False, "Wait for new checkpoints, until Ctrl-C.", panel=PANEL)
+    follow: bool = option(False, "Keep waiting for new checkpoints until Ctrl-C.", panel=PANEL)
     poll: float = option(
-        10.0, "Seconds between two looks.", panel=PANEL, need=Need("--follow", _is_following), gt=0
+        10.0,
+        "Seconds between two checks for new checkpoints.",
+        panel=PANEL,
+        need=Need("--follow", _is_following),
+        gt=0,
     )
     logger: Names = option(
         None,
@@ -58,7 +62,8 @@ class Following(Settings):
 @command("watch", panel=MEASURING)
 def watch(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Holds checkpoints whose names have a step.")
+        Path,
+        typer.Argument(metavar="DIR", help="Folder with checkpoints whose names contain a step."),
     ],
     options: AuditOptions,
     run: Annotated[RunOptions, BY_MEASURE],
@@ -86,7 +91,9 @@ def watch(
     check_outputs(output, RANKED)
     require_alone(run, "the course of a training", unlimited=True)
     if not folder.is_dir():
-        raise InputError(f"there is no directory {folder}", "Name one that holds checkpoints.")
+        raise InputError(
+            f"there is no directory {folder}", "Give a directory that holds checkpoints."
+        )
     request = audit_request("", options, run, demo=False)
     where = options.run_dir or folder / FOLDER
     watched = CheckpointFolder(folder, request, where, tries=TRIES if following.follow else 1)
@@ -103,8 +110,8 @@ def watch(
     _require_measured(watched)
     if not reports:
         raise InputError(
-            f"{folder} holds no checkpoint whose name has a step",
-            "Names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt are read.",
+            f"{folder} holds no checkpoint with a step in its name",
+            "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt.",
         )
     require_whole({each.run.model.spec: each for each in reports}, AGAIN)
 

@@ -40,14 +40,14 @@ SUFFIXES = (".npz", ".safetensors")
 INPUTS = ("x", "images", "inputs")
 LABELS = ("y", "labels")
 HEADER = 1 << 16
-"""Bytes that hold the header of every array of numbers."""
+"""Number of bytes that contain the header of any numeric array."""
 NAME = re.compile(r"[-.]idx\d-ubyte(?:\.gz)?$")
-"""How a file in the IDX format is called, compressed or not."""
+"""Names of files in the IDX format, compressed or not."""
 KINDS = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-"""Types of numbers by the third byte of an IDX file."""
+"""Number types, by the third byte of an IDX file."""
 CHANNELS = (1, 3, 4)
 MADE_OF = "made_of"
-"""Key of the metadata of a file of adversarial examples: the ids of the samples, as JSON."""
+"""Metadata key in a file of adversarial examples: ids of the original samples, as JSON."""
 
 
 def holds_arrays(path: Path) -> bool:
@@ -70,7 +70,7 @@ def read_arrays(path: Path, net: Net, options: DataOptions) -> Samples:
     if x is None:
         raise InputError(
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
-            f"Name the inputs {' or '.join(INPUTS)}, the labels {' or '.join(LABELS)}.",
+            f"Call the inputs {' or '.join(INPUTS)} and the labels {' or '.join(LABELS)}.",
         )
     return draw_arrays(x, y, net, options, origin=str(path), names=_read_names(path))
 
@@ -104,11 +104,11 @@ def draw_arrays(
             "The first axis of an array counts its samples.",
         )
     if x.is_complex():
-        raise InputError(f"{origin} holds {x.dtype}", "A model takes real numbers.")
+        raise InputError(f"{origin} holds {x.dtype}", "Save real numbers.")
     if y is not None and (y.shape != (len(x),) or y.is_floating_point()):
         raise InputError(
             f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
-            "Labels are one integer per input.",
+            "Give one integer label per input.",
         )
     order = draw_indices(len(x), options.samples, options.seed)
     samples = _check_shape(x[order], net, origin)
@@ -196,7 +196,7 @@ def _check_shape(x: Tensor, net: Net, origin: str) -> Tensor:
         raise InputError(
             f"{origin} holds values from {x.min():.4g} to {x.max():.4g}; the model takes "
             f"[{low:g}, {high:g}]",
-            "Divide by 255, or save uint8; give pixels as they are, without normalisation.",
+            "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
         )
     return x
 
@@ -244,8 +244,8 @@ def read_idx(path: Path) -> dict[str, Tensor]:
     x = _read_idx_array(path)
     if x.ndim == 1:
         raise InputError(
-            f"{path} holds a number for each sample, not inputs",
-            "Name the file of images; the labels beside it are read with it.",
+            f"{path} holds one number per sample (labels), not inputs",
+            "Give the file of images; the labels beside it are read too.",
         )
     name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
     labels = path.with_name(name)

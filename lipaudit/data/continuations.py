@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 CONTINUED = (("prompt", "continuation"), ("prompt", "completion"))
-"""Usual names of the columns of a prompt and what follows it."""
+"""Usual names of the columns of a prompt and its continuation."""
 CHOICES = ("choices", "endings", "options")
 PROMPTS = ("prompt", "ctx")
-"""Usual names of a column of prompts, beside those of texts."""
+"""Further names of a prompt column, in addition to those of texts."""
 ANSWERS = ("answer", "answerKey", "gold")
-"""Usual names of a column of the right choice, beside those of labels."""
+"""Further names of the column of the right choice, in addition to those of labels."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 WHOLE = 2**20
-"""More tokens than any text has: nothing is cut before it is known what fits."""
+"""More tokens than any text has: texts are cut only later, when the limit is known."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def read_continuations(
     limit, notes = limit_tokens(net, options)
     if net.tokenize is None or not net.vocabulary:
         raise InputError(
-            f"{origin} holds text, and the model came without a tokenizer",
+            f"{origin} holds text, and the model has no tokenizer",
             "Put tokenizer.json beside config.json.",
         )
     tokenize, vocabulary = net.tokenize, net.vocabulary
@@ -114,12 +114,13 @@ def read_continuations(
         room, shown = limit - max(map(len, follow)), question.prompt[:40]
         if not prompt or not all(follow):
             raise InputError(
-                f"{origin}: {shown!r} or what follows it has no tokens",
+                f"{origin}: {shown!r} or its continuation has no tokens",
                 "Remove such rows, or leave them out with --skip-bad.",
             )
         if room < 1:
             raise InputError(
-                f"{origin}: what follows {shown!r} leaves the prompt no room in {limit} tokens",
+                f"{origin}: the continuation of {shown!r} leaves no room for the prompt within "
+                f"{limit} tokens",
                 "Raise --max-tokens, or leave such rows out with --skip-bad.",
             )
         return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
@@ -127,8 +128,8 @@ def read_continuations(
     drawn, skipped = draw(len(rows), options, read, what="rows")
     if cut := sum(is_cut for _, (_, is_cut) in drawn):
         text = (
-            f"{cut} of {len(drawn)} prompts lost their beginning, so that with what follows "
-            f"they have at most {limit} tokens (--max-tokens)"
+            f"{cut} of {len(drawn)} prompts were cut at their beginning, so that prompt and "
+            f"continuation fit into {limit} tokens (--max-tokens)"
         )
         notes += (warning("text-cut", text),)
     return make_samples(
@@ -190,7 +191,7 @@ def _choose_columns(columns: Sequence[str], options: DataOptions, origin: str) -
         if right is None:
             raise InputError(
                 f"{origin} does not say which of the {choices} is right",
-                "Name the column that does with --label-column.",
+                "Name the column of the right choice with --label-column.",
             )
         return _Columns("choices", _choose_prompt(columns, options, origin), choices, right)
     pair = next((pair for pair in CONTINUED if set(pair) <= set(columns)), None)
@@ -203,7 +204,7 @@ def _choose_columns(columns: Sequence[str], options: DataOptions, origin: str) -
     if len(texts) == 2:
         return _Columns("continuation", texts[:1], texts[1])
     raise InputError(
-        f"{origin} has nothing to score (columns: {', '.join(columns)})",
+        f"{origin} has no column to score (columns: {', '.join(columns)})",
         "It needs prompt and continuation (or --text-column PROMPT,CONTINUATION); question, "
         "choices and answer; or a text and a label.",
     )
@@ -229,8 +230,8 @@ def _list_label_words(
     number = next((v for v in values if v.strip().lstrip("-").replace(".", "").isdigit()), None)
     if number is not None:
         raise InputError(
-            f"{origin}: {columns.follows!r} has numbers ({number}), and a language model scores "
-            "words",
+            f"{origin}: {columns.follows!r} holds numbers ({number}), but a language model "
+            "needs words",
             "Write the class names into that column, or name another with --label-column.",
         )
     return tuple(sorted(values))
@@ -264,7 +265,7 @@ def _read_question(
         known: Sequence[Any] = names if classes is None else range(len(classes))
         label = str(value) if classes is None else value
         if label not in known:
-            raise ValueError(f"has the label {value!r}, which is no class")
+            raise ValueError(f"has the label {value!r}, which is not a class")
         return Question(prompt, tuple(names), known.index(label))
     choices, letters = _read_choices(value)
     return Question(
@@ -277,7 +278,7 @@ def _read_choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        raise ValueError(f"has choices that are no list ({value!r:.40})") from None
+        raise ValueError(f"has choices that are not a list ({value!r:.40})") from None
     record = value if isinstance(value, Mapping) else {"text": value}
     texts, letters = record.get("text"), record.get("label")
     if not isinstance(texts, Sequence) or isinstance(texts, str) or not 2 <= len(texts) <= 26:
@@ -287,7 +288,7 @@ def _read_choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if letters is None:
         return tuple(map(str, texts)), ()
     if not isinstance(letters, Sequence) or len(letters) != len(texts):
-        raise ValueError("has other numbers of choices and of their labels")
+        raise ValueError("has different numbers of choices and of labels")
     return tuple(map(str, texts)), tuple(map(str, letters))
 
 

@@ -20,7 +20,7 @@ Kind = Literal["model", "dataset"]
 KINDS: dict[Kind, str] = {"model": "model", "dataset": "data set"}
 HUB = "the Hugging Face Hub"
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
-OFFLINE = "--offline (or HF_HUB_OFFLINE) forbids to fetch it"
+OFFLINE = "--offline (or HF_HUB_OFFLINE) forbids the download"
 
 # Names of exceptions of any HTTP library that the client has had.
 TIMEOUTS = {"TimeoutException", "TimeoutError", "Timeout"}
@@ -51,7 +51,7 @@ class Repository:
 
 
 Words = tuple[str, str]
-"""What happened, and what to do about it."""
+"""An error message and its hint."""
 
 
 def explain_refusal(error: Exception, repository: Repository) -> InputError:
@@ -68,8 +68,8 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
     if words is None:
         first, what = error.__cause__ or error, f"{KINDS[repository.kind]} {repository.name}"
         words = (
-            f"the {what} cannot be had ({type(first).__name__}: {first_line(first)})",
-            f"Look at {repository.page}, or download it elsewhere and give its directory.",
+            f"the {what} cannot be downloaded ({type(first).__name__}: {first_line(first)})",
+            f"Check {repository.page}, or download it elsewhere and give its directory.",
         )
     return InputError(*words)
 
@@ -95,8 +95,8 @@ def _word_denial(names: set[str], repository: Repository) -> Words | None:
 
     what, page = f"{KINDS[repository.kind]} {repository.name}", repository.page
     if "GatedRepoError" in names:
-        sent = "the token that was sent has none" if get_token() else "no token was sent"
-        text = f"the {what} is gated: its owners give access to those who ask, and {sent}"
+        sent = "your token has no access" if get_token() else "no token was sent"
+        text = f"the {what} is gated (access on request), and {sent}"
         return text, f"Ask for it on {page}, then {LOG_IN}."
     if "RevisionNotFoundError" in names:
         text = f"the {what} has no revision {repository.revision!r}"
@@ -105,7 +105,7 @@ def _word_denial(names: set[str], repository: Repository) -> Words | None:
         text = f"there is no {what} on {HUB}, or it is private"
         return text, f"Check the name; for a private one {LOG_IN}."
     if "HFValidationError" in names:
-        return f"{repository.name!r} is no name of a repository", "Write hf:ORG/NAME."
+        return f"{repository.name!r} is not a valid repository name", "Write hf:ORG/NAME."
     return _word_absence(repository, OFFLINE) if "OfflineModeIsEnabled" in names else None
 
 
@@ -117,17 +117,17 @@ def _word_answer(causes: list[BaseException]) -> Words | None:
         return None
     if status == 429:
         after = error.response.headers.get("retry-after", "")
-        when = f"in {after} seconds" if after.isdigit() else "in some minutes"
-        text = f"{HUB} takes no more requests from here for now (429: too many)"
-        return text, f"Try again {when}; its limit is higher for those who {LOG_IN}."
+        when = f"in {after} seconds" if after.isdigit() else "in a few minutes"
+        text = f"{HUB} refuses further requests for now (429: too many requests)"
+        return text, f"Try again {when}; to raise the limit, {LOG_IN}."
     if status >= 500:
-        text = f"{HUB} has a fault of its own for now (it answers {status})"
-        return text, "Try again later; --offline reads what is in the local cache."
+        text = f"{HUB} has a temporary problem (status {status})"
+        return text, "Try again later, or use --offline to read the local cache."
     if status == 401:
-        text = f"{HUB} does not know the token that was sent"
-        return text, "Log in anew with `hf auth login`, or unset HF_TOKEN."
+        text = f"{HUB} rejected the token"
+        return text, "Log in again with `hf auth login`, or unset HF_TOKEN."
     answer = getattr(error, "server_message", None) or first_line(error)
-    return f"{HUB} answers {status}: {answer}", f"If it is a matter of access, {LOG_IN}."
+    return f"{HUB} answers {status}: {answer}", f"If access is restricted, {LOG_IN}."
 
 
 def _word_silence(
@@ -138,19 +138,21 @@ def _word_silence(
 
     if names & TIMEOUTS:
         text = f"{HUB} did not answer in time ({constants.ENDPOINT})"
-        return text, "Try again; HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer."
+        return text, "Try again, or set HF_HUB_DOWNLOAD_TIMEOUT=60 to wait longer."
     broken = (each for each in causes if BROKEN & {k.__name__ for k in type(each).__mro__})
     if error := next(broken, None):
         reason = first_line(error) or type(error).__name__
         text = f"there is no connection to {HUB} ({constants.ENDPOINT}: {reason})"
         return text, (
-            "Check the network, the proxy and HF_ENDPOINT, and try again; --offline reads what is "
-            "in the local cache; what `hf download` fetched elsewhere can be given as a directory."
+            "Check the network, the proxy and HF_ENDPOINT, and try again. Or use --offline "
+            "to read the local cache, or give a directory that `hf download` wrote elsewhere."
         )
-    cache = f"The cache is {constants.HF_HUB_CACHE}: make room, or set HF_HOME to another."
+    cache = (
+        f"Free space in the cache ({constants.HF_HUB_CACHE}), or set HF_HOME to another folder."
+    )
     for each in causes:
         if isinstance(each, OSError) and each.errno == errno.ENOSPC:
-            return f"there is no room left on the disk for {repository.name}", cache
+            return f"the disk is full: no space for {repository.name}", cache
         if isinstance(each, PermissionError):
             return f"the local cache cannot be written ({each.strerror}: {each.filename})", cache
     return None
@@ -181,7 +183,7 @@ class Commit:
         name, revision, short = self.repository.name, self.repository.revision, self.sha[:12]
         of = "" if HASH.fullmatch(revision) else f" of {revision}"
         if self.unasked and of:
-            text = f"{name} is as it was when it was fetched, commit {short}{of}: {self.unasked}"
+            text = f"{name} is the cached version, commit {short}{of}: {self.unasked}"
             return Note(level="warning", code="hub-cache", text=text)
         text = f"{name} is read at commit {short}{of}"
         return Note(level="info", code="hub-commit", text=text)
@@ -217,7 +219,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 
     if is_offline(asked=offline):
-        unasked = "the Hub was not asked (--offline or HF_HUB_OFFLINE)"
+        unasked = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
         if commit := _find_cached(repository, unasked):
             return commit
         raise InputError(*_word_absence(repository, OFFLINE))
@@ -360,7 +362,7 @@ def open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | No
         import datasets
     except ImportError as error:
         raise InputError(
-            "hf: data need the library `datasets`, which is not installed",
+            "--data hf: needs the library `datasets`, which is not installed",
             "pip install 'lipaudit[datasets]'",
         ) from error
     with ExitStack() as undo:
@@ -389,7 +391,7 @@ def _select_rows(reference: Reference, tables: dict[str, Any]) -> Any:
 
     with explain_failure(
         f"the split {reference.split!r} cannot be read",
-        f"Write {reference.spell(split='test')}, or a part: test[:100], test[10%:20%].",
+        f"Use {reference.spell(split='test')}, or a part: test[:100], test[10%:20%].",
         ValueError,
         AssertionError,
     ):

@@ -88,7 +88,7 @@ def _read_pictures(table: Any, order: list[int], net: Net, origin: str) -> list[
     if net.prepare is None or not rows or not isinstance(rows[0], Image):
         raise InputError(
             f"{origin} has no column of images (columns: {', '.join(table.column_names)})",
-            f"It should be named {' or '.join(IMAGES)}; the model takes {net.kind}.",
+            f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
         )
     with refuse_images(origin):
         return [to_box(net.prepare(picture), net.box) for picture in rows]

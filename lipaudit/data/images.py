@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 SIDE = 64
-"""Pixels of a thumbnail's longer side."""
+"""Longer side of a thumbnail, in pixels."""
 GREY = frozenset({"1", "L", "I", "F", "I;16"})
 COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -54,7 +54,7 @@ def resize(
     channels, height, width = shape
     if channels not in COLOUR_MODES:
         raise InputError(
-            f"the model takes {channels} channels, which no picture has",
+            f"the model takes {channels} channels, and image files have 1, 3 or 4",
             "Give the data as an .npz file with x of shape (samples, channels, height, width).",
         )
     if image.mode.startswith("I"):  # 16-bit greys, which Pillow would clip at 255
@@ -73,8 +73,9 @@ def resize(
         value = step(value)
     if tuple(value.shape) != tuple(shape):
         raise InputError(
-            f"the model's own resizing makes images of {tuple(value.shape)}, not {tuple(shape)}",
-            "Give --input-size: images are then scaled to cover it and cropped in the middle.",
+            f"the model's own resizing makes images of shape {tuple(value.shape)}, not "
+            f"{tuple(shape)}",
+            "Give --input-size. Images are then scaled to that size and cropped in the middle.",
         )
     return value
 
@@ -121,7 +122,7 @@ def read_folder(path: Path, net: Net, options: DataOptions) -> Samples:
     x = [to_box(image, net.box) for _, image in drawn]
     if not classes or net.classes is None:
         if classes:
-            text = f"the classes of {path} are unused: the model has none"
+            text = f"the classes of {path} are not used: the model has no classes"
             notes += (remark("labels-unused", text),)
         return make_samples(x, net, notes=notes, origins=origins)
     index, matched = match_classes(sorted(set(classes)), net)
@@ -147,7 +148,7 @@ def refuse_images(name: object) -> Iterator[None]:
     Raises:
         InputError: the block cannot read a picture.
     """
-    advice = "Remove it, scale it down, copy it again, or leave such images out with --skip-bad."
+    advice = "Remove it, shrink it or copy it again, or leave such images out with --skip-bad."
     with refuse_damage(name, "image", advice), warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
@@ -181,7 +182,8 @@ def _list_files(path: Path) -> tuple[list[Path], list[str]]:
     if not flat and not nested:
         raise InputError(
             f"{path} holds no images",
-            f"It should hold {', '.join(SUFFIXES[:4])} ... or one sub-folder per class.",
+            f"Give a folder with {', '.join(SUFFIXES[:4])} ... files, or with one sub-folder "
+            "per class.",
         )
     return (flat, []) if flat else ([p for p, _ in nested], [name for _, name in nested])
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 CONTRAST = 0.2
-"""Standard deviation of the pixels of random images, about that of photographs."""
+"""Standard deviation of the pixels of random images; about that of photographs."""
 SOME_TOKENS = 16
-"""More tokens than a tokenizer puts around a text."""
+"""More tokens than the special tokens that a tokenizer adds to a text."""
 MOST_UNKNOWN = 1 / 3
 """Share of unknown tokens above which a warning says so. SentencePiece gives an unknown word two
 tokens, of which one is the space: half of the tokens are all of the words there."""
@@ -66,7 +66,7 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
     options = options or DataOptions()
     if options.samples < 1:
         raise UsageError(
-            f"--samples {options.samples} leaves nothing to measure", "Give 1 or more."
+            f"--samples {options.samples} leaves no sample to measure", "Give 1 or more."
         )
     spec = spec or ("demo" if net.info.source == "demo" else "random")
     return _add_notes(_read(spec, net, options), spec, net, options)
@@ -110,7 +110,7 @@ def _add_notes(samples: Samples, spec: str, net: Net, options: DataOptions) -> S
     """Name the DATA argument of samples, and say what holds for any of them."""
     notes, count = samples.notes + _note_unknown(samples.batch, net), len(samples.batch)
     if count < options.samples:
-        text = f"{spec} has {count} samples, {options.samples} were asked for"
+        text = f"{spec} has {count} samples, fewer than the {options.samples} requested"
         notes += (remark("fewer-samples", text),)
     if samples.commit is not None:
         notes += (samples.commit.note,)
@@ -131,8 +131,8 @@ def _note_unknown(batch: Batch, net: Net) -> tuple[Note, ...]:
         return ()
     text = (
         f"{100 * unknown / count:.0f} % of the tokens are unknown to the tokenizer: the model "
-        "reads the same id for all of them. Check that the tokenizer belongs to this model, and "
-        "that the texts are in its language, spelling and case"
+        "reads the same id for all of them. Check that the tokenizer belongs to this model, "
+        "and that the texts are in its language and case"
     )
     return (warning("unknown-tokens", text),)
 
@@ -161,7 +161,7 @@ def _read(spec: str, net: Net, options: DataOptions) -> Samples:
     if holds_arrays(path):
         return read_arrays(path, net, options)
     if path.suffix not in (*TABLES, ".txt"):
-        raise InputError(f"{path} is of no kind that is read", f"--data is one of: {FORMS}.")
+        raise InputError(f"{path} has an unsupported format", f"--data is one of: {FORMS}.")
     if net.kind != "text":
         raise InputError(
             f"{path} holds text; the model takes {net.kind}", "Give a folder or an .npz file."
@@ -195,8 +195,8 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
             ids[:, -1] = net.end_id
         x = list(ids)
     text = (
-        f"--data random: the samples are {what}, not data of yours; figures at a point depend on "
-        "the point, so give --data what the model meets in use"
+        f"--data random: the samples are {what}. The results depend on the samples, so give "
+        "real data with --data"
     )
     return make_samples(x, net, notes=(warning("random-data", text), *notes), origins=origins)
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SHOWN = 5
-"""Classes that a message names."""
+"""Number of classes listed in a message."""
 DEFLATED = 1032
-"""Bytes that one byte of a deflated file unpacks to at most."""
+"""Largest number of bytes to which one byte of a deflated file can unpack."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def draw(
                 raise
             faults.append(error.message)
     if not drawn:
-        raise InputError(f"none of {total} {what} can be read ({faults[0]})", "Check the data.")
+        raise InputError(f"none of {total} {what} can be read ({faults[0]})", "Check the files.")
     return drawn, note_left_out(faults, what)
 
 
@@ -140,7 +140,7 @@ def note_left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
     """Say how many samples were left out for their faults, and the first of those."""
     if not faults:
         return ()
-    text = f"{what} that cannot be read were left out: {len(faults)} (the first: {faults[0]})"
+    text = f"unreadable {what} were left out: {len(faults)} (the first: {faults[0]})"
     return (warning("skipped-bad", text),)
 
 
@@ -224,7 +224,7 @@ def match_classes(
         if net.classes == len(names):
             order_of = {name: i for i, name in enumerate(_sort_names(names))}
             labels = net.info.labels
-            text = "class names were matched by their order alone: " + ", ".join(
+            text = "class names were matched only by their order: " + ", ".join(
                 f"{name!r} is class {i}" + (f" ({labels[i]!r})" if labels else "")
                 for name, i in order_of.items()
             )
@@ -233,10 +233,10 @@ def match_classes(
     has = "no class names" if not known else "no class of that name"
     listed = f" ({_list_first(net.info.labels)})" if net.info.labels else ""
     raise LabelError(
-        f"the data have a class {stranger!r}; the model has {has}, and {net.classes} classes"
-        f"{listed} for the data's {len(names)} ({_list_first(names)})",
-        "Rename the classes to the model's, or give as many as the model has, in its order; "
-        "`lipaudit train --classes` trains a new classifier.",
+        f"the data have the class {stranger!r}, but the model has {has}, and {net.classes} "
+        f"classes{listed} for the data's {len(names)} ({_list_first(names)})",
+        "Rename the classes to the model's names, or give exactly as many classes as the "
+        "model, in its order. To train a new classifier, use `lipaudit train --classes`.",
         name=stranger,
     )
 
@@ -292,9 +292,9 @@ def require_labels(numbers: Mapping[str, int], net: Net, origin: str = "") -> No
     wrong = [name for name, i in numbers.items() if classes and not 0 <= i < classes]
     if classes and wrong:
         raise LabelError(
-            f"{origin}label {wrong[0]} is none of the model's {classes} classes "
-            f"(0 to {classes - 1})",
-            "Labels count from 0, in the order of the model's outputs.",
+            f"{origin}label {wrong[0]} is not one of the model's {classes} classes (0 to "
+            f"{classes - 1})",
+            "Number the labels from 0, in the order of the model's outputs.",
             name=wrong[0],
         )
 
@@ -343,7 +343,7 @@ def refuse_damage(name: object, kind: str, advice: str) -> Iterator[None]:
         raise
     except Exception as error:  # every format's library has exceptions of its own
         reason = first_line(error) or type(error).__name__
-        reason = "it takes more memory than there is" if out_of_memory(error) else reason
+        reason = "it needs more memory than is available" if out_of_memory(error) else reason
         raise InputError(f"{name} is not a readable {kind} ({reason})", advice) from error
 
 
@@ -361,5 +361,7 @@ def check_size(shape: Sequence[int], width: int, most: int) -> int:
     size = math.prod(map(int, shape)) * width
     if min(shape, default=0) < 0 or size > most:
         sizes = " x ".join(map(str, shape))
-        raise ValueError(f"its header claims {sizes} values, it holds at most {most} bytes")
+        raise ValueError(
+            f"its header declares {sizes} values, but the file can contain at most {most} bytes"
+        )
     return size

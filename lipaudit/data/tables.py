@@ -28,9 +28,9 @@ PAIRS = (
 """Usual names of the columns of a pair of texts."""
 LABELS = ("label", "labels", "y", "target", "class", "sentiment")
 BATCH = 256
-"""Rows of a parquet file that are unpacked at once."""
+"""Number of rows of a parquet file read at once."""
 LONGEST = 40
-"""Letters of an id that a place has room for."""
+"""Number of characters of an id shown in a place."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,13 @@ def read_rows(path: Path) -> list[Row]:
         InputError: the file cannot be read at all, or has no rows.
     """
     readers = {".jsonl": _read_json_lines, ".parquet": _read_parquet}
-    with refuse_damage(path, f"{path.suffix} file", "It should be UTF-8, with a row per sample."):
+    with refuse_damage(path, f"{path.suffix} file", "Save it as UTF-8, with one row per sample."):
         rows = list(readers.get(path.suffix, _read_separated)(path))
     if not rows:
-        raise InputError(f"{path} has no rows", "The first line names the columns.")
+        raise InputError(
+            f"{path} has no rows",
+            "Write the column names into the first line and the samples below.",
+        )
     return rows
 
 
@@ -80,7 +83,7 @@ def _read_separated(path: Path) -> Iterator[Row]:
                     names = cells
                     continue
                 surplus, known = len(cells) - len(names), f"the columns' {len(names)} fields"
-                fault = f"has {surplus} more than {known}: quote texts with commas"
+                fault = f"has {surplus} more than {known}: put texts with commas in quotes"
                 values = dict(zip_longest(names, cells[: len(names)]))
                 yield Row(f"line {table.line_num}", values, fault if surplus > 0 else "")
         except csv.Error as error:
@@ -95,11 +98,11 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
             values: Any = None
             try:
                 values = json.loads(line)
-                fault = "" if isinstance(values, dict) else "is no {...} object"
+                fault = "" if isinstance(values, dict) else "is not a {...} object"
             except json.JSONDecodeError as error:
-                fault = f"is no JSON ({error.msg}, column {error.colno})"
+                fault = f"is not JSON ({error.msg}, column {error.colno})"
             except (ValueError, RecursionError) as error:  # a number or a depth beyond all bounds
-                fault = f"is no JSON ({error})"
+                fault = f"is not JSON ({error})"
             yield Row(f"line {number}", {} if fault else values, fault)
 
 
@@ -137,7 +140,7 @@ def check_row(row: Row, texts: Sequence[str], label: str | None = None) -> Row:
         if value is None or (name == label and str(value).strip().lower() in ("", "nan")):
             return replace(row, fault=f"has no {name!r}")
         if isinstance(value, (list, tuple, dict)):
-            more = ", of which a sample has one" if name == label else ", not a text"
+            more = ", and a sample has only one" if name == label else ", not a text"
             return replace(row, fault=f"has a {type(value).__name__} in {name!r}{more}")
     return row
 
@@ -166,10 +169,13 @@ def choose_text_columns(
     column = next((name for name in (*usual, *TEXTS) if name in columns), None)
     if column is None:
         separated = Path(origin).suffix in SEPARATORS
-        unnamed = " If these are data, begin the file with names: text,label." * separated
+        unnamed = (
+            " If the first line is data, add a line with column names above it: text,label."
+        ) * separated
         raise InputError(
             f"{origin} has no text column (columns: {', '.join(columns)})",
-            "Name it with --text-column, or two of a pair: --text-column FIRST,SECOND." + unnamed,
+            "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
+            + unnamed,
         )
     return (column,)
 
@@ -192,6 +198,7 @@ def _check_columns(asked: tuple[str, ...], columns: Sequence[str], origin: str) 
         raise InputError(f"{origin} has no column {strange!r}", suggestion(strange, columns))
     if len(asked) > 2:
         raise InputError(
-            f"--text-column names {len(asked)} columns", "A text has one, a pair of texts two."
+            f"--text-column names {len(asked)} columns",
+            "Give one column, or two for pairs of texts.",
         )
     return asked

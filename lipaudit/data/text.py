@@ -40,7 +40,7 @@ Text = str | tuple[str, str]
 """A text, or a pair of texts that the model reads together."""
 LETTERS_PER_TOKEN = 16
 SHOWN = 120
-"""Letters of a text by which it is found again."""
+"""Number of characters of a text that identify it in messages."""
 
 
 def read_table(path: Path, net: Net, options: DataOptions) -> Samples:
@@ -65,7 +65,7 @@ def read_table(path: Path, net: Net, options: DataOptions) -> Samples:
         values, places = [row.values[needed] for row in rows], [row.place for row in rows]
         labels, remarks = match_labels(values, net, places, origin=origin)
     elif label is not None:
-        said = f"the labels of {origin} ({label}) are unused: the model has no classes"
+        said = f"the labels of {origin} ({label}) are not used: the model has no classes"
         remarks = (remark("labels-unused", said),)
     elif net.classes is not None and others:
         said = f"{origin} has no column called label: --label-column names one ({others})"
@@ -147,7 +147,7 @@ def require_sound(row: Row, origin: str) -> None:
     if row.fault:
         raise InputError(
             f"{origin}: {row.place} {row.fault}",
-            "Mend it, or leave such rows out with --skip-bad.",
+            "Correct it, or leave such rows out with --skip-bad.",
         )
 
 
@@ -163,7 +163,7 @@ def leave_out_faulty(
         require_sound(row, origin)
     faults = [f"{row.place} {row.fault}" for row in rows if row.fault]
     if len(faults) == len(rows):
-        raise InputError(f"{origin}: no row can be read ({faults[0]})", "Mend the file.")
+        raise InputError(f"{origin}: no row can be read ({faults[0]})", "Correct the file.")
     return [row for row in rows if not row.fault], note_left_out(faults, "rows")
 
 
@@ -196,8 +196,8 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
         raise InputError(f"{path} is empty", "Give a file with some text.")
     x, origins, more = cut_windows(text, net, options, origin=str(path))
     said = (
-        f"{path} is read as one stream of text, cut into {len(x)} windows; for a sample per line "
-        "give a .csv with the line of names `text` first, or a .jsonl"
+        f"{path} is read as one long text and cut into {len(x)} windows. For one sample per "
+        "line, give a .jsonl, or a .csv with the header `text`"
     )
     said_of_all = (*notes, *more, remark("one-stream", said))
     return make_samples(x, net, notes=said_of_all, origins=origins)
@@ -241,15 +241,15 @@ def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]
 def _encode(text: Text, net: Net, limit: int, origin: str) -> Tensor:
     if net.tokenize is None:
         raise InputError(
-            f"{origin} holds text, and the model came without a tokenizer",
+            f"{origin} holds text, and the model has no tokenizer",
             "Put tokenizer.json beside config.json, or give token ids as an .npz file.",
         )
     if isinstance(text, str):
         tokens = net.tokenize(text, limit)
     elif net.tokenize_pair is None:
         raise InputError(
-            f"{origin} holds pairs of texts, and how the model joins two is not known",
-            "Read one of them alone with --text-column, or give token ids as an .npz file.",
+            f"{origin} holds pairs of texts, and the model has no tokenizer that joins two texts",
+            "Read one column with --text-column, or give token ids as an .npz file.",
         )
     else:
         tokens = net.tokenize_pair(*text, limit)

@@ -34,7 +34,8 @@ from lipaudit.tables import Note, Report, Section
 from lipaudit.tables.summary import steepest
 
 CANDIDATES = 8
-"""Heads whose maps a shard keeps: one of them is likely the steepest of all shards."""
+"""Number of heads whose maps a shard stores; one of them is probably the steepest over all
+shards."""
 
 
 class Observer:
@@ -214,7 +215,7 @@ class Task:
         with listening(partial(self.observer.moves, self.name)):
             for part in journal.record(self._measure_left(sample_ids(parts))):
                 if journal.refusal and not refusal:
-                    refusal = f"what is finished is not kept for --resume: {journal.refusal}"
+                    refusal = f"results are not saved for --resume: {journal.refusal}"
                     self.observer.note(Note(level="info", code="not-kept", text=refusal))
                 self.observer.advances(self.name, len(part.ids))
                 parts.append(part)
@@ -225,8 +226,8 @@ class Task:
     def _note_found(self, done: int) -> Note:
         text = f"an interrupted run finished {done} of {len(self.ids)} samples of {self.name}: "
         if self.job.request.run.resume:
-            return Note(level="info", code="reused", text=f"{text}going on from there")
-        text += "stop this one and add --resume to go on with it"
+            return Note(level="info", code="reused", text=f"{text}continuing from there")
+        text += "to continue it, stop this run and add --resume"
         return Note(level="info", code="kept", text=text)
 
     def summarise(self, parts: Sequence[Part]) -> list[Section]:
@@ -242,8 +243,9 @@ class Task:
     def _list_lacks(self, left: int) -> Iterator[Note]:
         if not self.ids:
             text = (
-                f"{self.name} has nothing to measure in this shard: {self.job.counts[self.name]} "
-                f"samples in batches of {self.job.cut(self.name)} are fewer batches than shards"
+                f"{self.name} has no batch in this shard: {self.job.counts[self.name]} "
+                f"samples in batches of {self.job.cut(self.name)} give fewer batches than "
+                "shards"
             )
             yield Note(level="info", code="empty-shard", text=text)
         if left:
@@ -319,7 +321,7 @@ class Task:
                     where = f" ({samples.origins[samples.batch.ids.index(name)].place})"
                 raise EvaluationError(
                     f"the model fails on sample {name[:12]}{where}: {text}",
-                    "Leave that sample out of --data, or mend the model; where numbers overflow, "
+                    "Leave that sample out of --data, or fix the model. If numbers overflow, "
                     "try --dtype float64.",
                 ) from (cause or error)
 
@@ -334,7 +336,9 @@ def advise_on_memory(job: Job) -> str:
     }
     helping = " or ".join(name for name, helps in ways.items() if helps)
     start = f"Try {helping}, or" if helping else "Try"
-    return f"{start} a machine with more memory; lipaudit check says what a sample takes."
+    return (
+        f"{start} a machine with more memory. `lipaudit check` estimates the memory of a sample."
+    )
 
 
 def _leave_out(batch: Batch, finished: set[str]) -> Iterator[Batch]:

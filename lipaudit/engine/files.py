@@ -27,7 +27,7 @@ def write(path: Path, content: bytes) -> None:
         temporary = None
     except OSError as error:
         raise EvaluationError(
-            f"cannot write {path}: {error.strerror}", "Make room there, or name another place."
+            f"cannot write {path}: {error.strerror}", "Free disk space, or choose another place."
         ) from None
     finally:
         if temporary is not None:  # half a file: the disk is full, or somebody stopped the run
@@ -42,13 +42,13 @@ def require_writable(path: Path) -> None:
     """
     folder = path.resolve().parent
     if path.is_dir():
-        raise UsageError(f"cannot write {path}: it is a folder", "Name a file in it.")
+        raise UsageError(f"cannot write {path}: it is a folder", "Give a file in that folder.")
     if not folder.is_dir():
-        advice = f"Make it first: mkdir {shlex.quote(str(path.parent))}"
+        advice = f"Create it: mkdir {shlex.quote(str(path.parent))}"
         raise UsageError(f"cannot write {path}: there is no folder {path.parent}", advice)
     if not os.access(folder, os.W_OK):
         text = f"cannot write {path}: the folder {path.parent} cannot be written to"
-        raise UsageError(text, "Name a file in a writable folder.")
+        raise UsageError(text, "Choose a writable folder.")
 
 
 def require_folder(path: Path) -> None:
@@ -61,11 +61,11 @@ def require_folder(path: Path) -> None:
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise UsageError(f"cannot write to {path}: {there} is a file", "Name a directory.")
+        raise UsageError(f"cannot write to {path}: {there} is a file", "Give a directory.")
     if not os.access(there, os.W_OK):
         raise UsageError(
             f"cannot write to {path}",
-            "Name a directory that can be written to, with --run-dir say.",
+            "Choose a writable directory, for example with --run-dir.",
         )
 
 

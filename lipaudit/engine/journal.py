@@ -26,7 +26,7 @@ from lipaudit.measures.measure import Part
 from lipaudit.tables import Note
 
 KEPT_DAYS = 30
-"""Days after which the parts of a run that nobody resumed are deleted."""
+"""Days after which parts of an interrupted run are deleted."""
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "tuple": lambda *values: values,
@@ -35,7 +35,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "Checks": Checks,
     "Note": lambda level, code, text: Note(level=level, code=code, text=text),
 }
-"""What facts of parts are made of beside lists, arrays and plain values."""
+"""Types that facts of a part may contain besides lists, arrays and plain values."""
 
 
 class Journal:

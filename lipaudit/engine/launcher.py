@@ -17,11 +17,12 @@ from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.settings import RunOptions
 
 JOIN = timedelta(seconds=300)
-"""How long a process waits for the others to start."""
+"""Longest time that a process waits for the other processes to start."""
 CLOSING = 30.0
-"""Seconds in which the port of the command before becomes free, if a launcher runs several."""
+"""Seconds to wait for the port that the previous command of the same launcher used."""
 MEASURING = timedelta(days=365)
-"""How long a process waits for the shards of the others: one that dies is noticed at once."""
+"""Longest time that a process waits for the shards of other processes (a dead one is noticed at
+once)."""
 PAUSE = 0.05
 
 
@@ -65,7 +66,7 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
     host, port = env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
     if not host or not port:
         raise UsageError(
-            "several processes are started, and nothing says where they meet",
+            "several processes were started, but no address for their communication is set",
             "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.",
         )
     # torchrun always sets LOCAL_RANK; a hand-made launcher may not.
@@ -83,7 +84,7 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
 
     if run.shard:
         raise UsageError(
-            "--shard and a launcher of several processes both share the samples out",
+            "--shard and a launcher of several processes both split the samples",
             "Leave --shard out, or run one process.",
         )
     run = run.model_copy(update={"shard": (place.rank + 1, place.size)})
@@ -92,7 +93,7 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
             return run
         raise UsageError(
             f"--device-map {run.device_map}: each process would spread its model over all devices",
-            "Run one process, or give a file that says where the modules lie.",
+            "Run one process, or give a file that maps modules to devices.",
         )
     if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
         return run
@@ -175,10 +176,10 @@ def _connect(place: Place) -> None:
             # the others are cut off.
             if time.monotonic() > end:
                 raise EvaluationError(
-                    f"rank {place.rank} of {place.size} cannot meet the others at "
+                    f"rank {place.rank} of {place.size} cannot reach the other processes at "
                     f"{place.host}:{place.port}: {str(error).partition(chr(10))[0]}",
-                    "Start as many processes as WORLD_SIZE says, rank 0 on that machine, and use "
-                    "a free port. To run alone, unset RANK and WORLD_SIZE.",
+                    "Start WORLD_SIZE processes, rank 0 on that machine, and use a free "
+                    "port. To run one process, unset RANK and WORLD_SIZE.",
                 ) from error
             time.sleep(PAUSE)
         else:
@@ -193,5 +194,6 @@ def _require_others(place: Place) -> Iterator[None]:
     except RuntimeError as error:
         raise EvaluationError(
             f"another of the {place.size} processes has ended",
-            "What is finished is kept: --resume goes on, with any number of processes.",
+            "Finished batches are kept. Run the same command with --resume to continue, with "
+            "any number of processes.",
         ) from error

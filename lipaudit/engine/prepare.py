@@ -28,7 +28,7 @@ from lipaudit.settings import MeasureOptions, RunOptions, Settings
 from lipaudit.tables import Note
 
 LEFT_OUT = "left-out"
-"""Code of the note on an optional measure that model or samples do not allow."""
+"""Code of the note on an optional measure that was left out."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Request:
     def continuation(self) -> str:
         """How a run that is stopped is continued, with the command where it is known."""
         command = self.command and f": {self.command}{'' if self.run.resume else ' --resume'}"
-        return f"the same command with --resume goes on{command}"
+        return f"run the same command with --resume to continue{command}"
 
     def count(self, name: str) -> int:
         """Return how many samples a measure is to take."""
@@ -144,8 +144,8 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         require_writable(path)
         if request.run.shard:
             raise UsageError(
-                f"{path} would hold what is made of all samples, and a shard has some of them",
-                "Leave it out, or measure in one process, without --shard.",
+                f"{path} needs all samples, and a shard has only some",
+                "Leave it out, or measure in one process without --shard.",
             )
     given: list[Settings] = [request.run, *request.measures.values()]
     request = _fill_in(request)
@@ -159,7 +159,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         request, unscored = _leave_out_refused(request, _require_scorable)
     # Words are changed of texts that a model reads alone, not of prompts.
     changes = net.changes if score is None else ()
-    why = net.why_unchanged if score is None else "it scores what follows a text"
+    why = net.why_unchanged if score is None else "it scores continuations"
     request, unsuited = _leave_out_refused(
         request, lambda _, options: options.suited(net.kind, changes, why)
     )
@@ -228,7 +228,7 @@ def _choose_score(request: Request, net: Net) -> Request:
         return replace(request, run=request.run.model_copy(update={"score": "sum"}))
     if net.next_logits is None:
         raise UsageError(
-            f"{net.info.architecture} is no language model that could score continuations",
+            f"{net.info.architecture} is not a language model, so it cannot score continuations",
             "Leave --score out.",
         )
     return request
@@ -242,8 +242,8 @@ def _require_scorable(name: str, options: MeasureOptions) -> MeasureOptions:
     """
     if options.scores == "never":
         raise UsageError(
-            f"{name} cannot be measured of scores",
-            "Leave --score out, or measure attack or jacobian with it.",
+            f"{name} does not support scores",
+            "Leave --score out, or use it with attack or jacobian.",
         )
     return options
 
@@ -256,7 +256,7 @@ def _score_continuations(net: Net, samples: Samples, how: Literal["sum", "mean"]
     """
     if samples.task is None:
         raise InputError(
-            f"{samples.spec} has nothing for a language model to score",
+            f"{samples.spec} has no continuations, choices or labels to score",
             "Give a table with prompt and continuation; question, choices and answer; or text and "
             "label.",
         )
@@ -281,8 +281,8 @@ def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> Measur
 def _make_label_error(name: str) -> UsageError:
     return UsageError(
         f"{name} needs labelled samples",
-        "Name some with --data (a folder of classes, .npz, .csv...), or the column of their "
-        "labels with --label-column.",
+        "Give labelled samples with --data (a folder of classes, .npz, .csv...), or name the "
+        "label column with --label-column.",
     )
 
 
@@ -305,7 +305,7 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
 def _load_without_labels(spec: str, net: Net, options: DataOptions, error: LabelError) -> Samples:
     """Return samples whose labels are no classes of the model as if they had none."""
     samples = load_data(spec, replace(net, classes=None), options)
-    text = f"the labels are not used: {error.message}"
+    text = f"labels are not used: {error.message}"
     note = Note(level="warning", code="labels-unused", text=text)
     notes = (*(each for each in samples.notes if each.code != note.code), note)
     return replace(samples, batch=replace(samples.batch, y=None), notes=notes)

@@ -32,11 +32,11 @@ from lipaudit.settings import (
 )
 
 SHOWN = 5
-"""Samples that are shown."""
+"""Number of samples shown."""
 STEPS = 2
-"""Lanczos steps that are tried: each further one takes a vector more."""
+"""Number of Lanczos steps tried; every further step needs one more vector."""
 TIMED = 8
-"""Samples of the batch that is timed."""
+"""Batch size of the timed forward pass."""
 
 
 def preview(request: Request) -> dict[str, Any]:

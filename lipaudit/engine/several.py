@@ -16,7 +16,7 @@ from lipaudit.models.net import Kind
 from lipaudit.tables import Report, Run
 
 TAKES: Mapping[Kind, str] = {"image": "images", "text": "text", "tokens": "sequences of numbers"}
-APART = "Audit them apart."
+APART = "Audit them separately."
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def require_shared(outlines: Sequence[Outline]) -> None:
             raise UsageError(f"{other.model} is named twice", "Name each model once.")
         if other.kind != first.kind:
             raise InputError(
-                f"{first.model} takes {TAKES[first.kind]}, {other.model} {TAKES[other.kind]}: "
-                "they share no samples",
+                f"{first.model} takes {TAKES[first.kind]}, {other.model} {TAKES[other.kind]}, "
+                "so they cannot share samples",
                 APART,
             )
         _require_same_samples(first, other)
@@ -110,13 +110,13 @@ def _require_same_samples(first: Outline, other: Outline) -> None:
         return
     specs = [each.run.data.spec for each in (first, other)]
     if specs[0] != specs[1]:
-        text = f"{first.model} would be measured on {specs[0]}, {other.model} on {specs[1]}"
-        raise InputError(text, "Name samples that both take with --data.")
-    advice = f"Give --data whose samples both read: a folder of images, a table of texts. {APART}"
+        text = f"{first.model} would be measured on {specs[0]}, but {other.model} on {specs[1]}"
+        raise InputError(text, "Give samples that both can read with --data.")
+    advice = f"Give --data that both can read: a folder of images, a table of texts. {APART}"
     if not first.origins:
-        advice = "Made-up samples have the form of their model: name others with --data."
+        advice = "Random samples depend on the model's input: give real samples with --data."
     raise InputError(
-        f"{first.model} and {other.model} do not see the same samples of {specs[0]}", advice
+        f"{first.model} and {other.model} do not read the same samples from {specs[0]}", advice
     )
 
 
@@ -132,11 +132,11 @@ def _require_same_classes(first: Outline, other: Outline) -> None:
     ]
     if pairs and all(one and two and not {*one} & {*two} for one, two in pairs):
         one, two = (", ".join(names) for names in pairs[0])
-        said = f"what is {one!r} for {first.model} is {two!r} for {other.model}"
+        said = f"the class {one!r} of {first.model} is {two!r} in {other.model}"
     if said:
         raise InputError(
-            f"{said}: the labels of {first.run.data.spec} cannot be right for both",
-            f"Let the data name their classes as both models do. {APART}",
+            f"{said}, so the labels of {first.run.data.spec} cannot fit both",
+            f"Use class names in the data that both models know. {APART}",
         )
 
 

@@ -19,7 +19,7 @@ from lipaudit.tables.report import Shard
 from lipaudit.tables.summary import steepest
 
 OWN = frozenset({"command", "created", "device", "device_map"})
-"""What the runs of shards may have of their own; of devices the kind is the same."""
+"""Fields in which shards of one run may differ (devices must be of one kind)."""
 
 
 def make_shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard:
@@ -90,8 +90,9 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
 def _require_shard(report: Report) -> Shard:
     if report.shard is None:
         raise InputError(
-            f"the report of {report.run.model.spec} written by {report.run.command!r} is no shard",
-            "Merge what commands with --shard wrote.",
+            f"the report of {report.run.model.spec} written by {report.run.command!r} is not a "
+            "shard",
+            "Give reports of commands with --shard.",
         )
     return report.shard
 
@@ -103,24 +104,24 @@ def _require_complete(shards: Sequence[Shard]) -> None:
         InputError: with its number.
     """
     if not shards:
-        raise InputError("there is nothing to merge", "Name the reports of all shards.")
+        raise InputError("no reports were given to merge", "Give the reports of all shards.")
     of = {shard.of for shard in shards}
     if len(of) > 1:
         raise InputError(
-            f"these are shards of {' and of '.join(map(str, sorted(of)))}",
-            "Merge those of one run.",
+            f"these shards come from runs of {' and of '.join(map(str, sorted(of)))} shards",
+            "Merge the shards of one run only.",
         )
     numbers = [shard.number for shard in shards]
     twice = [n for n in sorted(set(numbers)) if numbers.count(n) > 1]
     if twice:
         raise InputError(
-            f"shard {_list_numbers(twice, shards)} is there twice", "Name each shard once."
+            f"shard {_list_numbers(twice, shards)} was given twice", "Name each shard once."
         )
     missing = [n for n in range(1, shards[0].of + 1) if n not in numbers]
     if missing:
         raise InputError(
             f"shard {_list_numbers(missing, shards)} is missing",
-            f"Measure it: the same command with --shard {missing[0]}/{shards[0].of}.",
+            f"Measure it: run the same command with --shard {missing[0]}/{shards[0].of}.",
         )
 
 
@@ -144,8 +145,8 @@ def _require_alike(first: Report, other: Report) -> None:
     if changes:
         numbers = f"shards {_require_shard(first).number} and {_require_shard(other).number}"
         raise InputError(
-            f"{numbers} are not of one run: {'; '.join(changes)}",
-            "Measure both with the same command, on the same software, but for --shard.",
+            f"{numbers} are not from the same run: {'; '.join(changes)}",
+            "Measure both with the same command and software; only --shard may differ.",
         )
 
 
@@ -216,8 +217,8 @@ def _choose_map(
     if heads[0] in maps:
         return options.model_copy(update={"map": heads[0]}), ()
     text = (
-        f"no shard kept the attention map of head {heads[0]}: lipaudit attention MODEL "
-        f"--map {heads[0]} draws it"
+        f"no shard has the attention map of head {heads[0]}: draw it with lipaudit attention "
+        f"MODEL --map {heads[0]}"
     )
     return options, (Note(level="info", code="no-map", text=text),)
 
@@ -238,14 +239,15 @@ def _collect_parts(
         except (KeyError, ValueError) as error:
             raise InputError(
                 f"{measure} of shard {shard.number} of {shard.of} cannot be read: {error}",
-                "Copy or measure it again.",
+                "Copy the file again, or measure the shard again.",
             ) from error
     names = sample_ids(parts)
     # A batch size of its own cuts a shard in other places: samples are then there twice or not.
     doubled = len({*names}) < len(names)
     if doubled or not {*names} <= {*ids} or len(names) + left != len(ids):
         raise InputError(
-            f"the shards of {measure} do not have each sample once: they were cut differently",
+            f"the shards of {measure} do not contain each sample exactly once: their batch "
+            "sizes differ",
             "Measure all of them with the same --batch-size.",
         )
     return in_order(parts, ids)

@@ -15,7 +15,7 @@ from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.settings import layouts
 from lipaudit.tables import Report, Section
 
-_SAVE = "Write one with lipaudit baseline save REPORT."
+_SAVE = "Save a baseline with lipaudit baseline save REPORT."
 
 
 def load_baseline(path: Path) -> Report:
@@ -49,7 +49,7 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
             except BaselineError as error:
                 spec = baseline.run.data.spec
                 raise BaselineError(
-                    error.message, f"Give the baseline's samples, those of {spec}, with --data."
+                    error.message, f"Give the baseline's samples ({spec}) with --data."
                 ) from None
 
 
@@ -68,9 +68,13 @@ def promote(report: Report, reason: str) -> Report:
         BaselineError: when the report is not fit to be a baseline.
     """
     if not reason.strip():
-        raise UsageError("a baseline needs a reason", "Say why: --reason 'first release'.")
+        raise UsageError("a baseline needs a reason", "Add a reason: --reason 'first release'.")
     if reasons := find_problems(report):
-        advice = "Measure again." if report.shard is None else "Merge it with the others first."
+        advice = (
+            "Measure again."
+            if report.shard is None
+            else ("Merge all shards with lipaudit merge first.")
+        )
         raise BaselineError(f"this report cannot be a baseline: {reasons[0]}", advice)
     order = {name: place for place, name in enumerate(layouts())}
     run = report.run

@@ -14,10 +14,10 @@ from lipaudit.tables.trials import parse_budget
 FREE = frozenset(
     {"seed", "batch_size", "device", "samples", "map", "concat", "layer_within", "splitting"}
 )
-"""Settings that may differ: they do not change what figures are, at most whether there are."""
+"""Settings that may differ between reports: they never change a value, only whether it exists."""
 FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
-"""Codes of notes that say an attack did less than was asked of it."""
-REPEAT = "Run the baseline's protocol: lipaudit gate MODEL --baseline FILE."
+"""Codes of notes on attacks that did less than requested."""
+REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
 
 
 def find_fault(report: Report, section: Section) -> str:
@@ -26,7 +26,7 @@ def find_fault(report: Report, section: Section) -> str:
     Those of a shard are of some of the samples.
     """
     if report.shard is not None:
-        return f"the report is {report.shard.name}: lipaudit merge makes one of all"
+        return f"the report is {report.shard.name}: join all shards with lipaudit merge"
     if section.failure is not None:
         return f"{section.measure} failed: {section.failure.reason}"
     if report.failures:
@@ -41,7 +41,7 @@ def find_fault(report: Report, section: Section) -> str:
     rows = [row.get("converged") for row in section.rows]
     failed = sum(not flag for flag in flags) or sum(flag is False for flag in rows)
     what = "samples" if flags else "rows"
-    return f"{section.measure}: {failed} {what} have not converged" if failed else ""
+    return f"{section.measure}: {failed} {what} did not converge" if failed else ""
 
 
 def require_same_conditions(current: Run, baseline: Run) -> None:
@@ -51,12 +51,12 @@ def require_same_conditions(current: Run, baseline: Run) -> None:
         BaselineError: with what differs.
     """
     if current.dtype != baseline.dtype:
-        raise BaselineError(f"dtype {baseline.dtype} became {current.dtype}", REPEAT)
+        raise BaselineError(f"the dtype changed from {baseline.dtype} to {current.dtype}", REPEAT)
     if changed := _list_changes(*_read_preprocessing(current, baseline)):
         raise BaselineError(f"preprocessing differs: {changed}", REPEAT)
     new, old = (run.options.get("score", "none") for run in (current, baseline))
     if new != old:
-        raise BaselineError(f"--score {old} became {new}", REPEAT)
+        raise BaselineError(f"--score changed from {old} to {new}", REPEAT)
 
 
 def require_same_protocol(
@@ -78,7 +78,7 @@ def require_same_protocol(
     _require_same_map(section, before)
     suites = {report.run.data.suite_id for report in (current, baseline)}
     if not all(s.samples.get("ids") for s in (section, before)) and len(suites) > 1:
-        raise BaselineError(f"{section.measure}: the samples are not the baseline's", REPEAT)
+        raise BaselineError(f"{section.measure}: the samples differ from the baseline's", REPEAT)
 
 
 def has_same_weights(current: Report, baseline: Report) -> bool:
@@ -134,14 +134,14 @@ def list_warnings(report: Report) -> dict[str, Note]:
 def word_warnings(current: Report, baseline: Report) -> tuple[str, ...]:
     """Return what the current report warns of, and the baseline as well or not."""
     known = {note.code for note in list_warnings(baseline).values()}
-    both = {True: "", False: " (not so in the baseline)"}
+    both = {True: "", False: " (not in the baseline)"}
     return tuple(f"{text}{both[n.code in known]}" for text, n in list_warnings(current).items())
 
 
 def _count_repeats(report: Report) -> dict[str, str]:
     """Say how many samples repeat others: they count once."""
     most = max((sum(map(is_repeat, s.ids)) for s in report.sections), default=0)
-    text = f"samples that repeat others count once: {most} were left out"
+    text = f"duplicate samples count once: {most} were left out"
     return {"repeats": text} if most else {}
 
 
@@ -163,7 +163,7 @@ def _list_renamed_classes(current: Report, baseline: Report) -> dict[str, str]:
     which = "only the new report" if alone[0] else "only the baseline"
     known = sorted((alone[0] or alone[1]).items())
     names = ", ".join(f"{number} is {name!r}" for number, name in known)
-    text = f"{which} names its classes ({names}): nothing shows that they are in the same order"
+    text = f"{which} names its classes ({names}), so their order cannot be checked"
     return {"classes": text}
 
 
@@ -172,8 +172,8 @@ def _explain_starts(current: Report, baseline: Report) -> dict[str, str]:
     if not (new and old and has_same_weights(current, baseline) and has_other_starts(new, old)):
         return {}
     text = (
-        "attack: the weights are the same, the random starts are others (another seed, number or "
-        "order of samples): what differs under attack is by chance"
+        "attack: the weights are equal, but the random starts differ (other seed, number or "
+        "order of samples). Differences under attack are chance"
     )
     return {"starts": text}
 
@@ -191,7 +191,7 @@ def _require_same_settings(current: Section, baseline: Section) -> None:
             for values in (new, old)
         )
         lost = [getattr(item, "text", str(item)) for item in old[key] if item not in new[key]]
-        changes.append(f"{key} lost {', '.join(lost)}" if lost else "")
+        changes.append(f"{key} lacks {', '.join(lost)}" if lost else "")
     if any(changes):
         text = "; ".join(filter(None, changes))
         raise BaselineError(f"{current.measure}: settings differ: {text}", REPEAT)
@@ -223,7 +223,9 @@ def _require_same_map(current: Section, baseline: Section) -> None:
     )
     if old - new:
         lost, now = ", ".join(sorted(old - new)), ", ".join(sorted(new))
-        raise BaselineError(f"{current.measure}: norms of {lost} became those of {now}", REPEAT)
+        raise BaselineError(
+            f"{current.measure}: the norms of {lost} are now norms of {now}", REPEAT
+        )
 
 
 def _read_preprocessing(new: Run, old: Run) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -42,7 +42,7 @@ from lipaudit.tables.trials import WORST, TrialKey, parse_column
 
 Kind = Literal["clean", "attacked", "certified"]
 Ends = tuple[Float | None, Float | None]
-"""A figure in the first report, and in the other; None where there is none."""
+"""A figure in the first and in the second report; None if missing."""
 
 
 class HeadChange(Frozen):
@@ -186,8 +186,8 @@ class Comparison(Frozen):
 
 
 SPOILING = frozenset({"dtype", "preprocess", "starts"})
-"""Conditions without which figures are not of the same thing; other data is, by their samples."""
-UNFINISHED = "Let the run finish (the same command with --resume), or merge its shards."
+"""Conditions that must be equal for a comparison (the samples are checked separately)."""
+UNFINISHED = "Finish the run (same command with --resume), or merge its shards."
 
 
 def compare(reports: Sequence[Report]) -> Comparison:
@@ -214,7 +214,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
         ]
         whole = all(r.shard is None and r.status == "complete" for r in reports)
         advice = REPEAT if whole else UNFINISHED
-        raise BaselineError(f"the reports have nothing to compare: {reasons[0]}", advice)
+        raise BaselineError(f"the reports cannot be compared: {reasons[0]}", advice)
     return Comparison(models=tuple(names), pairs=pairs)
 
 
@@ -267,7 +267,7 @@ def _list_unshared(old: Report, new: Report, names: tuple[str, str]) -> Iterator
     for report, other, name in ((old, new, names[0]), (new, old, names[1])):
         for section in report.sections:
             if other.section(section.measure) is None:
-                yield f"not compared, only {name} has it: {section.measure}"
+                yield f"not compared, because only {name} has it: {section.measure}"
 
 
 def _list_partial(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
@@ -276,8 +276,8 @@ def _list_partial(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
         old, new = (set(section.ids) for section in sections)
         if old != new and old & new:
             yield (
-                f"compared over the {len(old & new)} samples that both have, of {len(old)} and "
-                f"{len(new)}: {sections[0].measure}"
+                f"compared over the {len(old & new)} shared samples (of {len(old)} and "
+                f"{len(new)}): {sections[0].measure}"
             )
 
 
@@ -286,7 +286,7 @@ def _list_partial(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
 
 Sections = tuple[Section, Section]
 ABSENT = ("has none", "has one in both")
-"""How the reason of a verdict ends where there is nothing to compare, whatever was done."""
+"""Ending of a verdict's reason if there is nothing to compare."""
 
 
 def _judge_columns(
@@ -319,8 +319,8 @@ def _list_incomplete(sections: Sections) -> Iterator[str]:
         known = both - find_missing(name, sections)
         if column.better and 0 < len(known) < len(both):
             yield (
-                f"compared over the {len(known)} of {len(both)} samples for which both have a "
-                f"figure: {measure}.{name}"
+                f"compared over the {len(known)} of {len(both)} samples with a value in both "
+                f"reports: {measure}.{name}"
             )
 
 
@@ -341,7 +341,7 @@ def _read_samples(section: Section, name: str) -> list[float]:
 
 
 NAMED = 6
-"""How many rows that are left out are named."""
+"""Number of left-out rows that a note names."""
 
 
 def _leave_out_unsettled(
@@ -370,7 +370,7 @@ def _leave_out_unsettled(
         if len(both) == 2 and (rows or samples) and some:
             old, new = (_replace_section(r, s) for r, s in zip((old, new), kept, strict=True))
             which = _name_left_out(rows, samples, section)
-            said.append(f"left out, not converged in one of them: {which}")
+            said.append(f"left out, because not converged in one report: {which}")
     return (old, new), said
 
 
@@ -406,7 +406,7 @@ def _name_left_out(rows: Collection[str], samples: Collection[str], section: Sec
 
 
 MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermediate")}
-"""Columns that are followed head by head; of other sections all that have a better direction."""
+"""Columns compared head by head. In other sections: all columns with a better direction."""
 
 
 def _list_head_metrics(report: Report) -> Iterator[str]:

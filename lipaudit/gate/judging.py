@@ -54,11 +54,11 @@ from lipaudit.tables import Report, Section
 from lipaudit.tables.samples import FLAGS
 
 TOLERANCE = 1e-4
-"""Relative accuracy of the norms where their section asks for none: less is no change."""
+"""Default relative accuracy of norms; smaller changes count as no change."""
 MOVED = 3
-"""How many samples are named that changed most."""
+"""Number of most-changed samples that are named."""
 ROUNDING = 1e-6
-"""Of a difference of large figures (a margin), as a share of the largest."""
+"""Rounding error of a difference (a margin), as a share of the larger value."""
 SHOWN = parse_rule("attack.correct >= -0pp")
 
 
@@ -115,7 +115,7 @@ def judge(
         UsageError: when a rule matches nothing or makes no sense for its metric.
     """
     if not 0 < alpha < 1:
-        raise UsageError(f"alpha must lie between 0 and 1, not {alpha}")
+        raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
     chosen = tuple(rules) or _choose_rules(current, baseline)
     examinations = [_examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     usual = () if rules else (rule for rule in DEFAULT_RULES if rule.measure in USUAL)
@@ -132,7 +132,7 @@ def judge(
         shown=_judge_clean_accuracy(current, baseline),
         notes=(
             *(
-                f"not judged, neither report has its section: {rule.text}"
+                f"not judged, because neither report has its section: {rule.text}"
                 for rule in usual
                 if rule not in chosen
             ),
@@ -172,7 +172,7 @@ def _choose_rules(current: Report, baseline: Report) -> tuple[Rule, ...]:
     kept = tuple(rule for rule in DEFAULT_RULES if rule.measure in measures)
     if not kept:
         raise UsageError(
-            f"no default rule is about {', '.join(sorted(measures)) or 'what was not measured'}",
+            f"no default rule exists for {', '.join(sorted(measures)) or 'an empty report'}",
             _suggest_rule(current),
         )
     return kept
@@ -250,11 +250,13 @@ def contrast_values(
     """
     new, old = current.section(rule.measure), baseline.section(rule.measure)
     if new is None and old is None:
-        raise UsageError(f"{rule.text!r} matches nothing: there is no section {rule.measure}")
+        raise UsageError(f"{rule.text!r} matches nothing: no measure is called {rule.measure}")
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}", REPEAT)
     if current.shard is not None:
-        raise BaselineError(find_fault(current, new), "Merge it with the others first.")
+        raise BaselineError(
+            find_fault(current, new), "Merge all shards with lipaudit merge first."
+        )
     if not least and old is not None:
         new, old = keep_known(rule, new, old)
     reading = read_trusted(rule, current, new)
@@ -287,7 +289,7 @@ def read_trusted(rule: Rule, report: Report, section: Section) -> RuleValues:
         UsageError: when the rule matches nothing.
     """
     if reason := find_fault(report, section):
-        raise EvaluationError(reason, "Let the run finish, or loosen --tol.")
+        raise EvaluationError(reason, "Let the run finish, or raise --tol.")
     reading = read(rule, section)
     for name, point in reading.points.items():
         values = reading.pairs.get(name, np.array([point]))
@@ -297,7 +299,7 @@ def read_trusted(rule: Rule, report: Report, section: Section) -> RuleValues:
             count = "1 value is" if bad == 1 else f"{bad} values are"
             raise EvaluationError(
                 f"{rule.metric}{where}: {count} not finite",
-                "A model that yields NaN or infinity cannot be judged.",
+                "Fix the model: NaN and infinite values cannot be judged.",
             )
     return reading
 
@@ -368,13 +370,16 @@ def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
     relative = rule.limit.kind == "relative"
     if rule.stat == "mean" and np.isin((old, new), (0, 1)).all():
         if relative:
-            raise UsageError(f"{rule.text!r}: a share changes in points", "Write -2pp, not -2%.")
+            raise UsageError(
+                f"{rule.text!r}: a change of a share is given in percentage points",
+                "Use -2pp in place of -2%.",
+            )
         worse = rule.worse * (new - old)
         return judge_share(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
     if rule.stat == "max":
         raise UsageError(
-            f"{rule.text!r}: how far a maximum changes by chance is not known",
-            "Give `max` an absolute limit, or judge p95.",
+            f"{rule.text!r}: the random variation of a maximum is unknown",
+            "Use an absolute limit for `max`, or judge p95.",
         )
     _require_positive(rule, old, new)
     if rule.stat == "median":
@@ -398,9 +403,9 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
 def _require_positive(rule: Rule, *values: Values) -> None:
     if rule.limit.kind == "relative" and any((each < 0).any() for each in values):
         raise UsageError(
-            f"{rule.text!r}: {rule.measure}.{rule.column} takes negative values, a relative "
-            "change of them means nothing",
-            "Give an absolute change, such as >= -0.1.",
+            f"{rule.text!r}: {rule.measure}.{rule.column} can be negative, so a relative "
+            "change has no meaning",
+            "Use an absolute change, such as >= -0.1.",
         )
 
 

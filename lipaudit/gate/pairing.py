@@ -22,7 +22,7 @@ from lipaudit.tables.samples import is_repeat
 from lipaudit.tables.trials import WORST, TrialKey, parse_column, parse_radius, worst_cases
 
 TESTED = ("each", "median")
-"""Statistics of rows that are tested over samples; of others the figures are the contract."""
+"""Row statistics with a test over samples; other statistics are compared as plain values."""
 _NAMES = ("layer", "head", "from", "to", "mode", "n", "r", "module")
 
 
@@ -170,7 +170,7 @@ def _matches(row: Row, word: str, section: Section) -> bool:
 
 def _to_numbers(cells: tuple[Any, ...]) -> Values:
     if any(isinstance(cell, str) for cell in cells):
-        raise EvaluationError("a column of numbers holds text", "Write the report again.")
+        raise EvaluationError("a column of numbers holds text", "Create the report again.")
     return np.array([np.nan if cell is None else float(cell) for cell in cells])
 
 
@@ -204,7 +204,7 @@ def _refuse_empty(rule: Rule, section: Section) -> UsageError:
 
 
 ALL_BUT_FEW = 0.95
-"""Share of the baseline's samples that the gate needs: the hard ones cannot be left out."""
+"""Share of the baseline's samples that the gate needs, so that hard samples cannot be left out."""
 
 
 def match_samples(
@@ -229,8 +229,8 @@ def match_samples(
         ids = _map_ids(report, first)
         if ids:
             notes[name] = (
-                f"{name} sees the samples in another form than {names[0]}: they are paired by "
-                f"their place in {report.run.data.spec}"
+                f"{name} reads the samples in another form than {names[0]}, so samples are "
+                f"paired by their place in {report.run.data.spec}"
             )
         matched.append(_rename_samples(report, ids) if ids else report)
     return matched, notes
@@ -406,15 +406,13 @@ def _recompute_rows(rule: Rule, how: Reduction | None, section: Section) -> Sect
     cells = how and _reduce_samples(how, section)
     if not cells:
         raise BaselineError(
-            f"{rule.measure}.{rule.column}: a report has it over all of its samples only, and "
-            "these two are not over the same ones",
+            f"{rule.measure}.{rule.column}is stored only over all samples of a report, and "
+            "the two reports have different samples",
             REPEAT,
         )
     given = [row[rule.column] is not None for row in section.rows]
     if any(math.isnan(cell) for cell, known in zip(cells, given, strict=True) if known):
-        raise BaselineError(
-            f"{rule.measure}.{rule.column}: none of the shared samples has it", REPEAT
-        )
+        raise BaselineError(f"{rule.measure}.{rule.column}: no shared sample has a value", REPEAT)
     rows = [
         row.replace(**{rule.column: cell}) if known else row
         for row, cell, known in zip(section.rows, cells, given, strict=True)

@@ -33,7 +33,7 @@ Standing = Literal[
 ]
 
 ORDER = "order"
-"""In place of a metric: models are not ranked, and stay in the order given."""
+"""In place of a metric: models are not ranked and keep the given order."""
 
 
 class ModelNorm(Frozen):
@@ -132,7 +132,7 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
         UsageError: there is no report, or none that has the metric.
     """
     if not reports:
-        raise UsageError("there is nothing to rank", "Give the reports of the models.")
+        raise UsageError("no reports were given to rank", "Give the reports of the models.")
     names = model_labels(reports)
     matched, by_place = match_samples(reports, names)
     rows = [_summarise_model(name, report) for name, report in zip(names, reports, strict=True)]
@@ -252,7 +252,7 @@ def make_rule(metric: str) -> Rule:
     layout = layouts()[plain.measure]
     known = {**layout.columns, **layout.sample_columns}
     better = known[plain.column].better or ("higher" if plain.column in FLAGS else None)
-    refused = {"each": "has a figure for each row", "max": "may be a maximum by chance"}
+    refused = {"each": "has one value per row", "max": "varies too much by chance (a maximum)"}
     why = refused.get(plain.stat, "") if better else "has no better direction"
     if why:
         raise UsageError(f"models cannot be ranked by {metric}: it {why}", EXAMPLE)
@@ -271,7 +271,7 @@ def choose_criterion(metric: str, reports: Sequence[Report]) -> Criterion:
     if not names:
         raise UsageError(f"no report has {rule.metric}", EXAMPLE)
     if len(names) > 1:
-        raise UsageError(f"{rule.metric} is several figures: {'; '.join(names)}", EXAMPLE)
+        raise UsageError(f"{rule.metric} matches several values: {'; '.join(names)}", EXAMPLE)
     trial = TrialKey.parse(names[0])
     figures = tuple(each.get(names[0]) for each in points)
     return Criterion(rule, figures, trial.ball if trial else "")

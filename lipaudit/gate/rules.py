@@ -25,7 +25,7 @@ _RULE = re.compile(
 _LIMIT = re.compile(
     r"(?P<sign>[+-]?)(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?P<unit>%|pp|x|)"
 )
-_EXAMPLE = "Write it like jacobian.norm:median <= +5% or attack.robust@linf,2/255 >= -2pp."
+_EXAMPLE = "Write a rule like jacobian.norm:median <= +5% or attack.robust@linf,2/255 >= -2pp."
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
     row = table.columns.get(column)
     if text == "each" and (row is None or row.format == "s" or column in FLAGS):
         raise UsageError(
-            f"{column} is measured per sample, `each` judges row by row",
+            f"{column} has one value per sample, and `each` judges the rows of a table",
             "Use median, mean, p95 or max.",
         )
     return text  # type: ignore[return-value]
@@ -222,7 +222,8 @@ def _limit(text: str, rule: str) -> Limit:
         return Limit("difference", value) if signed else Limit("absolute", value)
     raise UsageError(
         f"{text!r} is not a limit (in {rule!r})",
-        "A change carries a sign (+5%, -2pp, +0.1), a ratio none (1.05x), a value neither (0.7).",
+        "Write a change with a sign (+5%, -2pp, +0.1), a ratio as 1.05x, an absolute value "
+        "as 0.7.",
     )
 
 

@@ -21,9 +21,9 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 Limits = tuple[float, float]
 
 ALPHA = 0.05
-"""Chance of telling any of some things apart that are alike, where nobody says another."""
+"""Default error probability over all tests together."""
 LEVEL = ALPHA / 2
-"""One-sided level of limits: together they are a 95 % interval."""
+"""One-sided level of each limit; both limits form a 95 % interval."""
 RESAMPLES = 1999
 LEAST = {"mean": 256, "p95": 512}
 """Samples from which the bootstrap of a statistic keeps twice its level, simulated at the margin
@@ -39,7 +39,7 @@ STATISTICS: dict[str, Callable[..., Any]] = {
     "p95": lambda values, axis=None: np.quantile(values, 0.95, axis=axis),
     "max": np.max,
 }
-"""What makes one number of many."""
+"""Functions that reduce many values to one number."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ EXIT: dict[VerdictStatus, ExitCode] = {
     "not comparable": ExitCode.BASELINE,
     "regressed": ExitCode.REGRESSION,
 }
-"""Exit code of a status, gravest first; every other status is no failure."""
+"""Exit code of each failing status, the most severe first."""
 UNPROVEN: frozenset[VerdictStatus] = frozenset({"inconclusive", "pass (not proven)"})
 """Statuses that fail under --strict."""
 
@@ -142,7 +142,7 @@ class Verdict(Frozen):
         if self.change_status not in open_words:
             return ""
         ends = (amount(end, self.unit) for end in (self.change_low, self.change_high))
-        return f"; the change by itself: {self.change_status}, 95 % limits {' to '.join(ends)}"
+        return f"; the change alone: {self.change_status}, 95 % limits {' to '.join(ends)}"
 
     def _power(self) -> str:
         if self.detectable is None:
@@ -158,8 +158,8 @@ class Verdict(Frozen):
             return ""
         edge = self.low if ">=" in self.rule else self.high
         ways = [
-            f"about {self.samples_needed} samples would settle it (this run has {self.samples})",
-            f"or a tolerance beyond {amount(edge, self.unit)}",
+            (f"about {self.samples_needed} samples would decide it (this run has {self.samples})"),
+            f"or a limit beyond {amount(edge, self.unit)}",
         ]
         metric, _, stat = self.metric.rpartition(":")
         if self.unit != "pp" and stat != "median":

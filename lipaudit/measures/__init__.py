@@ -5,4 +5,4 @@ from lipaudit.measures.measure import Part as Part
 from lipaudit.settings import measures
 
 MEASURES: dict[str, Measure] = {name: record.load() for name, record in measures().items()}
-"""Every measure, by the name of its sub-command and section: ours, then those of plug-ins."""
+"""All measures by the name of their command and section; plug-ins come last."""

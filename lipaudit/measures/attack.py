@@ -41,13 +41,13 @@ from lipaudit.tables.figures import wilson
 from lipaudit.tables.trials import COSTS, COUNTED, TrialKey, worst_cases
 
 DRAWN = 512
-"""So many samples are drawn, where attacks break them: the worst of them are kept."""
+"""Number of broken samples stored as examples, the worst first."""
 
 ONE_LOGIT = (
-    "A model of one logit z (samples, 1) needs the names of two classes in its ModelSpec "
-    "(labels=('no', 'yes')), or returns torch.cat([0 * z, z], 1)."
+    "For a model with one logit z (samples, 1), give two class names in its ModelSpec "
+    "(labels=('no', 'yes')), or return torch.cat([0 * z, z], 1)."
 )
-"""What to do about a binary classifier that returns a single logit."""
+"""Hint for a binary classifier that returns a single logit."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
@@ -96,13 +96,13 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     if net.classes is None:
         raise InputError(
             net.lacks_classes,
-            "Attack a classifier, with labels, or what a language model scores (--score sum). "
+            ("Attack a classifier with labels, or the scores of a language model (--score sum). ")
             + ONE_LOGIT,
         )
     if batch.y is None or bool((batch.y < 0).any()):
         raise InputError(
             "an attack needs a label for every sample",
-            "Name labelled samples with --data (a folder, .npz, .csv...).",
+            "Give labelled samples with --data (a folder, .npz, .csv...).",
         )
     require_entry(net)
     trials = options.trials()
@@ -116,8 +116,9 @@ def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
     for batch in batches:
         if batch.start % CHUNK or len(batch) > CHUNK:
             raise UsageError(
-                f"samples do not come in chunks of {CHUNK}, which share a random stream",
-                f"cut them with batch.split({CHUNK}); the option batch_size bounds memory",
+                f"samples do not come in chunks of {CHUNK} (one random stream per chunk)",
+                f"Split them with batch.split({CHUNK}). To limit memory, use the option "
+                "batch_size.",
             )
         yield batch
 
@@ -130,8 +131,8 @@ def require_entry(net: Net) -> None:
     """
     if net.kind == "text" and net.entry is None:
         raise InputError(
-            f"where {net.info.architecture} looks up its token ids is not known",
-            "A py: factory may return a ModelSpec that names its `entry`.",
+            f"the embedding layer of {net.info.architecture} was not found",
+            "Write a py: factory that returns a ModelSpec with its `entry`.",
         )
 
 

@@ -60,9 +60,9 @@ MEANS = (
 )
 BINS = 50
 RATIO = (1.0, 1.5)
-"""Range of the histograms of g_1 / ||M||, the last bin open."""
+"""Range of the histograms of g_1 / ||M||; the last bin has no upper limit."""
 ENTRIES = 2**18
-"""Entries of P that are met at a time: 2 MB in float64 stay in the cache."""
+"""Number of entries of P processed at a time: 2 MB in float64 fit into the cache."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterator[Part]:
@@ -147,8 +147,8 @@ def _with_drawn(part: Part, reader: _Statistics, options: AttentionOptions) -> P
     if not drawn:
         last = part.facts["heads"][-1].layer
         raise UsageError(
-            f"layer {options.map.partition('.')[0]} is not measured: no map of it",
-            f"Layers are counted from 0; the last one here is {last} (see --layers).",
+            f"layer {options.map.partition('.')[0]} is not measured, so there is no map of it",
+            f"Give a layer from 0 to {last} (see --layers).",
         )
     maps, values = ({}, drawn) if options.query is not None else ({options.map: drawn}, {})
     facts = {**part.facts, "maps": maps}

@@ -20,7 +20,7 @@ from lipaudit.theory import softmax
 from lipaudit.theory.heads import Heads
 
 SIDE = 256
-"""Longer maps are stored as means of square blocks, at most this many along a side."""
+"""Largest side of a stored map; longer maps are stored as means of square blocks."""
 
 
 def draw(layer: Layer, head: int, query: int | None) -> dict[str, Values]:
@@ -33,7 +33,7 @@ def draw(layer: Layer, head: int, query: int | None) -> dict[str, Values]:
     if head >= count:
         raise UsageError(
             f"there is no head {layer.site.index}.{head}: the layer has {count}",
-            f"Heads are counted from {layer.site.index}.0 to {layer.site.index}.{count - 1}.",
+            f"Give a head from {layer.site.index}.0 to {layer.site.index}.{count - 1}.",
         )
     heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64)
     arrays = _map(heads) if query is None else _row(heads, layer.samples, query)
@@ -52,7 +52,9 @@ def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Arr
     norms = join_parts(parts, "row_norms")
     known = ~np.isnan(norms[:, 0])
     if not known.any():
-        raise UsageError(f"no sample has a query {query}", "Queries are counted from 0.")
+        raise UsageError(
+            f"no sample has a query {query}", "Give a smaller query number (the first is 0)."
+        )
     keys = max(part.values["row"].shape[1] for part in parts)
     rows = [np.pad(r, ((0, 0), (0, keys - r.shape[1]))) for p in parts for r in [p.values["row"]]]
     whole = np.concatenate(rows)

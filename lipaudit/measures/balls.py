@@ -23,7 +23,7 @@ CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")
 """Columns of the section that bound `ball_norm`."""
 COLUMNS = ("ball_norm", *CERTIFIED)
 LOOSE = 10
-"""Times the norm found from which on a constant says little."""
+"""Ratio of bound to norm found above which the bound is not informative."""
 
 
 def on_balls(
@@ -108,7 +108,7 @@ def _remarks(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]:
     remarks = []
     open_heads = sum(row.ball_sharp is None for row in rows) // len(options.radius)
     if open_heads:
-        text = f"no ball_sharp for {open_heads} heads: it {AFFINE_PLAIN}"
+        text = f"ball_sharp was not computed for {open_heads} heads: it {AFFINE_PLAIN}"
         remarks.append(Note(level="info", code="no-bound", text=text))
     for radius in options.radius:
         shares = [
@@ -118,8 +118,8 @@ def _remarks(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]:
         ]
         if shares and (middle := float(np.median(shares))) > LOOSE:
             text = (
-                f"at r = {radius.text} ball_sharp is {middle:.3g} times the norm found (median "
-                "over heads): it says little there; take smaller radii"
+                f"at r = {radius.text} ball_sharp is {middle:.3g} times the norm found "
+                "(median over heads), so it is not informative. Use smaller radii"
             )
             remarks.append(Note(level="info", code="loose-ball", text=text))
     return tuple(remarks)

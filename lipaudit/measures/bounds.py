@@ -47,7 +47,7 @@ from lipaudit.theory.spectral.upper import spectral_norm
 
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 NOTABLE = 1e-4
-"""What the rounding of the forward pass may move a norm by, relatively, without a warning."""
+"""Relative effect of rounding on a norm above which a warning is given."""
 NUMERICAL = "numerical"
 """The kind of heads without a closed form."""
 
@@ -325,22 +325,22 @@ def _remarks(
     remarks += _long_maps(measured["limited"])
     if apart:
         text = (
-            f"layers {', '.join(map(str, apart))}: queries and keys/values read different inputs, "
-            "which are varied independently; in what the module takes the norms are others "
-            "(--input module)"
+            f"layers {', '.join(map(str, apart))}: queries and keys/values read different "
+            "inputs, and the norms vary both independently. For norms with respect to the "
+            "module's input, use --input module"
         )
         remarks.append(Note(level="info", code="inputs-apart", text=text))
     for name, what in (("missed", "head"), ("layer_missed", "layer")):
         missed = int(measured[name].sum())
         if missed:
-            text = f"{missed} {what} norms did not converge to tol: they are lower estimates"
+            text = f"{missed} {what} norms did not converge to tol, so they may be too low"
             remarks.append(Note(level="warning", code="not-converged", text=text))
     lost = measured["forward_error"].max(0)
     if (lost > NOTABLE).any():
         text = (
-            f"the logits of {int((lost > NOTABLE).sum())} heads are so large that the rounding of "
-            f"the forward pass may have moved their norms by up to {lost.max():.1g} of them (an "
-            "estimate): all their figures are those of the rounded pass; --dtype float64 helps"
+            f"the logits of {int((lost > NOTABLE).sum())} heads are so large that rounding in "
+            f"the forward pass may have changed their norms by up to {lost.max():.1g} (an "
+            "estimate). For higher accuracy, use --dtype float64"
         )
         remarks.append(Note(level="warning", code="forward-error", text=text))
     for name, bound in BOUNDS.items():
@@ -348,10 +348,13 @@ def _remarks(
         elsewhere = absent & measured["numerical"].all(0) & (options.input == "module")
         for heads, why in (
             (absent & ~elsewhere, bound.null or "has no closed form"),
-            (elsewhere, "bounds the norm in what the projections read, not the module"),
+            (
+                elsewhere,
+                ("bounds the norm with respect to the projections' input, not the module's"),
+            ),
         ):
             if heads.any():
-                text = f"no {name} for {heads.sum()} heads: {why}"
+                text = f"{name} was not computed for {heads.sum()} heads: {why}"
                 remarks.append(Note(level="info", code="no-bound", text=text))
     return tuple(remarks)
 
@@ -359,8 +362,8 @@ def _remarks(
 def _long_maps(limited: Values) -> tuple[Note, ...]:
     """Say that ||P|| is a limit where its proof would take more memory than the map."""
     text = (
-        f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit of that "
-        "norm, and how close it is was not proven; bounds made of it hold"
+        f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
+        "possibly a loose one. Bounds that use it still hold"
     )
     return (Note(level="info", code="long-maps", text=text),) if limited.any() else ()
 

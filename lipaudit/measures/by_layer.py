@@ -23,7 +23,7 @@ from lipaudit.tables import Note
 
 Facts = dict[str, Any]
 Reduced = dict[str, Tensor]
-"""Numbers of one layer: the first axis is the sample, the second the head."""
+"""Values of one layer: the first axis is the sample, the second the head."""
 
 
 class HeadName(NamedTuple):
@@ -51,7 +51,7 @@ def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[
     if surplus:
         raise UsageError(
             f"there is no attention layer {surplus[0]}: the model has {len(sites)}",
-            f"Layers are counted from 0 to {len(sites) - 1}.",
+            f"Give layers from 0 to {len(sites) - 1}.",
         )
     return tuple(site for site in sites if layers is None or site.index in layers)
 
@@ -135,10 +135,11 @@ def _require_heads(layer: Layer) -> None:
     heads = layer.attention.q.shape[1]
     if heads != layer.site.heads:
         raise InputError(
-            f"attention layer {layer.site.index} ({layer.site.module}) has {heads} heads on this "
-            f"batch and had {layer.site.heads} when the model was surveyed: its heads cannot be "
-            "told from its tokens",
-            "Leave it out with --layers; lipaudit jacobian and lipaudit attack need no heads.",
+            f"attention layer {layer.site.index} ({layer.site.module}) has {heads} heads on "
+            f"this batch and had {layer.site.heads} when the model was loaded, so heads and "
+            "tokens cannot be told apart",
+            "Leave it out with --layers, or use lipaudit jacobian or lipaudit attack, which "
+            "need no heads.",
         )
 
 
@@ -150,8 +151,8 @@ def _open_layer(site: Site, error: StructureError) -> Site:
 
 def _note_reopening(error: StructureError) -> Note:
     text = (
-        f"layer {error.layer} ({error.module}) {error.reason} on some samples: it has no closed "
-        "form there, and so no bounds on any sample"
+        f"layer {error.layer} ({error.module}) {error.reason} on some samples. It has no "
+        "closed form there, so it gets no bounds on any sample"
     )
     return Note(level="warning", code="structure-changed", text=text)
 
@@ -189,7 +190,7 @@ def _input_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
             code="input-elsewhere",
             text=f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module}): {what} "
             "that computes the attention"
-            + "; other maps, or norms, come between"
+            + ". Other maps or normalisations lie between"
             * (level == "info"),
         )
         for (level, what), alike in texts.items()
@@ -201,7 +202,7 @@ def _part_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
     groups = {site.partners: site for site in sites if site.partners}
     texts = (
         f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) share "
-        "their maps of q and k: they may be parts of one attention, and each row is of one call"
+        "their query and key maps. They may be parts of one attention; each table row is one call"
         for partners, site in groups.items()
     )
     return tuple(Note(level="warning", code="in-parts", text=text) for text in texts)
@@ -213,9 +214,9 @@ def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     if not modules:
         return ()
     text = (
-        f"attention that is not read ({few(modules)}): its heads are not measured, and layers are "
-        "numbered without it; it has no softmax over its keys, uses a map again, hides it from "
-        "autograd, or runs sample by sample"
+        f"attention that was not measured ({few(modules)})). Its weights are not a plain "
+        "softmax over keys, or are used twice, detached, or computed per sample. Layer "
+        "numbers skip it"
     )
     return (Note(level="warning", code="attention-unread", text=text),)
 
@@ -226,8 +227,8 @@ def _hybrid_notes(net: Net, sites: Sequence[Site]) -> tuple[Note, ...]:
     if not blocks:
         return ()
     text = (
-        f"blocks without softmax attention have no heads here ({few(blocks)}): what they do "
-        "(state spaces, linear attention, convolutions) is in `lipaudit jacobian` alone"
+        f"blocks without softmax attention have no heads to measure ({few(blocks)})). To "
+        "measure them (state spaces, linear attention, convolutions), use `lipaudit jacobian`"
     )
     return (Note(level="info", code="no-attention", text=text),)
 

@@ -78,18 +78,17 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     if net.classes is None or net.classes < 2:
         lacks = f"{net.info.architecture} has one class" if net.classes else net.lacks_classes
         raise InputError(
-            f"{lacks}: there is no decision to certify",
+            f"{lacks}, so there is no decision to certify",
             f"Certify a classifier. {ONE_LOGIT}",
         )
     if net.scored:
         raise InputError(
-            f"{net.info.architecture} scores what follows a text: of such scores nothing is known "
-            "on balls",
-            "Attack them: `lipaudit attack`. Certify a classifier.",
+            f"{net.info.architecture} scores continuations: certificates need a classifier",
+            "Use `lipaudit attack`, or certify a classifier.",
         )
     if len(set(devices(net.module))) > 1:
         raise UsageError(
-            "a certificate is computed on one device, and --device-map computes on several",
+            "certificates are computed on one device, but --device-map uses several",
             "Leave --device-map out, or name one device beside cpu and disk.",
         )
     require_entry(net)
@@ -249,19 +248,20 @@ def _remarks(
     each = [checks for part in parts for checks in part.facts.get("checks", ())]
     dtype = parts[0].facts["dtype"]
     texts = {
-        "real-arithmetic": "certificates are of the function of real numbers that the stored "
-        f"weights define; a program that runs it in {dtype} adds its own rounding"
+        "real-arithmetic": "certificates hold for exact arithmetic with the stored weights. "
+        f"Running the model in {dtype} adds rounding errors that they do "
+        "not cover"
     }
     unknown, cut = int((arrays["label"] < 0).sum()), int((arrays["why"] == "seconds").sum())
     if unknown:
         texts["own-predictions"] = (
-            f"{unknown} of {len(arrays['label'])} samples have no label: what is attacked and "
-            "certified of them is the class that the model gives them"
+            f"{unknown} of {len(arrays['label'])} samples have no label: the predicted class "
+            "is attacked and certified"
         )
     if cut:
         texts["time-limit"] = (
-            f"--seconds {options.seconds:g} ended {cut} proofs: where that falls depends on the "
-            "machine; --nodes does not"
+            f"--seconds {options.seconds:g} ended {cut} proofs. This depends on the speed of "
+            "the machine; for reproducible limits, use --nodes"
         )
     remarks = (Note(level="info", code=code, text=text) for code, text in texts.items())
     return (*note_signs(reduce(Checks.__add__, each)), *remarks)

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from lipaudit.settings.scaling import ScalingOptions
 
 WELL_UNDER = 10
-"""The sqrt n law is fitted up to n_max over this."""
+"""The sqrt n law is fitted for n up to n_max divided by this."""
 
 AGREED = 1.02
-"""Searches whose interval reaches further than this times the norm have no exponent."""
+"""If repeated searches differ by more than this factor, no exponent is fitted."""
 
 
 def groups(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
@@ -165,7 +165,7 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
         advice = (
             "Add --model-kwargs dynamic_img_size=true"
             if dynamic
-            else "Leave out what is measured on data: --mode adversarial,radius,ascent"
+            else "Leave out the modes that use data: --mode adversarial,radius,ascent"
         )
         reason = str(error).partition("\n")[0]
         raise InputError(
@@ -211,7 +211,7 @@ def _patch(net: Net) -> int:
             return int(module.stride[0])
     raise InputError(
         f"the patch size of {net.info.architecture} was not found",
-        "Name its patch embedding in a py: factory: ModelSpec(..., entry=MODULE).",
+        "Write a py: factory that names its patch embedding: ModelSpec(..., entry=MODULE).",
     )
 
 
@@ -225,13 +225,13 @@ def _closing(net: Net) -> int:
 
 
 SEARCHED = 64
-"""Most tokens of a masked search, which has no closed form of copies."""
+"""Largest number of tokens of a masked search, which has no closed form for copies."""
 REPEATS = 1e-3
-"""How well searches that end at the same tokens repeat, at least."""
+"""Smallest relative difference assumed between searches that end at the same tokens."""
 RADII = 12
 
 NO_BIAS = 1e-4
-"""A bias up to this is what rounding leaves of the logits of a model that adds none."""
+"""A bias up to this size counts as rounding error of a model without bias."""
 
 Cells = dict[str, Any]
 """A row as plain values, by column."""
@@ -303,7 +303,9 @@ class WorstCase(NamedTuple):
             reasons.setdefault(why, []).append(name)
         return tuple(
             Note(
-                level="info", code="no-worst-case", text=f"{', '.join(who)}: no worst case, {why}"
+                level="info",
+                code="no-worst-case",
+                text=f"{', '.join(who)}: no worst case was computed, {why}",
             )
             for why, who in reasons.items()
         )
@@ -348,7 +350,7 @@ def _require_heads(sites: Sequence[Site], options: ScalingOptions) -> None:
     surplus = set(options.heads or ()) - known - {"all"}
     if surplus:
         raise UsageError(
-            f"there is no head {min(surplus)}", "Heads are LAYER.HEAD, counted from 0, or all."
+            f"there is no head {min(surplus)}", "Give heads as LAYER.HEAD, counted from 0, or all."
         )
 
 
@@ -386,11 +388,11 @@ def _fit_heads(layer: Layer) -> Heads | str:
 def _unfit(heads: Heads) -> str | None:
     """Return why the construction does not apply to a layer."""
     if heads.x_kv is not None or not are_affine(heads) or heads.to_k is None or heads.to_v is None:
-        return "it is for self-attention with affine projections"
+        return "it needs self-attention with affine projections"
     p = heads.attention()
     bias = heads.bias_rows(0, heads.q.shape[2]).expand_as(p)
     if float(bias[p > 0].abs().max()) > NO_BIAS:
-        return "it knows no position bias"
+        return "it does not support a position bias"
     return None
 
 

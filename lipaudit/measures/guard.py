@@ -22,7 +22,7 @@ from lipaudit.theory.condition import ball_error, bound_error
 from lipaudit.theory.heads import Heads
 
 DOUBLE = torch.float64
-"""The precision in which norms are confirmed and bounds computed, whatever that of the run."""
+"""Precision in which norms are confirmed and bounds computed, independent of --dtype."""
 
 
 def require_bounds_hold(
@@ -132,8 +132,8 @@ def below_by_rounding(
     sample, index = (int(i) for i in np.unravel_index(below[name].argmax(), exact.shape))
     where = sample, index
     text = (
-        f"{count} bounds lie below the {norm} by no more than rounding can change both: at "
-        f"most by {below[name][where]:.1g} of it, {name} of {places[index]} is "
+        f"{count} bounds lie below the {norm} by no more than rounding can explain: at most "
+        f"by {below[name][where]:.1g} of it, {name} of {places[index]} is "
         f"{bounds[name][where]:.12g} on sample {ids[sample]}, the {norm} {exact[where]:.12g}"
     )
     return (Note(level="info", code="within-rounding", text=text),)
@@ -172,7 +172,7 @@ def _require(
     where = f"head {site.index}.{head}" if bound.shape[1] == site.heads else f"layer {site.index}"
     raise EvaluationError(
         f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
-        f"{ids[sample]}, below the exact norm {float(exact[sample, head]):.9g}: one of them is "
-        "wrong, and no figure of this run can be relied on",
+        f"{ids[sample]}, below the exact norm {float(exact[sample, head]):.9g}. One of them "
+        "is wrong: do not rely on any number of this run",
         advice,
     )

@@ -66,7 +66,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
 
 
 Measured = tuple[dict[str, Values], dict[str, Any]]
-"""Values per sample, and what was differentiated."""
+"""Values per sample, and the input and output of the Jacobian."""
 
 
 def _of_batch(net: Net, batch: Batch, options: JacobianOptions) -> Measured:
@@ -167,7 +167,7 @@ def _residuals(net: Net, batch: Batch) -> _Around:
     sites = find_layers(net, batch)
     around = find_residuals(net, batch, sites)
     alone = [str(s.index) for s, one in zip(sites, around, strict=True) if one is None]
-    text = f"attention layers {', '.join(alone)} have no block: nothing leads past them"
+    text = f"attention layers {', '.join(alone)} have no block: they have no residual connection"
     remarks = (Note(level="info", code="no-block", text=text),) if alone else ()
     return _Around(tuple(dict.fromkeys(one for one in around if one is not None)), remarks)
 
@@ -280,7 +280,7 @@ def _remarks(arrays: Mapping[str, Values], outside: Values) -> tuple[Note, ...]:
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
     remarks = [*lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))]
     if "radius_first_order" in arrays:
-        text = "radius_first_order is a first-order estimate at a point, never a certificate"
+        text = "radius_first_order is a first-order estimate at each sample, not a certificate"
         remarks.append(Note(level="info", code="indicative", text=text))
         remarks += _rivals(arrays)
     missed = {
@@ -290,11 +290,11 @@ def _remarks(arrays: Mapping[str, Values], outside: Values) -> tuple[Note, ...]:
     }
     for name, count in missed.items():
         if count:
-            text = f"{count} {CONVERGENCE[name]} did not converge to tol: they are lower estimates"
+            text = f"{count} {CONVERGENCE[name]} did not converge to tol, so they may be too low"
             remarks.append(Note(level="warning", code="not-converged", text=text))
     undefined = int(np.isnan(arrays["norm"][~outside]).sum())
     if undefined:
-        text = f"the norms of {undefined} samples are not numbers: the model overflows there"
+        text = f"the norms of {undefined} samples are NaN: the model overflows on them"
         remarks.append(Note(level="warning", code="not-finite", text=text))
     return tuple(remarks)
 
@@ -305,8 +305,8 @@ def _rivals(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
     if not open_.any():
         return ()
     text = (
-        f"{int(open_.sum())} first-order radii are lower limits: the nearest class may be none of "
-        f"the {int(arrays['rivals'][open_].max())} looked at. Raise --rivals."
+        f"{int(open_.sum())} first-order radii are lower limits: the nearest class may not be "
+        f"among the {int(arrays['rivals'][open_].max())} classes considered. Raise --rivals"
     )
     return (Note(level="warning", code="radius-incomplete", text=text),)
 
@@ -315,8 +315,9 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     """Refuse an end that the model does not have, layers of several texts, or no text."""
     if net.scored and options.per_layer:
         raise UsageError(
-            "--per-layer: a prompt has other layers with each of its continuations",
-            "Leave out --per-layer, or --score.",
+            "--per-layer does not work with --score: every continuation of a prompt has its "
+            "own hidden states",
+            "Leave out --per-layer or --score.",
         )
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)
@@ -325,8 +326,7 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
         longest = int(find_places(batch, "all").shape[1])
         raise InputError(
             f"no text is long enough for --to {end.text}: the longest has {longest} tokens",
-            "Name a position that is there (they count from 0, or from the end: -1), or give "
-            "longer texts.",
+            "Give an existing position (counted from 0, or from the end: -1), or longer texts.",
         )
 
 

@@ -124,7 +124,10 @@ def distinct(parts: Sequence[Part]) -> Values:
 def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
     """Warn where samples repeat others."""
     first = distinct(parts)
-    text = f"{sum(~first)} of {len(first)} samples repeat others: shares and limits leave them out"
+    text = (
+        f"{sum(~first)} of {len(first)} samples are duplicates: accuracies and confidence "
+        "limits leave them out"
+    )
     return () if first.all() else (Note(level="warning", code="repeated-samples", text=text),)
 
 

@@ -16,7 +16,7 @@ from lipaudit.settings.jacobian import Target
 from lipaudit.tables import Note
 
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
-"""What every norm comes with, and of which type."""
+"""Columns that accompany every norm, with their types."""
 
 
 def columns_of(net: Net, batch: Batch, end: Target) -> Tensor | None:
@@ -78,15 +78,15 @@ def remarks(end: str, parts: Sequence[Part], outside: Values) -> tuple[Note, ...
     """Say what the figures are of, where the name of the end leaves that open."""
     said = []
     if left := int(outside.sum()):
-        text = f"{left} of {len(outside)} texts are too short for {end}: they have no norm"
+        text = f"{left} of {len(outside)} texts are too short for {end}, so they have no norm"
         said.append(Note(level="warning", code="too-short", text=text))
     if end.endswith(":all"):
         text = (
-            "the norm of a text is the largest over its positions, and position says where that "
-            "is; the array positions of the JSON has all"
+            "the norm of a text is the largest over its positions (column position). The "
+            "JSON has all of them in the array positions"
         )
         said.append(Note(level="info", code="by-position", text=text))
     if guessed := sum(part.facts.get("unlabelled", 0) for part in parts):
-        text = f"the loss of {guessed} samples without a label is that of the predicted class"
+        text = f"the loss of {guessed} samples without a label uses the predicted class"
         said.append(Note(level="info", code="loss-of-predicted", text=text))
     return tuple(said)

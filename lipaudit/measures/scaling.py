@@ -75,8 +75,8 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
 
 def _note_resizing() -> tuple[Note, ...]:
     text = (
-        "the model is of one image size: its position embeddings are interpolated to the others, "
-        "as by dynamic_img_size=true"
+        "the model has one image size. For other sizes its position embeddings are "
+        "interpolated (dynamic_img_size=true)"
     )
     return (Note(level="info", code="interpolated", text=text),)
 
@@ -88,7 +88,7 @@ def _first(net: Net, batch: Batch) -> Batch:
 
 
 Cut = tuple[int, Batch, torch.Tensor]
-"""Index of a length, the samples at that length, and which of the batch they are."""
+"""Index of a length, the samples at that length, and their indices in the batch."""
 
 
 def _on_data(
@@ -150,7 +150,7 @@ def _largest(within: Sequence[Values]) -> float:
 
 
 def _note_unconverged(count: int) -> tuple[Note, ...]:
-    text = f"{count} norms did not converge to tol: they are lower estimates"
+    text = f"{count} norms did not converge to tol, so they may be too low"
     return (Note(level="warning", code="not-converged", text=text),) if count else ()
 
 
@@ -263,8 +263,8 @@ def _remarks(
     image, windows = facts["kind"] == "image", ""
     if facts["kind"] == "text":
         windows = (
-            "; windows of a text begin at the same places for every n, so standard errors are on "
-            "the small side"
+            "; the windows of a text start at the same places for every n, so standard "
+            "errors may be too small"
         )
     text = f"layers are measured after W_O where they have one, the model from {facts['model']}"
     remarks = [
@@ -273,7 +273,7 @@ def _remarks(
     ]
     reached = len({row.n for row in real})
     if reached < len(options.lengths):
-        why = "several lengths make the same number of patches" if image else "samples are shorter"
+        why = "several lengths give the same number of patches" if image else "samples are shorter"
         text = f"{reached} of {len(options.lengths)} lengths were measured: {why}"
         remarks.append(Note(level="warning", code="fewer-lengths", text=text))
     return tuple(remarks)
@@ -284,15 +284,15 @@ def _of_searches(rows: Sequence[Row], apart: Sequence[Sequence[Row]]) -> tuple[N
     if not any(row.mode == "ascent" for row in rows):
         return ()
     text = (
-        f"norms of an ascent are the largest that {SEARCHES} independent searches found: exact at "
-        "their tokens, lower estimates of the largest there is; low and high are where such "
-        "searches end again"
+        f"norms of mode ascent are the largest of {SEARCHES} independent searches: exact at "
+        "the tokens found, but larger norms may exist. low and high show how far repeated "
+        "searches differ"
     )
     remarks = [Note(level="info", code="searched", text=text)]
     if apart:
         who = ", ".join(f"head {g[0].layer}.{g[0].head} at R = {g[0].radius:.3g}" for g in apart)
         text = (
-            f"no exponent for the ascent of {who}: independent searches end more than "
+            f"no exponent for the ascent of {who}: independent searches differ by more than "
             f"{100 * (AGREED - 1):.2g} % apart"
         )
         remarks.append(Note(level="warning", code="searches-apart", text=text))

@@ -26,13 +26,13 @@ from lipaudit.tables import Note
 from lipaudit.tables.trials import COSTS, COUNTED, parse_column
 
 COLUMNS = ("text", "text_b")
-"""Of a file of changed texts, the second for pairs: those that --data reads."""
+"""Column names in a file of changed texts (the second for pairs), as --data reads them."""
 BETWEEN = " | "
-"""Stands between the two texts of a pair where they are shown as one."""
+"""Separator between the two texts of a pair in messages."""
 PADDING = 3
-"""Tokens that are padded to see whether a model reads them."""
+"""Number of padding tokens used to test whether a model reads padding."""
 SHOWN = 300
-"""Letters of a text that a note shows."""
+"""Number of characters of a text shown in a note."""
 
 
 def reader(net: Net) -> Reader:
@@ -44,8 +44,9 @@ def reader(net: Net) -> Reader:
     table = getattr(net.entry, "weight", None)
     if not isinstance(table, Tensor) or table.ndim != 2 or not net.vocabulary:
         raise InputError(
-            f"{net.info.architecture} has no table of embeddings, which near words are read from",
-            "Attack it in its embeddings: --attack fgsm,pgd --eps 0.1.",
+            f"{net.info.architecture} has no embedding table, which the search for similar "
+            "words needs",
+            "Attack its embeddings: --attack fgsm,pgd --eps 0.1.",
         )
     return Reader(
         output=lambda ids, mask: net.output(_batch(ids, mask)),
@@ -97,8 +98,8 @@ def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     lost = sum(draft.source is None for draft in drafts)
     if lost and (batch.texts or characters):
         raise InputError(
-            f"the token ids of {lost} samples do not follow from their characters, which words "
-            "and characters are changed in",
+            f"the token ids of {lost} samples do not match their text, so words and "
+            "characters cannot be changed",
             "Give texts (.csv, .jsonl) and a tokenizer.json, or attack embeddings: --attack "
             "fgsm,pgd --eps 0.1.",
         )
@@ -175,10 +176,9 @@ def remarks(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
     yield Note(
         level="info",
         code="changed-texts",
-        text="texts were changed: special tokens, signs, padding and the number of changes are "
-        "kept to; that a text still means the same, has the same label or is good language is "
-        "not checked, so read some (--save-adv adv.jsonl). A search that finds nothing proves "
-        "nothing",
+        text="texts were changed within the allowed number of changes. Whether a changed "
+        "text keeps its meaning and label is not checked: read some (--save-adv "
+        "adv.jsonl). A search without success proves nothing",
     )
     lines = [line for part in parts for line in part.facts["texts"]]
     for label in dict.fromkeys(trial.label for trial in counted):
@@ -187,7 +187,7 @@ def remarks(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
     yield from _large_budgets(parts, counted)
     untouchable = sum(part.facts["sizes"]["words"].count(0) for part in parts)
     if untouchable:
-        text = f"texts without a word that could be changed: {untouchable}"
+        text = f"texts without a changeable word: {untouchable}"
         yield Note(level="info", code="no-words", text=text)
 
 
@@ -209,9 +209,9 @@ def _large_budgets(parts: Sequence[Part], counted: Sequence[Trial]) -> Iterator[
         whole = sum(0 < size <= budget for size in sizes)
         if 2 * whole > len(sizes):
             text = (
-                f"{budget} {norm} are whole texts: {whole} of {len(sizes)} have no more (median "
-                f"{median_low(sizes)}), so the attack may write other texts. Allow fewer: "
-                f"--attack {norm} --eps 1,2"
+                f"{budget} {norm} can replace whole texts: {whole} of {len(sizes)} have no "
+                f"more (median {median_low(sizes)}). Allow fewer changes: --attack {norm} "
+                "--eps 1,2"
             )
             yield Note(level="warning", code="whole-texts", text=text)
 
@@ -230,7 +230,7 @@ def count_units(before: Texts) -> dict[str, list[int]]:
 
 
 SMALL = 1e-3
-"""Share of a score by which it has to fall before a loss counts as raised: beyond rounding."""
+"""Relative drop of a score above which a loss counts as raised, beyond rounding."""
 
 
 @dataclass(frozen=True)
@@ -316,5 +316,5 @@ def remark(losses: dict[str, Values]) -> Note:
     after = [
         f"{mean:#.3g} by {key.attack} ({key.ball})" for key, mean in parsed if key is not None
     ]
-    text = f"the mean loss of a continuation, {clean:#.3g} nats, was raised to {', '.join(after)}"
+    text = f"the mean loss of a continuation ({clean:#.3g} nats) was raised to {', '.join(after)}"
     return Note(level="info", code="loss", text=text)

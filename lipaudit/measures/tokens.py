@@ -18,15 +18,15 @@ from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 
 MOST = 512
-"""So many tokens of a sample are kept, from its first on."""
+"""Number of leading tokens of a sample that are stored."""
 LETTERS = 40
-"""How much of a token is written: names of reserved ones and runs of signs may be long."""
+"""Longest text shown for a token: reserved names and runs of signs may be long."""
 MOST_EXTRA = 8
-"""Tokens of a picture beside its patches: for the class, registers."""
+"""Largest number of extra tokens beside the image patches (class token, registers)."""
 MOVED = 1e-3
-"""Of the largest change of a token: one that changes less has not changed, but for rounding."""
+"""Share of the largest token change below which a token counts as unchanged (rounding)."""
 CLASS_TOKENS = {"cls_token", "class_token", "class_embedding"}
-"""Names of the parameter that is put before the patches for the class."""
+"""Names of the class token parameter."""
 
 
 def names(net: Net, batch: Batch) -> list[tuple[str, ...]]:

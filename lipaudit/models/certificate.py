@@ -36,9 +36,9 @@ from lipaudit.theory.policy import NODES
 Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded"]
 
 TENSORS = 4
-"""Forms of the widest tensor that a pass holds at once."""
+"""Number of forms of the widest tensor held at once during a pass."""
 MOST_PAIRS = 10_000
-"""Products of two inputs that forms carry where nobody asks for order 2."""
+"""Largest number of input pairs for which auto chooses order 2."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
         raise InputError(
             f"a certificate of {net.info.architecture} takes about {needed / 2**30:,.0f} GiB at "
             f"order {order}, and {net.device.type} has {there / 2**30:,.0f}",
-            "Certificates are for small models and inputs; attacks work on any."
+            "Use a smaller model or input, or `lipaudit attack`, which works on any model."
             if order == 1
             else "Try --order 1.",
         )
@@ -204,13 +204,13 @@ def require_rules(net: Net, sample: Batch) -> None:
 
 
 START = 2.0**-8
-"""Where the search for an adversarial example begins, as a share of the space."""
+"""First radius of the adversarial search, as a share of the input range."""
 SHARE = 2.0**-3
-"""Where that for a certificate begins, as a share of the adversarial radius."""
+"""First radius of the certificate search, as a share of the adversarial radius."""
 HALVINGS = 8
-"""Of the way between a sample and an adversarial example."""
+"""Number of halvings of the way between a sample and an adversarial example."""
 LEAST = 2.0**-12
-"""Share of the largest radius in question below which a search gives up."""
+"""A search stops below this share of the largest possible radius."""
 
 
 class Bracket:

@@ -11,21 +11,21 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Past = MutableMapping[Tensor, Collection[Node]]
-"""Of leaves at which a graph was cut: nodes that they depended on before."""
+"""For each leaf at which a graph was cut: the nodes on which it depended before."""
 
 _roots: MutableMapping[Tensor, object] = WeakTensorKeyDictionary()
-"""The marks of leaves; a node has its own."""
+"""Marks of leaves."""
 
 SHAPE_OPS = {"Alias", "AsStrided", "Cat", "Clone", "Expand", "Permute", "Reshape", "Select"}
 SHAPE_OPS |= {"ReshapeAlias", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "Unsqueeze"}
 SHAPE_OPS |= {"UnsafeView", "View"}
-"""They move numbers; names are autograd's."""
+"""Operations that only move numbers, by autograd's names."""
 
 _PARTS = {"Stack", "Split", "SplitWithSizes"}
 _RESIZING = {"View", "ReshapeAlias", "UnsafeView"} | _PARTS
 
 _SUMS = {"Add", "Cat", "Rsub", "Stack", "Sub"}
-"""Affine in all their operands together."""
+"""Operations that are affine in all operands together."""
 
 _AFFINE_OPS = SHAPE_OPS | _SUMS
 _AFFINE_OPS |= {"Addmm", "Baddbmm", "Bmm", "Complex", "ConstantPadNd", "Convolution", "Copy"}
@@ -33,7 +33,8 @@ _AFFINE_OPS |= {"CudnnBatchNorm", "Div", "Flip", "Gather", "Index", "IndexSelect
 _AFFINE_OPS |= {"MiopenBatchNorm", "Mv", "NativeBatchNorm", "Neg", "Repeat", "Roll", "Split"}
 _AFFINE_OPS |= {"SplitWithSizes", "Unbind", "Unfold", "UnsafeSplit", "UnsafeSplitWithSizes"}
 _AFFINE_OPS |= {"ViewAsComplex", "ViewAsReal"}
-"""Affine in one operand. Not Where, Clamp or MaskedFill: they may choose by the values."""
+"""Operations that are affine in one operand. Not Where, Clamp or MaskedFill: they may depend on
+values."""
 
 
 def vjp(out: Tensor, inp: Tensor | GradientEdge, cotangent: Tensor) -> Tensor | None:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 LARGE = 2**16
-"""Entries from which on a copy gets pages of its own."""
+"""Copies with at least this many entries get separate memory pages."""
 
 _lifted: MutableMapping[Tensor, TensorWeakRef] = WeakTensorKeyDictionary()
-"""The copy of a stored weight that something reads: tied weights stay one tensor."""
+"""Converted copy of each stored weight in use; tied weights share one copy."""
 _stored: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-"""The stored weight of such a copy."""
+"""Stored weight of each converted copy."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _Parameters(dict[str, Any]):
     """The parameters of one module by name: stored, and lifted where they are read."""
 
     running = 0
-    """How many calls of models are under way."""
+    """Number of running model calls."""
 
     def __init__(
         self, own: dict[str, Any], dtype: torch.dtype, device: torch.device | None

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from lipaudit.models.precision import EagerMode
 
 LARGE = 10**9
-"""Bytes from which on they are written as GB."""
+"""Sizes from this number of bytes on are shown in GB."""
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Files of a control group, of its second version and of its first."""
+"""Memory limit files of control groups, version 2 and version 1."""
 _CACHES = ("inactive_file ", "total_inactive_file ")
 
 

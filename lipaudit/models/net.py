@@ -21,9 +21,9 @@ from lipaudit.tables.trials import Norm
 
 Kind = Literal["image", "tokens", "text"]
 OWN = "module"
-"""Source of a module that was given as it is, which no name leads back to."""
+"""Source of a module object that has no MODEL name."""
 NO_DECISION = "no-decision"
-"""Code of the note on a model whose largest logit is no decision, such as a multi-label one."""
+"""Code of the note on a model without a class decision, such as a multi-label model."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,13 @@ class Net(Reading):
     def why_unchanged(self) -> str:
         """What keeps attacks from changing its texts."""
         if self.tokenize is None:
-            return "it has no tokenizer, whose files belong beside config.json"
+            return "it has no tokenizer (put its files beside config.json)"
         if self.lexicon is None:
             return (
-                "its tokenizer does not say which characters a token stands for (in transformers "
-                "only fast tokenizers do)"
+                "its tokenizer does not give the characters of each token (use a fast "
+                "tokenizer of transformers)"
             )
-        return "it has no table of embeddings, which near words are read from"
+        return "it has no embedding table, which the search for similar words needs"
 
     def output(self, batch: Batch) -> Tensor:
         """Run the model on a batch: logits or features, (batch, ...)."""

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEEDED = ("cuda", "xpu")
-"""Devices with a random state of their own."""
+"""Devices that have their own random state."""
 
 
 @contextmanager

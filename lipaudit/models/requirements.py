@@ -22,9 +22,10 @@ from lipaudit.models.precision import Widening, exact_arithmetic
 from lipaudit.tables import Note
 
 SAME = 1e-5
-"""Largest difference of two equal results, relative to the largest entry: rounding of float32."""
+"""Largest difference between two equal results, relative to the largest entry (float32
+rounding)."""
 AGREES = 1e-4
-"""The same of two ways to compute a result, whose rounding differs."""
+"""Largest difference between two ways to compute a result, whose rounding differs."""
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
@@ -55,14 +56,14 @@ def compute_output_rows(net: Net, batch: Batch) -> Tensor:
         output = net.output(batch)
     if output.shape[:1] != (len(batch),):
         raise InputError(
-            f"{len(batch)} samples give an output of shape {tuple(output.shape)}: the model joins "
-            "the samples of a batch",
-            "a py: factory may return a ModelSpec whose `call` gives one row per sample",
+            f"{len(batch)} samples give an output of shape {tuple(output.shape)}, so the "
+            "model merges the samples of a batch",
+            "Write a py: factory that returns a ModelSpec whose `call` gives one row per sample.",
         )
     if not output.isfinite().all():
         raise EvaluationError(
             "the model's output is not finite",
-            "check the weights, and try --dtype float64",
+            "Check the weights, and try --dtype float64.",
         )
     return output
 
@@ -80,8 +81,9 @@ def require_fixed(net: Net, batch: Batch, output: Tensor) -> None:
             net.module, lambda: net.output(batch), lambda: net.output(batch)
         )
         raise InputError(
-            f"the model is randomised: two passes over the same samples differ, first in {where}",
-            "switch the noise or the dropout off; sensitivity is defined for a fixed function",
+            "the model is random: two forward passes over the same samples differ, first in "
+            f"{where}",
+            "Switch noise and dropout off.",
         )
 
 
@@ -99,8 +101,7 @@ def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> N
         )
         raise InputError(
             f"the output of a sample depends on the other samples of its batch, first in {where}",
-            "a model that mixes samples (batch statistics, attention across the batch) has no "
-            "per-sample sensitivity",
+            "Use a model without batch statistics or attention across the batch.",
         )
 
 
@@ -124,8 +125,8 @@ def require_padding_is_ignored(net: Net, batch: Batch) -> None:
     for (name, one), (other, true) in pairs:
         if name == other and not agree(true, one, AGREES):
             raise InputError(
-                f"what {name} makes of a text depends on its padding",
-                "The model reads padded tokens: measure one text at a time, with --batch-size 1.",
+                f"the output of {name} for a text depends on its padding",
+                "Measure one text at a time with --batch-size 1.",
             )
 
 
@@ -168,7 +169,7 @@ def require_same(captured: Tensor, output: Tensor) -> None:
         gap = (captured - output).abs().amax() / output.abs().amax()
         raise InputError(
             f"the model's output changes by {gap:.1e} (relative) when it is observed",
-            "the model depends on the autograd mode or on how it is called",
+            "Use a model that does not depend on the autograd mode or on how it is called.",
         )
 
 
@@ -244,15 +245,15 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
         if singly:
             return
         raise InputError(
-            f"{net.info.architecture} runs on one sample and fails on two at a time "
+            f"{net.info.architecture} runs on one sample but fails on a batch of two "
             f"({error.message})",
-            "Say --batch-size 1, or mend the model.",
+            "Use --batch-size 1, or fix the model.",
         ) from error
     if len(together) != len(pair) or together.shape != alone.shape:
         raise InputError(
             f"{net.info.architecture} returns {tuple(together.shape)} for 2 samples and "
             f"{tuple(alone.shape)} for the same two, one at a time",
-            "It must return one row per sample, whatever the batch.",
+            "Fix the model: it must return one row per sample for every batch size.",
         )
     known = alone.isfinite() & together.isfinite()
     change, noise = (torch.where(known, each - alone, 0.0).abs() for each in (together, again))
@@ -261,8 +262,7 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
         raise InputError(
             "the output of one sample depends on another one (beside it, outputs change by up to "
             f"{float(change.amax()):.2g})",
-            "A model that uses the statistics of its batch has no figure per sample: let it use "
-            "running statistics, as eval() does.",
+            "Use running statistics, as model.eval() does.",
         )
 
 
@@ -284,8 +284,8 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
     except InputError as error:
         raise InputError(
             f"{net.info.architecture} reads padding: {error.message}",
-            "Attack texts of one length (--max-tokens cuts them); bounds, attention and jacobian "
-            "measure each length by itself.",
+            "Attack texts of equal length (--max-tokens cuts them). bounds, attention and "
+            "jacobian handle lengths separately.",
         ) from error
 
 
@@ -313,9 +313,9 @@ rounding, eps |g| / h, and by the kinks (ReLU, maxima) between x - h u and x + h
 falls with h. Of three steps one is free of all three in float64; a wrong gradient is wrong at all.
 """
 DIFFERS = 0.01
-"""Least difference, as a share of the derivative, that is no rounding."""
+"""Smallest difference, relative to the derivative, that rounding does not explain."""
 WIDENED = 2**28
-"""Most parameters of a model that is compared in float64: a copy of them takes 2 GB."""
+"""Largest number of parameters of a model that is compared in float64 (the copy takes 2 GB)."""
 
 
 def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
@@ -347,8 +347,8 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
         return ()
     text = (
         "the gradient of this model is not its derivative (they differ by "
-        f"{float(shares[sample]):.0%} at sample {pair.ids[sample]}): figures of autograd, norms "
-        "and attacks by gradients among them, are not of the function that the model computes"
+        f"{float(shares[sample]):.0%} at sample {pair.ids[sample]})). Norms and gradient "
+        "attacks of this run do not describe the function that the model computes"
     )
     return (Note(level="warning", code="no-derivative", text=text),)
 

@@ -20,9 +20,9 @@ from lipaudit.models.requirements import agree
 Score = Literal["sum", "mean"]
 PER = {"sum": "summed over their tokens", "mean": "the mean of their tokens"}
 AGREES = 1e-3
-"""Largest relative difference of two ways to run a model: far above rounding."""
+"""Largest accepted relative difference between two ways to run a model; far above rounding."""
 TRIED = 6
-"""Tokens on which they are compared."""
+"""Number of tokens used for that comparison."""
 
 
 def score_continuations(net: Net, task: Task, how: Score) -> Net:
@@ -51,8 +51,8 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         return scores.view(-1, count)
 
     of = {
-        "continuation": "each continuation, and of its rival: the same with its weakest token "
-        "replaced by the likeliest other",
+        "continuation": "each continuation and of a rival (the continuation with its least "
+        "likely token replaced)",
         "choices": "the choices behind each prompt",
         "labels": f"the names of the classes behind each prompt ({', '.join(task.classes)})",
     }
@@ -157,8 +157,8 @@ def _embed_rows(net: Net, rows: _Rows) -> Tensor:
 def _require_entry(net: Net) -> nn.Module:
     if net.entry is None:
         raise InputError(
-            f"where {net.info.architecture} looks up its token ids is not known",
-            "A py: factory may return a ModelSpec that names its `entry`.",
+            f"the embedding layer of {net.info.architecture} was not found",
+            "Write a py: factory that returns a ModelSpec with its `entry`.",
         )
     return net.entry
 
@@ -180,12 +180,12 @@ def _require_causal(net: Net) -> None:
             moved = z.detach().requires_grad_()
             (ahead,) = torch.autograd.grad(lifting(behind)(moved)[:, 0].square().sum(), moved)
     if not agree(usual, whole[:, -1], AGREES):
-        more = "gives other logits for embeddings than for their token ids"
+        more = "gives different logits for embeddings and for their token ids"
     elif bool((ahead[:, 1:] != 0).any()) or not agree(start, whole[:, :-1], AGREES):
-        more = "looks at what is behind a token"
+        more = "looks at later tokens"
     else:
         return
     raise InputError(
         f"{net.info.architecture} {more}: it cannot score continuations",
-        "Score them with a causal language model, and leave --score out here.",
+        "Use a causal language model, or leave --score out.",
     )

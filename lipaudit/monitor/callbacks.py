@@ -88,7 +88,8 @@ def lightning_callback() -> type:
     names = used or [name for name in LIGHTNING if find_spec(name.partition(".")[0])][:1]
     if not names:
         raise UsageError(
-            "Lightning is not installed", "Install it: pip install lightning, or pytorch-lightning"
+            "Lightning is not installed",
+            "Install it: pip install lightning (or pytorch-lightning).",
         )
     return _lightning_callback(*names)
 

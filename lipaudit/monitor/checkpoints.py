@@ -23,11 +23,12 @@ CONFIGS = ("config.json", "adapter_config.json")
 STEP = re.compile(r"(?:step|iter(?:ation)?|checkpoint|ckpt)s?[-_=]?(\d+)")
 EPOCH = re.compile(r"epochs?[-_=]?(\d+)")
 LAST = re.compile(r"(?<![\d.])(\d+)(?:-v\d+)?$")
-"""A number at the end of a name is its step; not that of an accuracy (0.91)."""
+"""Pattern of the step at the end of a name; it does not match decimals such as an accuracy
+(0.91)."""
 SHARD = re.compile(r"-\d+-of-\d+$")
 PAGE = "report.html"
 FREE = {"resume", "device", "batch_size", "offline", "time_limit"}
-"""Options of a run that no figure depends on."""
+"""Options of a run that do not change results."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lipaudit.tables.figures import finite
 from lipaudit.tables.summary import summary
 
 Logger = Callable[[dict[str, float], int], object]
-"""Takes figures by name, and the step that they are of."""
+"""Called with figures by name and their step."""
 
 PREFIX = "lipaudit/"
 
@@ -87,7 +87,7 @@ def _wandb(_folder: Path) -> Logger:
     """Log to the open run, over a step of our own: the run's may be ahead, and never goes back."""
     wandb: Any = import_module("wandb")
     if wandb.run is None:
-        raise UsageError("no run of W&B is open", "Call wandb.init() before the training.")
+        raise UsageError("no W&B run is active", "Call wandb.init() before the training.")
     axis = f"{PREFIX}step"
     wandb.run.define_metric(axis)
     wandb.run.define_metric(f"{PREFIX}*", step_metric=axis)
@@ -99,4 +99,4 @@ LOGGERS: dict[str, Callable[[Path], Logger]] = {
     "mlflow": _mlflow,
     "wandb": _wandb,
 }
-"""Makes each logger, given a folder."""
+"""Functions that create a logger for a folder."""

@@ -32,10 +32,10 @@ from lipaudit.monitor.loggers import PREFIX, Logger, collect_figures, loggers
 from lipaudit.tables import Report
 
 ATTACK = "pgd"
-"""What a training is attacked by where nothing else is asked for: one attack, for its cost."""
+"""Default attack during a training: only one, because of its cost."""
 FOLDER = "lipaudit-watch"
 SHARDED = ("DTensor", "FlatParameter", "FullyShardedDataParallel")
-"""Types of weights and of modules whose weights are in pieces."""
+"""Types of sharded weights and modules."""
 
 
 Watched = nn.Module | ModelSpec | Net
@@ -81,12 +81,14 @@ def watch(
         LipauditError: what cannot be measured, before the training begins.
     """
     if "time_limit" in options:
-        raise UsageError("time_limit is of one run, not of a training", "Leave it out.")
+        raise UsageError("time_limit applies to one run, not to a training", "Leave it out.")
     names = [measures] if isinstance(measures, str) else measures
     usual = {"attack": ATTACK} if names is None or "attack" in names else {}
     request = audit_request("", measures, usual | options, quick=True, command="lipaudit.watch()")
     if request.run.shard:
-        raise UsageError("shard: a training is watched on all samples", "Leave it out.")
+        raise UsageError(
+            "shard is not possible here: a training is measured on all samples", "Leave it out."
+        )
     request = replace(request, partial=not strict)
     return Monitor(model, request, data, every, to, loggers, step)
 
@@ -113,7 +115,9 @@ class Monitor:
         step: int,
     ) -> None:
         if every < 1:
-            raise UsageError(f"every = {every}", "Give the steps between two measurements.")
+            raise UsageError(
+                f"every = {every}", "Give a positive number of steps between two measurements."
+            )
         self.folder, self.report = Path(to), None
         self.seconds, self._every, self._data = 0.0, every, data
         self._model = _innermost(model)
@@ -230,7 +234,7 @@ def _innermost(model: Watched) -> Watched:
     """
     if not isinstance(_module(model), nn.Module):
         raise InputError(
-            f"{type(model).__name__} is no model", "Give an nn.Module or a lipaudit.ModelSpec."
+            f"{type(model).__name__} is not a model", "Give an nn.Module or a lipaudit.ModelSpec."
         )
     inner = unwrap(_module(model))
     while isinstance(inner, DistributedDataParallel | DataParallel):
@@ -243,8 +247,9 @@ def _innermost(model: Watched) -> Watched:
         if hasattr(part, "ds_id") or type(part).__name__ in SHARDED:
             where = name or "all"
             raise InputError(
-                f"the weights are sharded over processes ({where}): no process can measure them",
-                "Watch the checkpoints that the training writes: lipaudit watch DIR --follow",
+                f"the weights are sharded over processes ({where}), so no process can measure "
+                "the whole model",
+                "Measure the saved checkpoints instead: lipaudit watch DIR --follow.",
             )
     return model
 

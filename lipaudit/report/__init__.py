@@ -26,7 +26,7 @@ from lipaudit.report.page.subjects import of_sample as of_sample
 from lipaudit.tables import Report
 
 MOST_LINES = 25
-"""Lines of a report that is printed."""
+"""Largest number of lines of a printed report."""
 
 
 def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:

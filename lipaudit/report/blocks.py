@@ -234,9 +234,9 @@ class Document:
 
 
 TOP = 5
-"""So many tokens are named beside a text."""
+"""Number of tokens listed beside a text."""
 LEAST = 0.02
-"""A token with a smaller share is not named."""
+"""Tokens with a smaller share are not listed."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"
 UNMEASURED = ("d", "s", "")
 STATUS = {
     "certified": "Proven for every input of its domain",
-    "exact": "Computed at the samples X; a norm may be too low, see within",
+    "exact": "Computed at the samples X; a norm may be slightly too low, see within",
     "bound": "Proven upper bound, at the samples X only",
     "estimate": "A statistical estimate",
     "empirical": "What the attacks achieved",
@@ -30,7 +30,7 @@ LIMITS = {
     "estimate": "It can be too high or too low.",
     "empirical": "A stronger attack may achieve more: it is never a guarantee.",
 }
-"""What a figure of each status does not say."""
+"""Limits of each status."""
 
 
 def format_value(value: Any, column: Column) -> str:

@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 Tip = tuple[str, Span, Span]
 """The text of a tooltip and where it is in the units of the axes: a point, or the ends in x, y."""
 INK = "#010203"
-"""Replaced by the page's colour of text, which a browser makes light in the dark."""
+"""Placeholder colour that becomes the page's text colour (light in dark mode)."""
 MARKERS = "osD^vPX"
 LINES = ("-", "--", "-.", ":")
 MANY = 500
-"""More points or cells than this are one PNG inside the SVG, which keeps pages small."""
+"""Charts with more points or cells embed a PNG in the SVG, to keep pages small."""
 MOST_TIPS = 1200
-"""Tooltips of one picture: they are most of the size of a page."""
+"""Largest number of tooltips in a chart: they make most of a page's size."""
 MOST_NAMED, LETTERS = 40, 14
-"""Tokens named beside the axes of an attention map, and letters of each."""
+"""Largest number of token labels at the axes of an attention map, and characters per label."""
 WIDTH, HEIGHT = 4.9, 3.3
-"""Inches of a picture whose size does not depend on its data."""
+"""Size of a chart in inches, if it does not depend on the data."""
 STYLE: dict[Any, Any] = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
@@ -99,7 +99,7 @@ def open_picture(picture: str) -> Any:
         return Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
     except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
         raise InputError(
-            "the report is damaged: a picture in it cannot be read", "Write it again."
+            "the report is damaged: an image in it cannot be read", "Create the report again."
         ) from error
 
 
@@ -165,7 +165,7 @@ _NEEDLESS = re.compile(
     r"| xmlns(:\w+)?=\"[^\"]*\"| version=\"[^\"]*\"| transform=\"rotate\(-0 [^\"]*\"",
     re.DOTALL,
 )
-"""Parts of an SVG file that an element of a page does not need."""
+"""Parts of an SVG file that are not needed inside a page."""
 _NUMBER = re.compile(r"-?\d+\.\d+")
 
 

@@ -14,7 +14,7 @@ Form = Literal["page", "screen", "record", "frame", "lines", "judgement"]
 """A `Document`, one that fits a screen, a pydantic model, rows of plain values, lines of
 text, a `Judgement` of the gate."""
 Subject = Mapping[Form, Callable[[], Any]]
-"""A result, as functions that make each of its forms."""
+"""A result: for each form, the function that creates it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ RENDERERS: dict[str, Format] = {known.name: known for known in _FORMATS}
 
 
 USUAL = ("text", "table", "json")
-"""Formats for a terminal: text if the result has lines, else a page, else data."""
+"""Default formats of a terminal, by preference."""
 
 
 def find_format(name: str, forms: Collection[Form]) -> Format:
@@ -112,5 +112,5 @@ def find_usual_format(forms: Collection[Form]) -> Format:
 def _require_form(known: Format, forms: Collection[Form]) -> Format:
     if known.takes not in forms:
         able = ", ".join(each.name for each in RENDERERS.values() if each.takes in forms)
-        raise UsageError(f"{known.name} cannot show this", f"There are: {able}.")
+        raise UsageError(f"{known.name} is not possible here", f"There are: {able}.")
     return known

@@ -24,7 +24,7 @@ from lipaudit.report.pictures import Picture
 from lipaudit.tables import Column
 
 MOST_ROWS = 1200
-"""A folded table is cut here (the JSON has the rest), so that a page stays under 2 MB."""
+"""Largest number of rows of a folded table, so that a page stays under 2 MB."""
 
 
 def render(page: Document) -> bytes:

@@ -20,7 +20,7 @@ from lipaudit.report.pictures import Heatmap
 
 # Half of the line: a scorecard then fits a page of one column.
 PROSE = r"p{0.5\textwidth}"
-"""The column of a scorecard that has sentences."""
+"""Index of the scorecard's column with sentences."""
 WRITTEN = {
     "\\": r"\textbackslash{}",
     **{character: f"\\{character}" for character in "{}$&#%_"},

@@ -101,7 +101,7 @@ def _line(texts: Sequence[str], style: str = "%s") -> str:
 
 
 MOST = 9
-"""Rows of the table: with them it is 15 lines."""
+"""Largest number of rows, so that the brief has 15 lines."""
 
 
 def render_brief(page: Document) -> bytes:

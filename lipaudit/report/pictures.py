@@ -12,7 +12,7 @@ from lipaudit.tables import Column
 
 Matrix = tuple[tuple[float | None, ...], ...]
 State = Literal["kept", "open", "broken"]
-"""Whether something is shown to be allowed, may be either, or is shown not to be."""
+"""State of a rule in a chart: allowed, undecided or violated."""
 Span = tuple[float, float]
 
 
@@ -190,7 +190,7 @@ def name_places(block: Density) -> tuple[list[tuple[str, Span]], list[tuple[str,
 
 Rgb = tuple[int, int, int]
 EXTREME = 1e290
-"""Values beyond it are not drawn: matplotlib overflows when it adds margins to them."""
+"""Larger values are not drawn: matplotlib overflows when it adds margins."""
 # Okabe and Ito's colours, which colour-blind eyes tell apart; a page may set --c0, ... anew.
 CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 # Every sixteenth colour of matplotlib's viridis; the eleven of ColorBrewer's RdBu, blue first.

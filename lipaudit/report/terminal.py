@@ -183,7 +183,7 @@ GAP = 2
 """Spaces between columns."""
 STRONG = "▸ "
 LEAST = 8
-"""A name that is repeated by every piece of a table is wrapped to no fewer characters."""
+"""Smallest width to which a repeated name column is wrapped."""
 
 
 def _write_grid(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PIECES = re.compile(r"[@:,;=]+")
 LIMIT = re.compile(r"(?:<=|>=).*")
 NUMBER = re.compile(r"\s*\(?\b\d[\d./]*\)?")
-"""How many rows a heading counts, which head it is about, or how large a ball is."""
+"""Pattern of numbers in headings (row counts, heads, radii)."""
 
 
 @dataclass(frozen=True)

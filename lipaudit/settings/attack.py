@@ -26,11 +26,11 @@ TEXTS = ",".join(COUNTED)
 
 
 EMBEDDINGS = "fgsm,pgd"
-"""What attacks images, texts, and the embeddings of texts, where no attack is named."""
+"""Default attacks of images, texts, and embeddings of texts."""
 
 
 TABLE = ".jsonl"
-"""Files of changed texts."""
+"""File endings for changed texts."""
 
 
 def _attack(*efforts: str) -> Need:
@@ -68,47 +68,48 @@ class AttackOptions(MeasureOptions):
 
     eps: Radii = option(
         (),
-        "Radii in pixel space [0, 1]: 2/255 or 1/255,0.03; for words and characters: how many.",
+        "Attack radii for pixels in [0, 1]: 2/255 or 1/255,0.03; for words and characters "
+        "how many.",
     )
     attack: str | None = option(
         None,
-        f"Comma-separated, default {IMAGES}; or standard, quick, lean, paper, custom:...; "
-        f"of texts {TEXTS}; of embeddings {EMBEDDINGS}.",
+        f"Attacks, or standard, quick, lean, paper, custom:... Default {IMAGES}; for texts "
+        f"{TEXTS}; embeddings {EMBEDDINGS}.",
         values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
     )
     norm: Norm | None = option(
-        None, "linf (default of images), l2, or token-l2 (default of text)."
+        None, "linf (default for images), l2, or token-l2 (default for text)."
     )
     steps: int | None = option(
-        None, "Iterations of each attack, in place of its own number.", need=_attack("steps"), gt=0
+        None, "Number of iterations of every attack.", need=_attack("steps"), gt=0
     )
     restarts: int | None = option(None, "Random starts.", need=_attack("steps", "queries"), gt=0)
     queries: int | None = option(
         None,
-        "Most queries of Square; of words and characters for every change.",
+        "Largest number of queries: of Square in all, of words and characters for each change.",
         need=_attack("queries", "edits"),
         gt=0,
     )
     save_adv: Path | None = option(
         None,
-        "Write the adversarial examples, as --data reads them: .safetensors, or .jsonl of "
-        "words and characters. Of texts .safetensors has embeddings, which it does not read.",
+        "Save the adversarial examples to FILE.safetensors (images, embeddings) or "
+        "FILE.jsonl (changed texts). --data reads both, except embeddings.",
         exclude=True,
     )
     usual: str = Field(IMAGES, exclude=True)
-    """Attacks of images where none is named."""
+    """Default attacks of images."""
     usual_eps: Radii = Field((), exclude=True)
-    """Their radii where none is given."""
+    """Default radii of images."""
     logical_chunk: Literal[64] = CHUNK
-    """Samples that share a random stream: recorded, and never another number."""
+    """Number of samples that share one random stream; a constant that reports record."""
     batch_size: int = Field(CHUNK, exclude=True)
-    """Samples on the device at a time; changes nothing else."""
+    """Number of samples on the device at a time; no effect on results."""
 
     @field_validator("save_adv")
     @classmethod
     def _tensors(cls, path: Path | None) -> Path | None:
         if path is not None and path.suffix not in (".safetensors", TABLE):
-            raise ValueError(f"it must end in .safetensors, or {TABLE} for changed texts")
+            raise ValueError(f"it must end in .safetensors, or in {TABLE} for changed texts")
         return path
 
     @field_validator("attack")
@@ -134,8 +135,8 @@ class AttackOptions(MeasureOptions):
         counted = next((radius for radius in self.eps if radius.unit), None)
         if counted is not None and not text:
             raise UsageError(
-                f"the radius {counted.text} counts {counted.unit} of a text, and the model takes "
-                f"{'images' if kind == 'image' else 'sequences of vectors'}",
+                f"the radius {counted.text} counts {counted.unit} of a text, but the model "
+                f"takes {'images' if kind == 'image' else 'sequences of vectors'}",
                 "Give a radius without a unit: --eps 2/255.",
             )
         meant = dict.fromkeys(radius.unit or EMBEDDINGS for radius in self.eps)
@@ -162,9 +163,9 @@ class AttackOptions(MeasureOptions):
         table = self.save_adv is not None and self.save_adv.suffix == TABLE
         if self.save_adv is not None and any((t.norm in COUNTED) != table for t in trials):
             raise UsageError(
-                f"--save-adv {self.save_adv} cannot hold what all of these attacks give",
-                f"Changed texts go to a {TABLE} file, perturbed samples to a .safetensors file: "
-                "name one, and with --attack such attacks only.",
+                f"--save-adv {self.save_adv} cannot store the results of all these attacks",
+                f"Save changed texts to a {TABLE} file and perturbed samples to a "
+                ".safetensors file, in separate runs.",
             )
 
     @property
@@ -195,33 +196,40 @@ ATTACK_TABLE = Layout(
         **OUTCOMES,
         "distance": Column(
             "distance",
-            "How far the example that was tried last lies from the sample, in the norm of "
-            "the attack; of texts, how many changes.",
+            "Distance from the sample to the last example tried, in the norm of the attack. "
+            "For texts: the number of changes.",
             domain="",
         ),
         "loss": Column(
             "loss",
-            "Negative log-likelihood of the continuation in nats (of --score mean, per "
-            "token); @ATTACK: of the example that broke it, else the highest that was met.",
+            "Negative log-likelihood of the continuation in nats (with --score mean: per "
+            "token). @ATTACK: for the example that broke the sample, else the highest value "
+            "found.",
             better="lower",
             status="empirical",
             domain="",
         ),
     },
     fixed={
-        "attack": text_column("attack", "Attack; worst = all attacks together.", needed=True),
-        "norm": text_column("norm", "Of a ball, or what is counted.", needed=True),
+        "attack": text_column(
+            "attack", "Name of the attack; worst = all attacks together.", needed=True
+        ),
+        "norm": text_column(
+            "norm",
+            "Norm of the perturbation, or the unit that is changed (words, characters).",
+            needed=True,
+        ),
         "eps": Column(
             "eps",
-            "Radius, of pixels in [0, 1] or of token embeddings; or how many changes.",
+            "Radius, for pixels in [0, 1] or token embeddings; or the number of changes.",
             format=".4g",
             domain="",
             needed=True,
         ),
         **ACCURACY,
         "seconds": Column("seconds", "Wall time.", format=".1f", unit="s", domain=""),
-        "forwards": Column("forwards", "Model forwards, in samples.", format="d"),
-        "backwards": Column("backwards", "Model backwards, in samples.", format="d"),
+        "forwards": Column("forwards", "Forward passes, counted in samples.", format="d"),
+        "backwards": Column("backwards", "Backward passes, counted in samples.", format="d"),
     },
 )
 

@@ -28,24 +28,28 @@ class AttentionOptions(MeasureOptions):
     samples: ClassVar[int] = 32
     reads_heads: ClassVar[bool] = True
 
-    layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
-    gamma: float = option(0.1, "Rows with g1 above it are intermediate.", gt=0, lt=0.25)
-    k: int = option(10, "The k of g1/gk.", gt=1)
-    p_norm_tokens: int = option(2048, "Leave ||P|| out above this many tokens.", ge=0)
+    layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")
+    gamma: float = option(
+        0.1, "Rows with g1 above this value count as intermediate (fragile).", gt=0, lt=0.25
+    )
+    k: int = option(10, "k of the columns gk and g1/gk (a number of keys).", gt=1)
+    p_norm_tokens: int = option(2048, "Do not compute ||P|| for more tokens than this.", ge=0)
     # Neither of the two is a setting of the report: they change no number.
     map: str | None = option(
-        None, "Draw the map of LAYER.HEAD on the first sample (on the HTML page).", exclude=True
+        None,
+        "Draw the attention map of LAYER.HEAD for the first sample (on the HTML page).",
+        exclude=True,
     )
     query: int | None = option(
         None,
-        "With --map: draw this row of it, the mean over the samples.",
+        "With --map: draw this row (query) of the map, averaged over the samples.",
         exclude=True,
         need=needs("map"),
         ge=0,
     )
 
     candidates: tuple[str, ...] = Field((), exclude=True)
-    """Heads whose maps are kept while it is not known yet which is drawn."""
+    """Heads whose maps are stored until it is known which one is drawn."""
 
     @field_validator("map")
     @classmethod
@@ -53,7 +57,7 @@ class AttentionOptions(MeasureOptions):
         return None if text is None else "{}.{}".format(*read_head(text))
 
 
-OVER_ROWS = "mean over the rows (queries) of all samples, of which long texts have more"
+OVER_ROWS = "mean over all rows (queries) of all samples"
 OVER_SAMPLES = "mean over a sample's rows, then over samples"
 
 
@@ -69,8 +73,9 @@ ATTENTION_TABLE = Layout(
             "g1",
             f"p(1) (1 - p(1) + p(2)), bounds ||M||; {OVER_ROWS}.",
             better="lower",
-            reading="Between 0 (one-hot, or spread over very many keys) and 1/2 (two keys share "
-            "the row). The Jacobian of the softmax has norm at most g1, and nearly that.",
+            reading="0: the row is one-hot or spread over very many keys. 1/2: two keys "
+            "share the row. The norm of the softmax Jacobian is at most g1, and "
+            "close to it.",
             reduction=Reduction("mean", "g1", weights="rows"),
         ),
         "g1_max": Column("g1 max", "Largest g1 of any row of any sample."),
@@ -85,8 +90,7 @@ ATTENTION_TABLE = Layout(
         "gk_ratio": Column(
             "g1/gk",
             f"g1 / g_k; {OVER_ROWS}.",
-            reading="How much of g1 is left when the k largest keys have equal weights; what "
-            "JaSMin with k > 1 pushes towards 1.",
+            reading="Ratio of g1 to gk. JaSMin training with k > 1 pushes it towards 1.",
         ),
         "entropy": Column("entropy", f"Shannon entropy of a row; {OVER_ROWS}.", unit="nat"),
         "entropy_normalized": Column(
@@ -95,7 +99,7 @@ ATTENTION_TABLE = Layout(
         "support": Column(
             "support",
             f"exp(entropy), the effective number of keys; {OVER_ROWS}.",
-            reading="Over how many keys the row would spread if all had the same weight.",
+            reading="Number of keys that would give the same entropy with equal weights.",
         ),
         "sink_first": Column(
             "sink first", f"Share of attention on the first key; {OVER_SAMPLES}."
@@ -103,8 +107,8 @@ ATTENTION_TABLE = Layout(
         "sink_max": Column(
             "sink max",
             f"Share of attention on a sample's most attended key; {OVER_SAMPLES}.",
-            reading="Attention mass that all queries together put on one key. Sinks are normal in "
-            "language models; a change of the sink token reaches every other one.",
+            reading="Share of all attention that goes to one key. Sinks are normal in "
+            "language models; a change of the sink token reaches every other token.",
         ),
         "sink_token": Column(
             "sink at",
@@ -112,7 +116,7 @@ ATTENTION_TABLE = Layout(
             format="d",
         ),
         "uniform": Column(
-            "uniform", "Share of the rows of all samples in the uniform-like regime.", format=".1%"
+            "uniform", "Share of the rows of all samples that are close to uniform.", format=".1%"
         ),
         "intermediate": Column(
             "intermediate",
@@ -125,15 +129,17 @@ ATTENTION_TABLE = Layout(
             reduction=Reduction("mean", "intermediate", weights="long_rows"),
         ),
         "categorical": Column(
-            "categorical", "Share of the rows of all samples close to one-hot.", format=".1%"
+            "categorical",
+            "Share of the rows of all samples that are close to one-hot.",
+            format=".1%",
         ),
         "short_rows": count_column(
-            "short rows", "Rows with fewer than 3 keys: no share counts them."
+            "short rows", "Rows with fewer than 3 keys; the shares leave them out."
         ),
         "p_norm": Column(
             "||P||",
-            "Spectral norm of a sample's attention matrix, with windows of the largest; mean over "
-            "samples.",
+            "Spectral norm of a sample's attention matrix(the largest over windows); mean "
+            "over samples.",
         ),
     },
 )

@@ -25,9 +25,9 @@ FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512, 
 DEMO_EPS, EPS = "0.1", "2/255"
 USUAL = ("bounds", "attention", "jacobian", "attack")
 OF_ATTACK = ("eps", "attack", "norm")
-"""Options of the attacks that an audit takes, too."""
+"""Options of attack that an audit also takes."""
 SECONDS = 20.0
-"""What an audit gives the certificate of a sample; a ball that is begun is finished."""
+"""Seconds per sample for certificates in an audit; a started ball is finished."""
 
 
 def _of_attack(name: str, default: str = "") -> Any:
@@ -47,17 +47,17 @@ class AuditOptions(Settings):
     full: bool = option(
         False,
         "More samples, all of AutoAttack.",
-        need=Need("no --quick: the two exclude each other", lambda options: not options.quick),
+        need=Need("a run without --quick", lambda options: not options.quick),
     )
-    only: Names = option(None, f"Only these measures; default: {', '.join(USUAL)}.")
-    skip: Names = option(None, "All but these measures.")
+    only: Names = option(None, f"Measures to run; default: {', '.join(USUAL)}.")
+    skip: Names = option(None, "Measures to leave out.")
     certify: bool = option(
-        False, f"Also certificates, where they can be had: {SECONDS:g} s a sample, --eps."
+        False, f"Also compute certificates, at the radii --eps: up to {SECONDS:g} s a sample."
     )
     eps: str | None = _of_attack("eps", f" Default: {EPS}, of a demo {DEMO_EPS}.")
     attack: str | None = _of_attack("attack")
     norm: str | None = _of_attack("norm")
-    run_dir: Path | None = option(None, "Where the reports go.")
+    run_dir: Path | None = option(None, "Folder for the reports.")
 
     @field_validator("only", "skip")
     @classmethod
@@ -71,9 +71,9 @@ class AuditOptions(Settings):
     def _some(self) -> AuditOptions:
         surplus = [name for name in self.skip or () if name not in (self.only or USUAL)]
         if surplus:
-            raise UsageError(f"--skip {surplus[0]}: an audit does not measure it without --only")
+            raise UsageError(f"--skip {surplus[0]}: an audit does not run it by default")
         if not self.names:
-            raise UsageError("nothing is left to measure", "Name a measure with --only.")
+            raise UsageError("no measure is left to run", "Choose a measure with --only.")
         return self
 
     @property

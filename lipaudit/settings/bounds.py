@@ -46,18 +46,25 @@ class BoundsOptions(NormOptions):
 
     radius: Balls = option(
         (),
-        "Also on balls ||X' - X||_F <= r of token space: 0.03 or 0.01,0.03.",
+        "Also bound the norms within distance r of the tokens (||X' - X||_F <= r): 0.03 or "
+        "0.01,0.03.",
         need=Need("--input projections", lambda options: options.input == "projections"),
     )
-    layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
+    layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")
     input: Literal["projections", "module"] = option(
-        "projections", "Norms in what the projections read, or what their module takes."
+        "projections",
+        "Input of the norms: what the projections read, or the input of the "
+        "whole attention module.",
     )
-    concat: bool = option(False, "Also norms of each layer's heads side by side, before W_O.")
-    splitting: bool = option(False, "Also how much the norm of each head grows by copied tokens.")
+    concat: bool = option(
+        False, "Also compute norms of each layer's concatenated heads, before W_O."
+    )
+    splitting: bool = option(
+        False, "Also compute how much the norm of each head grows if tokens are duplicated."
+    )
     layer_within: float = option(
         LAYER_WITHIN,
-        "Proven relative accuracy of the norms of layers (prob. 0.999).",
+        "Proven relative accuracy of layer norms (probability 99.9 %).",
         gt=0,
         allow_inf_nan=False,
     )
@@ -141,15 +148,15 @@ BALLS_TABLE = Layout(
         ),
         "ball_sharp": Column(
             "ball sharp",
-            "Lipschitz constant of the head on the ball, lipaudit's own.",
+            "Upper bound on ||J|| everywhere in the ball (lipaudit's own).",
             better="lower",
             domain=BALL,
             status="certified",
             formula="sharp + integral_0^r C(rho) d rho, C(rho) >= ||D^2 O[F, F]||_F, ||F||_F = 1",
-            reading="Source: ours.\nThe norm at X, and what the second derivative can add to it "
-            "on the way to any X' in the ball.\nWhat it is above the norm found is open: it may "
-            "be slack, or a worse point that was not found.\nNot given everywhere: it "
-            f"{AFFINE_PLAIN}.",
+            reading="Source: ours.\nThe norm at X, and what the second derivative can add to "
+            "it on the way to any X' in the ball.\nWhy it exceeds the norm found is "
+            "unknown: the bound may be loose, or the search missed a worse "
+            f"point.\nNot computed for every head: it {AFFINE_PLAIN}.",
             reduction=Reduction("median", "ball_sharp"),
         ),
         "ball_ratio_max": Column(
@@ -161,17 +168,22 @@ BALLS_TABLE = Layout(
         ),
         "castin": Column(
             "castin at R+r",
-            "castin for tokens as long as R + r.",
+            "The bound castin for tokens of norm up to R + r.",
             domain="all inputs, every ||x_i|| <= R + r",
             status="certified",
         ),
         "mean_field": Column(
             "mean field at R+r",
-            "mean_field for tokens as long as R + r.",
+            "The bound mean_field for tokens of norm up to R + r.",
             domain="all inputs, every ||x_i|| <= R + r",
             status="certified",
         ),
-        "hu": Column("hu at r", "Hu et al. 2024 on the ball.", domain=BALL, status="certified"),
+        "hu": Column(
+            "hu at r",
+            "The bound of Hu et al. 2024 on the ball.",
+            domain=BALL,
+            status="certified",
+        ),
     },
 )
 

@@ -24,7 +24,7 @@ BallNorm = Literal["linf", "l2"]
 
 
 SOME = parse_radius("1/255")
-"""A radius to plan attacks with where only a search will say of which."""
+"""Placeholder radius for planning attacks before the radius search."""
 
 
 class CertifyOptions(MeasureOptions):
@@ -44,39 +44,40 @@ class CertifyOptions(MeasureOptions):
     samples: ClassVar[int] = 8
     scores = "always"
 
-    eps: Balls = option(
-        (), "Radii of pixels in [0, 1] or of token embeddings: 1/255 or 1/255,0.01."
-    )
-    norm: BallNorm | None = option(None, "linf (default of images) or l2 (of text).")
-    radius: bool = option(False, "Also the largest certified radius of every sample.")
+    eps: Balls = option((), "Radii for pixels in [0, 1] or token embeddings: 1/255 or 1/255,0.01.")
+    norm: BallNorm | None = option(None, "linf (default for images) or l2 (default for text).")
+    radius: bool = option(False, "Also search for the largest certified radius of every sample.")
     tol: float = option(
         0.1,
-        "Relative width at which the search for a radius ends.",
+        "Relative accuracy of the radius search.",
         need=Need("--radius", lambda options: options.radius),
         gt=0,
         lt=1,
     )
     order: Literal["auto", "1", "2"] = option(
-        "auto", "1 (affine forms), 2 (quadratic: tighter, dearer), or auto: 2 for few inputs."
+        "auto",
+        "Proof method: 1 (affine, fast), 2 (quadratic, tighter and slower), or auto "
+        "(2 if the input is small).",
     )
     attack: str = option(
         "pgd",
-        "What runs first: fgsm, pgd, autoattack (comma-separated), quick, or custom:...",
+        "Attacks to run before the proof: fgsm, pgd, autoattack (comma-separated), quick, or "
+        "custom:...",
         values=AttackOptions.options()["attack"].values,
     )
     nodes: int | None = option(
         None,
-        "Parts of a ball that branch and bound looks at, at most.",
+        "Largest number of parts into which branch and bound may split a ball.",
         ge=1,
-        usual=f"{NODES}, without limit beside --seconds",
+        usual=f"{NODES}, no limit with --seconds",
     )
     seconds: float | None = option(
         None,
-        "Time limit of a sample: results then depend on the machine.",
+        "Time limit per sample. Results then depend on the machine.",
         gt=0,
     )
     usual_eps: Radii = Field((), exclude=True)
-    """Radii of images where none is given."""
+    """Default radii of images."""
 
     @model_validator(mode="after")
     def _possible(self) -> CertifyOptions:
@@ -114,7 +115,7 @@ class CertifyOptions(MeasureOptions):
         most, seconds = self.most_nodes, self.seconds
         time = "no time limit (default)" if seconds is None else f"{seconds:g} s (--seconds)"
         if most is None:
-            return f"{time}, no limit of parts of a ball (default beside --seconds)"
+            return f"{time}, no limit on parts of a ball (default with --seconds)"
         by = "default" if self.nodes is None else "--nodes"
         return f"{time}, {most:,} parts of a ball ({by})"
 
@@ -128,7 +129,7 @@ class CertifyOptions(MeasureOptions):
         for kind in (attack_kinds().get(name.strip()) for name in named):
             if kind is not None and kind.counts:
                 raise UsageError(
-                    f"--attack {self.attack}: certificates are of balls, not of changed "
+                    f"--attack {self.attack}: certificates hold for balls, not for changed "
                     f"{kind.counts}",
                     "Use --attack pgd.",
                 )
@@ -142,17 +143,20 @@ CERTIFY_TABLE = Layout(
     sample_columns={
         **OUTCOMES,
         "verdict": Column(
-            "verdict", "wrong, broken, certified or undecided.", domain="ball", format="s"
+            "verdict",
+            "Verdict: wrong, broken, certified or undecided.",
+            domain="ball",
+            format="s",
         ),
         "why": Column(
             "why undecided",
-            "What a sample that is undecided is undecided for.",
+            "Reason why a sample is undecided.",
             domain="",
             format="s",
         ),
         "certified": Column(
             "certified",
-            "Whether nothing in the ball is classified otherwise, proven.",
+            "Whether it is proven that no input in the ball changes the class.",
             better="higher",
             domain="ball",
             status="certified",
@@ -161,12 +165,12 @@ CERTIFY_TABLE = Layout(
         ),
         "radius": Column(
             "certified radius",
-            "Largest radius that was certified.",
+            "Largest certified radius of the sample.",
             better="higher",
             domain="ball",
             status="certified",
-            reading="Every input nearer than that is classified alike, proven: see certified. "
-            "Larger balls may be as safe, but were not proven to be.",
+            reading="Every input closer than this is proven to have the same class. Larger "
+            "balls may be safe too, but that is not proven.",
         ),
         "radius_adversarial": Column(
             "adversarial radius",
@@ -174,15 +178,15 @@ CERTIFY_TABLE = Layout(
             better="higher",
             domain="ball",
             status="empirical",
-            reading="An upper limit of the distance of the nearest one there is; empty where "
+            reading="The nearest adversarial example is at most this far away. Empty if the "
             "attacks found none.",
         ),
     },
     fixed={
-        "norm": text_column("norm", "Of the ball.", needed=True),
+        "norm": text_column("norm", "Norm of the ball.", needed=True),
         "eps": Column(
             "eps",
-            "Radius, of pixels in [0, 1] or of token embeddings.",
+            "Radius, for pixels in [0, 1] or token embeddings.",
             format=".4g",
             domain="",
             needed=True,
@@ -193,11 +197,13 @@ CERTIFY_TABLE = Layout(
         "certified_high": wilson_limit("high"),
         "undecided": count_column("undecided", "Samples neither broken nor certified."),
         "order": count_column(
-            "order", "1: affine in the input, 2: quadratic, tighter and dearer.", default=1
+            "order", "Proof method: 1 is affine, 2 quadratic (tighter and slower).", default=1
         ),
-        "nodes": Column("nodes", "Parts that branch and bound looked at.", format="d"),
+        "nodes": Column(
+            "nodes", "Number of parts of balls that branch and bound examined.", format="d"
+        ),
         "seconds": Column(
-            "seconds", "Wall time of certificates.", format=".1f", unit="s", domain=""
+            "seconds", "Wall time of the proofs.", format=".1f", unit="s", domain=""
         ),
     },
 )
@@ -207,8 +213,8 @@ RADII_TABLE = Layout(
     name="certify.radius",
     title="Certified radii",
     fixed={
-        "norm": text_column("norm", "Of the ball.", needed=True),
-        "samples": count_column("samples", "Samples that are classified rightly."),
+        "norm": text_column("norm", "Norm of the ball.", needed=True),
+        "samples": count_column("samples", "Number of correctly classified samples."),
         "radius": Column(
             "certified",
             "Median certified radius.",
@@ -218,20 +224,20 @@ RADII_TABLE = Layout(
         ),
         "radius_adversarial": Column(
             "adversarial",
-            "Median of the smallest adversarial radii found.",
+            "Median distance to the nearest adversarial example found.",
             better="higher",
             status="empirical",
             domain="ball",
         ),
         "ratio": Column(
             "ratio",
-            "Median of certified over adversarial radius, sample by sample.",
+            "Median over the samples of certified radius / adversarial radius.",
             better="higher",
             status="empirical",
             domain="ball",
-            reading="How much of the way to the nearest adversarial example that was found is "
-            "proven to be free of any. 1 would leave nothing open; what is open may be the "
-            "proof's weakness or the attack's.",
+            reading="Proven share of the way to the nearest adversarial example found. At 1 "
+            "the radius is known exactly; below 1, the proof or the attack could be "
+            "stronger.",
         ),
         "smallest": Column(
             "smallest", "Smallest certified radius.", status="certified", domain="ball"
@@ -239,9 +245,9 @@ RADII_TABLE = Layout(
         "largest": Column(
             "largest", "Largest certified radius.", status="certified", domain="ball"
         ),
-        "passes": Column("passes", "Balls that were tried.", format="d"),
+        "passes": Column("passes", "Number of radii that were tried.", format="d"),
         "seconds": Column(
-            "seconds", "Wall time of certificates.", format=".1f", unit="s", domain=""
+            "seconds", "Wall time of the proofs.", format=".1f", unit="s", domain=""
         ),
     },
 )

@@ -21,14 +21,14 @@ ENDS = ("logits", "probabilities", "loss", "hidden", "features", "tokens")
 
 
 PLACED = ("logits", "probabilities", "hidden")
-"""Ends that may be asked for at a position of a text."""
+"""Outputs that take a position in a text."""
 
 
 POSITION = re.compile(r"last|all|-?\d{1,9}")
 
 
 class Target(NamedTuple):
-    """What is differentiated.
+    """Output of the Jacobian.
 
     Attributes:
         what: one of `ENDS`.
@@ -66,7 +66,7 @@ def _an_end(text: str) -> str:
 
 
 EndPoint = Annotated[str, AfterValidator(_an_end)]
-"""What a Jacobian is of, as `Target` reads it."""
+"""Output of a Jacobian, as `Target` reads it."""
 
 
 def _decides(options: JacobianOptions) -> bool:
@@ -95,18 +95,28 @@ class JacobianOptions(NormOptions):
     samples: ClassVar[int] = 64
     scores = "asked"
 
-    start: StartPoint | None = option(None, "pixels or embeddings; text: embeddings.", "--from")
+    start: StartPoint | None = option(
+        None, "Input of the Jacobian: pixels or embeddings (for text: embeddings).", "--from"
+    )
     target: EndPoint | None = option(
         None,
-        "logits, probabilities, loss, hidden, features or tokens; at a position: logits:5.",
+        "Output of the Jacobian: logits, probabilities, loss, hidden, features or tokens. At "
+        "a text position: logits:5.",
         "--to",
         values=lambda: (*ENDS, *(f"{end}:all" for end in PLACED)),
     )
-    norm: Literal["2", "inf"] = option("2", "2 (spectral), or inf (largest L1 row norm).")
-    rivals: int = option(
-        16, "Most classes to look at for the first-order radius.", need=OF_CLASSES, ge=1
+    norm: Literal["2", "inf"] = option(
+        "2", "Norm of the Jacobian: 2 (spectral) or inf (largest L1 row norm)."
     )
-    per_layer: bool = option(False, "Also the norm of every block, input to output.")
+    rivals: int = option(
+        16,
+        "Largest number of other classes to consider for the first-order radius.",
+        need=OF_CLASSES,
+        ge=1,
+    )
+    per_layer: bool = option(
+        False, "Also compute the norm of every block, from its input to its output."
+    )
 
     @model_validator(mode="after")
     def _spectral(self) -> JacobianOptions:
@@ -125,14 +135,14 @@ JACOBIAN_TABLE = Layout(
         "norm_median": Column("median ||J||", "Median of the norms at all positions of the text."),
         "position": Column(
             "position",
-            "Where in the text the norm is largest: the number of the token, from 0, "
-            "without padding.",
+            "Position in the text where the norm is largest: the token index from 0, without "
+            "padding.",
             format="d",
             domain="",
         ),
         "loss": Column(
             "loss",
-            "Cross-entropy: of the class, or the mean over a text's own next tokens.",
+            "Cross-entropy loss: of the class, or the mean over the next tokens of a text.",
             unit="nat",
             better="lower",
         ),
@@ -145,34 +155,36 @@ JACOBIAN_TABLE = Layout(
             "margin",
             "f_y - max_(j != y) f_j.",
             better="higher",
-            reading="By how much the true class leads; of a language model, the token it would "
-            "write next. Null for a misclassified sample's radius.",
+            reading="Lead of the true class over the next best (for a language model: of the "
+            "predicted next token). Misclassified samples have no radius.",
         ),
         "radius_first_order": Column(
             "first-order radius",
-            "min_j (f_y - f_j) / ||grad(f_y - f_j)|| over all other classes j, or a lower "
-            "limit of it (complete: no): indicative, never a certificate.",
+            "First-order distance to another class: min_j (f_y - f_j) / ||grad(f_y - f_j)||. "
+            "A lower limit of it if `complete` is no. Not a certificate.",
             better="higher",
             status="estimate",
             reading="Distance to the nearest class if the model were linear. An attack may "
             "succeed within it, or fail beyond it.",
         ),
-        "rivals": Column("rivals", "Other classes j looked at for the radius.", format="d"),
+        "rivals": Column(
+            "rivals", "Number of other classes j considered for the radius.", format="d"
+        ),
         "complete": Column(
             "complete",
-            "Whether the other classes are no nearer.",
+            "Whether no other class can be nearer.",
             format="",
-            reading="Classes are looked at by their margin, until the limit of the Jacobian norm "
-            "shows that none of the others can be nearer (probability 0.999, as `upper`) or "
-            "--rivals are done. If not complete, the radius given is the limit below which none "
-            "of the others can lie.",
+            reading="Classes are considered in the order of their margin. The search ends "
+            "when no further class can be nearer (probability 99.9 %) or after "
+            "--rivals classes. In the second case, complete is no and the radius is "
+            "a lower limit.",
         ),
         "correct": Column("correct", "Whether the prediction is right.", format=""),
     },
     fixed={
-        "from": text_column("from", "Where the derivative is taken."),
-        "to": text_column("to", "What is differentiated."),
-        "module": text_column("module", "Block whose input and output are meant; empty: model."),
+        "from": text_column("from", "Input of the Jacobian."),
+        "to": text_column("to", "Output of the Jacobian."),
+        "module": text_column("module", "Block that is differentiated; empty: the whole model."),
         "norm": text_column("norm", "2 (spectral) or inf (largest L1 row norm).", default="2"),
         "samples": count_column("samples", "Number of samples."),
         "mean": Column("mean", "Mean norm.", better="lower", reduction=Reduction("mean", "norm")),
@@ -183,10 +195,10 @@ JACOBIAN_TABLE = Layout(
             "p95", "95th percentile.", better="lower", reduction=Reduction("p95", "norm")
         ),
         "max": Column("max", "Largest norm.", better="lower", reduction=Reduction("max", "norm")),
-        "method": text_column("method", "dense VJPs or Lanczos."),
-        "tol": Column("tol", "Estimated relative accuracy asked for.", domain=""),
+        "method": text_column("method", "Method of the norm: dense VJPs or Lanczos."),
+        "tol": Column("tol", "Requested relative accuracy (estimated).", domain=""),
         "within": WITHIN_COLUMN,
-        "products": Column("products", "Mean number of products per sample.", domain=""),
+        "products": Column("products", "Mean number of Jacobian products per sample.", domain=""),
         "converged": count_column("converged", f"{STOPPED}: samples.", reading=CONVERGED),
     },
 )

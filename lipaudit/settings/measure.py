@@ -30,13 +30,13 @@ class MeasureOptions(Settings):
     """
 
     samples: ClassVar[int] = 8
-    """How many samples it takes when nobody says."""
+    """Default number of samples."""
     once: ClassVar[Mapping[str, Any]] = {}
-    """What reports that are older than an option, and do not have it, were measured with."""
+    """Values of newer options for older reports that do not have them."""
     labelled: ClassVar[bool] = False
-    """Whether it needs labels."""
+    """Whether the measure needs labels."""
     reads_heads: ClassVar[bool] = False
-    """Whether it needs attention heads."""
+    """Whether the measure needs attention heads."""
     scores: ClassVar[Literal["never", "asked", "always"]] = "never"
     """When it has a language model score continuations: it may read texts alone, do so where
     --score is given, or have no other way to measure one."""
@@ -85,11 +85,13 @@ class NormOptions(MeasureOptions):
         within: how far the probabilistic limit may lie above a norm: what is proven.
     """
 
-    tol: float = option(TOL, "Estimated relative accuracy of the norms.", gt=0, lt=1)
+    tol: float = option(
+        TOL, "Relative accuracy at which the iteration stops (estimated, not proven).", gt=0, lt=1
+    )
     max_steps: int = 300
     within: float = option(
         PROVEN_WITHIN,
-        "Proven relative accuracy of the norms (prob. 0.999).",
+        "Proven relative accuracy of the norms (probability 99.9 %).",
         gt=0,
         allow_inf_nan=False,
     )

@@ -22,14 +22,14 @@ from pydantic import (
 from lipaudit.errors import UsageError, suggestion
 
 PLAIN = (bool, int, float, Path)
-"""Types that a command line reads by itself; all others are written as text."""
+"""Types that the command line reads directly; others are given as text."""
 
 COMMAS = "omma-separated"
-"""What the help of an option says that takes several words at once."""
+"""Help suffix of options that take several comma-separated words."""
 
 
 INT64 = 2**63
-"""Whole numbers reach from -INT64 to INT64 - 1: arrays hold no others."""
+"""Integers must be between -INT64 and INT64 - 1 to fit into arrays."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,8 @@ class Settings(BaseModel):
         for known in self.options().values():
             if known.need and self._changed(known) and not known.need.holds(self):
                 raise UsageError(
-                    f"{known.flags[0]} goes with {known.need.text}", "Leave it out, or add that."
+                    f"{known.flags[0]} needs {known.need.text}",
+                    "Add that, or leave the option out.",
                 )
 
     def _changed(self, known: Option) -> bool:
@@ -200,8 +201,8 @@ class Settings(BaseModel):
             given = known.name not in self._configured and self._changed(known)
             if known.kinds and given and kind not in known.kinds:
                 raise UsageError(
-                    f"{known.flags[0]} is for models that take {' or '.join(known.kinds)}; this "
-                    f"one takes {kind}",
+                    f"{known.flags[0]} works only for models that take "
+                    f"{' or '.join(known.kinds)}; this one takes {kind}",
                     "Leave it out.",
                 )
 

@@ -17,10 +17,10 @@ LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
 _TIME = r"(?:(\d+(?:\.\d+)?)%s)?"
 DURATION = re.compile(_TIME % "h" + _TIME % "m(?:in)?" + _TIME % "s?")
 FEWEST = 2
-"""Worst-case tokens are two points."""
+"""Smallest number of tokens: worst-case tokens are two points."""
 MOST_LENGTHS, MOST_TOKENS, MOST_LAYERS, MOST_PIXELS = 1000, 10**7, 10**5, 10**5
 MOST_SHARDS = 10**5
-"""More than any model has: a slip of the keyboard must not fill the memory."""
+"""Limit above any real use, so that a typing error does not fill the memory."""
 
 
 def read_layers(text: str) -> tuple[int, ...]:
@@ -33,16 +33,20 @@ def read_layers(text: str) -> tuple[int, ...]:
     for piece in text.split(","):
         first, dash, last = piece.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"--layers {text!r} is not a list of layers", "Example: 0,5-7")
+            raise UsageError(
+                f"--layers {text!r} is not a list of layers", "Write for example 0,5-7."
+            )
         ends = int(first), int(last or first)
         if not ends[0] <= ends[1] < MOST_LAYERS:
             raise UsageError(
-                f"--layers {piece.strip()!r} is no range of layers",
-                "Name the first one first: 5-7",
+                f"--layers {piece.strip()!r} is not a range of layers",
+                "Give the smaller number first: 5-7.",
             )
         span = range(ends[0], ends[1] + 1)
         if twice := layers.intersection(span):
-            raise UsageError(f"--layers {text!r} names layer {min(twice)} twice", "Once will do.")
+            raise UsageError(
+                f"--layers {text!r} names layer {min(twice)} twice", "Name each layer once."
+            )
         layers.update(span)
     return tuple(sorted(layers))
 
@@ -58,7 +62,8 @@ def read_lengths(text: str) -> tuple[int, ...]:
     reachable = FEWEST <= first < last <= MOST_TOKENS
     if not reachable or not 2 <= count <= MOST_LENGTHS:
         raise UsageError(
-            f"--lengths {text!r} is not FIRST:LAST:logCOUNT", "Example: 8:256:log8, from 2 tokens."
+            f"--lengths {text!r} is not FIRST:LAST:logCOUNT",
+            "Write for example 8:256:log8 (at least 2 tokens).",
         )
     steps = (math.log(last / first) * i / (count - 1) for i in range(count))
     return tuple(dict.fromkeys(round(first * math.exp(step)) for step in steps))
@@ -85,7 +90,7 @@ def read_numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(piece) for piece in text.split(","))
     except ValueError:
-        raise ValueError("no list of numbers; example: 0.5,0.5,0.5") from None
+        raise ValueError("it must be a list of numbers, for example 0.5,0.5,0.5") from None
 
 
 def read_keywords(text: str) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def read_keywords(text: str) -> dict[str, Any]:
     pairs = [piece.partition("=") for piece in text.split(",") if piece]
     for key, equals, _ in pairs:
         if not (key.strip().isidentifier() and equals):
-            raise ValueError("it is not k=v,...; example: depth=2")
+            raise ValueError("it must be k=v,..., for example depth=2")
     return {key.strip(): _value(value.strip()) for key, _, value in pairs}
 
 
@@ -147,7 +152,9 @@ def read_shard(text: str) -> tuple[int, int]:
     """
     number, _, of = text.partition("/")
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of) <= MOST_SHARDS):
-        raise ValueError(f"it must be 1/4 to 4/4, or the like, up to {MOST_SHARDS} shards")
+        raise ValueError(
+            f"it must be i/n, for example 1/4 to 4/4, with at most {MOST_SHARDS} shards"
+        )
     return int(number), int(of)
 
 
@@ -193,7 +200,7 @@ def read_sizes(text: str) -> tuple[int, ...]:
 
 def _lasting(seconds: float | None) -> float | None:
     if seconds is not None and not 0 < seconds < math.inf:
-        raise ValueError("it must be longer than nothing, and end")
+        raise ValueError("it must be longer than zero and finite")
     return seconds
 
 
@@ -245,9 +252,9 @@ def _radii(values: Any) -> Any:
 def _balls(radii: tuple[Radius, ...]) -> tuple[Radius, ...]:
     for radius in radii:
         if radius.unit:
-            raise ValueError(f"no certificate is of changed {radius.unit}, only of balls")
+            raise ValueError(f"certificates hold for balls, not for changed {radius.unit}")
         if not radius.value:
-            raise ValueError("a ball of radius 0 is the sample alone: give a radius above 0")
+            raise ValueError("give a radius above 0")
     return radii
 
 
@@ -260,7 +267,7 @@ def _layers(value: Any) -> Any:
 def _order_layers(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Put layers in order, each once, as `read_layers` does."""
     if layers is not None and (not layers or min(layers) < 0):
-        raise ValueError("layers are counted from 0, and one is the least")
+        raise ValueError("give at least one layer, counted from 0")
     return None if layers is None else tuple(sorted(set(layers)))
 
 
@@ -279,11 +286,11 @@ Sizes = Annotated[tuple[int, ...] | None, BeforeValidator(_sizes), AfterValidato
 OneRadius = Annotated[
     Radius, BeforeValidator(_radius), PlainSerializer(lambda radius: radius.text)
 ]
-"""A radius of an attack, exact, with the text it was typed as; JSON has the text."""
+"""An exact attack radius together with the typed text, which the JSON stores."""
 Radii = Annotated[
     tuple[Radius, ...],
     BeforeValidator(_radii),
     PlainSerializer(lambda radii: [radius.text for radius in radii]),
 ]
 Balls = Annotated[Radii, AfterValidator(_balls)]
-"""Radii that certificates are of."""
+"""Radii of certificates."""

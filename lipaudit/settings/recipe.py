@@ -10,7 +10,7 @@ from lipaudit.settings.option import Settings, needs, option
 from lipaudit.settings.parsing import OneRadius
 
 PENALTY, ADVERSARIAL = "Penalty", "Adversarial training"
-DESCENT, IMAGES = "Optimization", "Augmentation of images"
+DESCENT, IMAGES = "Optimization", "Image augmentation"
 JASMIN, ATTACKED = needs("penalty", "jasmin"), needs("adversarial", "pgd")
 
 
@@ -27,41 +27,45 @@ class Recipe(Settings):
     """
 
     penalty: Literal["jasmin", "specformer"] | None = option(
-        None, "jasmin or specformer; none if not given.", panel=PENALTY
+        None, "Penalty added to the loss: jasmin or specformer. Default: none.", panel=PENALTY
     )
-    k: int = option(0, "Of JaSMin: 0, or more than 1.", panel=PENALTY, need=JASMIN, ge=0)
+    k: int = option(0, "k of JaSMin: 0, or more than 1.", panel=PENALTY, need=JASMIN, ge=0)
     weight: float = option(
-        1e-2, "Factor of the penalty in the loss.", panel=PENALTY, need=needs("penalty"), ge=0
+        1e-2, "Weight of the penalty in the loss.", panel=PENALTY, need=needs("penalty"), ge=0
     )
     reduction: Literal["max", "mean"] = option(
-        "mean", "Of JaSMin over rows: mean or max.", panel=PENALTY, need=JASMIN
+        "mean", "How JaSMin reduces over attention rows: mean or max.", panel=PENALTY, need=JASMIN
     )
     adversarial: Literal["pgd"] | None = option(
-        None, "pgd: train on adversarial examples.", panel=ADVERSARIAL
+        None, "pgd: train on adversarial examples made with PGD.", panel=ADVERSARIAL
     )
     eps: OneRadius = option(
         "2/255",
-        "L-inf radius of the examples, in pixels of [0, 1].",
+        "L-inf radius of --adversarial (pixels in [0, 1]).",
         panel=ADVERSARIAL,
         need=ATTACKED,
     )
-    steps: int = option(5, "Their PGD steps.", panel=ADVERSARIAL, need=ATTACKED, ge=1)
-    epochs: int = option(40, "Passes over the data.", panel=DESCENT, ge=1)
+    steps: int = option(
+        5, "PGD steps for each adversarial example.", panel=ADVERSARIAL, need=ATTACKED, ge=1
+    )
+    epochs: int = option(40, "Number of passes over the data.", panel=DESCENT, ge=1)
     batch_size: int = 512
-    optimizer: Literal["sgd", "adamw"] = option("sgd", "sgd or adamw.", panel=DESCENT)
-    lr: float = option(0.01, "Highest learning rate.", panel=DESCENT, gt=0)
+    optimizer: Literal["sgd", "adamw"] = option("sgd", "Optimizer: sgd or adamw.", panel=DESCENT)
+    lr: float = option(0.01, "Largest learning rate.", panel=DESCENT, gt=0)
     momentum: float = option(
         0.9, "Of sgd.", panel=DESCENT, need=needs("optimizer", "sgd"), ge=0, lt=1
     )
-    weight_decay: float = option(1e-4, "Of the optimizer.", panel=DESCENT, ge=0)
-    clip: float = option(0.0, "Cut gradients to this norm; 0 for none.", panel=DESCENT, ge=0)
+    weight_decay: float = option(1e-4, "Weight decay of the optimizer.", panel=DESCENT, ge=0)
+    clip: float = option(0.0, "Clip gradients to this norm; 0: no clipping.", panel=DESCENT, ge=0)
     schedule: Literal["cosine", "onecycle"] = option(
-        "cosine", "cosine (to 0) or onecycle (up to lr, then down).", panel=DESCENT
+        "cosine",
+        "Learning rate schedule: cosine (down to 0) or onecycle (up to --lr, then down).",
+        panel=DESCENT,
     )
     flip: bool = option(True, "Mirror each image at random.", panel=IMAGES)
-    shift: int = option(0, "Move each image by up to so many pixels.", panel=IMAGES, ge=0)
-    mixup: float = option(0.8, "Alpha of MixUp, 0 for none.", panel=IMAGES, ge=0)
-    cutmix: float = option(1.0, "Alpha of CutMix, 0 for none.", panel=IMAGES, ge=0)
+    shift: int = option(0, "Shift each image by up to this many pixels.", panel=IMAGES, ge=0)
+    mixup: float = option(0.8, "Alpha of MixUp; 0: no MixUp.", panel=IMAGES, ge=0)
+    cutmix: float = option(1.0, "Alpha of CutMix; 0: no CutMix.", panel=IMAGES, ge=0)
     seed: int = 0
 
     @field_validator("k")

@@ -24,7 +24,7 @@ GROUP = "lipaudit.measures"
 OWN: dict[str, MeasureRecord] = {
     record.name: record for record in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CERTIFY, SCALING)
 }
-"""The measures that come along."""
+"""lipaudit's own measures."""
 
 
 @cache

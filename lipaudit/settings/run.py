@@ -32,7 +32,7 @@ READING = (
     "text_column",
     "tower",
 )
-"""Options that decide how model and data are read: a report keeps those that were given."""
+"""Options that decide how model and data are read; a report stores the given ones."""
 
 
 class RunOptions(Settings):
@@ -40,95 +40,113 @@ class RunOptions(Settings):
 
     data: str | None = option(
         None,
-        "demo, random, an image folder, .npz, .safetensors, IDX, .csv, .jsonl, .txt..., "
-        "hf:NAME[SPLIT].",
+        "Folder of images, .npz, .safetensors, IDX, .csv, .jsonl, .txt..., hf:NAME[SPLIT], "
+        "demo, random.",
         panel=DATA,
         env="LIPAUDIT_DATA",
         usual="demo for demos, else random",
         values=lambda: ("demo", "demo:train", "random"),
     )
-    samples: int | None = option(
-        None, "How many samples to use.", "--samples", "-n", panel=DATA, ge=1
-    )
+    samples: int | None = option(None, "Number of samples.", "--samples", "-n", panel=DATA, ge=1)
     max_tokens: int | None = option(
         None,
         "Cut texts to this many tokens.",
         panel=DATA,
-        usual="128; of scaling its longest length",
+        usual="128; for scaling its longest length",
         kinds=("text",),
         ge=1,
     )
     text_column: str | None = option(
         None,
-        "Column of a table with texts; FIRST,SECOND of pairs.",
+        "Table column with the texts; FIRST,SECOND for pairs of texts.",
         panel=DATA,
         kinds=("text",),
     )
-    label_column: str | None = option(None, "Column with labels.", panel=DATA)
+    label_column: str | None = option(None, "Table column with the labels.", panel=DATA)
     score: Literal["sum", "mean"] | None = option(
         None,
-        "Score continuations, choices or labels with a language model: log-likelihoods, their "
-        "sum or mean over tokens.",
+        "Score continuations, choices or labels with a language model: sum or mean of the "
+        "log-likelihoods of their tokens.",
         panel=DATA,
         kinds=("text",),
-        usual="sum for attack of a language model",
+        usual="sum when a language model is attacked",
     )
     skip_bad: bool = option(
-        False, "Leave out samples that cannot be read, and count them.", panel=DATA
+        False, "Leave out samples that cannot be read; a warning counts them.", panel=DATA
     )
     arch: str | None = option(
         None, "Architecture of a weights file: timm:NAME, py:FILE:FACTORY.", panel=MODEL
     )
     model_kwargs: Keywords = option(None, "k=v,... for the model's constructor.", panel=MODEL)
-    mean: Numbers = option(None, "Override the pixel mean, R,G,B.", panel=MODEL, kinds=("image",))
+    mean: Numbers = option(
+        None,
+        "Pixel mean R,G,B that the model was trained with, in place of the stored one.",
+        panel=MODEL,
+        kinds=("image",),
+    )
     std: Numbers = option(
-        None, "Override the pixel deviation, R,G,B.", panel=MODEL, kinds=("image",)
+        None,
+        "Pixel standard deviation R,G,B that the model was trained with, in place of "
+        "the stored one.",
+        panel=MODEL,
+        kinds=("image",),
     )
     input_size: Sizes = option(
-        None, "Override the image size: 224, or 1,28,28.", panel=MODEL, kinds=("image",)
+        None,
+        "Image size, in place of the model's own: 224, or 1,28,28.",
+        panel=MODEL,
+        kinds=("image",),
     )
     tower: str | None = option(
         None,
-        "Which tower of a model with two: image or text.",
+        "Tower to measure, for a model with two: image or text.",
         panel=MODEL,
         values=lambda: ("image", "text"),
     )
-    seed: int = option(0, "Seed of everything random.", panel=RUN, ge=-(2**63), lt=2**63)
+    seed: int = option(0, "Random seed.", panel=RUN, ge=-(2**63), lt=2**63)
     device: str | None = option(
         None,
-        "auto (CUDA, else the CPU), cpu, cuda, cuda:1...",
+        "Device: auto (CUDA, else CPU), cpu, cuda, cuda:1...",
         panel=RUN,
         usual="auto",
         values=lambda: ("auto", "cpu", "cuda"),
     )
-    dtype: Literal["float32", "float64"] = option("float32", "float32 or float64.", panel=RUN)
+    dtype: Literal["float32", "float64"] = option(
+        "float32",
+        "Precision of the computation: float32 or float64.",
+        panel=RUN,
+    )
     weights: Literal["converted", "stored"] = option(
         "converted",
-        "converted to --dtype on loading, or kept as stored and lifted a layer at a time.",
+        "converted (to --dtype on loading) or stored (kept as stored, converted one layer at "
+        "a time; saves memory).",
         panel=RUN,
     )
     device_map: str | None = option(
         None,
-        "Spread weights over GPUs, CPU and disk: auto, balanced, or a JSON of modules to devices.",
+        "Distribute weights over GPUs, CPU and disk: auto, balanced, or a JSON file that "
+        "maps modules to devices.",
         panel=RUN,
         values=lambda: ("auto", "balanced"),
     )
     batch_size: Size = option(
         None,
-        "Samples at a time; auto: fewer if memory runs out.",
+        "Batch size; auto: smaller if memory runs out.",
         panel=RUN,
         usual="auto",
     )
     shard: ShardNumber = option(
-        None, "i/n: measure the i-th of n parts of the samples; merge makes one report.", panel=RUN
+        None,
+        "i/n: measure only part i of n of the samples; `lipaudit merge` joins the reports.",
+        panel=RUN,
     )
     time_limit: Duration = option(
         None,
-        "End after so long (90s, 30min, 1h30m) with what is measured: looked at between batches.",
+        "Stop after this time (90s, 30min, 1h30m) and report the finished batches.",
         panel=RUN,
     )
-    resume: bool = option(False, "Go on with an interrupted run of the same command.", panel=RUN)
-    offline: bool = option(False, "Never reach for the network.", panel=RUN)
+    resume: bool = option(False, "Continue an interrupted run of the same command.", panel=RUN)
+    offline: bool = option(False, "Do not use the network.", panel=RUN)
 
     @field_validator("batch_size")
     @classmethod

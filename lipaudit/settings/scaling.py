@@ -18,7 +18,7 @@ from lipaudit.theory.policy import TOL
 ScalingMode = Literal["real", "adversarial", "radius", "ascent"]
 
 
-WORST = Need("a --mode of worst cases, which real is not", lambda o: {*o.modes} != {"real"})
+WORST = Need("a --mode other than real", lambda o: {*o.modes} != {"real"})
 
 
 ScalingModes = Annotated[tuple[ScalingMode, ...], listed]
@@ -50,17 +50,23 @@ class ScalingOptions(MeasureOptions):
         "--mode",
         min_length=1,
     )
-    layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
+    layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")
     heads: Names = option(
-        None, "Also these heads: 0.8,5.11 or all. Default: the strongest per layer."
+        None,
+        "Heads of the worst-case modes: 0.8,5.11 or all. Default: the head with the "
+        "largest norm of each layer.",
     )
     radius: Annotated[float, Field(gt=0, le=1e6)] | None = option(
-        None, "Worst case at this radius beside the layer's own.", need=WORST
+        None,
+        "Also compute the worst case at this token radius, beside the layer's own.",
+        need=WORST,
     )
     mask: Literal["own", "none", "causal", "both"] = option(
-        "own", "Mask of the worst case: own, none, causal or both.", need=WORST
+        "own", "Mask of the worst case: own (the model's), none, causal or both.", need=WORST
     )
-    tol: float = option(TOL, "Estimated relative accuracy of the norms.", gt=0, lt=1)
+    tol: float = option(
+        TOL, "Relative accuracy at which the iteration stops (estimated, not proven).", gt=0, lt=1
+    )
 
     @property
     def tokens(self) -> int | None:
@@ -98,7 +104,7 @@ PART = {
 
 MODE = {
     "mode": text_column("mode", "real, adversarial, radius or ascent."),
-    "masked": Column("masked", "Worst case: whether later keys are masked.", format=""),
+    "masked": Column("masked", "For worst cases: whether later keys are masked.", format=""),
 }
 """At which tokens a norm was taken."""
 
@@ -115,19 +121,20 @@ SCALING_TABLE = Layout(
             "n_max",
             "1 + exp(2 R^2 gamma), more with a query bias: where norms peak.",
             domain="",
-            reading="Up to about this many tokens the worst case grows like sqrt n; beyond, it "
-            "falls.",
+            reading="The worst case grows like sqrt n up to about this many tokens and falls "
+            "beyond.",
         ),
         "norm": Column("norm", "||J||, median over the windows; best of an ascent.", reading=NORM),
         "norm_low": Column(
-            "low", "Smallest over the windows; of an ascent, where searches end again at least."
+            "low", "Smallest over the windows; for an ascent, the lowest end of repeated searches."
         ),
         "norm_high": Column(
-            "high", "Largest over the windows; of an ascent, where searches end again at most."
+            "high",
+            "Largest over the windows; for an ascent, the highest end of repeated searches.",
         ),
-        "fitted": Column("fitted", "What the fit c n^a gives here.", status="estimate"),
+        "fitted": Column("fitted", "Value of the fit c n^a at this n.", status="estimate"),
         "mean_field": Column(
-            "mean field", "Largest norm of the same two points with any multiplicities."
+            "mean field", "Largest norm for the same two points repeated any number of times."
         ),
     },
     behind="mean_field",
@@ -141,22 +148,28 @@ FITS_TABLE = Layout(
     fixed={
         **PART,
         **MODE,
-        "radius": Column("R", "Worst case: the radius; each is fitted apart."),
+        "radius": Column("R", "For worst cases: the radius. Each radius has its own fit."),
         "exponent": Column(
             "exponent",
-            "a of c n^a.",
+            "Exponent a of the fit c n^a.",
             status="estimate",
-            reading="How fast the norm grows with the number of tokens: 0.5 is the worst that "
-            "theory allows for long sequences in a fixed ball, 0 is no growth. A fit over the "
-            "lengths measured.",
+            reading="How fast the norm grows with the number of tokens: 0 is no growth, 0.5 "
+            "the largest growth that theory allows for long sequences in a fixed "
+            "ball.",
         ),
-        "exponent_se": Column("s.e.", "Its standard error.", status="estimate"),
-        "r2": Column("R2", "Share of variance that n explains.", status="estimate"),
-        "joint_exponent": Column("exponent, joint", "a of c n^a R^b.", status="estimate"),
+        "exponent_se": Column("s.e.", "Standard error of the exponent.", status="estimate"),
+        "r2": Column(
+            "R2", "R^2 of the fit: share of variance that n explains.", status="estimate"
+        ),
+        "joint_exponent": Column(
+            "exponent, joint", "Exponent a of the joint fit c n^a R^b.", status="estimate"
+        ),
         "joint_exponent_se": Column(
             "s.e.", "Standard error of a, fitted jointly.", status="estimate"
         ),
-        "radius_exponent": Column("exponent of R", "b of c n^a R^b.", status="estimate"),
+        "radius_exponent": Column(
+            "exponent of R", "Exponent b of the joint fit c n^a R^b.", status="estimate"
+        ),
         "radius_exponent_se": Column("s.e.", "Standard error of b.", status="estimate"),
     },
     behind="radius_exponent_se",

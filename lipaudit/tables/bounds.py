@@ -83,7 +83,9 @@ class Bound:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is no name of a bound: use letters, digits and _")
+            raise ValueError(
+                f"{self.name!r} is not a valid name of a bound: use letters, digits and _"
+            )
         if self.function and not _FUNCTION.fullmatch(self.function):
             raise ValueError(f"the function {self.function!r} is not MODULE:FUNCTION")
         if (self.status == "certified") == (self.domain == AT_X):
@@ -93,7 +95,7 @@ class Bound:
         """Return how its column reads."""
         paragraphs = [f"Source: {self.source}.", self.explanation]
         if self.null:
-            paragraphs.append(f"Not given everywhere: it {self.null}.")
+            paragraphs.append(f"Not computed for every head: it {self.null}.")
         return Column(
             label=self.label,
             meaning=self.meaning,
@@ -113,7 +115,7 @@ class Bound:
         if self.log10_label:
             columns[f"log10_{self.name}"] = Column(
                 label=self.log10_label,
-                meaning=f"log10 of {self.name}, where that may overflow.",
+                meaning=f"log10 of {self.name}, for values that overflow.",
                 domain=self.domain,
                 status=self.status,
             )
@@ -149,8 +151,8 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 "blocks of J; of large heads that are not affine min(theorem3, ||B||), "
                 "B_ij >= ||J_ij||",
                 source="ours",
-                explanation="Norm of the matrix of bounds of the blocks of J J^T, usually within "
-                "a factor of two.",
+                explanation="Combines bounds on the norms of the blocks of J J^T. Usually "
+                "within a factor of two of the exact norm.",
                 better="lower",
                 rank=0,
                 scaling=True,
@@ -163,7 +165,8 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 formula="||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
                 source="Yudin et al. 2025 Theorem 3; a general form of ours where heads are not "
                 "affine",
-                explanation="Attention distribution times the size of tokens and weights.",
+                explanation="Multiplies the sensitivity of the softmax by the norms of "
+                "tokens and weights.",
                 rank=2,
                 scaling=True,
             ),
@@ -173,7 +176,8 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 meaning="Theorem 3 with g1(P_i) for ||M(P_i)||.",
                 formula="theorem3 with g_1(P_i) for ||M(P_i)||",
                 source="Yudin et al. 2025 equation 7",
-                explanation="The same from the two largest entries of each row.",
+                explanation="theorem3, computed from the two largest entries of each "
+                "attention row.",
                 rank=3,
             ),
             Bound(
@@ -182,7 +186,7 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 meaning="Yudin et al. 2025, Appendix C.",
                 formula="||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
                 source="Yudin et al. 2025 Appendix C",
-                explanation="theorem3 with only the tokens that a row attends to.",
+                explanation="theorem3 that counts only the tokens to which a row attends.",
                 null=AFFINE_ONLY,
                 rank=1,
             ),
@@ -192,8 +196,8 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 meaning="Castin et al. 2024.",
                 formula="sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2)",
                 source="Castin et al. 2024, as Yudin et al. 2025 Theorem 2",
-                explanation="Lipschitz constant over all sequences of N tokens of norm R or less, "
-                "with the mask and position bias as they are.",
+                explanation="Upper bound on the Lipschitz constant over all sequences of N "
+                "tokens with norm at most R. Mask and position bias stay fixed.",
                 domain=EVERYWHERE,
                 status="certified",
                 null=AFFINE_ONLY,
@@ -208,8 +212,8 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 formula="||W_V|| ((1 + a) min(e^a, sqrt N) + a), a = ||A|| R^2; sqrt N alone if "
                 "masked",
                 source="ours, after the mean-field bound of Castin et al. 2024",
-                explanation="Lipschitz constant over the same inputs as castin that stops growing "
-                "with the number of tokens.",
+                explanation="Upper bound on the Lipschitz constant over the same inputs as "
+                "castin. It does not grow without limit as tokens are added.",
                 domain=EVERYWHERE,
                 status="certified",
                 null=AFFINE_ONLY,
@@ -225,8 +229,8 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 meaning="Hu et al. 2024 at r = 0.",
                 formula="N(N+1) ||X||_F^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
                 source="Hu et al. 2024, as Yudin et al. 2025 Theorem 1, at r = 0",
-                explanation="Norms of the weights and of the tokens alone. Published for a ball "
-                "of radius r around X; at r = 0, for comparison, it speaks of X only.",
+                explanation="Uses only norms of weights and tokens. Published for a ball of "
+                "radius r around X; here r = 0, so it holds at X only.",
                 null=f"{AFFINE_ONLY}, and N(N+1) ||X||_F^2 >= sqrt N",
                 rank=6,
                 log10_label="log10 hu",
@@ -234,7 +238,7 @@ OWN: Mapping[str, Bound] = MappingProxyType(
         )
     }
 )
-"""Our bounds, in the order of their columns."""
+"""lipaudit's own bounds, in the order of their columns."""
 
 
 @cache
@@ -260,7 +264,10 @@ def remedy(bound: Bound) -> str:
         return (
             "This is a bug in lipaudit. Please report it with the model, the data and this line."
         )
-    return f"The bound is a plug-in's, {bound.function}: tell its authors, or uninstall it."
+    return (
+        f"This is a bug in the plug-in {bound.function}. Report it to its authors, or "
+        "uninstall it."
+    )
 
 
 def _fault(bound: Bound) -> str:

@@ -32,7 +32,7 @@ _CELL = {"anyOf": [*_NUMBER["anyOf"], {"type": "integer"}, {"type": "string"}, {
 
 
 _FORMAT = r"^(|s|d|[-+]?(\.\d{1,2})?[efg%])$"
-"""What a `Column.format` may be: no width, so that no file fills the memory."""
+"""Allowed values of `Column.format`. No width: a damaged file must not fill the memory."""
 
 
 def _revive(value: Any) -> Any:

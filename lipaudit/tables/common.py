@@ -4,72 +4,66 @@ from __future__ import annotations
 
 from lipaudit.tables.columns import Column, Reduction, count_column, text_column
 
-PROVEN = (
-    "With probability 0.999 the norm is at most this share above what is given (largest over the "
-    "samples)"
-)
+PROVEN = "Proven relative error of the norm (probability 99.9 %; largest over the samples)"
 
 
-STOPPED = "The error was estimated at most tol and proven to stay within its limit"
+STOPPED = "Whether the estimated error is at most tol and the proven error within its limit"
 
 
 WITHIN = (
-    "Norms are lower estimates. The iteration stops where it estimates the error at "
-    "most tol; that is no proof, and falls short where singular values crowd below the first. "
-    "What is proven, for each sample with probability 0.999 over the random start vector and "
-    "whatever the model: the truth is at most this share higher. Ask for less with --within; as "
-    "small as tol it costs 1.4 to 2.4 times as much. 0: nothing random is left out."
+    "The true norm is at most this share higher than the value shown (probability 99.9 % "
+    "over the random start vector). The iteration approaches the norm from below and stops "
+    "at an estimated error of tol. That estimate can fail if many singular values are close "
+    "to the largest. For a smaller proven error use --within; at the size of tol it costs "
+    "1.4 to 2.4 times as much. 0: the norm was computed without randomness."
 )
 
 
 CONVERGED = (
-    "The stop rule was met: the error is estimated at most tol (no proof), and "
-    "within is at most what --within asks for (proven). Otherwise the norm is a lower estimate of "
-    "unknown quality: see upper."
+    "yes: the estimated error is at most tol, and the proven error at most --within. no: the "
+    "norm may be far too low; see upper for a proven limit."
 )
 
 
 UPPER = (
-    "With probability 1 - eta over the random start vector the norm is not above it. Not "
-    "a proof: the proven upper bounds are those of `lipaudit bounds`."
+    "The norm is at most this value with probability 1 - eta over the random start vector. "
+    "Bounds without randomness are those of `lipaudit bounds`."
 )
 
 
 NORM = (
-    "The largest factor by which an infinitesimal change of the input can be magnified in "
-    "the output, at each sample. It says nothing of how far away the nearest adversarial example "
-    "is: see radius_first_order for a hint and `lipaudit attack` for a trial. It is met from "
-    "below: see within."
+    "The largest factor by which a very small change of the input can grow in the output. It "
+    "does not say how far away the nearest adversarial example is: see radius_first_order "
+    "for a hint and run `lipaudit attack`. The solver approaches it from below: see within."
 )
 
 
 NEAR = (
-    "The norm at X, the largest that was found near X, and the constant that nothing near X can "
-    "exceed: the truth lies between the last two. An ascent is no proof, a certificate no attack."
+    "Three values: the norm at X, the largest norm that a search found near X, and a proven "
+    "upper bound near X. The true maximum is between the last two."
 )
 
 
 ROBUST = (
-    "An upper limit of the true robust accuracy: a stronger attack may break more. "
-    "Compare only figures of the same attack, radius and samples."
+    "The true robust accuracy is at most this: a stronger attack may break more samples. "
+    "Compare only values with the same attack, radius and samples."
 )
 
 
 CERTIFIED = (
-    "A lower limit of the true robust accuracy, on these samples: no attack whatever can break "
-    "what is certified, and what is not certified may stand or fall. The truth lies between it "
-    "and the accuracy under attack.\n"
-    "Proven of the function of real numbers that the stored weights define. A program that "
-    "evaluates it in float32 rounds, and may err where a margin is as small as that."
+    "The true robust accuracy on these samples is at least this: no attack can break a "
+    "certified sample. Samples without a certificate may be robust or not. The truth is "
+    "between this and the accuracy under attack.\nThe proof holds for exact arithmetic with "
+    "the stored weights. A float32 program adds rounding errors, which matter if a margin is "
+    "that small."
 )
 
 
 def norm_of(source: str, target: str) -> str:
     """Say what the norm of a Jacobian at the samples is, and what it is not."""
     return (
-        f"The largest factor by which an infinitesimal change of {source} can be magnified in "
-        f"{target}, at each sample. A large change may be magnified more. The solver "
-        "approaches the norm from below: see within."
+        f"The largest factor by which a very small change of {source} can grow in {target}. A "
+        "large change may grow more. The solver approaches the norm from below: see within."
     )
 
 
@@ -84,17 +78,19 @@ HEAD = {
 
 HEAD_NORMS = {
     **HEAD,
-    "kind": text_column("kind", "How q, k and v come from X."),
+    "kind": text_column(
+        "kind", "How queries, keys and values are computed from X (affine, local or numeric)."
+    ),
     "input": text_column(
         "input",
-        "In what the norms and bounds are taken.",
-        reading="one input: X, which queries, keys and values all read. queries apart: the "
-        "input of the queries and that of the keys and values, varied independently; where one is "
-        "made from the other, or both from one tensor (spatial reduction, class attention), they "
-        "cannot move so, and the norm in what the module takes is another one, larger or smaller. "
-        "keys and values: their input, the queries being constant. module input: all that the "
-        "innermost module around the layer takes; norms are numerical there. `lipaudit bounds "
-        "--input module` takes every norm so.",
+        "Input of the norms and bounds.",
+        reading="one input: queries, keys and values read the same X. queries apart: queries "
+        "read another input than keys and values, and both vary independently. If "
+        "both come from one tensor (spatial reduction, class attention), the norm "
+        "with respect to that tensor can be larger or smaller. keys and values: only "
+        "their input varies; the queries are constant. module input: all inputs of "
+        "the innermost module around the layer, with numerical norms. `lipaudit "
+        "bounds --input module` computes every norm that way.",
     ),
     "tokens": count_column("tokens", "Tokens of the longest sample."),
     "exact": Column(
@@ -118,12 +114,14 @@ HEAD_NORMS = {
     "p_norm": Column("||P||", "Spectral norm of the attention matrix."),
     "x_norm": Column("||X||", "Spectral norm of the layer's input."),
     "radius": Column("R", "max_i ||x_i|| of the layer's input."),
-    "softmax_norm_max": Column("max ||M||", "Largest ||diag(p) - p p^T|| over rows."),
+    "softmax_norm_max": Column(
+        "max ||M||", "Largest norm ||diag(p) - p p^T|| over the attention rows p."
+    ),
     "splitting_gain": Column(
         "splitting",
-        "How much ||J|| grows when tokens are duplicated (--splitting).",
-        reading="Attacks that may insert copies of tokens can gain this factor on the head; 1 "
-        "means that duplicating tokens does not help them.",
+        "Factor by which ||J|| grows if tokens are duplicated (--splitting).",
+        reading="An attack that may insert copies of tokens gains up to this factor on the "
+        "head. 1: duplicating tokens does not help.",
     ),
     "upper": Column(
         "upper", "Probabilistic upper limit of exact (eta 1e-3).", status="estimate", reading=UPPER
@@ -131,14 +129,12 @@ HEAD_NORMS = {
     "within": WITHIN_COLUMN,
     "forward_error": Column(
         "rounding",
-        "Share of ||J|| by which the rounding of the forward pass may have moved it.",
+        "Relative error of ||J|| that rounding in the forward pass may cause.",
         status="estimate",
         format=".2g",
-        reading="The model computes queries and keys with a relative error of its precision; "
-        "where logits are in the thousands, single precision cannot tell the attention map. This "
-        "is an estimate of how far ||J|| moves by it, largest over the samples. All figures of "
-        "the head are right for the rounded pass; --dtype float64 gives those of the model on "
-        "paper.",
+        reading="Estimated effect of rounding on ||J||, largest over the samples. It matters "
+        "if attention logits are in the thousands: float32 then does not resolve the "
+        "attention map. Use --dtype float64 to remove it.",
     ),
     "converged": Column(
         "converged", f"{STOPPED}: every sample.", reading=CONVERGED, format="", default=True
@@ -148,7 +144,7 @@ HEAD_NORMS = {
 
 def wilson_limit(label: str) -> Column:
     """Return the column of an end of the interval of a share."""
-    return Column(label, "Wilson 95 % limit.", format=".1%", status="estimate")
+    return Column(label, "95 % confidence limit (Wilson).", format=".1%", status="estimate")
 
 
 ACCURACY = {
@@ -175,11 +171,11 @@ ACCURACY = {
     "robust_low": wilson_limit("low"),
     "robust_high": wilson_limit("high"),
 }
-"""Columns of a ball: how its radius was typed, and the accuracies with and without attack."""
+"""Columns of a ball: radius as typed, and accuracies with and without attack."""
 
 CERTIFIED_SHARE = Column(
     "certified",
-    "Share of samples that are classified rightly on their whole ball, proven.",
+    "Share of samples that are proven to be classified correctly on their whole ball.",
     format=".1%",
     better="higher",
     status="certified",
@@ -193,7 +189,7 @@ OUTCOMES = {
     "correct": Column("correct", "Whether the prediction is right.", format="d"),
     "robust": Column(
         "robust",
-        "Whether the sample withstood the attack.",
+        "Whether the sample stayed correct under the attack.",
         better="higher",
         domain="ball",
         status="empirical",
@@ -201,4 +197,4 @@ OUTCOMES = {
         reading=ROBUST,
     ),
 }
-"""What attacks and certificates have for every sample."""
+"""Per-sample columns shared by attacks and certificates."""

@@ -18,13 +18,13 @@ SHAPES: Mapping[str, tuple[int | None, ...]] = {
     "p1p2_hist": (None, None),
     "positions": (None, None),
 }
-"""The shape of arrays by kind, the name before @; None is any length."""
+"""Shape of arrays by kind (the name before @); None is any length."""
 BESIDE = {"map": "map_tokens", "row": "row_norms"}
-"""Arrays that need another one of the same head."""
+"""Arrays that need a second array of the same head."""
 BINNED = {"g1_ratio_hist": "g1_ratio_edges", "p1p2_hist": "p1p2_edges"}
 """Histograms, and the edges of their bins: one more than there are bins."""
 AXES = frozenset({"map_tokens", *BINNED.values()})
-"""Arrays that say where others are drawn: all of them finite numbers."""
+"""Arrays with axes of other arrays; all values must be finite."""
 
 
 def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:

@@ -64,8 +64,8 @@ def _loaded(point: EntryPoint, kind: type[T]) -> T:
 
 
 def _refusal(point: EntryPoint, reason: str) -> UsageError:
-    package = point.dist.name if point.dist else "an unnamed package"
+    package = point.dist.name if point.dist else "an unknown package"
     return UsageError(
         f"the plug-in {point.name!r} ({point.group}) of {package} {reason}",
-        f"update {package}, or uninstall it",
+        f"Update {package}, or uninstall it.",
     )

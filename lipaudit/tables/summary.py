@@ -172,11 +172,11 @@ class Summary(Frozen):
 
 
 STEEPEST = 3
-"""How many heads are named."""
+"""Number of heads that are listed."""
 HALF = 0.5
 """A head is called fragile when more than this share of its rows is."""
 FEW = 0.05
-"""Where fewer rows than this are intermediate, a penalty has nothing to pull."""
+"""With a smaller share of intermediate rows, a penalty has no effect."""
 
 
 def summary(report: Report) -> Summary:
@@ -223,9 +223,9 @@ def _contradicted(report: Report) -> Iterator[Warned]:
         sample, ball, trial = known[0]
         by = f" by {trial.attack}" if trial.attack else ""
         text = (
-            f"a contradiction: sample {sample} is certified in {ball.ball} and was broken{by} in "
-            f"{trial.ball} (such samples: {len(known)}). One of the two is wrong: trust neither, "
-            "try --dtype float64, and report it as a fault of lipaudit"
+            f"a contradiction: sample {sample} is certified in {ball.ball} and was broken{by} "
+            f"in {trial.ball} (such samples: {len(known)}). One of the two is wrong: try "
+            "--dtype float64, and report this as a bug in lipaudit"
         )
         yield Warned(measure="", code="contradiction", text=text)
 

@@ -22,11 +22,11 @@ SPACES: dict[Norm, tuple[str, ...]] = {
     "words": ("text",),
     "characters": ("text",),
 }
-"""Kinds of model whose samples each norm measures."""
+"""Kinds of model to which each norm applies."""
 WORST = "worst"
-"""Names all attacks together: a sample is robust if no attack broke it."""
+"""Name of all attacks together: a sample is robust if no attack broke it."""
 COSTS = ("seconds", "forwards", "backwards")
-"""Columns of what a trial cost."""
+"""Cost columns of a trial."""
 # No sign, infinity or underscore, which float() would take: a radius is typed by people.
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
@@ -59,7 +59,7 @@ def parse_radius(text: str) -> Radius:
     """
     radius = _radius(text)
     if radius is None:
-        raise UsageError(f"{text!r} is not a radius", "write it as 2/255, 1.1/255 or 0.03")
+        raise UsageError(f"{text!r} is not a radius", "Write it as 2/255, 1.1/255 or 0.03.")
     return radius
 
 

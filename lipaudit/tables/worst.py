@@ -13,10 +13,10 @@ from lipaudit.tables.report import Report, Section
 from lipaudit.tables.trials import Radius, TrialKey, parse_column
 
 SHOWN = 10
-"""How many samples are shown of all."""
+"""Number of samples that are shown."""
 # ||x||_inf <= max_t ||x_t||_2 <= ||x||_2: a ball in an earlier norm lies within the later ones.
 INSIDE = ("l2", "token-l2", "linf")
-"""Norms of which none is smaller than those behind it."""
+"""Norms in an order in which no norm is smaller than the next one."""
 
 
 class Contradiction(NamedTuple):

@@ -21,7 +21,7 @@ MASK = 9e3
 """How far below the others an entry of a bias hides its key: conventions are -inf, the most
 negative number and -1e4, while position biases and windows of Swin (-100) stay far from it."""
 _NOTHING = torch.finfo(torch.float32).min / 2
-"""A row whose largest entry is no more sees no key: all are at the most negative number."""
+"""A row whose largest bias is at most this sees no key."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class Heads:
 
 
 _BESIDE_MAP = frozenset(("v", "to_q", "to_k", "to_v", "out"))
-"""What P does not depend on."""
+"""Arguments that do not change P."""
 
 
 def affine_heads(

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 EPS = 1e-6
-"""Both logarithms are cut off here: a one-hot row has g_1 = 0."""
+"""Smallest argument of the logarithms: a one-hot row has g_1 = 0."""
 
 Reduction = Literal["max", "mean"]
 

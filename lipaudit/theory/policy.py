@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 TOL = 1e-4
-"""Relative accuracy of a norm, estimated."""
+"""Default of --tol: estimated relative accuracy of a norm."""
 WITHIN = 0.03
-"""How far the probabilistic limit may lie above a norm: what is proven."""
+"""Default of --within: proven relative error of a norm."""
 LAYER_WITHIN = 0.2
-"""The same of the norm of a whole layer, where a product costs as much as the layer."""
+"""Default of --layer-within: as WITHIN, for whole layers, whose products are expensive."""
 NODES = 60_000
-"""Parts of a ball that branch and bound looks at."""
+"""Default number of parts of a ball in branch and bound."""
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from lipaudit.settings.recipe import Recipe
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 
 LOOK = 32
-"""Steps between two looks at the losses: an accelerator works on while nobody looks."""
+"""Steps between two reads of the losses: each read makes an accelerator wait."""
 
 Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 CheckpointState = dict[str, Any]
-"""What a checkpoint holds: tensors, numbers, strings, and lists and dictionaries of them."""
+"""Content of a checkpoint: tensors, numbers, strings, and lists and dictionaries of them."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Training:
             raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
         if self.recipe.penalty == "jasmin" and self.recipe.k and penalty == 0:
             raise UsageError(
-                f"no query sees more than k = {self.recipe.k} keys, so that JaSMin is 0",
+                f"no query attends to more than k = {self.recipe.k} keys, so JaSMin is 0",
                 "Give a smaller --k.",
             )
 
@@ -253,16 +253,16 @@ def _sum_losses(losses: Sequence[tuple[int, Tensor]]) -> Any:
 def _require_fit(net: Net, recipe: Recipe) -> None:
     if net.classes is None:
         raise UsageError(
-            f"training needs a classifier, and {net.info.spec} is none",
-            "--classes gives a model of timm or transformers a new one.",
+            f"training needs a classifier, and {net.info.spec} is not one",
+            "For a timm or transformers model, add a new classifier with --classes.",
         )
     if has_lifted_weights(net.module) or net.info.device_map:
         raise UsageError(
             "training needs its weights on one device, in the precision of the run",
-            "Leave --weights and --device-map out: they are for measuring.",
+            "Leave --weights and --device-map out.",
         )
     if recipe.adversarial and net.kind != "image":
-        raise UsageError("adversarial training is for images", "Leave --adversarial out.")
+        raise UsageError("adversarial training works only for images", "Leave --adversarial out.")
 
 
 def _require_labels(net: Net, data: Batch, name: str) -> None:
@@ -270,8 +270,8 @@ def _require_labels(net: Net, data: Batch, name: str) -> None:
     known = data.y is not None and bool(((data.y >= 0) & (data.y < classes)).all())
     if not known or not len(data):
         raise UsageError(
-            f"{name} should have samples, each with a label from 0 to {classes - 1}",
-            "Name labelled ones (a folder of classes, .npz, .csv).",
+            f"{name} needs samples with labels from 0 to {classes - 1}",
+            "Give labelled samples (a folder of classes, .npz, .csv).",
         )
 
 

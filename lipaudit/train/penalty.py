@@ -36,7 +36,7 @@ from lipaudit.theory.penalties import (
 )
 
 ENTRIES = 2**22
-"""Entries of the attention maps that are held at a time; more rows wait their turn."""
+"""Largest number of attention map entries in memory at a time."""
 
 
 @contextmanager
@@ -79,11 +79,13 @@ def attention_penalty(
     """
     if name != "jasmin":
         raise UsageError(
-            f"{name!r} is no penalty of attention maps",
-            "Use jasmin; the penalty of weights is SpecformerPenalty(net, batch).",
+            f"{name!r} is not a penalty on attention maps",
+            "Use jasmin. For a penalty on weights, use SpecformerPenalty(net, batch).",
         )
     if k == 1 or k < 0 or reduction not in get_args(Reduction):
-        raise UsageError(f"k = {k}, reduction = {reduction!r}", "k: 0, 2, 3...; max or mean.")
+        raise UsageError(
+            f"k = {k}, reduction = {reduction!r}", "Use k = 0, 2, 3... and max or mean."
+        )
     watch = _Watch(k, reduction, None if mask is None else mask.bool(), entries)
     hook = model.register_forward_pre_hook(watch.enter, with_kwargs=True)
     try:
@@ -114,8 +116,8 @@ class _Watch:
         """Add a layer, and let the model go on."""
         if self.batch is None:
             raise InputError(
-                "the size of the batch is not known, over which the penalty is averaged",
-                "Call the module itself that attention_penalty was given, on tensors.",
+                "the batch size, over which the penalty is averaged, is unknown",
+                "Call the same module that was given to attention_penalty, on tensors.",
             )
         with torch.autocast(call.q.device.type, enabled=False):
             values, counted = _row_values(call, self.k, self.entries)
@@ -137,12 +139,13 @@ class _Watch:
         if not self.layers:
             raise InputError(
                 "no attention was seen",
-                "Run the model inside the block, with gradients and uncompiled, before penalty().",
+                "Before penalty(), run the uncompiled model inside the block, with gradients.",
             )
         if self.mask is not None and not self.masked:
             raise InputError(
-                f"a mask of shape {tuple(self.mask.shape)} fits the queries of no attention layer",
-                "Give (batch, tokens) as the layers see them, or no mask.",
+                f"a mask of shape {tuple(self.mask.shape)} does not fit the queries of any "
+                "attention layer",
+                "Give a mask of shape (batch, tokens) as the layers use it, or no mask.",
             )
         layers, self.layers, self.masked = self.layers, [], False
         return torch.stack([each.to(layers[0].device) for each in layers]).sum()
@@ -259,12 +262,12 @@ def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iter
     for site in sites:
         if site.structure is None:
             raise InputError(
-                f"layer {site.index} ({site.module}) {site.reason}: its weights are not known"
+                f"layer {site.index} ({site.module}) {site.reason}, so its weights are unknown"
             )
         if site.inner:
             raise InputError(
-                f"layer {site.index} ({site.module}) makes its queries, keys or values by several "
-                "linear maps in a row: no weight is theirs alone"
+                f"layer {site.index} ({site.module}) computes queries, keys or values by "
+                "several linear maps in a row, so they have no weight of their own"
             )
         forms = (site.structure.q, site.structure.k, site.structure.v)
         for form, factor in zip(forms, factors, strict=True):

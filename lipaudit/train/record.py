@@ -30,12 +30,12 @@ TAKEN = (CHECKPOINT, RECORD, "config.json", "model.safetensors")
 def check_target(out: Path, *, resume: bool) -> None:
     """Refuse to write over another run or a model, or to go on where there is nothing."""
     if resume and not (out / CHECKPOINT).exists():
-        raise UsageError(f"{out} holds nothing to resume", "Leave --resume out.")
+        raise UsageError(f"{out} has no unfinished training to resume", "Leave --resume out.")
     held = next((name for name in TAKEN if (out / name).exists()), None)
     if held and not resume:
         raise UsageError(
-            f"{out} holds {held} already",
-            "Give another --out, or --resume to go on with the run in it.",
+            f"{out} already contains {held}",
+            "Give another --out, or add --resume to continue the training in it.",
         )
     require_folder(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def read_record(out: Path) -> dict[str, Any]:
     """Return the record in the directory of a run."""
     record = read_json(out / RECORD)
     if not isinstance(record, dict):
-        raise InputError(f"{out / RECORD} is no record of a run", "Give another --out.")
+        raise InputError(f"{out / RECORD} is not the record of a training", "Give another --out.")
     return record
 
 
@@ -100,7 +100,7 @@ class TrainingRecord:
                 raise UsageError(
                     f"{self.out} was trained with another {name}: "
                     f"{_name_difference(kept.get(name) or {}, value or {})}",
-                    "Repeat the command of the run, or give another --out.",
+                    "Repeat the command of that training, or give another --out.",
                 )
         self.epochs = epochs
         return state

@@ -193,11 +193,11 @@ X = torch.ones(4, 3, 4, 4)
         (torch.tensor(1.0), "x has no samples"),
         (X[:0], "x has no samples"),
         (X.to(torch.complex64), "x holds torch.complex64"),
-        ([X, torch.zeros(4)], "data of type list are no array"),
-        ((X, torch.zeros(4), 1), "data of type tuple are no array"),
-        (object(), "data of type object are no array"),
-        ({"x": X}, "data of type dict are no array"),
-        (["a", "b"], "data of type list are no array"),
+        ([X, torch.zeros(4)], "data of type list cannot be read as an array"),
+        ((X, torch.zeros(4), 1), "data of type tuple cannot be read as an array"),
+        (object(), "data of type object cannot be read as an array"),
+        ({"x": X}, "data of type dict cannot be read as an array"),
+        (["a", "b"], "data of type list cannot be read as an array"),
         (Path("nowhere.npz"), "there is no data 'nowhere.npz'"),
     ],
 )
@@ -262,14 +262,20 @@ def test_one_measure_may_be_named_without_a_list():
     [
         (lambda m: lipaudit.measure("demo", "bound"), "no measure 'bound'"),
         (lambda m: lipaudit.measure("demo", "bounds", tools=1), "no option 'tools'"),
-        (lambda m: lipaudit.measure("demo", "bounds", input_shape=(1, 8, 8)), "says itself"),
-        (lambda m: lipaudit.audit("demo", ["bounds"], eps="0.1"), "eps: of attacks"),
+        (
+            lambda m: lipaudit.measure("demo", "bounds", input_shape=(1, 8, 8)),
+            "already defines its input shape",
+        ),
+        (
+            lambda m: lipaudit.audit("demo", ["bounds"], eps="0.1"),
+            "eps: these options are for attacks",
+        ),
         (lambda m: lipaudit.measure("demo", "bounds", samples=0), "--samples"),
-        (lambda m: lipaudit.measure(m, "bounds"), "what does the Attention take"),
+        (lambda m: lipaudit.measure(m, "bounds"), "the input shape of Attention is unknown"),
         (lambda m: lipaudit.measure(m, "bounds", input_shape=(1, 2, 3, 4)), "input_shape"),
-        (lambda m: lipaudit.measure(3, "bounds"), "int is no model"),
+        (lambda m: lipaudit.measure(3, "bounds"), "int is not a model"),
         (lambda m: lipaudit.audit("demo", ["bounds"], samples=1, tol=1e-3), "no option 'tol'"),
-        (lambda m: lipaudit.audit("demo", []), "no measure is named"),
+        (lambda m: lipaudit.audit("demo", []), "no measure was given"),
         (lambda m: lipaudit.measure("demo", "bounds", layers=-1), "counted from 0"),
         (lambda m: lipaudit.measure("demo", "bounds", layers=[]), "counted from 0"),
         (lambda m: lipaudit.audit(m, ["attack"], input_shape=(3, 4, 4)), "attack needs labelled"),
@@ -368,9 +374,11 @@ def test_several_models_get_a_report_each_and_are_ranked(module):
     both = lipaudit.audit([module, module], "jacobian", data=x)
     assert numbers(both[0]) == numbers(both[1])
     assert module.training
-    with pytest.raises(LipauditError, match="they share no samples|do not see the same|takes"):
+    with pytest.raises(
+        LipauditError, match="they cannot share samples|do not read the same|takes"
+    ):
         lipaudit.audit(["demo", module], "jacobian", data=x)
-    with pytest.raises(UsageError, match="no model is named"):
+    with pytest.raises(UsageError, match="no model was given"):
         lipaudit.audit([])
 
 

@@ -40,13 +40,13 @@ def test_attacks_that_count_bring_radii_and_queries_of_their_own():
 @pytest.mark.parametrize(
     ("attack", "radii", "how", "message"),
     [
-        ("words", "0.5", {}, "0.5 is no number of words"),
-        ("pgd", "2words", {}, "no attack counts words"),
+        ("words", "0.5", {}, "0.5 is not a whole number of words"),
+        ("pgd", "2words", {}, "no requested attack changes words"),
         ("words", "1", {"norm": "l2"}, "cannot search l2 balls"),
-        ("pgd", "1", {"norm": "words"}, "pgd cannot search balls of words"),
-        ("words", "1", {"norm": "characters"}, "words cannot search balls of characters"),
-        ("custom:words,pgd", "1", {}, "count different things"),
-        ("pgd,words", "2words", {}, "no radius"),
+        ("pgd", "1", {"norm": "words"}, "pgd cannot change words"),
+        ("words", "1", {"norm": "characters"}, "words cannot change characters"),
+        ("custom:words,pgd", "1", {}, "have different units"),
+        ("pgd,words", "2words", {}, "no attack radius"),
     ],
 )
 def test_requests_that_mean_nothing_are_refused(attack, radii, how, message):
@@ -97,7 +97,7 @@ def test_an_attack_either_fits_or_the_advice_does(kind, attack):
         return
     with pytest.raises(UsageError, match="cannot attack") as caught:
         options.suited(kind)
-    advised = caught.value.advice.removeprefix("what can: --attack ")
+    advised = caught.value.advice[:-1].removeprefix("Use --attack ")
     assert set(advised.split(",")) <= ABLE.get(kind, ABLE["image"])
     eps = "0.1,1words" if kind == "text" else "0.1"
     assert AttackOptions.checked({"attack": advised, "eps": eps}).suited(kind).trials()
@@ -115,14 +115,14 @@ def test_a_model_gets_what_its_texts_can_be_changed_by():
         assert [trial.radius.text for trial in options.trials()] == radii
     for name in ("words", "characters"):
         named = AttackOptions.checked({"attack": name})
-        with pytest.raises(UsageError, match=f"{name} cannot be changed in texts") as caught:
+        with pytest.raises(UsageError, match=f"{name} cannot be changed for this model") as caught:
             named.suited("text", ())
-        advised, eps = caught.value.advice.removeprefix("what can: --attack ").split(" --eps ")
+        advised, eps = caught.value.advice[:-1].removeprefix("Use --attack ").split(" --eps ")
         AttackOptions.checked({"attack": advised, "eps": eps}).suited("text", ())
 
 
 def test_norms_of_tokens_are_for_tokens():
-    with pytest.raises(UsageError, match="token-l2 is a norm of tokens") as caught:
+    with pytest.raises(UsageError, match="token-l2 is a norm for token embeddings") as caught:
         suited("image", attack="pgd", eps="0.1", norm="token-l2")
     assert caught.value.advice == "--norm linf or l2"
     assert suited("tokens", attack="pgd", eps="0.1", norm="token-l2") == ["pgd,token-l2,0.1"]
@@ -131,5 +131,5 @@ def test_norms_of_tokens_are_for_tokens():
 def test_a_file_holds_what_the_attacks_give():
     for attack, eps, name in (("words", "1", "a.safetensors"), ("pgd", "0.1", "a.jsonl")):
         options = AttackOptions.checked({"attack": attack, "eps": eps, "save_adv": name})
-        with pytest.raises(UsageError, match="cannot hold"):
+        with pytest.raises(UsageError, match="cannot store"):
             options.suited("text")

@@ -164,7 +164,7 @@ def test_linear_models_of_any_scale_and_box(eps, norm, box, scale, offset):
 
 def test_a_radius_larger_than_the_box_is_refused_and_without_a_box_attacked():
     w, b, x, y = linear()
-    with pytest.raises(UsageError, match="larger than the whole range"):
+    with pytest.raises(UsageError, match="larger than the range of the data"):
         attack(ModelSpec(Lin(w, b), (1, 4, 4)), x, y, eps="1e30", norm="l2")
     w, b, x, y = linear(shape=(4, 4))
     x = 4 * x - 2

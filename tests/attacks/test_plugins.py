@@ -123,8 +123,8 @@ def nothing(_f, _x, _y, _ball, _turn):
         (outside, "left the ball or the box on 5 samples, by up to 0.001"),
         (beside_the_box, "left the ball or the box"),
         (not_a_number, "returned values that are not finite on 5 samples"),
-        (shapeless, r"returned \(1, 4\), not samples \(5, 4\)"),
-        (nothing, r"returned NoneType, not samples \(5, 4\)"),
+        (shapeless, r"returned \(1, 4\), not samples of shape \(5, 4\)"),
+        (nothing, r"returned NoneType, not samples of shape \(5, 4\)"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -198,7 +198,7 @@ def test_a_plugin_cannot_take_a_name_of_ours(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a,b", "a@b", "a:b", "a b", "-a"])
 def test_a_plugin_needs_a_name_that_can_stand_in_an_option(tmp_path, monkeypatch, name):
-    message = f"'{name}' .* of lipaudit_odd has a name that cannot stand in --attack"
+    message = f"'{name}' .* of lipaudit_odd has an invalid name"
     with pytest.raises(UsageError, match=message):
         entries_of(tmp_path / "odd", name, "odd", monkeypatch)
 

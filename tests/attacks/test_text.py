@@ -284,10 +284,13 @@ def test_a_model_without_spelling_has_no_characters():
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        (Draft(((START,), (FIRST + 1,), (END,))), "did not say"),
-        (Draft(((UNKNOWN,), (FIRST,), (END,)), (0,)), "what is no word"),
-        (Draft(((START,), (END,))), "what is no word"),
-        (Draft(((START,), (FIRST + 1,), (END,)), (1, 1)), "made 2 changes, 1 were allowed"),
+        (Draft(((START,), (FIRST + 1,), (END,))), "did not report"),
+        (Draft(((UNKNOWN,), (FIRST,), (END,)), (0,)), "that is not a word"),
+        (Draft(((START,), (END,))), "that is not a word"),
+        (
+            Draft(((START,), (FIRST + 1,), (END,)), (1, 1)),
+            "made 2 changes, but only 1 are allowed",
+        ),
     ],
 )
 def test_an_attack_that_cheats_is_found_out(new, message):

@@ -80,8 +80,8 @@ def test_a_tokenizer_without_offsets_is_refused_in_one_line(tmp_path, attack):
     with pytest.raises(UsageError) as refused:
         lipaudit.measure(str(tmp_path / "model"), "attack", attack=attack, eps="1", **how)
     assert refused.value.message == (
-        f"{attack} cannot be changed in texts of this model: its tokenizer does not say which "
-        "characters a token stands for (in transformers only fast tokenizers do)"
+        f"{attack} cannot be changed for this model: its tokenizer does not give the "
+        "characters of each token (use a fast tokenizer of transformers)"
     )
 
 
@@ -137,5 +137,5 @@ def test_rows_and_sinks_are_means_over_what_their_columns_say(tmp_path):
     assert [row.sink_first for row in section.rows] == pytest.approx(over_samples[0].tolist())
     assert [row.sink_max for row in section.rows] == pytest.approx(over_samples[1].tolist())
     meanings = {name: column.meaning for name, column in section.columns.items()}
-    assert "mean over the rows (queries) of all samples" in meanings["entropy"]
+    assert "mean over all rows (queries) of all samples" in meanings["entropy"]
     assert "then over samples" in meanings["sink_first"]

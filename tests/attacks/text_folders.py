@@ -87,7 +87,7 @@ class Folder:
 
     @property
     def scored(self) -> bool:
-        """Whether it scores what follows a text."""
+        """Whether it scores continuations."""
         return self.model.endswith(("ForCausalLM", "LMHeadModel"))
 
 

@@ -190,7 +190,7 @@ class _Keeper(nn.Module):
 
 
 def test_what_another_pass_left_is_refused():
-    with pytest.raises(NoRuleError, match="by another name or pass"):
+    with pytest.raises(NoRuleError, match="that was changed in place elsewhere"):
         run(_Keeper(), _x())
 
 

@@ -125,7 +125,7 @@ def test_a_text_classifier_has_no_image_attacks(attack, reviews):
     done = attack(model, "--data", "nowhere.csv", "--attack", "standard", "--eps", "0.1")
     assert done.exit_code == 2, done.output
     assert done.stdout == ""
-    advised = done.stderr.strip().rpartition("--attack ")[2]
+    advised = done.stderr.strip().removesuffix(".").rpartition("--attack ")[2]
     section(attack(model, "--data", table, "--attack", advised, "--eps", "0.1"))
 
 
@@ -214,7 +214,7 @@ def test_a_gate_judges_what_counts_words(attack, reviews):
 
 @pytest.mark.parametrize(
     ("entry", "attacks", "message"),
-    [(None, "pgd", "looks up its token ids"), (None, "words", "looks up its token ids")],
+    [(None, "pgd", "the embedding layer of"), (None, "words", "the embedding layer of")],
 )
 def test_models_whose_embeddings_are_not_known_are_refused(reviews, entry, attacks, message):
     net = replace(load_net(reviews[0]), entry=entry)
@@ -304,10 +304,14 @@ LENGTHS = [3, 4, 4, 6, 9]
     ("attacks", "eps", "whole"),
     [
         ("words", "2,3", None),
-        ("words", "1,4", "4 words are whole texts: 3 of 5 have no more (median 4)"),
-        ("words", "50", "50 words are whole texts: 5 of 5 have no more"),
+        ("words", "1,4", "4 words can replace whole texts: 3 of 5 have no more (median 4)"),
+        ("words", "50", "50 words can replace whole texts: 5 of 5 have no more"),
         ("characters", "4", None),
-        ("characters", "19", "19 characters are whole texts: 3 of 5 have no more (median 19)"),
+        (
+            "characters",
+            "19",
+            ("19 characters can replace whole texts: 3 of 5 have no more (median 19)"),
+        ),
     ],
 )
 def test_a_budget_as_large_as_the_texts_is_said_so(attack, reviews, tmp_path, attacks, eps, whole):
@@ -325,8 +329,8 @@ def test_a_budget_as_large_as_the_texts_is_said_so(attack, reviews, tmp_path, at
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--attack", "words", "--eps", "2/255"), "balls of embeddings are for --attack pgd"),
-        (("--attack", "fgsm", "--eps", "2words"), "for texts add it: --attack fgsm,words"),
+        (("--attack", "words", "--eps", "2/255"), "To attack embeddings, use --attack pgd"),
+        (("--attack", "fgsm", "--eps", "2words"), "For texts, use --attack fgsm,words"),
     ],
 )
 def test_a_radius_of_another_unit_is_answered(attack, reviews, options, says):
@@ -342,5 +346,5 @@ def test_words_of_an_image_are_answered(command, tmp_path, monkeypatch):
     assert done.exit_code == 2
     said = " ".join(done.stderr.split())
     if command == "attack":
-        assert "counts words of a text, and the model takes images" in said
+        assert "counts words of a text, but the model takes images" in said
     assert "--eps 2/255" in said

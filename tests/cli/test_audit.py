@@ -68,7 +68,7 @@ def test_a_map_is_no_setting_so_that_reports_stay_comparable(drawn):
         (["attention", "demo", "--map", "1"], "LAYER.HEAD"),
         (["attention", "demo", "--map", "3.0"], "layer 3"),
         (["attention", "demo", "--map", "2.4"], "no head 2.4"),
-        (["attention", "demo", "--query", "1"], "--query goes with --map"),
+        (["attention", "demo", "--query", "1"], "--query needs --map"),
         (["attention", "demo", "--map", "1.3", "--query", "17", "-n", "1"], "no sample has"),
         (["bounds", "demo", "-o", "map.png"], "cannot tell the format of map.png"),
     ],

@@ -90,7 +90,7 @@ def test_where_weights_would_lie_is_shown(tmp_path):
 
 @pytest.mark.parametrize(("option", "value"), [("--time-limit", "1h"), ("--shard", "1/2")])
 def test_options_of_a_run_that_do_nothing_are_refused(option, value):
-    assert f"{option} is for measuring" in check("demo", option, value, code=2)
+    assert f"{option} works only when" in check("demo", option, value, code=2)
 
 
 def test_what_is_not_known_of_memory_is_said(tmp_path):
@@ -100,7 +100,7 @@ def test_what_is_not_known_of_memory_is_said(tmp_path):
     assert planned["bounds"]["bytes"] is None
     assert planned["attention"]["bytes"] > 0
     told = " ".join(check(model).split())
-    assert "the memory is not known: no layer has a closed form" in told
+    assert "the memory is unknown: no layer has a closed form" in told
 
 
 def test_lines_fit_the_terminal(tmp_path, monkeypatch):
@@ -151,7 +151,7 @@ def test_attention_that_is_no_softmax_is_named(tmp_path):
     seen = json.loads(check("py:own.py:model", "--samples", "2", "-f", "json"))
     assert seen["layers"] == 1
     (note,) = [note for note in seen["notes"] if "softmax" in note]
-    assert note.startswith("attention that is not read (blocks.1, own.py:")
+    assert note.startswith("attention that was not measured (blocks.1, own.py:")
 
 
 OTHERS = """
@@ -190,10 +190,10 @@ USUAL = {"bounds", "attention", "jacobian", "attack"}
     ("model", "data", "needs"),
     [
         ("demo", (), {}),
-        ("demo", ("--data", "random"), {"attack": "Name some with --data"}),
-        ("demo", ("--data", "pictures"), {"attack": "Name some with --data"}),
+        ("demo", ("--data", "random"), {"attack": "Give labelled samples with --data"}),
+        ("demo", ("--data", "pictures"), {"attack": "Give labelled samples with --data"}),
         ("demo", ("--data", "labels.npz"), {"attack": "`lipaudit audit --only bounds,attention,"}),
-        ("text", (), {"attack": "Name some with --data"}),
+        ("text", (), {"attack": "Give labelled samples with --data"}),
         ("text", ("--data", "ids.npz"), {}),
         (
             "convolution",
@@ -203,9 +203,9 @@ USUAL = {"bounds", "attention", "jacobian", "attack"}
         (
             "convolution",
             ("--data", "fits.npz"),
-            {"bounds": "has no heads", "attention": "no heads"},
+            {"bounds": "no attention was found", "attention": "no attention was found"},
         ),
-        ("bare", (), dict.fromkeys((*USUAL, "certify"), "let it return a lipaudit.ModelSpec")),
+        ("bare", (), dict.fromkeys((*USUAL, "certify"), "return a lipaudit.ModelSpec")),
     ],
 )
 def test_each_measure_runs_or_says_what_it_needs(model, data, needs):

@@ -117,4 +117,4 @@ def test_a_fault_of_toml_names_the_line_and_how_to_mend_it(tmp_path):
     (tmp_path / "own.toml").write_text("samples = 4\nformat = json\n")
     with pytest.raises(UsageError) as caught:
         read(tmp_path / "own.toml")
-    assert "Line 2 is 'format = json'; text stands in quotes" in caught.value.advice
+    assert "Line 2 is 'format = json'; put text in quotes" in caught.value.advice

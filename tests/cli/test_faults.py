@@ -121,7 +121,7 @@ def test_junk_is_no_file_of_weights(name, content, says):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torchscript_is_named_as_such():
     torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)).save("scripted.pt")
-    run("bounds", "scripted.pt", *ARCH, code=4, says="TorchScript, a program and not weights")
+    run("bounds", "scripted.pt", *ARCH, code=4, says="TorchScript (a program), not a weights file")
     run("bounds", "py:own.py:traced", "--data", "demo", code=4, says="is TorchScript")
 
 
@@ -178,7 +178,7 @@ def saved(tmp_path_factory) -> str:
 
 UNFIT = {
     "cut-short": ((("status",), "partial"), "cut short"),
-    "stuck": ((("sections", 0, "rows", 0, "converged"), False), "1 rows have not converged"),
+    "stuck": ((("sections", 0, "rows", 0, "converged"), False), "1 rows did not converge"),
     "empty": ((("sections",), []), "it has no sections"),
     "failed": (
         (("sections", 0, "failure"), {"reason": "no", "advice": "", "exit_code": 3}),
@@ -205,11 +205,11 @@ def test_one_shard_is_neither_a_baseline_nor_judged():
     how = ("-n", "2", "--layers", "0")
     run("bounds", "demo", *how, "--shard", "1/2", "-o", "shard.json", code=0)
     run("bounds", "demo", *how, "-o", "whole.json", code=0)
-    run("baseline", "save", "shard.json", code=5, says="lipaudit merge makes one of all")
+    run("baseline", "save", "shard.json", code=5, says="join all shards with lipaudit merge")
     for pair in (("shard.json", "-b", "whole.json"), ("whole.json", "-b", "shard.json")):
         done = CliRunner().invoke(build(), ["gate", *pair])
         assert done.exit_code == 5
-        assert "the report is shard 1 of 2: lipaudit merge" in done.stdout
+        assert "the report is shard 1 of 2: join all shards" in done.stdout
 
 
 @pytest.mark.parametrize("place", ["nowhere/new", "file/new", "folder"])
@@ -303,17 +303,20 @@ def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(er
         (("bounds", "demo", "--tol", "1"), "--tol"),
         (("jacobian", "demo", "--tol", "2"), "--tol"),
         (("scaling", "demo", "--tol", "0"), "--tol"),
-        (("bounds", "demo", "--layers", "2-1"), "no range of layers"),
-        (("bounds", "demo", "--layers", "0-999999999999"), "no range of layers"),
+        (("bounds", "demo", "--layers", "2-1"), "not a range of layers"),
+        (("bounds", "demo", "--layers", "0-999999999999"), "not a range of layers"),
         (("bounds", "demo", "--layers", "0,0-1"), "names layer 0 twice"),
         (("bounds", "demo", "--samples", "9" * 30), "too large a number"),
-        (("bounds", "demo", "--max-tokens", "3"), "--max-tokens is for models that take text"),
-        (("bounds", "demo", "--text-column", "a"), "--text-column is for models"),
-        (("bounds", "demo", "--model-kwargs", "a=1"), "made one way"),
+        (
+            ("bounds", "demo", "--max-tokens", "3"),
+            ("--max-tokens works only for models that take text"),
+        ),
+        (("bounds", "demo", "--text-column", "a"), "--text-column works only for models"),
+        (("bounds", "demo", "--model-kwargs", "a=1"), "demo does not take"),
         (("scaling", "demo", "--mode", "real,real"), "real is named twice"),
-        (("scaling", "demo", "--mode", "real", "--mask", "none"), "--mask goes with a --mode of"),
-        (("scaling", "demo", "--mode", "real", "--radius", "2"), "--radius goes with a --mode"),
-        (("jacobian", "demo", "--to", "features", "--rivals", "3"), "--rivals goes with --to"),
+        (("scaling", "demo", "--mode", "real", "--mask", "none"), "--mask needs a --mode other"),
+        (("scaling", "demo", "--mode", "real", "--radius", "2"), "--radius needs a --mode"),
+        (("jacobian", "demo", "--to", "features", "--rivals", "3"), "--rivals needs --to"),
         (("scaling", "demo", "--heads", "0.1,0.1"), "0.1 is named twice"),
         (("scaling", "demo", "--lengths", f"2:{10**400}:log3"), "--lengths"),
         (("attack", "demo", "--eps", "0.1", "--attack", "fgsm,fgsm"), "fgsm is named twice"),
@@ -321,20 +324,23 @@ def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(er
         (("attack", "demo", "--eps", "0.1", "--attack", "custom:pgd,pgd"), "pgd is named twice"),
         (
             ("attack", "demo", "--eps", "0.1", "--attack", "fgsm", "--steps", "3"),
-            "--steps goes with an attack that takes steps: pgd",
+            "--steps needs an attack that takes steps: pgd",
         ),
         (("attack", "demo", "--eps", "0.1", "--attack", "fgsm", "--restarts", "3"), "--restarts"),
         (
             ("attack", "demo", "--eps", "0.1", "--attack", "pgd", "--queries", "9"),
-            "--queries goes with an attack that takes queries or edits: square",
+            "--queries needs an attack that takes queries or edits: square",
         ),
         (
             ("attack", "demo", "--eps", "0.1", "--attack", "fgsm", "--norm", "token-l2"),
-            "token-l2 is a norm of tokens, and the model takes images",
+            "token-l2 is a norm for token embeddings, but the model takes images",
         ),
-        (("train", "demo", "--k", "3"), "--k goes with --penalty jasmin"),
-        (("train", "demo", "--max-tokens", "3"), "--max-tokens is for models that take text"),
-        (("attention", "demo", "--query", "1"), "--query goes with --map"),
+        (("train", "demo", "--k", "3"), "--k needs --penalty jasmin"),
+        (
+            ("train", "demo", "--max-tokens", "3"),
+            ("--max-tokens works only for models that take text"),
+        ),
+        (("attention", "demo", "--query", "1"), "--query needs --map"),
     ],
 )
 def test_options_that_make_no_sense_or_do_nothing_are_refused(args, says):
@@ -348,7 +354,7 @@ def test_what_is_configured_for_texts_does_not_stop_images():
 
 
 def test_options_of_a_kind_are_refused_from_python_alike():
-    with pytest.raises(UsageError, match="max-tokens is for models that take text"):
+    with pytest.raises(UsageError, match="max-tokens works only for models that take text"):
         lipaudit.measure("demo", "jacobian", samples=1, max_tokens=3)
     RunOptions.checked({"mean": "0.5"}).require_kind("image")
 

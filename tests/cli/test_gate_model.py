@@ -44,7 +44,7 @@ def test_a_path_that_leads_nowhere_is_said_to_be_the_baselines(lipaudit, measure
     done = lipaudit("gate", "demo", "-b", "../base.json", "-q")
     assert done.exit_code == 4
     said = " ".join(done.stderr.split())
-    assert "'val.npz': the baseline was measured on it" in said
+    assert "'val.npz', and the baseline was measured on it" in said
     assert "--data PATH" in said
     there = lipaudit("gate", "demo", "-b", "../base.json", "-q", "--data", "../val.npz")
     assert there.exit_code == 0, there.output
@@ -104,7 +104,7 @@ def test_the_machine_is_chosen_anew_and_the_protocol_is_not(lipaudit, measured):
 def test_options_of_a_measurement_are_refused_with_a_report(lipaudit, measured, option):
     done = lipaudit("gate", "base.json", "-b", "base.json", *option)
     assert done.exit_code == 2
-    assert f"{option[0]} would do nothing" in done.stderr
+    assert f"{option[0]} has no effect" in done.stderr
 
 
 def test_without_a_default_rule_one_that_would_apply_is_named(lipaudit):
@@ -112,7 +112,7 @@ def test_without_a_default_rule_one_that_would_apply_is_named(lipaudit):
     done = lipaudit("gate", "a.json", "-b", "a.json")
     assert done.exit_code == 2
     said = " ".join(done.stderr.split())
-    assert "no default rule is about attention" in said
+    assert "no default rule exists for attention" in said
     assert "--fail-on 'attention.g1 <= +5%'" in said
     ruled = lipaudit("gate", "a.json", "-b", "a.json", "--fail-on", "attention.g1 <= +5%")
     assert ruled.exit_code == 0, ruled.output

@@ -92,5 +92,5 @@ def takes(group, flag: str, value: str) -> bool:
     try:
         group.checked(least | {field: value})
     except UsageError as error:
-        return "goes with" in error.message
+        return "needs" in error.message
     return True

@@ -63,7 +63,7 @@ def test_what_cannot_be_had_ends_every_command_alike(hub, tmp_path, monkeypatch,
     done = run(command, "hf:org/shut", *extra)
     assert done.exit_code == 4
     assert "error: the model org/shut is gated" in done.stderr
-    assert "hint: Ask for it on" in done.stderr.replace("  hint", "hint")
+    assert "hint: Request access on" in done.stderr.replace("  hint", "hint")
     assert done.stdout == ""
 
 

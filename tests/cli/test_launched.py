@@ -51,7 +51,7 @@ def test_the_first_of_two_processes_compares(tmp_path, monkeypatch):
     launched(monkeypatch, rank=1, size=2)
     several = CliRunner().invoke(build(), ["compare", "base.json", "demo:jasmin", "demo:robust"])
     assert several.exit_code == 2
-    assert "one MODEL, not for comparing several" in several.stderr
+    assert "one MODEL is measured, not for comparing several" in several.stderr
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, "error: terminated\n"), (1, "")])

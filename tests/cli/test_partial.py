@@ -102,8 +102,8 @@ def test_a_full_disk_loses_nothing(monkeypatch):
         done = audit("--only", "jacobian", "-o", "a.json")
     assert done.exit_code == 3
     assert "cannot write run/report.json: No space left on device" in done.stderr
-    assert "Make room there, or name another place" in done.stderr
-    assert "the same command with --resume goes on" in done.stderr
+    assert "Free disk space, or choose another place" in done.stderr
+    assert "run the same command with --resume to continue" in done.stderr
     assert "Scorecard" in done.stdout  # the journal might be on that disk, too
     fail(monkeypatch, "jacobian", AssertionError("it was measured, and is measured again"))
     done = audit("--only", "jacobian", "-o", "a.json", "--resume")
@@ -119,7 +119,7 @@ def test_an_interrupted_audit_keeps_what_is_measured(monkeypatch):
     fail(monkeypatch, "jacobian", KeyboardInterrupt())
     done = audit("--only", "attention,jacobian")
     assert done.exit_code == 130
-    assert "the same command with --resume goes on" in done.stderr
+    assert "run the same command with --resume to continue" in done.stderr
     assert list(Path("cache").rglob("*.npz"))
 
 
@@ -127,16 +127,20 @@ def test_an_interrupted_audit_keeps_what_is_measured(monkeypatch):
     ("args", "code", "says"),
     [
         (("--only", "bounds,atention"), 2, "no measure 'atention'"),
-        (("--skip", "scaling"), 2, "--skip scaling: an audit does not measure it"),
-        (("--skip", "bounds,attention,jacobian,attack"), 2, "nothing is left"),
-        (("--only", "bounds", "--attack", "pgd"), 2, "--attack goes with a measure attack"),
+        (("--skip", "scaling"), 2, "--skip scaling: an audit does not run it"),
+        (("--skip", "bounds,attention,jacobian,attack"), 2, "no measure is left"),
+        (("--only", "bounds", "--attack", "pgd"), 2, "--attack needs a measure attack"),
         (("--only", "bounds,bounds"), 2, "bounds is named twice"),
         (("--attack", "nope"), 2, "unknown attack"),
         (("--norm", "l3"), 2, "--norm"),
-        (("--norm", "token-l2", "--attack", "pgd"), 2, "token-l2 is a norm of tokens"),
-        (("--eps", "2"), 2, "larger than the whole range"),
+        (("--norm", "token-l2", "--attack", "pgd"), 2, "token-l2 is a norm for token embeddings"),
+        (("--eps", "2"), 2, "larger than the range of the data"),
         (("--attack", "pgd", "--data", "random"), 2, "attack needs labelled samples"),
-        (("--attack", "pgd", "--data", "random"), 2, "column of their labels with --label-column"),
+        (
+            ("--attack", "pgd", "--data", "random"),
+            2,
+            ("name the label column with --label-column"),
+        ),
         (("--run-dir", "file"), 2, "file is a file"),
         (("--run-dir", "file/inside"), 2, "file is a file"),
     ],

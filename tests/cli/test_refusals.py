@@ -89,7 +89,7 @@ def test_a_pickle_with_code_is_not_run(bounds):
 
 def test_an_architecture_is_missing_unknown_or_without_attention(bounds, weights):
     save_file(weights, "model.safetensors")
-    assert_refused(bounds("model.safetensors"), 2, "which architecture")
+    assert_refused(bounds("model.safetensors"), 2, "the architecture is unknown")
     assert_refused(bounds("model.safetensors", "--arch", "timm:nope"), 4, "no model 'nope'")
     assert_refused(bounds("model.safetensors", "--arch", "timm:resnet18"), 4, "do not fit ResNet")
     random = ("--model-kwargs", "pretrained=false")
@@ -136,4 +136,4 @@ def test_a_proof_of_less_than_nothing(bounds, within):
 
 
 def test_a_demo_is_made_one_way(bounds):
-    assert_refused(bounds("demo", "--model-kwargs", "depth=1"), 2, "demo is made one way")
+    assert_refused(bounds("demo", "--model-kwargs", "depth=1"), 2, "demo does not take")

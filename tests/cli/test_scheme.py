@@ -102,7 +102,7 @@ def test_a_format_that_cannot_show_it_is_refused_with_those_that_can(args, tmp_p
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(build(), args.split())
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "cannot show this" in done.stderr
+    assert "is not possible here" in done.stderr
     assert "json" in done.stderr
 
 

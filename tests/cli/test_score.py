@@ -215,7 +215,7 @@ def test_a_report_says_how_it_scored(run):
 def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
     seen = json.loads(run("check", table, "--score", "sum").stdout)
     assert (*seen["measures"],) == ("jacobian", "attack")
-    assert "cannot be measured of scores" in seen["needs"]["bounds"]
+    assert "does not support scores" in seen["needs"]["bounds"]
     assert {planned["samples"] for planned in seen["measures"].values()} == {len(TABLES[table])}
     assert all(each["place"].startswith("line ") and each["class"] for each in seen["first"])
 
@@ -223,15 +223,25 @@ def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
 @pytest.mark.parametrize(
     ("command", "args", "code", "message"),
     [
-        ("bounds", ("--score", "sum"), 2, "bounds cannot be measured of scores"),
-        ("certify", ("--eps", "0.1"), 4, "scores what follows a text"),
-        ("attack", ("--attack", "words"), 2, "it scores what follows a text"),
+        ("bounds", ("--score", "sum"), 2, "bounds does not support scores"),
+        ("certify", ("--eps", "0.1"), 4, "scores continuations"),
+        ("attack", ("--attack", "words"), 2, "it scores continuations"),
         ("attack", (), 2, "no radius"),
         ("jacobian", ("--score", "sum", "--to", "hidden"), 4, "other hidden with each"),
         ("jacobian", ("--score", "sum", "--to", "logits:1"), 4, "hint: Use --to logits."),
-        ("jacobian", ("--score", "sum", "--per-layer"), 2, "other layers with each"),
+        (
+            "jacobian",
+            ("--score", "sum", "--per-layer"),
+            2,
+            "--per-layer does not work with --score",
+        ),
         ("attack", ("--eps", "0.1", "--data", "random"), 2, "labelled"),
-        ("jacobian", ("--score", "sum", "--data", "random"), 4, "nothing for a language model"),
+        (
+            "jacobian",
+            ("--score", "sum", "--data", "random"),
+            4,
+            "no continuations, choices or labels",
+        ),
     ],
 )
 def test_what_cannot_be_done_with_scores_is_refused(run, command, args, code, message):

@@ -133,7 +133,7 @@ def test_where_one_model_fails_the_others_go_on(pages, monkeypatch):
     done = audit("-n", "2", "--only", "jacobian,attention", "--run-dir", "run", "-o", "all.md")
     assert done.exit_code == 3, done.output
     assert "demo:jasmin: jacobian failed: values are not finite" in " ".join(done.stderr.split())
-    assert "--resume measures only what is missing" in done.stderr
+    assert "--resume to measure only what is missing" in done.stderr
     reports = written()
     assert [report.status for report in reports.values()] == ["complete", "partial", "complete"]
     for text in (Path("run/report.html").read_text(), Path("all.md").read_text(), done.stdout):
@@ -163,13 +163,15 @@ def test_an_audit_that_was_cut_short_goes_on_where_it_stopped(monkeypatch):
         done = audit(*common)
     assert done.exit_code == 130
     (folder,) = Path("lipaudit-runs").glob("*-3-models")
-    assert f"1 finished in {folder}: the same command with --resume goes on: " in done.stderr
+    assert (
+        f"finished reports: 1, in {folder}: run the same command with --resume to continue: "
+    ) in done.stderr
     assert tuple(written(folder)) == PLACES[:1]
     first = load(folder / "1-demo/report.json")
     seen = fail(monkeypatch, "jacobian", "", EvaluationError(""))
     again = audit(*common, "--resume", "--run-dir", "run")
     assert again.exit_code == 0, again.output
-    assert "finished 2 of 2 samples of jacobian: going on from there" in again.stderr
+    assert "finished 2 of 2 samples of jacobian: continuing from there" in again.stderr
     assert seen == ["demo:jasmin", "demo:robust"]
     assert tuple(written()) == PLACES
     assert written()[PLACES[0]].sections == first.sections
@@ -182,8 +184,8 @@ def test_an_audit_that_was_cut_short_goes_on_where_it_stopped(monkeypatch):
         (["demo", "demo"], 2, "demo is named twice"),
         (["demo", "demo:nonsense"], 4, "demo:nonsense: "),
         (["demo", "demo:robust", "-o", "map.png"], 2, "cannot tell the format of map.png"),
-        (["demo", "demo:robust", "--rank-by", "bounds.exact"], 2, "a figure for each row"),
-        (["demo", "--rank-by", "jacobian.norm:p95"], 2, "--rank-by ranks several models"),
+        (["demo", "demo:robust", "--rank-by", "bounds.exact"], 2, "has one value per row"),
+        (["demo", "--rank-by", "jacobian.norm:p95"], 2, "--rank-by needs several models"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(monkeypatch, args, code, says):

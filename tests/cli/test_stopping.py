@@ -80,7 +80,7 @@ def test_figures_are_shown_where_a_full_disk_takes_no_file(args, monkeypatch):
         disk.setattr(tempfile, "NamedTemporaryFile", full)
         done = invoke(*args, code=3)
     assert done.stdout.partition("Scorecard")[2] == figures
-    assert done.stderr.count("not kept for --resume") == 1
+    assert done.stderr.count("not saved for --resume") == 1
     assert len([line for line in done.stderr.splitlines() if "error: cannot write" in line]) == 1
 
 
@@ -92,7 +92,7 @@ def small() -> None:
 def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_path):
     code, said = processes.begun(*NORMS, "-o", "a.html", cwd=tmp_path, before=small).ended()
     assert (code, "cannot write a.html: File too large" in said) == (3, True)
-    assert f"--resume goes on: lipaudit {' '.join(NORMS)} -o a.html --resume" in said
+    assert f"--resume to continue: lipaudit {' '.join(NORMS)} -o a.html --resume" in said
     assert [path.name for path in tmp_path.glob("tmp*")] == []
     assert "note: 6 of 6 samples of jacobian are kept: " in said
     assert len(list(tmp_path.rglob("*.npz"))) == 3
@@ -108,11 +108,11 @@ def test_a_resumed_run_of_several_measures_names_each_that_it_reuses(tmp_path, m
         stopping.setattr("lipaudit.engine.execute.make_report", interrupted)
         stopped = CliRunner().invoke(build(), list(audit))
     shares = [f"2 of 2 samples of {name}" for name in ("attention", "jacobian")]
-    assert f"{', '.join(shares)} are kept: the same command" in stopped.stderr
+    assert f"{', '.join(shares)} are kept: run the same command" in stopped.stderr
     assert " --resume\n" in stopped.stderr
     again = invoke(*audit, "--resume")
     for share in shares:
-        assert f"an interrupted run finished {share}: going on from there" in again.stderr
+        assert f"an interrupted run finished {share}: continuing from there" in again.stderr
 
 
 def interrupted(*_args):
@@ -161,7 +161,7 @@ def test_an_audit_of_several_models_that_is_stopped_goes_on(tmp_path):
     assert code == 143
     assert "Traceback" not in said
     typed = f"lipaudit {' '.join(MODELS)} --run-dir run --resume"
-    assert f"the same command with --resume goes on: {typed}" in said
+    assert f"run the same command with --resume to continue: {typed}" in said
     invoke(*MODELS, "--run-dir", "run", "--resume")
     invoke(*MODELS, "--run-dir", "whole")
     for path in sorted(Path("whole").glob("*/report.json")):

@@ -37,7 +37,7 @@ def whole(tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "whole\n"
     assert done.stderr.count("epoch ") == 8
-    assert done.stderr.endswith("Measure it: lipaudit audit whole --data demo\n")
+    assert done.stderr.endswith("Measure the result: lipaudit audit whole --data demo\n")
     return folder / "whole"
 
 
@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(whole, tmp_path):
     assert "another model: dtype float32, not float64" in other.stderr
     done = run(*ARGS, "--out", "cut", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "Going on after epoch" in done.stderr
+    assert "Continuing after epoch" in done.stderr
     ours, theirs = (json.loads((p / "train.json").read_text()) for p in (record.parent, whole))
     assert ours["finished"]
     assert ours["epochs"] == theirs["epochs"]
@@ -134,11 +134,11 @@ def test_a_new_classifier_is_trained_resumed_and_read_back(photos, monkeypatch):
     args = ["vit", "--data", "photos", "--held-out", "photos", "--classes", "3", "--epochs", "2"]
     done = CliRunner().invoke(build(), ["train", *args])
     assert done.exit_code == 0, done.output
-    assert "the classifier is new and random, for 3 classes" in done.stderr
+    assert "the classifier for 3 classes is new and random" in done.stderr
     record = json.loads(Path("trained/train.json").read_text())
     assert any("new and random" in note for note in record["notes"])
     done = CliRunner().invoke(build(), ["train", *args, "--resume"])
-    assert "Going on after epoch 2 of 2" in done.stderr
+    assert "Continuing after epoch 2 of 2" in done.stderr
     done = CliRunner().invoke(build(), ["attack", "trained", "--data", "photos", *FGSM])
     assert done.exit_code == 0, done.output
     done = CliRunner().invoke(build(), ["train", *args[:5], "--out", "other"])
@@ -153,13 +153,13 @@ def test_a_new_classifier_is_trained_resumed_and_read_back(photos, monkeypatch):
         (["demo", "--k", "1"], 2, "--k"),
         (["demo", "--penalty", "l2"], 2, "--penalty"),
         (["demo", "--eps", "two"], 2, "not a radius"),
-        (["demo", "-o", "x.html"], 2, "html cannot show this"),
-        (["demo", "--resume"], 2, "nothing to resume"),
-        (["demo", "--eps", "0.1"], 2, "--eps goes with --adversarial pgd"),
-        (["demo", "--penalty", "specformer", "--k", "10"], 2, "--k goes with --penalty jasmin"),
+        (["demo", "-o", "x.html"], 2, "html is not possible here"),
+        (["demo", "--resume"], 2, "no unfinished training to resume"),
+        (["demo", "--eps", "0.1"], 2, "--eps needs --adversarial pgd"),
+        (["demo", "--penalty", "specformer", "--k", "10"], 2, "--k needs --penalty jasmin"),
         (["demo", "--held-out", "random"], 2, "--held-out"),
-        (["demo", "--classes", "1"], 2, "2 at least"),
-        (["demo", "--classes", "3"], 2, "has its own classes"),
+        (["demo", "--classes", "1"], 2, "at least 2 classes"),
+        (["demo", "--classes", "3"], 2, "has a fixed number of classes"),
         (["no-such-model", "--data", "demo"], 4, "no model"),
     ],
 )
@@ -180,7 +180,7 @@ def test_the_command_that_is_printed_measures_on_the_data(tmp_path, monkeypatch)
     data = ["--data", "my data.npz", "--held-out", "my data.npz"]
     done = CliRunner().invoke(build(), ["train", "demo", *data, "--epochs", "1"])
     assert done.exit_code == 0, done.output
-    printed = done.stderr.strip().splitlines()[-1].partition("Measure it: lipaudit ")[2]
+    printed = done.stderr.strip().splitlines()[-1].partition("Measure the result: lipaudit ")[2]
     words = shlex.split(printed)
     assert words == ["audit", "trained", "--data", "my data.npz"]
     quick = ["--quick", "-n", "2", "--eps", "0", "--run-dir", "r", "-q"]

@@ -103,7 +103,7 @@ def test_token_ids_that_are_refused(tmp_path, text_taker, refused, x, message):
     ],
 )
 def test_labels_that_are_refused(tmp_path, image_taker, refused, y, message):
-    message = message.replace(" of sample", " is none")
+    message = message.replace(" of sample", " is not one")
     assert message in refused(saved(tmp_path / "a.npz", x=BYTES, y=y), image_taker(classes=3))
 
 

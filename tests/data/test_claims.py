@@ -107,7 +107,7 @@ FILES = {
     "npz method": ("a.npz", lambda p: npz_changed(p, "method", 90), "not a readable"),
     "npz objects": ("a.npz", lambda p: npz(p, npy((8,), "|O")), "Python objects"),
     "npy as npz": ("a.npz", lambda p: p.write_bytes(npy(HUGE)), "not a zip file"),
-    "npy": ("a.npy", lambda p: p.write_bytes(npy(HUGE)), "of no kind that is read"),
+    "npy": ("a.npy", lambda p: p.write_bytes(npy(HUGE)), "an unsupported format"),
     "safetensors offsets": (
         "a.safetensors", lambda p: tensors(p, entry([2**40], 2**40)), "not fully covered",
     ),
@@ -132,7 +132,7 @@ FILES = {
     "image narrow": ("images", narrow, "too narrow"),
     "parquet rows": ("a.parquet", lambda p: table(p, "good", 10**6), "1000000 values"),
     "parquet cells": ("a.parquet", lambda p: table(p, "good" * 2**18, 500), "1032 times"),
-    "json": ("a.jsonl", lambda p: p.write_text('{"text":' * 100_000), "is no JSON"),
+    "json": ("a.jsonl", lambda p: p.write_text('{"text":' * 100_000), "is not JSON"),
 }  # fmt: skip
 
 

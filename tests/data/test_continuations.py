@@ -146,21 +146,25 @@ def test_prompts_lose_their_beginning(loaded):
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([{"text": "a"}], {}, "has nothing to score"),
-        ([{"text": "a", "label": 1}], {}, "'label' has numbers"),
+        ([{"text": "a"}], {}, "has no column to score"),
+        ([{"text": "a", "label": 1}], {}, "'label' holds numbers"),
         ([{"question": "a", "choices": ["b", "c"]}], {}, "which of the choices is right"),
         ([MAZE | {"answer": "f"}], {}, "line 1 has the answer 'f', which is none of its 2"),
         ([MAZE | {"answer": 2}], {}, "has the answer 2"),
         ([MAZE | {"answer": "²"}], {}, "has the answer '²', which is none of its 2"),
         ([MAZE | {"choices": ["1", "0"], "answer": "1"}], {}, "'1', which may mean more than one"),
-        ([MAZE | {"choices": {"text": ["c", "d"], "label": ["A"]}}], {}, "of their labels"),
-        ([MAZE | {"choices": "c, d"}], {}, "choices that are no list"),
+        ([MAZE | {"choices": {"text": ["c", "d"], "label": ["A"]}}], {}, "choices and of labels"),
+        ([MAZE | {"choices": "c, d"}], {}, "choices that are not a list"),
         ([MAZE | {"choices": ["c"]}], {}, "no list of 2 to 26"),
         ([MAZE | {"choices": ["c", " "]}], {}, "an empty choice"),
         ([MAZE | {"question": None}], {}, "has no 'question'"),
         ([MAZE, MAZE, MAZE | {"choices": ["x", "y", "d e"]}], {}, "line 3 has 3 choices, most"),
         ([{"prompt": "a", "continuation": ""}], {}, "has no 'continuation'"),
-        ([{"prompt": "a", "continuation": "b c"}], {"max_tokens": 2}, "leaves the prompt no room"),
+        (
+            [{"prompt": "a", "continuation": "b c"}],
+            {"max_tokens": 2},
+            "leaves no room for the prompt",
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_refused(tmp_path, text_taker, refused, rows, options, message):
@@ -181,4 +185,4 @@ def test_rows_of_another_number_of_choices_can_be_left_out(loaded):
 def test_models_without_a_tokenizer_are_refused(tmp_path, text_taker, refused):
     (tmp_path / "t.jsonl").write_text(json.dumps(MAZE))
     net = text_taker(tokenize=None)
-    assert "without a tokenizer" in refused(tmp_path / "t.jsonl", net, **OPTIONS)
+    assert "has no tokenizer" in refused(tmp_path / "t.jsonl", net, **OPTIONS)

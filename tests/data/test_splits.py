@@ -118,7 +118,7 @@ def test_a_split_is_fetched_once_and_there_offline(sets, read, says):
     sets.repositories["datasets/org/two"].status = 503
     ill = read("hf:org/two/plain")
     assert ill.suite_id == first.suite_id
-    assert "it answers 503" in ill.notes[-1].text
+    assert "(status 503)" in ill.notes[-1].text
     assert "[train] is not in the local cache" in says("hf:org/two/plain[train]")
     assert "[train] is not in the local cache" in says("hf:org/two/plain[train]", offline=True)
     assert "org/other is not in the local cache" in says("hf:org/other", offline=True)
@@ -172,7 +172,7 @@ def test_what_the_hub_refuses(sets, says):
     sets.add("datasets/org/two", FILES)
     assert "org/two has no revision 'v9'" in says("hf:org/two@v9")
     sets.add("datasets/org/ill", FILES, files_status=503)
-    assert "it answers 503" in says("hf:org/ill/plain")
+    assert "(status 503)" in says("hf:org/ill/plain")
     sets.add("datasets/org/busy", FILES, status=429)
     assert "429" in says("hf:org/busy/plain")
 

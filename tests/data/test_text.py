@@ -143,11 +143,11 @@ def test_a_file_in_latin_1_is_read_with_a_note(tmp_path, text_taker):
         ("t.csv", "", "has no rows"),
         ("t.csv", "body\nx\n", "has no text column (columns: body)"),
         ("t.csv", "text,label\nx,maybe\n", "class 'maybe'"),
-        ("t.csv", "text,label\nx,7\n", "label 7 is none of the model's 2 classes"),
+        ("t.csv", "text,label\nx,7\n", "label 7 is not one of the model's 2 classes"),
         ("t.csv", "text,label\nx\n", "line 2 has no 'label'"),
         ("t.csv", 'text\n"open', "not a readable .csv"),
-        ("t.jsonl", "{", "line 1 is no JSON (Expecting property name"),
-        ("t.jsonl", "[1]", "line 1 is no {...} object"),
+        ("t.jsonl", "{", "line 1 is not JSON (Expecting property name"),
+        ("t.jsonl", "[1]", "line 1 is not a {...} object"),
         ("t.csv", "text,label\nx,0.7\n", "class '0.7'"),
         ("t.jsonl", '{"text": "x", "label": 0.7}', "class '0.7'"),
         ("t.txt", " \n", "is empty"),
@@ -163,7 +163,7 @@ def test_requests_that_are_refused(tmp_path, text_taker, image_taker, refused):
     path = table(tmp_path / "t.csv")
     assert "no column 'body'" in refused(path, text_taker(), text_column="body")
     assert "leaves nothing" in refused(path, text_taker(), UsageError, max_tokens=0)
-    assert "without a tokenizer" in refused(path, text_taker(tokenize=None))
+    assert "has no tokenizer" in refused(path, text_taker(tokenize=None))
     assert "the model takes image" in refused(path, image_taker())
 
 
@@ -181,7 +181,7 @@ def test_messages_count_the_lines_of_the_file(tmp_path, text_taker, refused):
     """Whatever order samples are drawn in, and however many lines are empty."""
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(BAD_LINES))
-    assert "line 3 is no JSON" in refused(path, text_taker(classes=2))
+    assert "line 3 is not JSON" in refused(path, text_taker(classes=2))
     path.write_text("\n".join([*BAD_LINES[:2], *BAD_LINES[3:6]]))
     for seed in range(4):
         assert "line 3 has no 'label'" in refused(path, text_taker(classes=2), seed=seed)
@@ -189,7 +189,7 @@ def test_messages_count_the_lines_of_the_file(tmp_path, text_taker, refused):
     table.write_text('text,label\n"two\nlines",1\n\nx\ny,0\n')
     assert "line 5 has no 'label'" in refused(table, text_taker(classes=2))
     path.write_text("[" * 100_000)
-    assert "line 1 is no JSON" in refused(path, text_taker(classes=2))
+    assert "line 1 is not JSON" in refused(path, text_taker(classes=2))
 
 
 def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(tmp_path, text_taker, refused):
@@ -278,7 +278,7 @@ def test_a_table_without_names_is_refused_and_how_to_mend_it(tmp_path, text_take
     (tmp_path / "t.csv").write_text("great,positive\nawful,negative\n")
     said = refused(tmp_path / "t.csv", text_taker(classes=2))
     assert "(columns: great, positive)" in said
-    assert "begin the file with names: text,label" in said
+    assert "add a line with column names above it: text,label" in said
 
 
 def test_a_long_name_that_was_asked_for_is_a_name(tmp_path, text_taker):
@@ -309,4 +309,4 @@ def test_pairs_that_nothing_separates_are_warned_of(tmp_path, text_taker, betwee
 def test_a_plain_file_is_said_to_be_one_stream(tmp_path, text_taker):
     (tmp_path / "t.txt").write_text("one two\nthree four\n")
     (note,) = load_data(str(tmp_path / "t.txt"), text_taker(), DataOptions(samples=2)).notes
-    assert "one stream of text, cut into 2 windows" in note.text
+    assert "one long text and cut into 2 windows" in note.text

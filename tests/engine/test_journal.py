@@ -77,7 +77,7 @@ def test_a_killed_run_goes_on_to_the_same_report(args, tmp_path):
     status, _ = stopped(*args, cwd=tmp_path, by=signal.SIGKILL)
     assert status == -signal.SIGKILL
     resumed, said = run(*args, "--resume", cwd=tmp_path)
-    assert "going on from there" in said
+    assert "continuing from there" in said
     assert not kept(tmp_path)
     assert numbers(resumed) == numbers(run(*args, cwd=tmp_path)[0])
 
@@ -86,12 +86,12 @@ def test_a_killed_run_goes_on_to_the_same_report(args, tmp_path):
 def test_a_stopped_run_says_how_to_go_on(by, code, tmp_path):
     status, said = stopped(*NORMS, cwd=tmp_path, by=by)
     assert status == code
-    assert "--resume goes on" in said
+    assert "with --resume to continue" in said
     assert "Traceback" not in said
     _, other = run(*NORMS, "--seed", "1", "--resume", cwd=tmp_path)
     assert "interrupted" not in other  # another run is not mixed up with this one
     _, anew = run(*NORMS, cwd=tmp_path)
-    assert "add --resume to go on" in anew
+    assert "stop this run and add --resume" in anew
     assert not kept(tmp_path)
 
 
@@ -235,7 +235,7 @@ def test_a_run_deletes_its_own_parts_alone(tmp_path):
 def test_a_run_without_a_cache_directory_goes_on(tmp_path):
     (tmp_path / "lipaudit").write_text("a file where the cache would be")
     _, said = run("attention", "demo", "-n", "2", cwd=tmp_path)
-    assert said.count("not kept for --resume") == 1
+    assert said.count("not saved for --resume") == 1
 
 
 def interrupted(root: Path, name: str, *, age_days: float) -> Path:

@@ -49,7 +49,7 @@ def test_a_process_knows_its_place(env, place):
 
 @pytest.mark.parametrize("env", [TORCHRUN, STEP | {"SLURM_STEP_NUM_NODES": "2"}])
 def test_processes_that_cannot_meet_are_told_how(env):
-    with pytest.raises(UsageError, match="where they meet") as error:
+    with pytest.raises(UsageError, match="no address") as error:
         find_place(env)
     assert "MASTER_ADDR" in error.value.advice
 
@@ -59,7 +59,7 @@ def test_processes_that_do_not_come_are_missed(monkeypatch):
     monkeypatch.setattr(launcher, "CLOSING", 0.0)
     place = Place(0, 2, 0, "127.0.0.1", int(processes.free_port()))
     with (
-        pytest.raises(EvaluationError, match="rank 0 of 2 cannot meet") as error,
+        pytest.raises(EvaluationError, match="rank 0 of 2 cannot reach") as error,
         join_processes(place),
     ):
         pytest.fail("met nobody")
@@ -123,7 +123,7 @@ def test_a_killed_process_loses_what_it_had_begun_alone(alone, tmp_path):
     code, text = first.ended()
     assert code == 3, text
     assert "another of the 2 processes has ended" in text
-    assert "--resume goes on" in text
+    assert "with --resume to continue" in text
     assert second.ended()[0] == -signal.SIGKILL
     assert not (tmp_path / "two.json").exists()
     assert len(list(tmp_path.rglob("*.npz"))) == 14

@@ -63,7 +63,7 @@ def test_labels_of_another_model_keep_no_norm_from_being_measured(strangers):
     assert job.net.classes == 10
     (note,) = (note for note in job.notes if note.code == "labels-unused")
     assert note.level == "warning"
-    assert "is none of the model's 10 classes" in note.text
+    assert "is not one of the model's 10 classes" in note.text
 
 
 def test_labels_of_another_model_are_refused_where_they_are_needed(strangers):

@@ -61,19 +61,27 @@ def test_models_that_share_samples_are_taken(first, changes):
 @pytest.mark.parametrize(
     ("changes", "says", "advice"),
     [
-        ({"kind": "text"}, "demo takes images, other text: they share no samples", "apart"),
-        ({"classes": 5}, "demo has 10 classes, other 5: the labels of demo cannot be", "classes"),
+        (
+            {"kind": "text"},
+            "demo takes images, other text, so they cannot share samples",
+            "separately",
+        ),
+        (
+            {"classes": 5},
+            "demo has 10 classes, other 5, so the labels of demo cannot",
+            "class names",
+        ),
         (
             {"ids": IDS, "origins": ELSEWHERE, "data": "random"},
-            "demo would be measured on demo, other on random",
+            "demo would be measured on demo, but other on random",
             "--data",
         ),
         (
             {"ids": IDS, "origins": ELSEWHERE},
-            "demo and other do not see the same samples of demo",
+            "demo and other do not read the same samples from demo",
             "a table of texts",
         ),
-        ({"ids": IDS[:1], "origins": ELSEWHERE[:1]}, "do not see the same samples", "--data"),
+        ({"ids": IDS[:1], "origins": ELSEWHERE[:1]}, "do not read the same samples", "--data"),
     ],
 )
 def test_models_that_share_none_are_refused(first, changes, says, advice):
@@ -84,7 +92,7 @@ def test_models_that_share_none_are_refused(first, changes, says, advice):
 
 def test_labels_that_mean_other_classes_are_refused(first):
     named = replace(first, names=("cat",) * 10)
-    with pytest.raises(InputError, match="what is 'cat' for demo is 'church, minster' for other"):
+    with pytest.raises(InputError, match="the class 'cat' of demo is 'church, minster' in other"):
         require_shared([named, other(first, names=("church, minster",) * 10)])
     require_shared([named, other(first, names=("Tabby, Cat",) * 10)])
     require_shared([named, other(first, names=None)])
@@ -92,9 +100,9 @@ def test_labels_that_mean_other_classes_are_refused(first):
 
 def test_made_up_samples_of_another_form_are_refused(first):
     made_up = replace(first, origins=())
-    with pytest.raises(InputError, match="do not see the same samples") as refused:
+    with pytest.raises(InputError, match="do not read the same samples") as refused:
         require_shared([made_up, other(made_up, ids=IDS)])
-    assert "Made-up samples" in refused.value.advice
+    assert "Random samples" in refused.value.advice
 
 
 def test_a_model_is_named_once(first):

@@ -149,10 +149,10 @@ def test_a_missing_or_doubled_shard_is_named(three):
     error = refused([first, third])
     assert error.message == "shard 2 of 3 is missing"
     assert "--shard 2/3" in error.advice
-    assert "shard 3 of 3 is there twice" in refused([third, *three]).message
-    assert "shards of 2 and of 3" in refused([first, *shards("jacobian", 2)]).message
-    assert "is no shard" in refused([first, run("jacobian")]).message
-    assert "nothing to merge" in refused([]).message
+    assert "shard 3 of 3 was given twice" in refused([third, *three]).message
+    assert "runs of 2 and of 3 shards" in refused([first, *shards("jacobian", 2)]).message
+    assert "is not a shard" in refused([first, run("jacobian")]).message
+    assert "no reports were given to merge" in refused([]).message
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_missing_or_doubled_shard_is_named(three):
 def test_a_shard_of_another_run_is_refused_with_what_differs(three, changes, says):
     other = run("jacobian", shard="2/3", **changes)
     error = refused([three[0], other, three[2]])
-    assert "shards 1 and 2 are not of one run" in error.message
+    assert "shards 1 and 2 are not from the same run" in error.message
     assert says in error.message
 
 
@@ -196,7 +196,7 @@ def test_other_weights_versions_or_devices_are_refused(three):
 def test_shards_that_were_cut_differently_are_refused(three):
     other = run("jacobian", shard="2/3", **{"batch_size": 5})
     error = refused([three[0], other, three[2]])
-    assert "cut differently" in error.message
+    assert "batch sizes differ" in error.message
     assert "--batch-size" in error.advice
 
 
@@ -218,7 +218,7 @@ def test_damaged_or_foreign_parts_are_refused_and_run_nothing(three, tmp_path, m
 
 
 def test_what_needs_all_samples_is_refused_in_a_shard(tmp_path):
-    with pytest.raises(UsageError, match="a shard has some of them"):
+    with pytest.raises(UsageError, match="a shard has only some"):
         run("attack", shard="1/2", save_adv=tmp_path / "a.safetensors")
     for text in ("0/2", "3/2", "2", "1/", "-1/2", "1/2/3"):
         with pytest.raises(UsageError, match="--shard"):
@@ -263,7 +263,10 @@ def test_a_map_that_no_shard_kept_is_named(halves, monkeypatch):
     monkeypatch.setattr("lipaudit.engine.shards.steepest", lambda _sections, _count: ["9.9"])
     notes = lipaudit.merge([load(path) for path in halves]).section("attention").notes
     assert [note.text for note in notes if note.code == "no-map"] == [
-        "no shard kept the attention map of head 9.9: lipaudit attention MODEL --map 9.9 draws it"
+        (
+            "no shard has the attention map of head 9.9: draw it with lipaudit attention MODEL "
+            "--map 9.9"
+        )
     ]
 
 
@@ -296,7 +299,9 @@ def test_a_shard_writes_what_is_merged(command):
     "args", [("watch", "."), ("train", "demo"), ("audit", "demo", "demo:jasmin")]
 )
 def test_what_one_process_does_is_not_shared_out(command, monkeypatch, args):
-    assert "--shard is for measuring one MODEL" in command(*args, "--shard", "1/2", code=2)
+    assert "--shard works only when one MODEL is measured" in command(
+        *args, "--shard", "1/2", code=2
+    )
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -304,7 +309,7 @@ def test_what_one_process_does_is_not_shared_out(command, monkeypatch, args):
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert "a launcher of several processes is for" in command(*args, code=2)
+    assert "several processes work only when one MODEL" in command(*args, code=2)
 
 
 def test_a_shard_goes_on_where_it_was_stopped_and_not_where_another_was(command, monkeypatch):

@@ -53,7 +53,7 @@ def test_what_is_measured_in_time_is_reported_and_the_rest_is_measured_later(mon
     with time_for(2):
         done = invoke(*JACOBIAN, "--time-limit", "90s", "-o", "cut.json")
     assert done.exit_code == 7, done.output
-    assert "the time limit left 1 samples of jacobian unmeasured" in done.stderr
+    assert "the time limit ended the run before 1 samples of jacobian" in done.stderr
     assert "--resume" in done.stderr.splitlines()[-1]
     cut = load("cut.json")
     section = cut.sections[0]
@@ -147,4 +147,4 @@ def test_what_is_no_time_is_refused(text):
 def test_a_training_has_no_limit(args):
     done = invoke(*args, "--time-limit", "1h")
     assert done.exit_code == 2
-    assert "--time-limit is for measuring a MODEL" in done.stderr
+    assert "--time-limit works only when a MODEL is measured" in done.stderr

@@ -88,20 +88,20 @@ with np.errstate(all="ignore"):
             ("an infinite head", "8 values are not finite", new(bounds(EXACT * math.inf)), HEADS),
             (
                 "none converged in either",
-                "64 samples have not converged",
+                "64 samples did not converge",
                 report(jacobian(NORMS, converged=[False] * 64)),
                 report(jacobian(NORMS, converged=[False] * 64)),
             ),
             ("partial", "cut short", report(jacobian(NORMS), status="partial"), STEEP),
             (
                 "not converged",
-                "1 samples have not converged",
+                "1 samples did not converge",
                 report(jacobian(NORMS, converged=[True] * 63 + [False])),
                 STEEP,
             ),
             (
                 "rows not converged",
-                "4 rows have not converged",
+                "4 rows did not converge",
                 report(bounds(EXACT, converged=False)),
                 HEADS,
             ),
@@ -124,7 +124,7 @@ with np.errstate(all="ignore"):
             ),
             (
                 "no head converged then",
-                "4 rows have not converged",
+                "4 rows did not converge",
                 NEW_HEADS,
                 report(bounds(EXACT, converged=False)),
                 "bounds.sharp:mean <= +5%",

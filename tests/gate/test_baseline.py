@@ -70,7 +70,7 @@ def test_an_unfit_report_is_not_promoted(report, jacobian, bounds, norms):
         unfit = {
             "cut short": report(jacobian(norms), status="partial"),
             "1 value is not finite": report(jacobian(np.r_[norms, math.nan])),
-            "have not converged": report(bounds(EXACT, converged=False)),
+            "did not converge": report(bounds(EXACT, converged=False)),
             "64 values are not finite": report(nulled(jacobian(norms))),
             "no samples": report(jacobian([])),
             "no sections": report(),

@@ -279,7 +279,9 @@ def test_a_head_that_did_not_converge_is_left_out_and_named(report, bounds, swap
     loud[3] *= 100
     reports = [whole, report(stuck(bounds(loud), 3), weights="b")]
     pair = pair_of(*(reports[::-1] if swapped else reports))
-    assert pair.warnings == ("left out, not converged in one of them: layer 1 head 1 of bounds",)
+    assert pair.warnings == (
+        ("left out, because not converged in one report: layer 1 head 1 of bounds"),
+    )
     exact = next(changes for changes in pair.heads if changes.metric == "bounds.exact")
     assert [(h.layer, h.head, h.change) for h in exact.heads] == [
         (layer, head, 0.0) for layer in range(3) for head in range(2) if (layer, head) != (1, 1)
@@ -301,7 +303,7 @@ def test_samples_that_did_not_converge_are_left_out_and_counted(report, jacobian
         report(jacobian(steep, converged=flags[1]), weights="b"),
     )
     assert pair.warnings == (
-        "left out, not converged in one of them: 2 of 64 samples of jacobian",
+        "left out, because not converged in one report: 2 of 64 samples of jacobian",
     )
     norm = next(v for v in pair.verdicts if v.metric == "jacobian.norm:median")
     assert (norm.samples, norm.paired) == (62, pytest.approx(0.1))
@@ -331,7 +333,7 @@ def test_a_section_of_which_nothing_converged_is_refused(report, jacobian, bound
     ]
     pair = pair_of(*reports)
     reasons = {v.metric: v.reason for v in pair.verdicts}
-    assert "64 samples have not converged" in reasons["jacobian.norm:median"]
+    assert "64 samples did not converge" in reasons["jacobian.norm:median"]
     assert reasons["bounds.exact:median"] == ""
 
 
@@ -341,7 +343,7 @@ def test_what_failed_keeps_nothing_else_from_being_compared(report, jacobian, at
     new = report(jacobian(norms), failed, spec="new", weights="b", status="partial")
     pair = pair_of(old, new)
     assert {v.status for v in pair.verdicts} == {"unchanged"}
-    assert pair.notes == ("not compared, only old has it: attack",)
+    assert pair.notes == ("not compared, because only old has it: attack",)
 
 
 def test_shares_that_are_the_same_are_unchanged(report, norms):

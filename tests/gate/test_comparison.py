@@ -117,7 +117,7 @@ def test_a_column_is_compared_over_the_samples_that_have_it_in_both(report, jaco
         assert sorted((margin.old, margin.new)) == pytest.approx(
             [np.median(norms[1:-1]), 1.2 * np.median(norms[1:-1])]
         )
-        said = "compared over the 62 of 64 samples for which both have a figure: jacobian.margin"
+        said = "compared over the 62 of 64 samples with a value in both reports: jacobian.margin"
         assert said in pair.notes
 
 
@@ -150,8 +150,8 @@ def test_a_section_that_only_one_report_has_is_noted(report, bounds, jacobian, a
     old = report(bounds(EXACT), attack(ROBUST), spec="old")
     new = report(bounds(EXACT), jacobian(norms), spec="new", weights="b")
     pair = compare([old, new]).pairs[0]
-    assert "not compared, only old has it: attack" in pair.notes
-    assert "not compared, only new has it: jacobian" in pair.notes
+    assert "not compared, because only old has it: attack" in pair.notes
+    assert "not compared, because only new has it: jacobian" in pair.notes
 
 
 def test_few_shared_samples_are_compared_and_counted(report, jacobian, ids, norms):
@@ -160,7 +160,7 @@ def test_few_shared_samples_are_compared_and_counted(report, jacobian, ids, norm
     median = verdicts(pair)["jacobian.norm:median", ""]
     assert (median.status, median.samples) == ("regressed", 10)
     assert median.old == np.median(norms[54:])
-    said = "compared over the 10 samples that both have, of 64 and 10: jacobian"
+    said = "compared over the 10 shared samples (of 64 and 10): jacobian"
     assert said in pair.warnings
 
 

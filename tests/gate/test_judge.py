@@ -143,8 +143,8 @@ def test_an_inconclusive_verdict_says_what_would_settle_it(pair):
     verdict = only(judge(build(lost=6), baseline, rules("attack.robust >= -2pp")))
     assert verdict.status == "inconclusive"
     assert verdict.samples_needed > verdict.samples == 128
-    needed = f"about {verdict.samples_needed} samples would settle it (this run has 128)"
-    assert f"{needed}, or a tolerance beyond {100 * verdict.low:+.3g}pp" in verdict.line
+    needed = f"about {verdict.samples_needed} samples would decide it (this run has 128)"
+    assert f"{needed}, or a limit beyond {100 * verdict.low:+.3g}pp" in verdict.line
     assert "median" not in verdict.line
     wider = rules(f"attack.robust >= {100 * verdict.low - 0.1:.1f}pp")
     assert only(judge(build(lost=6), baseline, wider)).status == "pass"
@@ -293,8 +293,8 @@ def test_row_columns_without_samples_are_compared_as_they_are(pair):
         ("scaling.norm:max <= 3", "matches nothing"),
         ("attack.robust@l2 >= -2pp", "matches nothing"),
         ("bounds.castin:each <= 3", "matches nothing"),
-        ("jacobian.norm:max <= +5%", "how far a maximum changes"),
-        ("attack.robust >= -2%", "changes in points"),
+        ("jacobian.norm:max <= +5%", "variation of a maximum is unknown"),
+        ("attack.robust >= -2%", "percentage points"),
     ],
 )
 def test_a_rule_without_a_meaning_here_is_a_usage_error(pair, rule, message):
@@ -354,7 +354,7 @@ def test_what_differs_without_harm_is_noted(pair):
         "device: cpu became cuda",
         "torch: 2.6.0 became 2.7.0",
     )
-    assert judgement.warnings == ("attack: 3 samples have no gradient (not so in the baseline)",)
+    assert judgement.warnings == ("attack: 3 samples have no gradient (not in the baseline)",)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, -1.0])
@@ -390,7 +390,7 @@ def test_norms_of_another_map_are_not_judged(report, jacobian, norms):
     encoder = section.model_copy(update={"rows": (row,)})
     judgement = judge(report(encoder, weights="b"), report(section))
     assert {v.status for v in judgement.verdicts} == {"not comparable"}
-    assert "pixels to logits became those of pixels to features" in judgement.reason
+    assert "pixels to logits are now norms of pixels to features" in judgement.reason
 
 
 def test_rows_that_a_report_keeps_whole_are_not_judged_over_other_samples(report, bounds, ids):

@@ -179,7 +179,7 @@ def test_what_cannot_be_compared_is_not_ranked(attacked, steep, report, norms):
     nothing = rank([report(spec="a"), report(spec="b", weights="b")])
     assert (nothing.criterion, nothing.compared) == ("", 0)
     assert set(outcomes(nothing).values()) == {(None, "")}
-    with pytest.raises(UsageError, match="nothing to rank"):
+    with pytest.raises(UsageError, match="no reports were given to rank"):
         rank([])
 
 
@@ -329,10 +329,10 @@ def test_models_are_ranked_by_what_is_asked_for(report, jacobian, attack, norms)
     ("by", "says"),
     [
         ("attack.nonsense", "unknown metric"),
-        ("bounds.exact", "it has a figure for each row"),
-        ("jacobian.norm:max", "it may be a maximum by chance"),
+        ("bounds.exact", "it has one value per row"),
+        ("jacobian.norm:max", "it varies too much by chance"),
         ("jacobian.products", "it has no better direction"),
-        ("attack.robust", "is several figures: worst,linf,4/255; worst,linf,8/255"),
+        ("attack.robust", "matches several values: worst,linf,4/255; worst,linf,8/255"),
         ("attack.robust@linf,3/255", "no report has attack.robust@linf,3/255:mean"),
         ("certify.certified", "no report has certify.certified:mean"),
     ],

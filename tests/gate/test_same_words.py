@@ -59,7 +59,7 @@ def test_a_rule_that_is_left_open_names_the_change(report, jacobian, attack):
     (verdict,) = gate
     assert verdict.status != "regressed"
     assert verdict.change_status == "regressed"
-    assert "; the change by itself: regressed, 95 % limits +" in verdict.line
+    assert "; the change alone: regressed, 95 % limits +" in verdict.line
 
 
 HEADS = np.random.default_rng(7).lognormal(0, 0.3, (4, 12))

@@ -243,7 +243,9 @@ def test_heads_that_are_not_affine_have_no_constant_and_a_reason():
         assert row.exact > 0
         assert given == (None,) * 5
     (note,) = section.notes
-    assert note.text.startswith("no ball_sharp for 3 heads: it needs self-attention with affine")
+    assert note.text.startswith(
+        "ball_sharp was not computed for 3 heads: it needs self-attention with affine"
+    )
 
 
 class Pooled(torch.nn.Module):
@@ -278,7 +280,7 @@ def test_a_radius_is_a_positive_number_named_once(radius):
 
 
 def test_no_ball_is_of_what_the_module_takes():
-    with pytest.raises(UsageError, match="--radius goes with --input projections"):
+    with pytest.raises(UsageError, match="--radius needs --input projections"):
         BoundsOptions.checked({"radius": "0.1", "input": "module"})
 
 

@@ -295,10 +295,10 @@ def test_a_ball_that_is_too_large_is_undecided(small):
         ({"eps": "banana"}, "not a radius"),
         ({"eps": "0.1,1/10"}, "named twice"),
         ({"eps": "2words"}, "changed words"),
-        ({"eps": "3"}, "larger than the whole range"),
+        ({"eps": "3"}, "larger than the range of the data"),
         ({"eps": "0.1", "norm": "l7"}, "--norm"),
-        ({"eps": "0.1", "tol": 0.2}, "--tol goes with --radius"),
-        ({"eps": "0.1", "attack": "words"}, "certificates are of balls"),
+        ({"eps": "0.1", "tol": 0.2}, "--tol needs --radius"),
+        ({"eps": "0.1", "attack": "words"}, "certificates hold for balls"),
         ({"eps": "0.1", "attack": "nothing"}, "unknown attack"),
         ({"eps": "0.1", "order": "3"}, "--order"),
         ({"radius": True, "nodes": 0}, "--nodes"),
@@ -426,5 +426,5 @@ def test_the_first_line_says_which_limits_hold():
     assert options.outline(8).endswith("no time limit (default), 60,000 parts of a ball (default)")
     options = CertifyOptions(eps=("0.1",), seconds=100)
     assert options.outline(8).endswith(
-        "100 s (--seconds), no limit of parts of a ball (default beside --seconds)"
+        "100 s (--seconds), no limit on parts of a ball (default with --seconds)"
     )

@@ -272,7 +272,7 @@ def test_no_position_that_is_not_asked_for_has_logits(target, monkeypatch):
 def test_a_head_that_mixes_positions_is_refused_and_is_no_default(gpt2):
     summed = NextToken(gpt2.next_token.head, lambda out: out[0].logits.cumsum(1))
     net = replace(gpt2, next_token=summed)
-    with pytest.raises(InputError, match="does not score positions one by one"):
+    with pytest.raises(InputError, match="does not score each position separately"):
         norms_of(net, texts(), "logits")
     assert norms_of(net, texts(), None).rows[0].to == "features"
 
@@ -315,7 +315,7 @@ class Halved(nn.Module):
 def test_states_that_are_none_of_tokens_have_no_position():
     spec = ModelSpec(Halved(), (8,), kind="text", vocabulary=9, classifier=False)
     net = assemble(spec, LoadOptions(device="cpu"), name="m", source="test")
-    with pytest.raises(InputError, match="not one for each token"):
+    with pytest.raises(InputError, match="do not have one vector per token"):
         norms_of(net, Batch(torch.ones(1, 4, dtype=torch.long), None, ("0" * 12,)), "hidden")
 
 
@@ -339,8 +339,8 @@ def test_the_loss_of_a_classifier_is_that_of_the_label_or_of_what_it_says():
 @pytest.mark.parametrize(
     ("head", "target", "says"),
     [
-        ("BertModel", "loss", "no class scores and no next token"),
-        ("BertModel", "logits:1", "no class scores and no next token"),
+        ("BertModel", "loss", "neither class scores nor next-token scores"),
+        ("BertModel", "logits:1", "neither class scores nor next-token scores"),
         ("BertForSequenceClassification", "logits:1", "have no position"),
         ("BertModel", "hidden:9", "the longest has 5 tokens"),
         ("BertModel", "hidden:-6", "the longest has 5 tokens"),
@@ -360,5 +360,5 @@ def test_what_is_no_end_is_refused(target):
 def test_rivals_need_classes_at_one_position():
     assert JacobianOptions.checked({"target": "logits:2", "rivals": 3}).rivals == 3
     for target in ("loss", "logits:all", "hidden"):
-        with pytest.raises(UsageError, match="--rivals goes with --to logits"):
+        with pytest.raises(UsageError, match="--rivals needs --to logits"):
             JacobianOptions.checked({"target": target, "rivals": 3})

@@ -233,7 +233,7 @@ def test_of_images_nothing_is_said_of_texts():
     net = of_timm("vit_tiny_patch16_224", img_size=64, dynamic_img_size=True)
     section, *_ = measured(net, PIXELS, modes=("real",), lengths=(4, 5, 9), tol=1e-2)
     said = " ".join(note.text for note in section.notes)
-    assert "2 of 3 lengths were measured: several lengths make the same number of patches" in said
+    assert "2 of 3 lengths were measured: several lengths give the same number of patches" in said
     assert "text" not in said
 
 

@@ -112,8 +112,8 @@ def data(path):
 def test_the_report_says_which_function_was_measured(stored):
     (note,) = load_net(stored, STORED).info.notes
     assert note.code == "stored-weights"
-    assert "kept in bfloat16" in note.text
-    assert "float32 function of exactly these weights" in note.text
+    assert "stay in bfloat16" in note.text
+    assert "The results are those of exactly these weights" in note.text
 
 
 def test_weights_stay_as_they_are_stored_and_have_one_hash(stored):
@@ -232,6 +232,6 @@ def test_where_nothing_can_be_kept_the_report_says_so(tmp_path, stored):
     single = transformers.BertModel(transformers.BertConfig(**SIZES))
     single.save_pretrained(tmp_path)
     (note,) = load_net(str(tmp_path), STORED).info.notes
-    assert "changed nothing" in note.text
-    with pytest.raises(UsageError, match="models of transformers"):
+    assert "has no effect" in note.text
+    with pytest.raises(UsageError, match="works only for transformers models"):
         load_net("demo", STORED)

@@ -172,7 +172,7 @@ def test_models_that_see_what_follows_are_refused(seed):
     net = assemble(
         describe_transformers(module, LoadOptions()), LoadOptions(), name="bert", source="test"
     )
-    with pytest.raises(InputError, match="looks at what is behind a token"):
+    with pytest.raises(InputError, match="looks at later tokens"):
         score_continuations(net, CHOICES, "sum")
 
 
@@ -180,7 +180,7 @@ def test_models_that_read_more_than_embeddings_are_refused():
     net = language_model("gpt2")
     unlike = net.next_logits
     object.__setattr__(net, "next_logits", lambda z, first: 2 * unlike(z, first))
-    with pytest.raises(InputError, match="gives other logits for embeddings"):
+    with pytest.raises(InputError, match="gives different logits for embeddings"):
         score_continuations(net, ALONE, "sum")
 
 

@@ -198,12 +198,18 @@ def test_with_other_options_every_checkpoint_is_measured_again(folder):
 
 def test_a_training_is_watched_on_all_samples(folder, monkeypatch):
     done = watch(folder, "--shard", "1/2")
-    assert (done.exit_code, "one MODEL, not for the course" in done.stderr) == (2, True)
+    assert (done.exit_code, "one MODEL is measured, not for the course" in done.stderr) == (
+        2,
+        True,
+    )
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     done = watch(folder)
-    assert (done.exit_code, "one MODEL, not for the course" in done.stderr) == (2, True)
+    assert (done.exit_code, "one MODEL is measured, not for the course" in done.stderr) == (
+        2,
+        True,
+    )
     assert not (folder / "lipaudit-checkpoints").exists()
 
 
@@ -211,8 +217,8 @@ def test_a_training_is_watched_on_all_samples(folder, monkeypatch):
     ("make", "args", "code", "says"),
     [
         (lambda f: None, [], 4, "there is no directory"),
-        (lambda f: f.mkdir(), [], 4, "holds no checkpoint whose name has a step"),
-        (lambda f: f.mkdir(), ["--poll", "1"], 2, "--poll goes with --follow"),
+        (lambda f: f.mkdir(), [], 4, "holds no checkpoint with a step in its name"),
+        (lambda f: f.mkdir(), ["--poll", "1"], 2, "--poll needs --follow"),
         (lambda f: f.mkdir(), ["--logger", "excel"], 2, "no logger 'excel'"),
         (lambda f: filled(f, {"step_1.pt": 1}), [], 2, "--arch"),
     ],

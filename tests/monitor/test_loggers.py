@@ -84,7 +84,7 @@ def test_a_run_of_wandb_is_given_a_step_of_our_own(tmp_path, monkeypatch):
 
 def test_wandb_without_a_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
-    with pytest.raises(UsageError, match="no run of W&B is open"):
+    with pytest.raises(UsageError, match="no W&B run is active"):
         loggers("wandb", tmp_path)
 
 

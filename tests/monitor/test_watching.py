@@ -188,9 +188,9 @@ def test_a_training_that_goes_on_replaces_the_reports_of_the_steps_it_repeats(
         ({"measures": ["attack"], "data": torch.ones(4, 3, 4, 4)}, "attack needs labelled"),
         ({"tools": 1}, "no option 'tools'"),
         ({"loggers": "tensorbord"}, "no logger 'tensorbord'"),
-        ({"data": "nowhere.npz"}, "what does the Classifier take"),
+        ({"data": "nowhere.npz"}, "the input shape of Classifier is unknown"),
         ({"to": __file__}, "is a file"),
-        ({"shard": "1/2"}, "a training is watched on all samples"),
+        ({"shard": "1/2"}, "a training is measured on all samples"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_training(module, data, tmp_path, asked, says):
@@ -213,7 +213,7 @@ def test_weights_that_no_process_holds_are_refused(module, data, tmp_path):
 
     with pytest.raises(InputError, match=r"sharded over processes \(all\)"):
         lipaudit.watch(FullyShardedDataParallel(nn.Linear(1, 1)), data=data, to=tmp_path)
-    with pytest.raises(InputError, match="str is no model"):
+    with pytest.raises(InputError, match="str is not a model"):
         lipaudit.watch("demo", data=data, to=tmp_path)
 
 

@@ -106,7 +106,7 @@ def test_names_of_none_and_of_several_are_refused(placed, said, message, advice)
 def test_a_report_without_samples_says_so(report):
     alone = keep(report, report.section("scaling"))
     for sample in (None, "x"):
-        with pytest.raises(InputError, match="says nothing of single samples"):
+        with pytest.raises(InputError, match="has no results for single samples"):
             of_sample(alone, "x.json", sample)
 
 
@@ -238,7 +238,7 @@ def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch
         return CliRunner(env={"COLUMNS": "80"}).invoke(build(), ["inspect", "x.json", *args])
 
     listed = run().stdout
-    assert "lipaudit inspect x.json SAMPLE shows one of 24" in " ".join(listed.split())
+    assert "For one of the 24" in " ".join(listed.split())
     assert listed.index(IDS[21][:12]) < listed.index(IDS[19][:12])
     shown = run("cat/7.png")
     assert max(map(len, shown.stdout.splitlines())) <= 80

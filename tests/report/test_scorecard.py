@@ -253,7 +253,8 @@ def test_a_report_without_figures_has_no_scorecard(report, blank_report):
 def test_every_format_draws_it_above_findings_and_sections(report, format):
     text = render(report, format).decode().rpartition("</nav>")[2]  # contents name all of them
     places = [
-        text.find(word) for word in ("Scorecard", "clean accuracy", "What stands out", "Most ampl")
+        text.find(word)
+        for word in ("Scorecard", "clean accuracy", "What stands out", "Heads with the largest")
     ]
     assert 0 < places[0] < places[1] < places[2] < places[3]
 

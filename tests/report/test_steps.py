@@ -40,8 +40,8 @@ def test_a_gate_is_offered_on_what_is_complete(report):
 @pytest.mark.parametrize(
     ("code", "advice"),
     [
-        ("random-data", "Measure at real samples: these are noise."),
-        ("random-weights", "Load trained weights: these are random."),
+        ("random-data", "Measure on real samples: the current ones are noise."),
+        ("random-weights", "Load trained weights: the current ones are random."),
     ],
 )
 def test_noise_calls_for_a_model_in_use(report, code, advice):
@@ -59,7 +59,7 @@ def test_every_step_says_what_its_command_is_for(report):
     steps, card = make_page(report).steps, make_scorecard(report)
     (line,) = [line for line in card.lines if "--adversarial" in line.command]
     ball, left = line.label.removeprefix("robust accuracy, "), f"{100 * line.value:.1f}%"
-    aim = f"Train against attacks: at {ball} they leave {left} of the samples right."
+    aim = f"Train against attacks: at {ball} only {left} of the samples stay right."
     assert (aim, line.command) in steps
     assert all(text.endswith(".") for text, _ in steps)
 

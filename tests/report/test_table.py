@@ -137,7 +137,9 @@ def test_heads_say_in_what_their_norm_is_taken(report):
     other = section.rows[0].replace(input="queries apart")
     mixed = section.model_copy(update={"rows": (other, *section.rows[1:])})
     for part, shown in ((section, False), (mixed, True)):
-        (table,) = [b for b in show_section(part) if "amplifying" in getattr(b, "title", "")]
+        (table,) = [
+            b for b in show_section(part) if "Heads with the largest" in getattr(b, "title", "")
+        ]
         labels = [column.label for column in table.columns]
         assert ("input" in labels) == shown
         assert all(len(row) == len(labels) for row in table.rows)

@@ -153,7 +153,7 @@ def test_what_is_asked_for_by_its_own_name_comes_first():
     assert run("exact").stdout.startswith("exact: Computed at the samples X")
     within = " ".join(run("within").stdout.split())
     assert within.startswith("bounds.within, bounds.layers.within, jacobian.within: ")
-    assert within.count("Norms are lower estimates.") == 1
+    assert within.count("The true norm is at most this share higher") == 1
     text = run("theorem", "3").stdout
     parts = [text.find(part) for part in ("How to read it:", "What it does not say:", "Formula:")]
     assert parts == sorted(parts)

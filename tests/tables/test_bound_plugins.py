@@ -169,7 +169,7 @@ def test_a_bound_below_the_norm_ends_the_run_by_its_name(strangers):
     assert done.stdout == ""
     assert "strange of head 0.0 (blocks.0.attn) is" in done.stderr
     assert "below the exact norm" in done.stderr
-    assert "a plug-in's, strange_formula:low: tell its authors" in done.stderr
+    assert "a bug in the plug-in strange_formula:low. Report it to its authors" in done.stderr
     assert "bug in lipaudit" not in done.stderr
 
 
@@ -182,7 +182,7 @@ def test_a_bound_below_the_norm_ends_the_run_by_its_name(strangers):
         (("strange", "strange_formula"), "is not MODULE:FUNCTION"),
         (("strange", "strange_formula:low", "other"), "is called 'strange' in its record"),
         (("log10_castin", "strange_formula:low"), "in use already"),
-        (("log10_x", "strange_formula:low"), "no name of a bound"),
+        (("log10_x", "strange_formula:low"), "not a valid name of a bound"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_refused_by_its_package(strangers, record, says):

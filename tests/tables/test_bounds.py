@@ -166,9 +166,9 @@ def test_a_bound_that_is_no_number_is_refused(value):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"name": "Sharp"}, "no name"),
-        ({"name": "log10_mine"}, "no name"),
-        ({"name": "bound_mine"}, "no name"),
+        ({"name": "Sharp"}, "not a valid name"),
+        ({"name": "log10_mine"}, "not a valid name"),
+        ({"name": "bound_mine"}, "not a valid name"),
         ({"function": "package.module"}, "not MODULE:FUNCTION"),
         ({"status": "certified"}, "contradicts"),
         ({"domain": EVERYWHERE}, "contradicts"),
@@ -199,7 +199,7 @@ def test_a_record_is_all_that_a_place_needs():
     assert columns["mine"].reading.splitlines() == [
         "Source: ours.",
         "Says little.",
-        "Not given everywhere: it needs luck.",
+        "Not computed for every head: it needs luck.",
     ]
     assert (columns["mine"].unit, columns["mine"].format) == ("u", ".5g")
     assert (columns["log10_mine"].unit, columns["log10_mine"].better) == ("", None)

@@ -179,9 +179,9 @@ def test_data_without_labels_and_losses_without_limit(digits):
     unknown = Batch(digits.x, digits.y - 1, digits.ids)
     with pytest.raises(UsageError, match="label"):
         next(train(net, unknown, QUICK))
-    with pytest.raises(UsageError, match="held-out data should have samples"):
+    with pytest.raises(UsageError, match="held-out data needs samples"):
         next(train(net, digits, QUICK, held_out=unknown))
-    with pytest.raises(UsageError, match="should have samples"):
+    with pytest.raises(UsageError, match="needs samples"):
         next(train(net, digits[:0], QUICK))
     features = replace(net, classes=None)
     with pytest.raises(UsageError, match="classifier"):

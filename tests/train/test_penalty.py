@@ -199,7 +199,7 @@ def test_a_mask_may_be_of_numbers_and_has_to_fit(zoo):
     assert values[0] == values[1]
     with attention_penalty(net.module, mask=batch.mask[:, 1:]) as read:
         net.output(batch)
-        with pytest.raises(InputError, match="fits the queries of no attention"):
+        with pytest.raises(InputError, match="does not fit the queries of any attention"):
             read()
 
 
@@ -234,7 +234,7 @@ def test_a_mask_fits_heads_folded_into_the_batch(reduction):
 def test_the_batch_has_to_be_known(zoo):
     net, _, batch = zoo("timm-vit")
     with (
-        pytest.raises(InputError, match="size of the batch"),
+        pytest.raises(InputError, match="batch size"),
         attention_penalty(net.module),
     ):
         net.module.forward_features(batch.x)
@@ -262,7 +262,7 @@ def test_the_batch_is_found_inside_of_what_a_model_is_given(zoo):
 def test_other_penalties_are_named(zoo):
     net, _, _ = zoo("timm-vit")
     with (
-        pytest.raises(UsageError, match="no penalty of attention"),
+        pytest.raises(UsageError, match="not a penalty on attention"),
         attention_penalty(net.module, "x"),
     ):
         pass

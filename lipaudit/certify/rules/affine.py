@@ -274,7 +274,7 @@ def conv2d(
 ) -> Form:
     """A convolution as a product with the patches: those of the library may round otherwise."""
     if input.ndim != 4:
-        raise NoRuleError("a convolution of what has no batch")
+        raise NoRuleError("a convolution without a batch axis")
     gaps, steps = as_pair(dilation), as_pair(stride)
     x: Any = input
     if isinstance(padding, str):
@@ -367,4 +367,4 @@ RULES: dict[str, Callable[..., Any]] = {
     "batch_norm": batch_norm,
     "sum": total,
 }
-"""What affine operations do to forms."""
+"""Rules for affine operations."""

@@ -323,4 +323,4 @@ RULES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention,
     "multi_head_attention_forward": multi_head_attention,
 }
-"""What softmax and attention do to forms."""
+"""Rules for softmax and attention."""

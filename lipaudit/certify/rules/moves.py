@@ -108,7 +108,7 @@ MOVES = (
     *("reshape", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
     *("narrow", "select", "index_select", "roll", "flip", "repeat"),
 )
-"""Methods of tensors that move entries about."""
+"""Tensor methods that rearrange entries."""
 
 
 def lift(value: Any, like: Form) -> Form:
@@ -132,7 +132,7 @@ def make_moving(like: Any, *constants: Any) -> tuple[Any, ...]:
 def where(condition: Tensor, input: Any, other: Any) -> Form:
     """Entries of the one where the condition, a constant, holds, else of the other."""
     if isinstance(condition, Form):
-        raise NoRuleError("where with a condition on what moves")
+        raise NoRuleError("where with a condition that depends on the input")
     like = input if isinstance(input, Form) else other
     one, two = (each if isinstance(each, Form) else lift(each, like) for each in (input, other))
     shape = shape_of(condition.shape, one.shape, two.shape)
@@ -237,4 +237,4 @@ RULES: dict[str, Callable[..., Any]] = {
     **{name: _constants(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
     **dict.fromkeys(("new_empty", "empty_like"), _empty),
 }
-"""What putting entries elsewhere does to forms."""
+"""Rules for operations that rearrange entries."""

@@ -205,4 +205,4 @@ RULES: dict[str, Callable[..., Any]] = {
     "norm": norm,
     "normalize": normalize,
 }
-"""What these normalisations do to forms."""
+"""Rules for normalisations."""

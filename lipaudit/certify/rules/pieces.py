@@ -228,4 +228,4 @@ RULES: dict[str, Callable[..., Any]] = {
     "min": minimal,
     "max_pool2d": max_pool2d,
 }
-"""What functions of linear pieces do to forms."""
+"""Rules for piecewise linear functions."""

@@ -189,4 +189,4 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("div", "divide", "true_divide", "truediv"), div),
     "rdiv": lambda x, other: div(other, x),
 }
-"""What products do to forms."""
+"""Rules for products."""

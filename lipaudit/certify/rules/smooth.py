@@ -296,7 +296,7 @@ def _unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
 
 
 _UNKNOWN = 1e300
-"""Stands for a third derivative without a bound: where the second one jumps (ELU at 0)."""
+"""Marks an unbounded third derivative: the second derivative jumps (ELU at 0)."""
 
 
 def _mish_slopes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -439,4 +439,4 @@ RULES: dict[str, Callable[..., Any]] = {
     "glu": glu,
     "selu": selu,
 }
-"""What smooth functions do to forms."""
+"""Rules for smooth functions."""

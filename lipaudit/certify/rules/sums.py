@@ -138,7 +138,7 @@ def interpolate(
 
     down, across = weights(0), weights(1)
     if antialias and 1 in across.shape:
-        raise NoRuleError("interpolate with antialias of images one wide, which torch mixes up")
+        raise NoRuleError("interpolate with antialias of images of width one")
     places = input.shape[-2] + input.shape[-1]
     x = input.settle()
     result = linear_map(x, op, down, across, roundings=places + 4)
@@ -215,4 +215,4 @@ RULES: dict[str, Callable[..., Any]] = {
     "adaptive_avg_pool1d": make_pooling(F.adaptive_avg_pool1d, 1),
     "adaptive_avg_pool2d": make_pooling(F.adaptive_avg_pool2d, 2),
 }
-"""What sums do to forms."""
+"""Rules for sums."""

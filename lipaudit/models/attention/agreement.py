@@ -16,7 +16,7 @@ from lipaudit.theory.exact.head_norms import sketched_vjp_x
 from lipaudit.theory.heads import Heads
 
 HOPELESS = 0.1
-"""A change of J by rounding beyond which comparing its two forms would say nothing."""
+"""If rounding changes J by more than this, the closed form cannot be checked against autograd."""
 SKETCH = 16  # directions of an input's channels in which gradients are compared
 
 

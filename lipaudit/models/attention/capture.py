@@ -326,8 +326,8 @@ def capture(
         run_observed(net, batch, tracer)
     for site in pending.values():
         raise EvaluationError(
-            f"attention layer {site.index} ({site.module}) was not met on this batch",
-            "the model chooses its layers by the data: leave this one out with --layers",
+            f"attention layer {site.index} ({site.module}) was not used for this batch",
+            "The model chooses its layers by the data. Leave this layer out with --layers.",
         )
     return results
 

@@ -67,7 +67,7 @@ def find_obstacle(layer: Layer) -> str | None:
 
 def _linearize_module(layer: Layer) -> Linearization | str:
     """Linearise the module of a layer, or say why it cannot be run on its own."""
-    outside = "its module cannot be run on its own"
+    outside = "its module cannot be run alone"
     site, samples = layer.site, layer.samples
     missing = len(layer.numbers) < len(site.addresses)
     if not site.inputs or layer.frame is None or missing or len(layer.output) % samples:
@@ -97,8 +97,8 @@ def _linearize_layer(layer: Layer) -> Linearization:
     again = linear.output[0].view_as(layer.output)
     if not agree(layer.output, again, AGREES, each=1):
         raise EvaluationError(
-            f"{layer.site.scope} gives something else when it is run on its own",
-            "it keeps state between calls: leave its layers out with --layers",
+            f"{layer.site.scope} gives a different result when it is run alone",
+            "It keeps state between calls. Leave its layers out with --layers.",
         )
     return linear
 
@@ -132,7 +132,7 @@ def _run_module(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
             frame.module(*args, **kwargs)
     except _Output as end:
         return end.output
-    raise EvaluationError(f"{layer.site.scope} has no attention when it is run on its own")
+    raise EvaluationError(f"{layer.site.scope} computes no attention when it is run alone")
 
 
 def _pick_inputs(frame: Frame, keys: Sequence[int | str]) -> list[Any]:

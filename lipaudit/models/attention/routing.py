@@ -73,12 +73,16 @@ class Routing(TorchFunctionMode):
             return ()
         first = next(iter(self.modules))
         text = (
-            f"experts or keys are chosen by the largest scores (first in {first}): the norm is "
-            "that of the choices made at each sample; where two scores tie there is no derivative"
+            f"experts or keys are chosen by the largest scores (first in {first}). The norm "
+            "assumes the choice made at each sample; if two scores are equal, there is no "
+            "derivative"
         )
         remarks = [Note(level="info", code="routed", text=text)]
         tied = [module for module, tie in self.modules.items() if tie]
         if tied:
-            text = f"scores tie at these samples (first in {tied[0]}): the norm is of one choice"
+            text = (
+                f"scores are equal at these samples (first in {tied[0]}), so the norm is "
+                "that of one of the choices"
+            )
             remarks.append(Note(level="warning", code="routed-tie", text=text))
         return tuple(remarks)

@@ -13,7 +13,7 @@ from lipaudit.models.lifting import Kept, read
 
 ONE_INPUT, APART, KEYS = "one input", "queries apart", "keys and values"
 MODULE_INPUT = "module input"
-"""In what the norm of a layer is taken; the last one where nothing finer is known."""
+"""Inputs with respect to which a norm can be computed; the last one always works."""
 
 
 @dataclass(frozen=True)

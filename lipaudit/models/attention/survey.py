@@ -226,18 +226,18 @@ def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
     name = net.info.architecture
     if modules:
         return NoHeadsError(
-            f"no attention of {name} can be read ({few(modules)}): its maps of q k^T are no "
-            "softmax over their keys, are laid out anew before they meet the values, are hidden "
-            "from autograd, or are of one sample of the batch after the other",
-            "load the model uncompiled, with attn_implementation='sdpa' or 'eager', without "
-            "detach, no_grad, vmap, TorchScript and loops over samples around its maps; lipaudit "
-            "jacobian and lipaudit attack need no heads",
+            f"the attention of {name} cannot be measured ({few(modules)}): its weights are "
+            "not a softmax over keys, are reshaped before they multiply the values, are "
+            "detached, or are computed sample by sample",
+            "Load the model uncompiled, with attn_implementation='sdpa' or 'eager', without "
+            "detach, no_grad, vmap, TorchScript or loops over samples. Or use lipaudit "
+            "jacobian or lipaudit attack, which need no heads.",
         )
     return NoHeadsError(
-        f"no attention was seen in {name}: neither scaled_dot_product_attention nor a softmax "
-        "over q k^T was called",
-        "a model without attention, such as a convolutional network, has no heads to measure: "
-        "use `lipaudit jacobian` or `lipaudit attack`; flash and flex attention kernels, "
-        "torch.compile and TorchScript cannot be observed: load the model uncompiled with "
-        "attn_implementation='sdpa' or 'eager'; linear attention has no softmax",
+        f"no attention was found in {name}: neither scaled_dot_product_attention nor a "
+        "softmax over q k^T was called",
+        "For a model without softmax attention (convolutions, linear attention), use "
+        "`lipaudit jacobian` or `lipaudit attack`. Flash and flex attention, torch.compile "
+        "and TorchScript hide the softmax: load the model uncompiled with "
+        "attn_implementation='sdpa' or 'eager'.",
     )

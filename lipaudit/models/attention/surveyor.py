@@ -116,7 +116,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 HALF = (torch.bfloat16, torch.float16)
-"""Types in which a Jacobian is rounded to two or three digits."""
+"""Types in which a Jacobian has only two or three correct digits."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     """Read a call in the first layout in which it has a closed form, or else in the likeliest."""
     if call.output.dtype in HALF:
         kind = str(call.output.dtype).removeprefix("torch.")
-        reason = f"it is computed in {kind}: switch autocast off, or use --dtype float64"
+        reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
         return Analysis(list_layouts(call, len(batch))[0], ("rounded",) * 3, None, reason)
     tried = []
     for layout in list_layouts(call, len(batch)):
@@ -187,7 +187,7 @@ def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     windows = len(arranged.q) != len(batch)
     # `Linear(d, d)` on (B, N, H, d), as many tutorials have it, looks like N windows of H tokens.
     if (unread or windows) and any(leaf.origin.divided for leaf in behind):
-        reason = "one map reads its heads, parts of each token, one by one"
+        reason = "one linear map is applied to each head separately"
         return Analysis(layout, ("shared", "shared", "shared"), None, reason)
     q, k, v = ("constant" if part is None else part.kind for part in parts.values())
     try:
@@ -208,8 +208,8 @@ def _require_agreement(
     if forward_error(heads).amax() > HOPELESS:
         raise NotClosedForm(
             "rounding",
-            f"its logits are so large that {arranged.q.dtype} cannot tell its attention map: "
-            "use --dtype float64",
+            f"its logits are so large that {arranged.q.dtype} cannot resolve its attention "
+            "map; use --dtype float64",
         )
     if not matches_autograd(heads, parts, arranged):
         raise NotClosedForm("wrong", "its closed form disagrees with autograd")
@@ -384,7 +384,7 @@ class Surveyor:
             self.inner |= self._chains.inner(made_by)
             site = self._check_numeric(site, call)
             if _has_tokens_as_heads(site, call, self.batch):
-                reason = f"{site.reason}; nor can its heads be told from its tokens"
+                reason = f"{site.reason}; its heads and tokens cannot be told apart either"
                 site = replace(site, reason=reason, inputs=())
         self.layers[address] = Surveyed(
             site,
@@ -487,7 +487,7 @@ class Surveyor:
                 if layer.first[0].shape[2] < layer.first[1].shape[2] and any(
                     g.sizes[0] != layer.sizes[0] and g.sizes[1] == layer.sizes[1] for g in group
                 ):
-                    layer.open("its queries are a part of those that meet its keys")
+                    layer.open("its queries are computed in several parts")
 
     def _check_numeric(self, site: Site, call: AttentionCall) -> Site:
         """Try whether the layer can be differentiated numerically."""
@@ -496,7 +496,7 @@ class Surveyor:
         why = find_obstacle(make_layer(site, call, self.batch, self.place.frames))
         if why is None:
             return site
-        reason = f"{site.reason}; nor can its norms be computed numerically: {why}"
+        reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
         return replace(site, reason=reason, inputs=())
 
 

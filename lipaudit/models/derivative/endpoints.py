@@ -25,9 +25,9 @@ from lipaudit.models.precision import exact_arithmetic
 from lipaudit.settings.jacobian import PLACED, StartPoint, Target
 
 TOGETHER = 2**24
-"""Logits that the loss has at a time."""
+"""Number of logits processed at a time for the loss."""
 TRIED = 8
-"""Tokens of the text on which the head is tried."""
+"""Number of tokens used to check the head."""
 
 Forward = Callable[[], Any]
 Score = Callable[[Tensor], Tensor]
@@ -165,8 +165,8 @@ def require_head(net: Net, batch: Batch) -> NextToken:
     """
     if net.next_token is None or not has_head(net, batch):
         raise InputError(
-            f"the head of {net.info.architecture} does not score positions one by one",
-            "Use --to features, the logits of the token behind the last one, or --to tokens.",
+            f"the head of {net.info.architecture} does not score each position separately",
+            "Use --to features, --to tokens, or the logits at the last position.",
         )
     return net.next_token
 
@@ -258,22 +258,24 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     name = net.info.architecture
     if what in ("logits", "probabilities", "loss") and not scores:
         raise InputError(
-            f"{name} has no class scores and no next token",
+            f"{name} returns neither class scores nor next-token scores",
             f"Use --to features or --to tokens{', or --to hidden' * (net.kind == 'text')}.",
         )
     if where and what != "hidden" and not speaks:
         reads = net.kind == "text" and not net.scored
         raise InputError(
-            f"the {what} of {name} are of classes: they have no position",
+            f"the {what} of {name} are class scores and have no position",
             f"Use --to {what}{f', or --to hidden:{where}' if reads else ''}.",
         )
     if net.scored and what in ("hidden", "features", "tokens"):
         raise InputError(
-            f"a prompt of {name} has other {what} with each of its continuations",
-            "Leave --score out, or use --to logits, which are the scores.",
+            f"with --score, {name} has different {what} for each continuation of a prompt",
+            "Leave --score out, or use --to logits (the scores).",
         )
     if what == "hidden" and net.kind != "text":
-        raise InputError(f"{name} takes no text: its tokens have no position", "Use --to tokens.")
+        raise InputError(
+            f"{name} does not take text, so --to takes no position", "Use --to tokens."
+        )
     placed = what == "hidden" or (speaks and what in PLACED)
     return Target(what, (where or "last") if placed else "")
 
@@ -336,8 +338,8 @@ def _find_only_place(batch: Batch, end: Target) -> Tensor:
     column = find_places(batch, end.where)
     if column.shape[1] != 1 or bool((column < 0).any()):
         raise InputError(
-            f"--to {end.text} is not one position of every text",
-            f"Measure at a position that all have: --to {end.what}:last.",
+            f"--to {end.text} is not a position of every text",
+            f"Use a position that every text has: --to {end.what}:last.",
         )
     return column[:, 0]
 
@@ -348,7 +350,8 @@ def _require_start(net: Net, start: str | None, embedded: bool) -> None:
     if embedded and net.entry is None:
         raise InputError(
             f"the embedding module of {net.info.architecture} was not found",
-            "Use --from pixels, or name it in a py: factory: ModelSpec(..., entry=MODULE).",
+            "Use --from pixels, or write a py: factory that names it: ModelSpec(..., "
+            "entry=MODULE).",
         )
 
 
@@ -389,7 +392,8 @@ def _read_hidden(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> T
         states = read_hidden_states(ends.scorer, forward)
     if states.shape[:2] != part.x.shape:
         raise InputError(
-            f"the last hidden states of {ends.net.info.architecture} are not one for each token",
+            f"the last hidden states of {ends.net.info.architecture} do not have one vector "
+            "per token",
             "Use --to tokens or --to features.",
         )
     return states if ends.place is None else pick_columns(states, ends.place[index])

@@ -22,8 +22,8 @@ _Map = Callable[[Tensor], Tensor]
 def _refuse_dropout(probability: float) -> None:
     if probability > 0:
         raise InputError(
-            f"dropout is on (p = {probability:g}): every forward pass is another function",
-            "call model.eval() first, or set the probability to 0",
+            f"dropout is on (p = {probability:g}), so forward passes differ",
+            "Call model.eval() first, or set the probability to 0.",
         )
 
 
@@ -131,8 +131,8 @@ def _run_batch_norm(
     """
     if training and (running_mean is not None or _mixes_samples(input)):
         raise InputError(
-            "a BatchNorm layer uses the statistics of the batch: its samples depend on each other",
-            "call model.eval() first; a BatchNorm without running statistics is not supported",
+            "a BatchNorm layer uses batch statistics, so samples depend on each other",
+            "Call model.eval() first. A BatchNorm without running statistics is not supported.",
         )
     if training or running_mean is None or running_var is None:
         return NotImplemented
@@ -164,7 +164,7 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.dropout: _check_dropout,
     F.batch_norm: _run_batch_norm,
 }
-"""A replacement returns NotImplemented where torch's own is to run."""
+"""Replacements of torch functions; NotImplemented means that torch's own function runs."""
 
 
 class LinearMode(TorchFunctionMode):
@@ -207,15 +207,15 @@ def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor)
         return f(leaf.clone(), index)  # a copy, which f may change in place
 
 
-_CHECKPOINTING = "tensors are not kept but computed again (gradient checkpointing)"
-_SWITCH_OFF = "switch it off: set_grad_checkpointing(False), gradient_checkpointing_disable()"
+_CHECKPOINTING = "gradient checkpointing is on"
+_SWITCH_OFF = "Switch it off: set_grad_checkpointing(False) or gradient_checkpointing_disable()."
 _CAUSES = {
     _CHECKPOINTING: _SWITCH_OFF,
     "checkpoint": _SWITCH_OFF,
     "does not require grad": "the output does not depend on the input in a differentiable way",
     "not have been used in the graph": "the output does not depend on the input",
-    "is not implemented": "use an attention implementation made of plain torch operations (eager)",
-    "double backward": "use the model as it was before torch.compile",
+    "is not implemented": "Load it with attn_implementation='eager'.",
+    "double backward": "Use the model as it was before torch.compile.",
 }
 
 
@@ -227,7 +227,8 @@ def explain_errors() -> Iterator[None]:
     except AssertionError as error:  # in a backward pass of the model's own
         raise InputError(
             f"the model cannot be linearised: {str(error).partition(chr(10))[0]}",
-            "its own code forbids a backward pass in eval mode",
+            "Its code forbids a backward pass in eval mode. Use `lipaudit attention`, or a "
+            "version without that check.",
         ) from error
     except RuntimeError as error:
         advice = next((text for cause, text in _CAUSES.items() if cause in str(error)), None)

@@ -24,10 +24,11 @@ TOGETHER = 2**20
 backward pass is that of calling its operations, not theirs."""
 
 _ROOM = {torch.float32: 100, torch.float64: 800}
-"""A power of two by which a vector may be scaled before anything is lost of it."""
+"""Power of two by which a vector can be scaled without loss."""
 
 AGREEMENT = 1e-4
-"""Largest relative difference between two evaluations of the same samples: far above rounding."""
+"""Largest accepted relative difference between two evaluations of the same samples; far above
+rounding."""
 
 
 class Linearization:
@@ -242,7 +243,7 @@ def linearize(f: Function, x: Tensor) -> Linearization:
         EvaluationError: the output is not finite, or differs from one call to the next.
     """
     if x.dtype not in (torch.float32, torch.float64):
-        raise UsageError(f"cannot linearise in {x.dtype}", "use float32 or float64")
+        raise UsageError(f"cannot linearise in {x.dtype}", "Use float32 or float64.")
     pair = None if x.device.type == "cpu" else _check_outputs(f, x)
     whole = Linearization(f, x, torch.arange(len(x), device=x.device))
     _require_samples(whole)
@@ -291,7 +292,7 @@ def _check_outputs(f: Function, x: Tensor) -> Tensor:
         require_finite(leak)
         raise InputError(
             f"the output of one sample depends on another one (gradient up to {leak:.1e})",
-            "a model that mixes the samples of a batch has no Jacobian per sample",
+            "Use a model that treats the samples of a batch independently.",
         )
     with exact_arithmetic(x.device), torch.no_grad():
         plain = f(x[:1].clone(), index[:1])
@@ -324,7 +325,7 @@ def require_finite(values: Tensor) -> None:
     if not values.isfinite().all():
         raise EvaluationError(
             "the model's output or its derivative is not finite",
-            "check the weights and the inputs' range, or try --dtype float64",
+            "Check the weights and the inputs' range, or try --dtype float64.",
         )
 
 
@@ -337,6 +338,6 @@ def _require_equal(output: Tensor, reference: Tensor, what: str) -> None:
         gap = (output - reference).abs().max()
         raise InputError(
             f"the model's output {what} (by up to {gap:.1e})",
-            "call model.eval(), and switch off dropout, noise, random token selection and "
-            "autocast; where parts are in half precision, say --dtype float64",
+            "Call model.eval(), and switch off dropout, noise, random token selection and "
+            "autocast. For parts in half precision, use --dtype float64.",
         )

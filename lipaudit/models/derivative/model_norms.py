@@ -20,10 +20,10 @@ OutputNorm = Literal["2", "inf"]
 Method = Literal["dense", "lanczos", "rows"]
 
 DENSE = 16
-"""Up to this many rows or columns the whole Jacobian costs less than an iteration."""
+"""Up to this many rows or columns, the whole Jacobian is cheaper than an iteration."""
 
 MOST_ROWS = 1024
-"""Largest output whose rows are formed one by one for the norm from l_inf to l_inf."""
+"""Largest output for --norm inf, whose Jacobian rows are computed one by one."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _compute_row_norms(linear: Linearization) -> JacobianNorms:
     if m > MOST_ROWS:
         raise UsageError(
             f"the inf norm of {m} outputs takes {m} backward passes per sample",
-            f"use norm 2, or an output of at most {MOST_ROWS} entries",
+            f"Use --norm 2, or an output of at most {MOST_ROWS} entries.",
         )
     if m > DENSE:
         linear.fit()

@@ -15,7 +15,7 @@ _DROPS = frozenset(
 )
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-"""It counts as random because of its dropout, which it refuses on a CPU."""
+"""torch marks it as random because of dropout, which its CPU version does not support."""
 
 
 class Trail(EagerMode):

@@ -39,7 +39,7 @@ Call = Callable[[Tensor, Tensor | None], Any]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
 MASKED = 100.0
-"""How far below the lowest other logit a masked class is set: its share is e^-100 at most."""
+"""Distance of a masked class below the lowest other logit; its probability is at most e^-100."""
 
 
 def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -> Net:
@@ -56,7 +56,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     require_values(module, name)
     if options.dtype not in DTYPES:
         names = ", ".join(DTYPES)
-        raise UsageError(f"dtype {options.dtype!r} is not offered", f"Use one of {names}.")
+        raise UsageError(f"dtype {options.dtype!r} is not supported", f"Use one of {names}.")
     placement = _plan_placement(module, options)
     notes: tuple[Note, ...] = ()
     if options.weights != "stored":  # nothing can be measured in half precision
@@ -128,8 +128,8 @@ def find_main_output(result: Any) -> Tensor:
         result = result[0]
     if not isinstance(result, Tensor):
         raise InputError(
-            f"the model returned {type(result).__name__}, not a tensor or something with logits",
-            "Wrap it: a py: factory may return ModelSpec(..., read=lambda result: TENSOR).",
+            f"the model returned {type(result).__name__}, not a tensor or an output with logits",
+            "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
         )
     return result
 
@@ -141,10 +141,10 @@ def _note_others(result: Any, output: Tensor) -> tuple[Note, ...]:
     if not others:
         return ()
     text = (
-        f"the model returns several tensors: the first is measured, of shape "
+        "the model returns several tensors: the first is measured, of shape "
         f"{tuple(output.shape[1:])} per sample, not the others "
-        f"({few([str(tuple(t.shape[1:])) for t in others])}); a py: factory may "
-        "return ModelSpec(..., read=lambda result: TENSOR)"
+        f"({few([str(tuple(t.shape[1:])) for t in others])}). To choose, write a py: factory "
+        "that returns ModelSpec(..., read=lambda result: TENSOR)"
     )
     return (warning("first-output", text),)
 
@@ -157,13 +157,13 @@ def require_values(module: nn.Module, name: str) -> None:
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(
-            f"{name} is TorchScript, which cannot be read", "Give the module it was made from."
+            f"{name} is TorchScript, whose modules cannot be read", "Give the original module."
         )
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor) or tensor.is_meta:
             raise InputError(
                 f"{path} of {name} has no values",
-                "Load the weights (a lazy module: run it once) before it is measured.",
+                "Load the weights first (run a lazy module once).",
             )
 
 
@@ -173,7 +173,7 @@ def _plan_placement(module: nn.Module, options: LoadOptions) -> Placement | None
         return None
     if options.device != "auto":
         raise UsageError(
-            f"--device {options.device} and --device-map both say where the model is",
+            f"--device {options.device} and --device-map both choose the device of the model",
             "Leave --device out.",
         )
     dtype = None if options.weights == "stored" else DTYPES[options.dtype]
@@ -201,11 +201,11 @@ def _note_storage(kinds: tuple[torch.dtype, ...], dtype: torch.dtype) -> Note:
     """Say which function is measured where weights are kept as they are stored."""
     to = str(dtype).removeprefix("torch.")
     text = (
-        f"weights are kept in {few([str(k).removeprefix('torch.') for k in kinds])}, as they are "
-        f"stored, and lifted a layer at a time: the figures are of the {to} function of exactly "
+        f"weights stay in {few([str(k).removeprefix('torch.') for k in kinds])}, as stored, "
+        f"and are converted to {to} one layer at a time. The results are those of exactly "
         "these weights"
         if kinds
-        else f"no weights are stored in less than {to}: --weights stored has changed nothing"
+        else f"no weights are stored in less than {to}, so --weights stored has no effect"
     )
     return remark("stored-weights", text)
 
@@ -215,7 +215,9 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
     named = [name for name, value in given.items() if value is not None]
     if named and spec.kind != "image":
-        raise UsageError(f"{few(named)} given, and the model takes {spec.kind}", "Leave it out.")
+        raise UsageError(
+            f"{few(named)} was given, but the model takes {spec.kind}", "Leave it out."
+        )
     module, facts = spec.module, dict(spec.preprocess)
     call = spec.call or (lambda x, mask: module(x) if mask is None else module(x, mask))
     if spec.kind == "tokens":  # a copy, which the module may write to
@@ -226,7 +228,9 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     mean = _spread_channels("mean", options.mean or spec.mean or (0.0,), channels)
     std = _spread_channels("std", options.std or spec.std or (1.0,), channels)
     if not all(s > 0 for s in std):
-        raise UsageError(f"std {std} must be positive", "Pixels are divided by it.")
+        raise UsageError(
+            f"std {std} must be positive", "Give a positive std: pixels are divided by it."
+        )
     facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
 
     @cache
@@ -244,7 +248,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
 def _spread_channels(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
     if len(values) not in (1, channels):
         raise UsageError(
-            f"{name} has {len(values)} values, the model takes {channels} channels",
+            f"{name} has {len(values)} values, but the model takes {channels} channels",
             f"Give --{name} one value, or {channels} separated by commas.",
         )
     return tuple(values) if len(values) == channels else tuple(values) * channels
@@ -267,19 +271,19 @@ def _probe(
         raise InputError(
             f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
             f"{spec.input_shape} ({type(error).__name__}: {first_line(error)})",
-            f"Check {check}; a py: factory may return a ModelSpec with its own `call`, which "
-            "gives a model whatever else it needs.",
+            f"Check {check}. If the model needs other arguments, write a py: factory that "
+            "returns a ModelSpec with its own `call`.",
         ) from error
     dtype = str(output.dtype).removeprefix("torch.")
     if not output.is_floating_point():
         raise InputError(
             f"the model returns {dtype}, which has no gradient",
-            "Let it return its scores (logits), not a decision made from them.",
+            "Let the model return its scores (logits), not a decision.",
         )
     if output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32:
         raise InputError(
             f"the model returns {dtype} in a run in float32",
-            "Switch autocast in its own code off, or use --dtype float64, which overrides it.",
+            "Switch autocast off in the model's code, or use --dtype float64, which overrides it.",
         )
     if not bool((torch.isfinite(output) | _find_masked(output)).all()):
         raise InputError(
@@ -303,7 +307,7 @@ def _classify(
     the others that its probability is 0.
     """
     if spec.classifier and spec.labels and len(spec.labels) == 2 and output.numel() == 1:
-        text = f"one logit is read as two classes: {spec.labels[1]!r} where it is positive"
+        text = f"one logit is read as two classes: {spec.labels[1]!r} if it is positive"
         return _add_zero_logit, (remark("one-logit", text),)
     masked = _find_masked(output).flatten()
     if not bool(masked.any()):
@@ -315,7 +319,7 @@ def _classify(
         return torch.where(hidden, lowest - MASKED, logits)
 
     names = few([str(each) for each in masked.nonzero().flatten().tolist()])
-    text = f"classes that are masked, with a logit of minus infinity: {names}"
+    text = f"masked classes (logit minus infinity): {names}"
     return finite, (remark("masked-classes", text),)
 
 

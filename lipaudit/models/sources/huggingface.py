@@ -104,7 +104,7 @@ def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None
         config = _read_config(path, options)
         trained = None if adapter is None else _count_adapter_classes(adapter)
         if adapter is not None and options.classes not in (None, trained):
-            raise UsageError("an adapter has classes of its own, or none", "Leave --classes out.")
+            raise UsageError("an adapter brings its own classes", "Leave --classes out.")
         loader, added = _choose_loader(config, trained or options.classes)
         if options.pretrained:
             kinds = _list_dtypes(path)
@@ -165,9 +165,9 @@ def _read_config(path: Path, options: LoadOptions) -> Any:
     if options.dtype == "float64":  # grouped products of experts take no double precision
         overrides = {"experts_implementation": "eager"} | overrides
     with explain_failure(
-        f"{path} is no model that transformers knows",
-        "Models that bring code of their own are not run. Write a py: factory for them, or "
-        "update transformers if the model is newer.",
+        f"{path} is not a model that transformers knows",
+        "Models with their own code are not run: write a py: factory. For a newer model, "
+        "update transformers.",
         ValueError,
         KeyError,
         OSError,
@@ -193,8 +193,8 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
         return ()
     text = (
         f"config.json was written by transformers {written}, and {installed} ignores "
-        f"{few(unknown)}: the model may differ from what was trained. "
-        f"pip install 'transformers>={written}'"
+        f"{few(unknown)}, so the model may differ from the trained one. Run pip install "
+        f"'transformers>={written}'"
     )
     return (warning("newer-transformers", text),)
 
@@ -293,8 +293,7 @@ def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[
     if wrong := describe_misfit(missing, surplus, _list_wrong_shapes(report)):
         raise InputError(
             f"the weights in {path} do not fit {type(module).__name__}: {wrong}",
-            "A part of the model would be random. Check `architectures` in config.json and that "
-            "the fine-tuned head was saved.",
+            "Check `architectures` in config.json and that the fine-tuned head was saved.",
         )
     if features and any(_has_part(key, POOLER) for key in report["missing_keys"]):
         module.pooler = None  # random, and not read
@@ -390,9 +389,9 @@ def silence_transformers() -> Iterator[None]:
 
 ADAPTER = "adapter_config.json"
 PREFIX = "base_model.model."
-"""What peft writes before the names of the base model's own modules."""
+"""Prefix that peft adds to module names of the base model."""
 HEAD = re.compile(re.escape(PREFIX) + r"(classifier|score)\.(\w+\.)?weight")
-"""The weights of a classifier that was trained along with an adapter."""
+"""Names of the weights of a classifier that was trained with an adapter."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -412,8 +411,8 @@ def load_adapter(folder: Path, options: LoadOptions) -> ModelSpec:
     where, commit = Path(base), None
     if not where.is_dir() and (base.count("/") > 1 or base.startswith((".", "/", "~"))):
         raise InputError(
-            f"the adapter in {folder} was trained on {base}, which is not here",
-            "Put its base model there, or write where it is into base_model_name_or_path of its "
+            f"the adapter in {folder} was trained on {base}, which was not found",
+            "Put its base model there, or write its path into base_model_name_or_path of "
             f"{ADAPTER}.",
         )
     if not where.is_dir():
@@ -421,7 +420,7 @@ def load_adapter(folder: Path, options: LoadOptions) -> ModelSpec:
     config = where / "config.json"
     if is_adapter(where) or not config.is_file() or "model_type" not in read_json(config):
         raise InputError(
-            f"{base}, the base model of the adapter in {folder}, is no model of transformers",
+            f"{base}, the base model of the adapter in {folder}, is not a transformers model",
             f"Correct base_model_name_or_path in its {ADAPTER}.",
         )
     of = "" if commit is None else f" at commit {commit.sha[:12]}"
@@ -459,8 +458,7 @@ def _merge_adapter(module: Any, folder: Path, random: Iterable[str]) -> Any:
     if left := [name for name in random if PREFIX + name not in stored]:
         raise InputError(
             f"neither the adapter in {folder} nor its base model has weights for {few(left)}",
-            "A part of the model would be random. Save the adapter with its classifier "
-            "(modules_to_save in peft).",
+            "Save the adapter with its classifier (modules_to_save in peft).",
         )
     misfit = f"the adapter in {folder} does not fit {type(module).__name__}"
     advice = f"Check base_model_name_or_path in its {ADAPTER}."

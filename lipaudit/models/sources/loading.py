@@ -22,9 +22,9 @@ from lipaudit.models.sources.weights import SUFFIXES
 from lipaudit.schema import read_json
 
 SEED = 0
-"""Random weights, where they are asked for, are always the same."""
+"""Seed of random weights, so that they are always the same."""
 CONVERTED = (".gguf", ".onnx", ".tflite", ".mlmodel", ".engine")
-"""What checkpoints are converted to, to be run without PyTorch."""
+"""File formats of converted checkpoints that run without PyTorch (and have no gradients)."""
 
 
 def load_net(spec: str, options: LoadOptions | None = None) -> Net:
@@ -98,7 +98,7 @@ def _load_bare(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
             raise
         message = f"there is no file or directory {name}; as a repository, {error.message}"
         raise InputError(message, error.advice) from error
-    note = remark("resolved", f"{name!r} taken as the {what} {meant}")
+    note = remark("resolved", f"{name!r} was read as the {what} {meant}")
     return source, replace(model, notes=(note, *model.notes))
 
 
@@ -117,7 +117,9 @@ def _explain_unknown(name: str) -> InputError:
 def _load_repository(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     repository, _, revision = name.partition("@")
     if repository.count("/") > 1 or not repository:
-        raise UsageError(f"{name!r} is no repository of the Hub", "Write hf:ORG/NAME[@REVISION].")
+        raise UsageError(
+            f"{name!r} is not a repository name of the Hub", "Write hf:ORG/NAME[@REVISION]."
+        )
     path, commit = huggingface.fetch_repository(repository, revision, options)
     source, model = _load_directory(path, options)
     return source, replace(model, commit=commit)
@@ -136,8 +138,8 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     if isinstance(config, dict) and config.keys() & {"architecture", "pretrained_cfg"}:
         return "timm", timm.load_directory(path, options)
     raise InputError(
-        f"{file} is neither timm's (architecture) nor transformers' (model_type)",
-        "Pass the file of weights itself with --arch timm:NAME.",
+        f"{file} names neither a timm architecture nor a transformers model_type",
+        "Give the weights file with --arch timm:NAME.",
     )
 
 
@@ -146,9 +148,9 @@ def _load_file(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
         raise InputError(f"{path} is not a file of weights", _suggest_checkpoint(path))
     if options.arch is None:
         raise UsageError(
-            f"{path} holds weights only: which architecture are they for?",
+            f"{path} holds only weights, and the architecture is unknown",
             "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
-            "py:FILE:FACTORY of a factory of yours.",
+            "py:FILE:FACTORY with your own factory.",
         )
     if options.arch.startswith("py:"):
         return "file", own.load_file(path, options.arch.removeprefix("py:"), options)
@@ -162,30 +164,32 @@ def _suggest_checkpoint(path: Path) -> str:
         return f"A function in it that returns the model is py:{path}:FUNCTION."
     if converted := next((file for file in files if file.suffix in CONVERTED), None):
         return (
-            f"{converted.name} was converted to be run without gradients: give the checkpoint "
-            "that it was made from."
+            f"{converted.name} was converted to a format without gradients. Give the original "
+            "checkpoint."
         )
     if path.is_dir():
-        return "Pass its file of weights with --arch timm:NAME, or add the configuration."
-    return f"They end in {', '.join(SUFFIXES)}."
+        return "Give its weights file with --arch timm:NAME, or add the config.json."
+    return f"Give a file that ends in {', '.join(SUFFIXES)}."
 
 
 def _refuse_options(spec: str, source: str, options: LoadOptions) -> None:
     """Refuse options that the source of a model has no use for."""
     if options.arch is not None and source != "file":
-        raise UsageError(f"--arch is for files of weights; {spec} says what it is", "Drop it.")
+        raise UsageError(
+            f"--arch is only for weights files; {spec} already names its architecture", "Drop it."
+        )
     if options.model_kwargs and source == "demo":
         raise UsageError(
-            f"{spec} is made one way, and takes no {', '.join(options.model_kwargs)}",
-            "Leave --model-kwargs out; those of a gate are its baseline's: is that of this model?",
+            f"{spec} does not take {', '.join(options.model_kwargs)}",
+            "Leave --model-kwargs out. In a gate they come from the baseline: check that it "
+            "is of this model.",
         )
     if options.tower is not None and source not in ("hf", "py"):
-        raise UsageError(f"{spec} has no towers", "Leave --tower out.")
+        raise UsageError(f"{spec} has no separate image and text towers", "Leave --tower out.")
     if options.classes is not None and source in ("demo", "py"):
-        raise UsageError(f"{spec} has its own classes", "Leave --classes out.")
+        raise UsageError(f"{spec} has a fixed number of classes", "Leave --classes out.")
     if options.weights == "stored" and source not in ("hf", "py"):
         raise UsageError(
-            f"--weights stored is for models of transformers and py: factories, and {spec} is "
-            "neither",
+            "--weights stored works only for transformers models and py: factories",
             "Leave it out.",
         )

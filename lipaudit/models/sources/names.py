@@ -14,9 +14,9 @@ DEMOS = {
     "jasmin": "trained with the JaSMin penalty, k = 10",
     "robust": "trained on adversarial examples, L-inf 0.1",
 }
-"""Every demo checkpoint by name, with what distinguishes it."""
+"""Demo checkpoints, by name, with a description."""
 SOURCES = ("demo", "timm", "hf", "hf-hub", "py")
-"""What stands before the colon of a MODEL argument."""
+"""Prefixes of a MODEL argument (before the colon)."""
 FORMS = "demo, timm:NAME, hf:ORG/NAME, a directory, a file of weights with --arch, py:FILE:FACTORY"
 
 _REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n)*def (\w+)", re.MULTILINE)

@@ -31,7 +31,7 @@ from lipaudit.schema import read_json
 from lipaudit.tables import Note
 
 PLANNED = ("auto", "balanced")
-"""What Accelerate plans; today it makes no difference between the two."""
+"""Plans of Accelerate; today both give the same result."""
 DISK, CPU = "disk", "cpu"
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -117,7 +117,7 @@ class Placement:
         for name, p in module.named_parameters():
             sizes[self.place(name)] += p.numel()
         lie = ", ".join(f"{size:,} on {place}" for place, size in sizes.items())
-        return remark("device-map", f"weights are spread (--device-map): {lie}")
+        return remark("device-map", f"weights are distributed (--device-map): {lie}")
 
 
 def find_device(name: str) -> torch.device:
@@ -141,7 +141,7 @@ def find_device(name: str) -> torch.device:
         torch.empty(1, device=wanted, dtype=torch.float64)
     except TypeError as error:  # of mps
         raise UsageError(
-            f"device {str(wanted)!r} has no float64, in which bounds and statistics are computed",
+            f"device {str(wanted)!r} has no float64, which bounds and statistics need",
             "Use --device cpu.",
         ) from error
     return wanted
@@ -163,7 +163,7 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
         import accelerate  # noqa: F401
     except ImportError as error:
         raise InputError(
-            "--device-map spreads weights by the library `accelerate`, which is not installed",
+            "--device-map needs the library `accelerate`, which is not installed",
             "pip install 'lipaudit[accelerate]'",
         ) from error
     planned = wanted in PLANNED
@@ -175,7 +175,7 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
         # As tensors name it: cuda is one of several.
         devices = {word: torch.empty(0, device=find_device(word)).device for word in words}
     except UsageError as error:
-        raise UsageError(error.message, f"Change --device-map {wanted}.") from error
+        raise UsageError(error.message, f"Choose another --device-map than {wanted}.") from error
     # Samples begin where the first parameter, the embedding, lies.
     owner = next(module.named_parameters())[0].rpartition(".")[0]
     first = [_look_up(places, owner), *words]
@@ -230,19 +230,21 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
     path = Path(wanted)
     if not path.is_file():
         raise UsageError(
-            f"--device-map {wanted} is neither {' nor '.join(PLANNED)}, and no file",
+            f"--device-map {wanted} is neither {' nor '.join(PLANNED)}, nor a file",
             'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.',
         )
     content = read_json(path)
     words = content.values() if isinstance(content, dict) else ()
     if not words or not all(isinstance(w, str) or type(w) is int for w in words):
-        raise InputError(f"{path} is no map of modules to devices", 'For example {"": "disk"}.')
+        raise InputError(f"{path} is not a map of modules to devices", 'For example {"": "disk"}.')
     tensors = [name for name, _ in module.named_parameters()]
     names = {*tensors, *(name for name, _ in (*module.named_modules(), *module.named_buffers()))}
     for name in content.keys() - names:
         parts = few([part for part, _ in module.named_children()])
-        advice = suggestion(name, sorted(names), f"Its parts are: {parts}.")
-        raise InputError(f"{path} places {name!r}, and the model has no such module", advice)
+        advice = suggestion(name, sorted(names), f"Its modules are: {parts}.")
+        raise InputError(
+            f"{path} names the module {name!r}, which the model does not have", advice
+        )
     if left := [name for name in tensors if _look_up(content, name) is None]:
         raise InputError(f"{path} leaves out {few(left)}", 'Add "": "cpu", or another device.')
     return dict(content)
@@ -279,7 +281,7 @@ def _map_weight(values: Tensor, path: Path) -> Tensor:
         path.write_bytes(whole.view(torch.uint8).numpy().data)
     except OSError as error:
         raise EvaluationError(
-            f"weights cannot be put on the disk in {path.parent} ({error.strerror})",
+            f"weights cannot be written to disk in {path.parent} ({error.strerror})",
             "Set TMPDIR to a folder with more room.",
         ) from error
     mapped = torch.from_file(str(path), shared=False, size=values.numel(), dtype=values.dtype)

@@ -42,14 +42,14 @@ LANGUAGE_MODELS = {
     "LMHeadModel": "AutoModelForCausalLM",
 }
 HEADS = CLASSIFIERS | LANGUAGE_MODELS
-"""The heads that are read, by how the names of their classes end, and what loads each."""
+"""Supported heads by the ending of their class name, with the auto class that loads each."""
 UNDECIDED = {
-    "multi_label_classification": "is a multi-label model: several of its classes may be true",
+    "multi_label_classification": "is a multi-label model",
     "regression": "predicts numbers, not classes",
 }
-"""Heads of classifiers whose largest logit is no decision, by their problem type."""
+"""Problem types of classifiers that make no single decision, with a description."""
 TOWERS = {"image": "pixel_values", "text": "input_ids"}
-"""What each tower takes."""
+"""Input of each tower."""
 
 
 def has_head(module: Any) -> bool:
@@ -78,8 +78,8 @@ def describe_classes(module: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"architecture": name, "classifier": classifier}
     if classifier and problem in UNDECIDED:
         text = (
-            f"{name} {UNDECIDED[problem]} (problem_type in config.json): it has no accuracy and "
-            "no margins; its outputs are measured as features"
+            f"{name} {UNDECIDED[problem]} (problem_type in config.json), so it has no "
+            "accuracy and no margins. Its outputs are measured as features"
         )
         return facts | {"classifier": False, "notes": (warning(NO_DECISION, text),)}
     known = module.config.id2label or {}  # one file's writer may leave it null
@@ -102,7 +102,7 @@ def choose_tower(module: Any, asked: str | None) -> str | None:
         raise UsageError(f"{name} has no tower {asked!r}: it has {has}", "Leave --tower out.")
     if asked is None and len(towers) > 1:
         raise UsageError(
-            f"{name} has a tower for images and one for text: which one is measured?",
+            f"{name} has an image tower and a text tower, and none was chosen",
             "Add --tower image or --tower text.",
         )
     return asked
@@ -138,8 +138,8 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
     hidden = getattr(result, "last_hidden_state", None)
     if hidden is None:
         raise InputError(
-            f"a {type(result).__name__} has no last hidden state to be read as features",
-            "Wrap it: a py: factory may return ModelSpec(..., read=lambda result: TENSOR).",
+            f"a {type(result).__name__} has no last hidden state to use as features",
+            "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
         )
     if hidden.ndim == 4:  # a feature map: its two equal axes are those of space
         channels_last = hidden.shape[1] == hidden.shape[2] != hidden.shape[3]
@@ -148,8 +148,8 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
         return hidden.mean(1)
     if mask.shape[1] != hidden.shape[1]:
         raise InputError(
-            f"the last hidden state has {hidden.shape[1]} tokens for texts of {mask.shape[1]}: "
-            "which of them are padding is not known",
+            f"the last hidden state has {hidden.shape[1]} tokens for texts of "
+            f"{mask.shape[1]}, so padding cannot be recognised",
             "Give texts of one length, as token ids in an .npz file.",
         )
     weight = mask.to(hidden.dtype)[:, :, None]
@@ -200,9 +200,9 @@ def _read_pooling_mode(path: Path) -> str:
 
 
 SECOND = 16_000
-"""Samples of one second, at the rate that every model of waveforms was trained at."""
+"""Number of audio samples in one second at the usual 16 kHz."""
 FRAMES = 100
-"""Frames of one second, where the length of a spectrogram is free."""
+"""Number of spectrogram frames in one second, for models without a fixed length."""
 
 
 def describe_sounds(module: Any) -> ModelSpec:
@@ -244,15 +244,15 @@ def _sound_shape(module: Any) -> tuple[int, ...]:
     if width or bands:
         return FRAMES, width or bands
     raise InputError(
-        f"{type(module).__name__} takes {takes}, of a shape that its configuration does not say",
+        f"{type(module).__name__} takes {takes}, and its configuration does not give their shape",
         "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
     )
 
 
 RAW_PIXELS = warning(
     "raw-pixels",
-    "no preprocessor_config.json: pixels in [0, 1] go in as they are; "
-    "give --mean and --std if the model was trained otherwise",
+    "no preprocessor_config.json: pixels in [0, 1] are not normalised. If the model was "
+    "trained otherwise, give --mean and --std",
 )
 
 
@@ -308,8 +308,8 @@ def _load_processor(path: Path | None) -> Any:
         return None
     with explain_failure(
         f"the image processor in {path} cannot be loaded",
-        "Install what it names, or update transformers if its class is newer. Without "
-        "preprocessor_config.json, --mean and --std say how images are normalised.",
+        "Install the missing library, or update transformers. Or remove "
+        "preprocessor_config.json and give --mean and --std.",
     ):
         return AutoImageProcessor.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
@@ -323,8 +323,8 @@ def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
         shape = tuple(_process(processor, Image.new("RGB", (256, 256))).shape)
         if len(shape) != 3:
             raise InputError(
-                f"the processor of {type(module).__name__} makes {len(shape)}-d patches of shape "
-                f"{shape} of an image, not pixels",
+                f"the processor of {type(module).__name__} makes patches of shape {shape}, "
+                "not pixels",
                 "Write a py: factory that returns a ModelSpec of kind tokens.",
             )
         return shape

@@ -40,7 +40,7 @@ from lipaudit.models.sources.weights import (
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
 KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
-"""What a sample is, by the number of its axes: a waveform, a float sequence, an image."""
+"""Kind of a sample, by its number of axes: waveform, float sequence, image."""
 
 
 class UnknownInputError(UsageError):
@@ -59,12 +59,12 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
-        raise UsageError(f"py:{reference} names no factory", f"Write {EXAMPLE}.")
+        raise UsageError(f"py:{reference} has no factory name", f"Write {EXAMPLE}.")
     with _import_path(place):
         factory = _find_factory(place, name)
         with explain_failure(
             f"the factory py:{reference} failed",
-            "It is called with --model-kwargs as keyword arguments and nothing else.",
+            "Check the factory: it is called with --model-kwargs as its only arguments.",
         ):
             model = factory(**options.model_kwargs)
     if not isinstance(model, nn.Module | ModelSpec):
@@ -75,9 +75,10 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
     spec = describe(model, options)
     if spec is None:
         raise UnknownInputError(
-            f"py:{reference} returned a {type(model).__name__}: what does it take?",
-            "Name --data whose samples are of one shape, or give --input-size 224 (or 1,28,28), "
-            "or let it return a lipaudit.ModelSpec; lipaudit init py writes an example of that.",
+            f"py:{reference} returned a {type(model).__name__}, and the shape of its input is "
+            "unknown",
+            "Give --data whose samples have one shape, or --input-size 224 (or 1,28,28). Or "
+            "return a lipaudit.ModelSpec: `lipaudit init py` writes an example.",
         )
     if spec.kind != "image" or options.input_size is None:
         return spec
@@ -93,7 +94,7 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
         InputError: the same, or weights that do not fit.
     """
     if options.classes is not None:
-        raise UsageError(f"py:{reference} has its own classes", "Leave --classes out.")
+        raise UsageError(f"py:{reference} has a fixed number of classes", "Leave --classes out.")
     spec = load_factory(reference, options)
     state, notes = read_weights(path)
     if find_misfit(spec.module, state):
@@ -111,7 +112,7 @@ def _find_factory(place: str, name: str) -> Any:
             module = importlib.import_module(place)
     if not hasattr(module, name):
         functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        advice = suggestion(name, functions, None if functions else "It has no functions.")
+        advice = suggestion(name, functions, None if functions else "The module has no functions.")
         raise InputError(f"{place} has no {name!r}", advice)
     return getattr(module, name)
 
@@ -185,9 +186,9 @@ def _try_forms(module: nn.Module, forms: Sequence[SampleForm]) -> ModelSpec:
     ran = [form for form, error in errors.items() if error is None]
     if not ran:
         raise InputError(
-            f"{name} runs on no reading of the samples: "
+            f"{name} cannot run on the samples, however they are read: "
             + "; ".join(f"{form} ({error})" for form, error in errors.items()),
-            "Check the shape of the data, or give a lipaudit.ModelSpec that says how to feed it.",
+            "Check the shape of the data, or give a lipaudit.ModelSpec that defines the input.",
         )
     # Where values rule one reading out, the other is meant.
     ran = [form for form in ran if form.fits] or ran
@@ -196,11 +197,11 @@ def _try_forms(module: nn.Module, forms: Sequence[SampleForm]) -> ModelSpec:
         other = " for an image" if len(sizes) < len(ran) else ""
         raise UsageError(
             f"each sample may be {' or '.join(map(str, ran))}",
-            f"{name} runs on both. Give --input-size {' or '.join(sizes)}{other}, or in Python "
-            f"input_shape={' or '.join(str(form.shape) for form in ran)}; a py: factory may "
-            "return lipaudit.ModelSpec(model, SHAPE).",
+            f"{name} runs on both shapes. Give --input-size {' or '.join(sizes)}{other}, or "
+            f"in Python input_shape={' or '.join(str(form.shape) for form in ran)}; a py: "
+            "factory may return lipaudit.ModelSpec(model, SHAPE).",
         )
-    text = f"each sample is read as {ran[0]}: no other reading of the data is possible"
+    text = f"each sample is read as {ran[0]}, the only shape that fits the data"
     return ModelSpec(module, ran[0].shape, kind=ran[0].kind, notes=(warning("read-as", text),))
 
 
@@ -239,12 +240,12 @@ def borrow(
     name = type(unwrap(model)).__name__
     if options.device_map is not None:
         raise UsageError(
-            "device_map spreads models that are loaded by name, and this is a module",
-            "Leave it out: a module is measured where it is.",
+            "device_map works only for models that are loaded by name, not for a module",
+            "Leave device_map out: a module is measured on its own device.",
         )
     if not isinstance(model, nn.Module | ModelSpec):
         raise InputError(
-            f"{name} is no model",
+            f"{name} is not a model",
             "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
         )
     if input_shape is None or isinstance(model, ModelSpec):
@@ -253,14 +254,14 @@ def borrow(
         spec = ModelSpec(unwrap(model), tuple(input_shape), kind=KINDS[len(input_shape)])
     else:
         raise UsageError(
-            f"input_shape {input_shape} is none of a sample",
+            f"input_shape {input_shape} is not the shape of a sample",
             "Give (channels, height, width), (tokens, width) or (samples,).",
         )
     if spec is None:
         raise UsageError(
-            f"what does the {name} take?",
-            "Give data as arrays, input_shape=(3, 32, 32), or a lipaudit.ModelSpec that says how "
-            "to feed it.",
+            f"the input shape of {name} is unknown",
+            "Give data as arrays, input_shape=(3, 32, 32), or a lipaudit.ModelSpec that "
+            "defines the input.",
         )
     name = type(spec.module).__name__
     if options.device == "auto":

@@ -17,15 +17,15 @@ from lipaudit.tables import Note
 
 RANDOM = warning(
     "random-weights",
-    "RANDOM WEIGHTS: nothing was loaded, the figures say nothing about a trained model",
+    "RANDOM WEIGHTS: no weights were loaded, so the results say nothing about a trained model",
 )
-"""The note on a model whose weights are random, as was asked for."""
+"""Note on a model with random weights on request."""
 
 
 def new_classifier(classes: int) -> Note:
     """Return the note on a model whose classifier is random, as was asked for."""
     return warning(
-        "new-classifier", f"the classifier is new and random, for {classes} classes: train it"
+        "new-classifier", f"the classifier for {classes} classes is new and random: train it first"
     )
 
 
@@ -153,7 +153,8 @@ class LoadOptions:
         if not 1 <= len(size) <= 3 or min(size) < 1:
             raise UsageError(
                 f"input size {size} is not a shape",
-                "Give a side (32), height and width (32,32), or channels too (3,32,32).",
+                "Give one side (32), height and width (32,32), or channels, height and width "
+                "(3,32,32).",
             )
         channels = size[0] if len(size) == 3 else known[0]
         return channels, size[-1] if len(size) == 1 else size[-2], size[-1]

@@ -34,11 +34,11 @@ from lipaudit.models.sources.outputs import (
 from lipaudit.models.sources.spec import ModelSpec
 
 READINGS = 2**14
-"""Texts of which the token ids are remembered."""
+"""Number of texts whose token ids are cached."""
 GOES_ON_MARK = "##"
-"""WordPiece writes it before what goes on with a word."""
+"""Prefix of WordPiece tokens that continue a word."""
 BEGINS_MARKS = ("\u0120", "\u2581")
-"""Byte-level BPE and SentencePiece write one of them before what begins a word."""
+"""Prefixes of byte-level BPE and SentencePiece tokens that begin a word."""
 
 
 def read_lexicon(
@@ -126,7 +126,7 @@ def _classify_token(token: str, mark: str | None) -> int:
 
 
 ORDINARY = -1
-"""Stands for the id of every token that the tokenizer did not put around the texts."""
+"""Replaces the id of every token that is not a special token."""
 
 
 class Feed:
@@ -206,8 +206,9 @@ class Feed:
         if ids and max(ids) >= self.size:
             token = self.tokenizer.convert_ids_to_tokens(max(ids))
             raise InputError(
-                f"the tokenizer has {len(self.tokenizer)} tokens and the model embeddings for "
-                f"{self.size}: {texts[0][:40]!r} holds {token!r}, id {max(ids)}",
+                f"the tokenizer has {len(self.tokenizer)} tokens, but the model has "
+                f"embeddings for only {self.size}: {texts[0][:40]!r} holds {token!r}, id "
+                f"{max(ids)}",
                 "Use the tokenizer that the model was trained with, or enlarge its embedding "
                 "(resize_token_embeddings) and train it.",
             )
@@ -226,9 +227,9 @@ class Feed:
         usual = self.types(torch.tensor([ids]))["token_type_ids"][0].tolist()
         if usual != own and self.exceptions.setdefault(tuple(ids), own) != own:
             raise InputError(
-                f"the token ids of {texts[0][:40]!r} and of another text are the same, and the "
-                "types of their tokens are not",
-                "Does one of them hold special tokens, such as [SEP], as words? Remove it.",
+                f"the token ids of {texts[0][:40]!r} and of another text are the same, but "
+                "their token types differ",
+                "Remove special tokens, such as [SEP], from the texts.",
             )
         return encoded
 
@@ -249,7 +250,7 @@ def _read_rules(
 
 
 READS_IDS = ("cohere_compass", "dpr", "flaubert", "xlm")
-"""Models that mask by id what no mask is given for."""
+"""Models that build their mask from token ids if none is given."""
 
 
 def find_text_config(config: Any) -> Any:
@@ -320,15 +321,15 @@ def _find_free_id(config: Any, x: Tensor, mask: Tensor | None, end: int | None) 
     free = next((i for i in range(size) if i not in used), None)
     if free is None:
         raise InputError(
-            "every token id ends some text of a batch, and none is left to pad with",
-            "Measure fewer texts at a time, with --batch-size.",
+            "no token id is free for padding: every id ends some text of the batch",
+            "Use a smaller --batch-size.",
         )
     return free
 
 
 MOST_TOKENS = 512
 ENDLESS = 2**20
-"""Tokens of the longest text of a model that has no limit."""
+"""Default length limit for models without one."""
 
 
 def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
@@ -340,8 +341,8 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     config = find_text_config(module.config)
     if not getattr(config, "vocab_size", None):
         raise InputError(
-            f"{type(module).__name__} has no vocabulary: it takes no token ids, or does not look "
-            "them up in a table of embeddings that could be perturbed",
+            f"{type(module).__name__} has no embedding table for token ids that could be "
+            "perturbed",
             "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
         )
     tokenizer, size = _load_tokenizer(path), _count_ids(module, config)
@@ -349,10 +350,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     end = _find_end(module, config, tower)
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
-        text = (
-            "only the embeddings that the encoder reads move; the decoder reads the same text "
-            "unmoved"
-        )
+        text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
         facts["notes"] = (remark("encoder-moves", text), *facts.get("notes", ()))
     if feed is not None:
         facts["tokenize"] = lambda text, most: feed.ids(text, most=most)
@@ -386,8 +384,8 @@ def _load_tokenizer(path: Path | None) -> Any:
         return None
     with explain_failure(
         f"the tokenizer in {path} cannot be loaded",
-        "Install what it names (often `pip install sentencepiece protobuf` or tiktoken), update "
-        "transformers if its class is newer, or put tokenizer.json beside config.json.",
+        "Install the missing library (often `pip install sentencepiece protobuf` or "
+        "tiktoken), update transformers, or put tokenizer.json beside config.json.",
     ):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
@@ -477,9 +475,9 @@ def _require_ends(module: Any, x: Tensor, mask: Tensor | None, end: int) -> None
     ends = ((x == end) if mask is None else (x == end) & mask).sum(1)
     if int(ends.min()) == 0 or int(ends.max()) != int(ends.min()):
         raise InputError(
-            f"{type(module).__name__} reads the state at the end of a text: each must hold the id "
-            f"{end} of the end (eos_token_id), and all equally often",
-            "Put the tokenizer's files beside config.json, or end the token ids with it.",
+            f"{type(module).__name__} reads the state at the end of a text, so every text "
+            f"needs the end token id {end} (eos_token_id) equally often",
+            "Put the tokenizer's files beside config.json, or append that id to the token ids.",
         )
 
 
@@ -487,8 +485,8 @@ def _refuse_padding(module: Any) -> None:
     """Refuse padded texts where a tower reads the last position, padding or not."""
     if str(module.config.model_type).startswith("siglip"):
         raise InputError(
-            f"the text tower of {type(module).__name__} reads the last position, padding or "
-            "not: in a batch, a short text's features would depend on the longest",
+            f"the text tower of {type(module).__name__} reads the last position even if it is "
+            "padding, so the features of short texts would depend on the longest text",
             "Give texts of one length, as token ids in an .npz file padded as in training.",
         )
 

@@ -45,8 +45,8 @@ from lipaudit.tables import Note
 
 DEFAULT_NORMALISATION = warning(
     "default-normalisation",
-    "mean and std are those of the architecture's own weights, not of this file: "
-    "give --mean and --std if it was trained with others",
+    "mean and std are those of the architecture's pretrained weights. If this file was "
+    "trained with others, give --mean and --std",
 )
 
 
@@ -71,10 +71,10 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     classes, trained = module.num_classes, module.pretrained_cfg["num_classes"]
     if classes not in (0, trained):
         raise UsageError(
-            f"num_classes={classes} would replace the head of {name} ({trained} classes) by a "
-            "random one",
-            "Leave num_classes out (`lipaudit train --classes` trains a new head), or pass your "
-            "own file of weights with --arch.",
+            f"num_classes={classes} would replace the classifier of {name} ({trained} "
+            "classes) by a random one",
+            "Leave num_classes out, train a new classifier with `lipaudit train --classes`, "
+            "or give your own weights file with --arch.",
         )
     return replace(describe_timm(module, options), commit=commit)
 
@@ -155,7 +155,7 @@ def describe_timm(
 def _require_known(name: str) -> None:
     if not is_timm(name):
         near = suggestion(
-            name.partition(".")[0], timm_names(), "`lipaudit models PART` lists names."
+            name.partition(".")[0], timm_names(), "Search names with `lipaudit models PART`."
         )
         hub = f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
         raise InputError(f"timm has no model {name!r}", hub if "/" in name else near)
@@ -199,10 +199,12 @@ def _download(name: str, options: LoadOptions) -> tuple[Any, Commit | None]:
 
     config: Any = timm.models.get_pretrained_cfg(name)
     arch = name.partition(".")[0]
-    random = "--model-kwargs pretrained=false makes random ones (enough for a check of cost)."
+    random = (
+        "--model-kwargs pretrained=false uses random weights (enough to check memory and time)."
+    )
     if config is None or not config.has_weights:
         text = f"timm has no weights for {name}"
-        raise InputError(text, f"Pass a file of yours with --arch timm:{arch}; {random}")
+        raise InputError(text, f"Give your own weights file with --arch timm:{arch}. {random}")
     repository = Repository(config.hf_hub_id) if config.hf_hub_id else None
     file = f"model.safetensors of {repository.page}" if repository else config.url
     try:
@@ -211,9 +213,8 @@ def _download(name: str, options: LoadOptions) -> tuple[Any, Commit | None]:
         return _create_from_hub(name, repository, options)
     except InputError as error:
         raise InputError(
-            f"the pretrained weights of {name} cannot be had: {error.message}",
-            f"{error.advice} A file of weights ({file}) can be passed with --arch timm:{arch}; "
-            f"{random}",
+            f"the pretrained weights of {name} cannot be loaded: {error.message}",
+            f"{error.advice} Or give a weights file ({file}) with --arch timm:{arch}. {random}",
         ) from error
 
 
@@ -243,7 +244,8 @@ def _create_from_address(name: str, url: str, options: LoadOptions) -> Any:
     cached = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
     if is_offline(asked=options.offline) and not cached.is_file():
         raise InputError(
-            f"{url} is not in the local cache, and {OFFLINE}", "Fetch it with a connection."
+            f"{url} is not in the local cache, and {OFFLINE}",
+            "Run the command once with a connection.",
         )
     with (
         explain_failure(f"{url} cannot be fetched", "Check the network."),
@@ -265,7 +267,7 @@ def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
             raise
         converted = state
     load_strictly(module, converted, origin=str(path))
-    return (remark("converted", "weights were converted from another layout or size by timm"),)
+    return (remark("converted", "timm converted the weights from another layout or size"),)
 
 
 def _image_shape(

@@ -36,7 +36,7 @@ WRAPPERS = ("module.", "_orig_mod.", "model.")
 
 HALF = {torch.float16, torch.bfloat16}
 HASHED = 2**20
-"""Entries of a weight that are hashed at a time."""
+"""Number of entries of a weight hashed at a time."""
 
 State = dict[str, Tensor]
 
@@ -63,12 +63,10 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     inside = next((key for key in CONTAINERS if isinstance(content.get(key), Mapping)), None)
     if inside is not None:
         content = content[inside]
-        notes = (remark("checkpoint", f"weights taken from {inside!r} of the checkpoint"),)
+        notes = (remark("checkpoint", f"weights were taken from {inside!r} of the checkpoint"),)
     state = {k: v for k, v in content.items() if isinstance(v, Tensor)}
     if not state:
-        raise InputError(
-            f"{path} holds no tensors by name", "Save the model's state_dict(), nothing around it."
-        )
+        raise InputError(f"{path} holds no named tensors", "Save only the model's state_dict().")
     # Wrappers nest: DataParallel around a compiled model around Lightning.
     for prefix in WRAPPERS:
         if all(k.startswith(prefix) for k in state):
@@ -104,8 +102,8 @@ def find_weights(directory: Path) -> Path:
     if len(files) == 1:
         return directory / files[0]
     raise InputError(
-        f"{directory} has no single file of weights (found: {', '.join(files) or 'none'})",
-        f"Name one of them {PREFERRED[0]}, or pass the file itself with --arch.",
+        f"{directory} has no unique weights file (found: {', '.join(files) or 'none'})",
+        f"Rename one of them to {PREFERRED[0]}, or give the file with --arch.",
     )
 
 
@@ -170,13 +168,13 @@ def require_finite_weights(module: nn.Module, origin: str) -> None:
         InputError: naming the first tensors that are.
     """
     if next(module.parameters(), None) is None:
-        raise InputError(f"{origin} has no parameters", "There is nothing to audit in it.")
+        raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
     bad = [n for n, p in module.named_parameters() if not bool(torch.isfinite(p).all())]
     bad += [n for n, b in module.named_buffers() if bool(torch.isnan(b).any())]
     if bad:
         raise InputError(
             f"{origin} has weights that are not finite: {few(bad)}",
-            "The training run diverged or the file is damaged; take an earlier checkpoint.",
+            "Use an earlier checkpoint: the training diverged or the file is damaged.",
         )
 
 
@@ -213,8 +211,8 @@ def _explain_unreadable(path: Path, error: Exception) -> InputError:
     """Say why a file cannot be opened without running code, and what to do about it."""
     if "TorchScript" in str(error):
         return InputError(
-            f"{path} is TorchScript, a program and not weights: it cannot be read",
-            "Save the state_dict() of the module that it was made from.",
+            f"{path} is TorchScript (a program), not a weights file",
+            "Save the state_dict() of the original module.",
         )
     names: list[str] = []
     with suppress(Exception):  # junk names none
@@ -222,10 +220,10 @@ def _explain_unreadable(path: Path, error: Exception) -> InputError:
     if names or (isinstance(error, pickle.UnpicklingError) and _is_pickle(path)):
         what = f" ({few(names)})" if names else ""
         return InputError(
-            f"{path} holds more than weights{what}; it was not opened",
-            "Opening it would run its code. Where you trust it, save model.state_dict() alone, "
-            "best as .safetensors; torch.serialization.get_unsafe_globals_in_checkpoint(FILE) "
-            "lists what it wants to run.",
+            f"{path} holds more than weights{what}, so it was not opened",
+            "Opening it could run code. If you trust it, save only model.state_dict(), best "
+            "as .safetensors. torch.serialization.get_unsafe_globals_in_checkpoint(FILE) "
+            "lists the code.",
         )
     return InputError(
         f"{path} is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})",

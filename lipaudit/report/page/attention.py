@@ -17,7 +17,7 @@ QUERY = Column(label="query", meaning="Position of the query.", format="d")
 WEIGHT = Column(label="P", meaning="Attention probability.")
 RECEIVED = Column(label="mean P", meaning="Attention that a key receives, mean over queries.")
 CLS = "CLS"
-"""How the class token of a vision transformer is written."""
+"""Label of a vision transformer's class token."""
 
 
 def count_ratios(sections: Sections) -> Iterator[Histogram]:

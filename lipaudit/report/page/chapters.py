@@ -74,7 +74,7 @@ def list_steepest(sections: Sections) -> Iterator[Table]:
     }
     inputs = [row.input for row in rows]
     yield make_table(
-        "Most amplifying heads; each bound as a multiple of the exact norm",
+        "Heads with the largest norm; each bound as a multiple of the exact norm",
         [
             (HEAD, [row.head for row in rows]),
             *([(columns["input"], inputs)] if {*inputs} - {"", "one input"} else []),
@@ -93,8 +93,13 @@ TIGHTNESS = (
     Column(label="status", meaning="How far it is proven.", format="s"),
     Column(label="holds", meaning="Where it holds.", format="s"),
     Column(label="heads", meaning="Heads with this bound.", format="d"),
-    Column(label="median", meaning="Of bound / exact; 1 is tight.", unit="×", domain=""),
-    Column(label="largest", meaning="Of bound / exact.", unit="×", domain=""),
+    Column(
+        label="median",
+        meaning="Median of bound / exact over the heads; 1 is tight.",
+        unit="×",
+        domain="",
+    ),
+    Column(label="largest", meaning="Largest bound / exact over the heads.", unit="×", domain=""),
 )
 
 
@@ -155,7 +160,7 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
 
 
 LINES = 5
-"""At most so many heads or layers are drawn in one picture, spread evenly."""
+"""Largest number of heads or layers in one chart, spread evenly."""
 MODES = {
     "real": "On data: norms over the length",
     "adversarial": "At worst-case tokens",
@@ -252,8 +257,8 @@ QUANTILES = ("norm", "mean", "median", "p95", "max", "within", "samples", "conve
 PLANS: dict[str, ChapterPlan] = {
     "bounds": ChapterPlan(
         "Which heads amplify a small change most?",
-        "Exact norm ‖J‖ of each head: by how much a small change of the head's own input can grow "
-        "in its output, median over the samples. Later layers may shrink the change again.",
+        "Exact norm ‖J‖ of each head: how much a small change of the head's own input can "
+        "grow in its output (median over the samples). Later layers may shrink it again.",
         (
             map_column("exact", "Exact ‖J‖ of every head"),
             list_steepest,
@@ -273,8 +278,8 @@ PLANS: dict[str, ChapterPlan] = {
     ),
     "bounds.ball": ChapterPlan(
         "How large can the norm of a head get near the samples?",
-        "In a ball of radius r around a sample's tokens: the largest norm that a search found, "
-        "and proven upper bounds.",
+        "Within a ball of radius r around a sample's tokens: the largest norm that a search "
+        "found, and proven upper bounds.",
         (tabulate(keys=("head", "r")),),
         whole=True,
     ),
@@ -315,8 +320,8 @@ PLANS: dict[str, ChapterPlan] = {
     ),
     "attack": ChapterPlan(
         "Which attacks succeed?",
-        "Share of the samples that stay right under each attack, with 95 % limits. A stronger "
-        "attack can only lower it.",
+        "Share of the samples that stay correct under each attack, with 95 % limits. A "
+        "stronger attack can only lower it.",
         (
             tabulate(
                 "Accuracy under attack",
@@ -329,10 +334,11 @@ PLANS: dict[str, ChapterPlan] = {
     ),
     "certify": ChapterPlan(
         "What is proven?",
-        "The true robust accuracy is between what is certified and what attacks left (robust).",
+        "The true robust accuracy is between the certified share (proven) and the robust "
+        "share (not broken by the attacks).",
         (
             tabulate(
-                "Robust accuracy: certified from below, attacked from above",
+                "Robust accuracy: between certified and attacked",
                 ("samples", "clean", "certified", "robust", "undecided"),
                 keys=("norm", "eps_text"),
             ),
@@ -340,13 +346,14 @@ PLANS: dict[str, ChapterPlan] = {
     ),
     "certify.radius": ChapterPlan(
         "How far around a sample is its class proven?",
-        "Radii of the balls around correctly classified samples.",
+        "Certified radius: no input nearer to the sample changes its class. Adversarial "
+        "radius: an attack found a misclassified input at this distance.",
         (tabulate(keys=("norm",)),),
         whole=True,
     ),
     "scaling": ChapterPlan(
         "How do norms grow with the length of the sequence?",
-        "n is the number of tokens. Dotted lines are slopes to compare with.",
+        "n is the number of tokens. Dotted lines are reference slopes.",
         (list_lengths, draw_lengths),
     ),
     "scaling.fit": ChapterPlan(

@@ -46,9 +46,9 @@ MORE = (
     "means."
 )
 FIRST: tuple[VerdictStatus, ...] = ("regressed", "improved", "inconclusive", "unchanged")
-"""Verdicts, the gravest first."""
+"""Verdicts, the most severe first."""
 NAMED = 3
-"""How many samples and heads are named."""
+"""Number of samples and heads that are listed."""
 NORM = "jacobian.norm"
 ACCURACY = {
     "attack.correct:mean": "clean",
@@ -58,7 +58,7 @@ ACCURACY = {
     "certify.robust:mean": "attacked",
     "certify.certified:mean": "certified",
 }
-"""Metrics that are accuracies; of two with the same kind and ball, the first is shown."""
+"""Accuracy metrics. If two have the same kind and ball, the first is shown."""
 HEADLINES = {
     "jacobian.norm:median": "model sensitivity, median ‖J‖",
     "jacobian.norm:p95": "model sensitivity, p95 ‖J‖",
@@ -70,7 +70,7 @@ HEADLINES = {
     "attention.softmax_norm:median": "softmax norm, median head",
     "attention.intermediate:median": "fragile rows, median head",
 }
-"""Figures of the scorecard beside accuracies, with their names."""
+"""Other figures of the scorecard, with their labels."""
 
 
 def open_comparison(page: Document, comparison: Comparison, reports: Sequence[Report]) -> Document:
@@ -203,7 +203,7 @@ def _list_findings(pair: Pair) -> Iterator[tuple[str, str]]:
             "samples",
         )
     if pair.outcomes and not turned:
-        yield "No sample changed sides.", "samples"
+        yield "No sample changed its result.", "samples"
     if pair.heads:
         yield _describe_heads(pair.heads[0]), "heads"
 
@@ -249,16 +249,16 @@ def _describe_heads(changes: HeadChanges) -> str:
 
 
 HOW = (
-    "Change: of the two figures. Paired: what is tested, each sample against itself, with its "
-    "own 95 % interval. All figures are over the samples that both reports have."
+    "Change: of the two values shown. Paired: the tested change, each sample against itself, "
+    "with its 95 % interval. All values are over the samples in both reports."
 )
 FLIPS = (
-    "Gained: samples that are right, robust or certified now and were not. Lost: the reverse. "
-    "McNemar: p-value of no change."
+    "Gained: samples that are correct, robust or certified now and were not before. Lost: "
+    "the reverse. McNemar: p-value that nothing changed."
 )
 PROVEN = (
-    "A change stands if it is proven with Holm's correction over all heads of the column: the "
-    "chance of naming any unchanged head is 5 %. Limits are of each head alone (Student's t)."
+    "A change stands if it is significant after Holm's correction over all heads (5 % chance "
+    "of any false alarm). Limits are for each head alone (Student's t)."
 )
 FIGURES = {
     "metric": "s",
@@ -270,11 +270,15 @@ FIGURES = {
     "95 % limits": "",
     "samples": "",
 }
-"""Columns of the figures with their format: `s` is text, an empty one is a number."""
-ASKED = Column(label="asked", meaning="What is asked of every sample.", format="s")
-BECAME = Column(label="became", meaning="What the sample was, and what it is now.", format="s")
-STANDS = Column(label="stands", meaning="Whether the change is proven after Holm.", format="")
-ADJUSTED = Column(label="p (Holm)", meaning="Corrected over the heads.", format=".2g", domain="")
+"""Columns of the table with their format: `s` is text, empty is a number."""
+ASKED = Column(label="asked", meaning="Yes-or-no result of each sample.", format="s")
+BECAME = Column(label="became", meaning="The sample's result before and now.", format="s")
+STANDS = Column(
+    label="stands", meaning="Whether the change is significant after Holm's correction.", format=""
+)
+ADJUSTED = Column(
+    label="p (Holm)", meaning="p-value, corrected over the heads.", format=".2g", domain=""
+)
 
 
 def make_chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Chapter, ...]:
@@ -369,7 +373,9 @@ def _show_heads(pair: Pair) -> list[Block]:
 def _map_changes(changes: HeadChanges) -> Heatmap:
     times, how = {"%": (1.0, "+.1%"), "pp": (100.0, "+.1f"), "": (1.0, "+.3g")}[changes.unit]
     unit, status = changes.unit.replace("%", ""), find_column(changes.metric).status
-    column = Column("change", "New against old, sample by sample.", unit, how, status=status)
+    column = Column(
+        "change", "New value over old value, sample by sample.", unit, how, status=status
+    )
     values = {
         (h.layer, h.head): None if h.change is None else h.change * times for h in changes.heads
     }
@@ -379,8 +385,8 @@ def _map_changes(changes: HeadChanges) -> Heatmap:
 def _show_samples(pair: Pair, places: Mapping[str, str]) -> list[Block]:
     """Show which samples changed sides, with their figures before and after."""
     flipped = [sample for sample in pair.samples if sample.flipped]
-    many = f"The first {FIT} of {len(flipped)} that changed sides"
-    title = many if len(flipped) > FIT else "Samples that changed sides"
+    many = f"The first {FIT} of {len(flipped)} samples that changed"
+    title = many if len(flipped) > FIT else "Samples that changed"
     counts = Counter(metric for sample in pair.samples for metric in sample.figures)
     # Figures of most samples come first, of two the norm before others.
     metrics = sorted(counts, key=lambda metric: (-counts[metric], metric != NORM))

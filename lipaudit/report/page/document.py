@@ -35,12 +35,12 @@ from lipaudit.tables import Column, Note, Report, Section, model_labels
 from lipaudit.tables.summary import summary
 
 SEED = "seed"
-"""A setting of the run, which is among the facts of the page."""
-NOTHING = Paragraph("No rows: nothing was measured.")
+"""Name of the setting seed, which the page lists among the facts of the run."""
+NOTHING = Paragraph("No results: nothing was measured.")
 MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
 EXPLAIN = "lipaudit explain WORD explains any word of this page."
 OPEN = ("bounds", "jacobian", "attack", "certify")
-"""Chapters of an audit that are open at first sight."""
+"""Chapters of an audit that are not folded."""
 
 
 def show_section(

@@ -8,11 +8,11 @@ from lipaudit.tables import Note, Report
 from lipaudit.tables.summary import shared, summary
 
 CHARACTERS = 12
-"""Characters of a sample's id that are written: enough to tell samples apart."""
+"""Number of characters of a sample's id that are shown."""
 LETTERS = 40
-"""Letters of a text that are written behind its place."""
+"""Number of characters of a text shown after its place."""
 LISTED = 6
-"""Words in which notes differ that are written out."""
+"""Number of differing words listed when similar notes are merged."""
 
 
 def list_facts(report: Report) -> tuple[tuple[str, str], ...]:

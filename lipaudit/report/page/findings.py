@@ -65,7 +65,7 @@ def _rank_values(values: Sequence[float]) -> list[float]:
 
 
 FEATURES = {"norm": "‖J‖", "radius_first_order": "first-order radius"}
-"""Figures of a sample that may predict whether attacks break it, with their names on a page."""
+"""Per-sample figures that may predict whether attacks break it, with their labels."""
 HALF = 0.5
 """A key is called a sink when it takes more than this share of a head's mass."""
 NAMED = 3

@@ -24,11 +24,11 @@ from lipaudit.tables import Column, Note
 
 MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
 GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
-"""Verdicts, the gravest first."""
+"""Verdicts, the most severe first."""
 FEW = 6
-"""A rule with at most so many rows has all of them written out."""
+"""Rules with at most this many rows are listed row by row."""
 MOST = 8
-"""Most verdicts that are written out: for each rule line by line, and above the table."""
+"""Largest number of verdicts listed per rule and above the table."""
 COLUMNS = {
     "verdict": "s",
     "rule": "s",
@@ -40,10 +40,10 @@ COLUMNS = {
     "limits": "s",
     "samples": "",
 }
-"""Columns of the table: `s` is text and aligned left, others are aligned right."""
+"""Columns of the table: `s` is text, aligned left; others are aligned right."""
 PAIRED = (
-    "Change: of the two figures. Paired: what was tested, each sample against itself; limits are "
-    "of it."
+    "Change: of the two values shown. Paired: the tested change, each sample against itself, "
+    "with its limits."
 )
 
 
@@ -103,7 +103,7 @@ def make_judgement_page(judgement: Judgement) -> Document:
     remarks: list[Block] = [Notes(notes)] if notes else []
     verdicts = (_tabulate(judgement), Paragraph(PAIRED), *remarks)
     file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
-    strict = ", and what is not proven fails" if judgement.strict else ""
+    strict = ", and rules that are not proven fail" if judgement.strict else ""
     ending = "passed" if judgement.exit_code == 0 else "failed"
     return Document(
         title=f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}",

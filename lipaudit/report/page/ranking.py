@@ -24,15 +24,17 @@ from lipaudit.settings import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE
 from lipaudit.tables import Column, Report
 from lipaudit.tables.summary import KINDS
 
-RANK = Column("rank", "1, or the place by the figure of what is behind.", format="d", domain="")
-OUTCOME = Column("outcome", "What the paired samples show against the best.", format="s")
-DIFFERENCE = Column("difference", "From the best, sample by sample.", domain="")
-FIGURE = Column("figure", "A line of the scorecards.", format="s")
+RANK = Column(
+    "rank", "1 for the best and models not distinguishable from it.", format="d", domain=""
+)
+OUTCOME = Column("outcome", "Result of the paired comparison with the best.", format="s")
+DIFFERENCE = Column("difference", "Difference from the best, sample by sample.", domain="")
+FIGURE = Column("figure", "A figure of the scorecards.", format="s")
 SHORT = {
     "not distinguishable from the best": "not distinguishable",
     "behind the best": "behind",
 }
-"""Shorter names of outcomes, for the column of a table."""
+"""Short names of outcomes for a table column."""
 BY = {
     "attack.robust": "robust accuracy",
     "certify.robust": "robust accuracy",

@@ -61,9 +61,9 @@ def add_places(table: Table, places: Mapping[str, str]) -> Table:
 
 
 CLASSES = ("label", "predicted")
-"""Per-sample columns that hold the number of a class."""
+"""Per-sample columns that contain a class number."""
 SHARES = ("certified", "correct", "robust")
-"""Per-sample columns whose share of yes is an accuracy."""
+"""Yes-or-no columns whose mean is an accuracy."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,10 @@ def choose_sample(report: Report, said: str) -> str:
         return named[0]
     if not named:
         names = [*(i[:CHARACTERS] for i in every), *at.values()]
-        advice = "Name one by its id or place; lipaudit inspect REPORT lists the worst."
+        advice = (
+            "Give its id or its place in the data. `lipaudit inspect REPORT` lists the "
+            "worst samples."
+        )
         raise UsageError(f"the report has no sample {said!r}", suggestion(said, names, advice))
     some = ", ".join(f"{i[:CHARACTERS]} ({at[i]})" if i in at else i for i in named[:MOST])
     raise UsageError(f"{said!r} is {len(named)} samples", f"There are: {some}.")
@@ -198,8 +201,8 @@ def require_samples(report: Report) -> None:
     """
     if not any(section.ids for section in report.sections):
         raise InputError(
-            "the report says nothing of single samples",
-            "bounds, jacobian, attack and certify do: lipaudit audit MODEL has most of them.",
+            "the report has no results for single samples",
+            "Use a report of bounds, jacobian, attack, certify or audit.",
         )
 
 
@@ -218,7 +221,7 @@ SHADES = {
         status="estimate",
     ),
 }
-"""Meaning of the shade of a token, by what was differentiated."""
+"""Meaning of a token's shade, by the output of the Jacobian."""
 
 
 def make_gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
@@ -273,7 +276,7 @@ SHOWN = (
     ("jacobian", "margin"),
     ("jacobian", "radius_first_order"),
 )
-"""Per-sample columns, by section, in the table of the worst samples."""
+"""Columns of the table of worst samples, by section."""
 RANKED = {
     "norm": "largest ||J||",
     "radius": "smallest certified radius",
@@ -281,17 +284,19 @@ RANKED = {
 """Order of samples that are broken in equally many balls: by the first of these columns that the
 report has."""
 BROKEN = Column(
-    label="broken", meaning="Smallest ball of each norm in which an attack broke it.", format="s"
+    label="broken",
+    meaning="Smallest radius, for each norm, at which an attack broke it.",
+    format="s",
 )
 FIGURES = (
-    Column(label="figure", meaning="What is known of the sample.", format="s"),
-    Column(label="value", meaning="Of the sample.", format=""),
+    Column(label="figure", meaning="A figure of the sample.", format="s"),
+    Column(label="value", meaning="Value of the sample.", format=""),
     Column(
         label="all",
-        meaning="Of all distinct samples: the median, or the share of yes with 95 % limits.",
+        meaning="Median over all distinct samples, or the share of yes with 95 % limits.",
         format="",
     ),
-    Column(label="from the worst", meaning="Its place among all, the worst first.", format=""),
+    Column(label="from the worst", meaning="Rank among all samples, the worst first.", format=""),
 )
 
 
@@ -339,7 +344,9 @@ def make_overview(report: Report, name: str) -> Document:
     """Return a page of the worst samples, with the command that shows one."""
     require_samples(report)
     count = len(list_known(report))
-    more = Paragraph(f"lipaudit inspect {name} SAMPLE shows one of {count}: its id or place.")
+    more = Paragraph(
+        f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
+    )
     blocks = (*show_worst(report), more)
     chapter = Chapter("worst-samples", "Which samples are the least robust?", blocks)
     return _make_document(report, "samples", {}, [chapter])

@@ -25,7 +25,7 @@ from lipaudit.tables.summary import KINDS, Accuracy, Summary, summary
 from lipaudit.tables.worst import worst
 
 FEWEST = 20
-"""With fewer samples the 95th percentile is between the two largest norms, and is not shown."""
+"""Smallest number of samples for which the 95th percentile is shown."""
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
 
 
@@ -60,7 +60,7 @@ def _write_accuracy(accuracy: Accuracy, report: Report) -> Line:
     ]
     command = _suggest_hardening(accuracy, report)
     left = format_value(accuracy.share, column)
-    aim = f"Train against attacks: at {accuracy.ball} they leave {left} of the samples right."
+    aim = f"Train against attacks: at {accuracy.ball} only {left} of the samples stay right."
     return Line(
         name_accuracy(accuracy.kind, accuracy.ball),
         accuracy.share,
@@ -142,7 +142,10 @@ def _list_fragile(known: Summary, report: Report) -> Iterator[Line]:
             text += f"; most others near {fragile.side}"
         text += _count_measured(report, "attention")
         command = _suggest_penalty(known, report)
-        aim = "Train against fragile rows, then attack the result: few fragile rows are no proof."
+        aim = (
+            "Train against fragile rows, then attack the result: fewer fragile rows do not "
+            "prove robustness."
+        )
         label = "fragile attention rows"
         yield Line(label, fragile.share, column, text, command, aim if command else "")
 
@@ -206,13 +209,13 @@ def write_answer(report: Report) -> Banner | None:
 
 
 FILE = "report.json"
-"""The file of a report, as commands on its page name it."""
+"""File name of the report in commands on its page."""
 RESUME = " --resume"
 NOISE = {
-    "random-weights": "Load trained weights: these are random.",
-    "random-data": "Measure at real samples: these are noise.",
+    "random-weights": "Load trained weights: the current ones are random.",
+    "random-data": "Measure on real samples: the current ones are noise.",
 }
-"""Advice for warnings of figures that say nothing of a model in use, and are no baseline."""
+"""Advice for reports on random weights or data, which cannot be a baseline."""
 
 
 def suggest_steps(report: Report, card: Scorecard | None) -> tuple[tuple[str, str], ...]:
@@ -221,7 +224,7 @@ def suggest_steps(report: Report, card: Scorecard | None) -> tuple[tuple[str, st
     codes = {warning.code for warning in summary(report).warnings}
     if report.status != "complete":
         command = report.run.command.removesuffix(RESUME)
-        steps.append(("Measure what is missing.", f"{command}{RESUME}"))
+        steps.append(("Measure the missing results.", f"{command}{RESUME}"))
     if codes & NOISE.keys():
         advice = " ".join(text for code, text in NOISE.items() if code in codes)
         steps.append((advice, shlex.join(["lipaudit", "audit", model, "--data", "DATA"])))
@@ -235,5 +238,5 @@ def suggest_steps(report: Report, card: Scorecard | None) -> tuple[tuple[str, st
     steps += [(line.aim, line.command) for line in (card.lines if card else ()) if line.command]
     if report.status == "complete" and report.sections and not codes & NOISE.keys():
         command = shlex.join(["lipaudit", "gate", model, "--baseline", FILE])
-        steps.append(("Let CI fail when the next checkpoint is worse.", command))
+        steps.append(("Make CI fail if the next checkpoint is worse.", command))
     return tuple(steps)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lipaudit.tables import Report
 
 RANKED: frozenset[Form] = frozenset({"page", "record", "frame"})
-"""The forms of several reports."""
+"""Forms of a ranking of several reports."""
 REPORT: frozenset[Form] = RANKED
 COMPARISON: frozenset[Form] = frozenset({"page", "screen", "record", "frame"})
 JUDGEMENT: frozenset[Form] = frozenset({"page", "record", "lines", "judgement"})
@@ -75,7 +75,7 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
         sample: as it is named.
 
     Raises:
-        InputError: the report says nothing of single samples.
+        InputError: the report has no results for single samples.
         UsageError: it has none of that name, or several.
     """
     from lipaudit.report.page import samples

@@ -22,9 +22,9 @@ Sections = Mapping[str, Section]
 View = Callable[[Sections], Iterable[Block]]
 
 FIT = 20
-"""A table of so many rows is shown whole."""
+"""Tables with at most this many rows are shown completely."""
 TOP = 10
-"""Of more rows, so many are shown."""
+"""Number of rows shown of longer tables."""
 HEAD = Column(label="head", meaning="LAYER.HEAD, a layer or the model.", format="s")
 MODEL = Column(label="model", meaning="The report that the row comes from.", format="s")
 

@@ -50,10 +50,11 @@ from lipaudit.theory.scale import unit_values
 from lipaudit.theory.spectral.upper import spectral_norm
 
 PANELS = 8
-"""Of the integral over the radius: more would lower what is added to the bound at X by some %."""
+"""Number of panels of the integral over the radius; more panels would tighten the bound by a few
+%."""
 
 BALANCES = (0.5, 1.0, 2.0)
-"""Of a query's own move against those of its keys: the best of a head counts."""
+"""Weights tried between a query's move and its keys' moves; the best one of a head is used."""
 
 
 @torch.inference_mode()

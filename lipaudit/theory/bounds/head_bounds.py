@@ -33,7 +33,7 @@ FORMULAS: Mapping[str, Callable[[Ingredients], Tensor]] = {
     formula.__name__: formula
     for formula in (sharp, theorem3, theorem3_g1, appendix_c, castin, mean_field, hu)
 }
-"""Our bounds, which share their ingredients."""
+"""Formulas of lipaudit's own bounds, which share their ingredients."""
 
 BoundFunction = Callable[[Heads], Tensor]
 """Computes a bound of ||J||, (batch, heads) on the device of the heads; NaN where there is none.
@@ -81,7 +81,7 @@ def _function(bound: Bound) -> BoundFunction:
         function: BoundFunction = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UsageError(
-            f"the bound {bound.name} cannot be computed: {bound.function} is not there: {error}",
+            f"the bound {bound.name} cannot be computed: {bound.function} was not found: {error}",
             remedy(bound),
         ) from error
     return function

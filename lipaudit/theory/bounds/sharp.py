@@ -54,14 +54,14 @@ from lipaudit.theory.spectral.upper import (
 Rows = Float[Tensor, "batch heads n"]
 
 CLEAR = 0.01
-"""A sum that cancels to less than this share of its terms has lost what single precision has."""
+"""Below this ratio of a sum to its terms, cancellation has removed all correct float32 digits."""
 
 FAINT = 1e-25
 """A square may have lost what single precision takes for 0 where it is less, in units of values:
 as where those are constant, and queries and keys hardly move the output."""
 
 KEYS_MATTER = 0.25
-"""What B B^T may be of A A^T at least before closer norms of its blocks are worth their cost."""
+"""Smallest ratio of B B^T to A A^T for which tighter block norms are worth their cost."""
 
 
 def sharp(known: Ingredients) -> Float[Tensor, "batch heads"]:

@@ -146,9 +146,9 @@ def _tiny(x: Tensor) -> float:
 
 
 SEARCHES = 4
-"""Independent searches: how far apart they end says how far to trust them."""
+"""Number of independent searches; their spread shows how reliable the result is."""
 STARTS = 6
-"""Starts of a search at every length, beside where it ended at the one before."""
+"""Number of starts of a search at each length, besides the end point of the previous length."""
 STEPS = 150
 
 _POWER_STEPS = 5
@@ -358,7 +358,7 @@ def _unit_norm(t: Tensor) -> Tensor:
 
 
 AT_X, UPHILL = 20, 12
-"""Power steps at X, and steps of the ascent: more raised few norms, and those by a per cent."""
+"""Power steps at X and ascent steps. More steps increased few norms, by about 1 %."""
 
 
 @torch.inference_mode(False)

@@ -127,7 +127,7 @@ Select = Callable[[Tensor], Products]
 """Indices of problems -> the products of these problems."""
 
 ETA = 1e-3
-"""Probability, over the random start, that a norm exceeds its `upper`."""
+"""Probability, over the random start vector, that a norm exceeds its `upper`."""
 
 _ROOM = 100  # a power of two by which a vector may be scaled, in any precision
 _GROWTH = 8  # basis vectors per allocation: memory grows with the steps that are taken
@@ -444,7 +444,7 @@ def _record(norms: Norms, running: _Krylov, mask: Tensor) -> None:
 
 
 SINGLE_ERROR = 1e-5
-"""What single precision may lack of a norm where it can tell P; measured: at most 3e-6."""
+"""Relative error of a norm in single precision, if it resolves P; measured: at most 3e-6."""
 
 Solve = Callable[..., Norms]
 """`spectral_norms` with its stop rule: takes select, start, guess and vectors."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from lipaudit.theory.policy import POLICY, Policy
 
 SQUARINGS = 3
-"""How often a Gram matrix is squared to tell its leading eigenvector from the others."""
+"""Number of squarings of a Gram matrix to separate its leading eigenvector."""
 
 SEPARATE = 0.95
-"""What the others may reach of the leading eigenvalue then."""
+"""Largest ratio of the other eigenvalues to the leading one after that."""
 
 _LONG_STEPS = 60  # of maps whose Gram matrix is not formed
 

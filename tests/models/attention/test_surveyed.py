@@ -129,7 +129,7 @@ def test_a_survey_serves_every_length_of_closed_layers(count):
 
 @pytest.mark.parametrize("model", [MixingLong, TwiceShort])
 def test_other_lengths_are_surveyed_where_layers_may_be_others(model, count):
-    """A closed form that is not there at 9 tokens, or a call; each length once."""
+    """A closed form that was not found at 9 tokens, or a call; each length once."""
     net = net_of(model())
     long, short = find_layers(net, batch_of(9)), find_layers(net, batch_of(5))
     assert [site.closed_form for site in long] == [model is TwiceShort]

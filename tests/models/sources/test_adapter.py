@@ -149,7 +149,7 @@ def test_adapters_that_do_not_fit(tmp_path):
     path.write_bytes(b"damaged")
     assert "cannot be read" in refused(tmp_path / "adapter")
     shutil.rmtree(tmp_path / "base")
-    assert f"was trained on {tmp_path / 'base'}, which is not here" in refused(
+    assert f"was trained on {tmp_path / 'base'}, which was not found" in refused(
         tmp_path / "adapter"
     )
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
@@ -169,7 +169,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
 def test_classes_are_those_of_the_adapter(tmp_path):
     texts(tmp_path)
     assert load_net(str(tmp_path / "adapter"), LoadOptions(classes=3)).classes == 3
-    assert "classes of its own" in refused(tmp_path / "adapter", UsageError, classes=4)
+    assert "brings its own classes" in refused(tmp_path / "adapter", UsageError, classes=4)
 
 
 def test_without_peft_the_command_is_named(tmp_path, monkeypatch):

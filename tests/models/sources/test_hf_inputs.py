@@ -114,7 +114,7 @@ def test_a_recurrent_model_without_attention_is_refused_and_has_a_jacobian(tmp_p
     config = config_of("Rwkv", **settings | {"num_hidden_layers": 2}, attention_hidden_size=16)
     module = saved(tmp_path, "RwkvModel", config)
     net, batch = load_net(str(tmp_path), WIDE), tokens()
-    with pytest.raises(InputError, match="no attention was seen in RwkvModel"):
+    with pytest.raises(InputError, match="no attention was found in RwkvModel"):
         survey(net, batch)
     z = module.get_input_embeddings()(batch.x).detach()
 
@@ -141,7 +141,7 @@ HASHED = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"num_hash_bucke
 @pytest.mark.parametrize(
     ("kind", "settings", "says"),
     [
-        ("Canine", HASHED, "CanineModel has no vocabulary"),
+        ("Canine", HASHED, "CanineModel has no embedding table"),
         ("Vilt", TEXT | {"image_size": 8, "patch_size": 4}, "ViltModel cannot be run on one"),
         ("Vilt", TEXT | {"image_size": 8, "patch_size": 4}, "pixel_values"),
         ("VideoMAE", SEEN | {"num_frames": 4}, "VideoMAEModel takes videos of 4 frames"),
@@ -186,7 +186,7 @@ def test_texts_without_their_end_are_refused(tmp_path):
     saved(tmp_path, "BartForSequenceClassification", config_of("Bart", **BART))
     net, batch = load_net(str(tmp_path), WIDE), tokens()
     batch.x[1, -1] = 5
-    with pytest.raises(InputError, match="the id 2 of the end"):
+    with pytest.raises(InputError, match="the end token id 2"):
         net.output(batch)
 
 
@@ -245,10 +245,12 @@ def test_sounds_and_images_are_fed_as_the_model_s_own_code_takes_them(tmp_path, 
 def test_a_model_with_two_towers_says_what_to_type(tmp_path):
     saved(tmp_path, "CLIPModel", clip())
     text = refused(tmp_path, UsageError)
-    assert "CLIPModel has a tower for images" in text
+    assert "CLIPModel has an image tower" in text
     assert text.endswith("| Add --tower image or --tower text.")
     assert "no tower 'sound'" in refused(tmp_path, UsageError, tower="sound")
-    assert "demo has no towers" in refused("demo", UsageError, tower="image")
+    assert "demo has no separate image and text towers" in refused(
+        "demo", UsageError, tower="image"
+    )
 
 
 def test_the_tower_of_text_reads_the_end(tmp_path):
@@ -319,7 +321,7 @@ def test_a_backward_pass_that_the_model_forbids_is_no_bug_of_ours(tmp_path):
 def test_a_constant_with_gradients_is_not_where_attention_comes_from(tmp_path):
     config = config_of("Mra", **TEXT, block_per_row=1, num_labels=3)
     saved(tmp_path, "MraForSequenceClassification", config)
-    with pytest.raises(InputError, match="no attention was seen"):
+    with pytest.raises(InputError, match="no attention was found"):
         survey(load_net(str(tmp_path)), tokens(16))
 
 

@@ -213,7 +213,7 @@ def test_a_factory_in_an_importable_module():
         ("py:{file}:odd", {}, InputError, "1 labels (a) for 4 outputs"),
         ("py:{file}.none.py:build", {}, InputError, "FileNotFoundError"),
         ("py:no.such.module:build", {}, InputError, "ModuleNotFoundError"),
-        ("py:build", {}, UsageError, "names no factory"),
+        ("py:build", {}, UsageError, "has no factory name"),
         ("py:{file}:plain", {}, UnknownInputError, "--input-size"),
         ("py:{file}:plain", {"input_size": (5, 5)}, InputError, "cannot be run on one sample"),
         ("py:{file}:plain", {"input_size": (1, 2, 3, 4)}, UsageError, "is not a shape"),
@@ -227,11 +227,11 @@ def test_a_factory_in_an_importable_module():
         ("hf:a/b/c", {}, UsageError, "hf:ORG/NAME"),
         ("./weights.safetensors", {}, InputError, "no file or directory"),
         ("{file}", {}, InputError, "py:{file}:FUNCTION"),
-        ("demo", {"arch": "timm:test_vit"}, UsageError, "--arch is for files"),
-        ("demo", {"model_kwargs": {"num_classes": 3}}, UsageError, "takes no num_classes"),
-        ("demo", {"model_kwargs": {"num_classes": 3}}, UsageError, "its baseline's"),
+        ("demo", {"arch": "timm:test_vit"}, UsageError, "--arch is only for weights files"),
+        ("demo", {"model_kwargs": {"num_classes": 3}}, UsageError, "does not take num_classes"),
+        ("demo", {"model_kwargs": {"num_classes": 3}}, UsageError, "from the baseline"),
         ("demo", {"device": "cuda:99"}, UsageError, "not available"),
-        ("demo", {"dtype": "float16"}, UsageError, "not offered"),
+        ("demo", {"dtype": "float16"}, UsageError, "not supported"),
         ("demo", {"mean": (0.1, 0.2, 0.3)}, UsageError, "1 channels"),
         ("demo", {"std": (0.0,)}, UsageError, "must be positive"),
     ],
@@ -267,7 +267,7 @@ def test_weights_are_loaded_into_a_factory_s_model(tmp_path):
         assert torch.equal(net.module[1].weight, weights["1.weight"])
     save_file(weights | {"2.bias": torch.rand(3)}, tmp_path / "w.safetensors")
     assert "2.bias surplus" in refused(str(tmp_path / "w.safetensors"), **arch)
-    assert "its own classes" in refused(
+    assert "a fixed number of classes" in refused(
         str(tmp_path / "epoch=3.ckpt"), UsageError, classes=2, **arch
     )
 
@@ -286,7 +286,7 @@ def test_weights_of_timm_may_lie_in_an_attribute(tmp_path):
 def test_what_was_converted_is_told_from_a_checkpoint(name, tmp_path):
     (tmp_path / name).write_bytes(b"GGUF")
     for given in (tmp_path / name, tmp_path):
-        assert f"{name} was converted to be run without gradients" in refused(str(given))
+        assert f"{name} was converted to a format without gradients" in refused(str(given))
 
 
 def test_directories_without_a_usable_configuration(tmp_path):
@@ -296,7 +296,7 @@ def test_directories_without_a_usable_configuration(tmp_path):
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in refused(str(tmp_path))
     (tmp_path / "config.json").write_text('{"hidden": 3}')
-    assert "neither timm's" in refused(str(tmp_path))
+    assert "neither a timm architecture" in refused(str(tmp_path))
 
 
 @pytest.mark.parametrize(

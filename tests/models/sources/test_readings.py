@@ -54,5 +54,5 @@ def test_the_trial_leaves_the_module_as_it_was():
 
 
 def test_a_module_that_runs_on_no_reading_is_told_why():
-    with pytest.raises(InputError, match="no reading.*8 x 5 x 4.*4 x 8 x 5"):
+    with pytest.raises(InputError, match="however they are read.*8 x 5 x 4.*4 x 8 x 5"):
         describe(nn.Conv2d(7, 2, 1), options(8, 5, 4))

@@ -250,13 +250,13 @@ def test_accelerate_plans_whole_blocks_for_the_memory_that_is_free(qwen, monkeyp
 @pytest.mark.parametrize(
     ("places", "error", "said"),
     [
-        ({"": "cpu", "model.layer.1": "disk"}, InputError, r"'model.layer.1'.*no such module"),
+        ({"": "cpu", "model.layer.1": "disk"}, InputError, r"'model.layer.1'.*does not have"),
         ({"model.layers": "disk"}, InputError, r"leaves out model.embed_tokens.weight, model.nor"),
         ({"": "fridge"}, UsageError, "device 'fridge' is not available"),
         ({"": "meta"}, UsageError, "device 'meta' is not available"),
         ({"": 7}, UsageError, "device '.*:7' is not available"),
-        ({"": None}, InputError, "no map of modules to devices"),
-        (["disk"], InputError, "no map of modules to devices"),
+        ({"": None}, InputError, "not a map of modules to devices"),
+        (["disk"], InputError, "not a map of modules to devices"),
     ],
     ids=str,
 )
@@ -267,9 +267,9 @@ def test_a_map_that_does_not_fit_is_refused(qwen, written, places, error, said):
 
 def test_what_cannot_be_spread_is_refused_in_one_line(qwen, written, monkeypatch):
     places = written({"": "disk"})
-    with pytest.raises(UsageError, match="no file"):
+    with pytest.raises(UsageError, match="nor a file"):
         load_net("demo", LoadOptions(device_map="even"))
-    with pytest.raises(UsageError, match="both say where"):
+    with pytest.raises(UsageError, match="both choose the device"):
         load_net("demo", LoadOptions(device_map=places, device="cpu"))
     with pytest.raises(UsageError, match="loaded by name"):
         measure(nn.Linear(2, 2), "jacobian", input_shape=(1, 2), device_map=places)

@@ -180,7 +180,7 @@ def test_a_pickle_with_code_is_not_opened(tmp_path, model, capsys):
 
 def test_a_file_without_tensors_is_refused(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "w.pt")
-    assert "holds no tensors" in refused(tmp_path / "w.pt", **ARCH)
+    assert "holds no named tensors" in refused(tmp_path / "w.pt", **ARCH)
 
 
 def test_a_directory_needs_one_file_of_weights(tmp_path, model):
@@ -188,7 +188,7 @@ def test_a_directory_needs_one_file_of_weights(tmp_path, model):
 
     save_for_hf(model, str(tmp_path), model_args=KWARGS, safe_serialization=True)
     (tmp_path / "model.safetensors").unlink()
-    assert "no single file of weights" in refused(tmp_path)
+    assert "no unique weights file" in refused(tmp_path)
 
 
 def test_wrong_names_and_arguments_of_architectures(tmp_path, weights):

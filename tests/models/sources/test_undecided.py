@@ -56,7 +56,9 @@ def test_lists_of_labels_are_refused_with_their_line_by_a_model_of_one_class(tmp
     save(Folder("bert", "word", "BertForSequenceClassification", H | LONG), tmp_path / "model")
     rows = [{"text": "good film", "label": 1}, {"text": "bad plot", "label": [0, 2]}]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(InputError, match=r"line 2 has a list in 'label', of which a sample has"):
+    with pytest.raises(
+        InputError, match=r"line 2 has a list in 'label', and a sample has only one"
+    ):
         lipaudit.measure(
             str(tmp_path / "model"), "attack", data=str(tmp_path / "t.jsonl"), samples=2
         )

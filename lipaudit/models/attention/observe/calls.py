@@ -300,7 +300,7 @@ LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "heads*batch tokens": lambda t, samples: t.reshape(-1, samples, *t.shape[1:]).transpose(0, 1),
     "windows windows heads tokens": lambda t, _: t.flatten(0, -4),
 }
-"""From the axes of q, k, v as a model has them to (windows, heads, tokens, width)."""
+"""Conversion of the axes of q, k, v to (windows, heads, tokens, width)."""
 
 _BY_AXES = {
     3: ("batch*heads tokens", "heads*batch tokens", "batch tokens"),
@@ -310,7 +310,7 @@ _BY_AXES = {
 
 
 _FOLDED = re.compile(r"windows\*(\d+)heads tokens")
-"""Windows of a sample, then heads, in one axis: how many heads is part of the name."""
+"""Pattern of a layout with windows and heads in one axis; it contains the number of heads."""
 
 
 def arrange(layout: str, t: Tensor, samples: int) -> Tensor:

@@ -78,7 +78,7 @@ _MOVES = {"Permute", "Transpose"}
 """Ops that change the order of axes."""
 
 Cut = tuple[Linear, Callable[[Tensor], Tensor]]
-"""A linear map, and what cuts the graph at its result."""
+"""A linear map and the event that cuts the graph at its result."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from torch import Tensor
 from lipaudit.models.lifting import Kept, read
 
 RIGHT, LEFT = "linear", "linear from the left"
-"""By where the weight stands, how the op of an address is called."""
+"""Name of the operation, by the side of the weight."""
 
 LARGEST = 2**24
-"""Entries of a matrix of blocks."""
+"""Largest number of entries of a block matrix."""
 
 Arrange = Callable[[Tensor], Tensor]
-"""Brings a tensor to channels last."""
+"""Moves the channels of a tensor to the last axis."""
 
 
 @dataclass(frozen=True)

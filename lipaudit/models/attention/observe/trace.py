@@ -23,7 +23,7 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening
 
 _QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
-"""Modules by the dozen in which nothing happens that is looked for."""
+"""Frequent modules that contain no attention."""
 
 
 @dataclass

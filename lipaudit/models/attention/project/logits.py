@@ -44,7 +44,7 @@ _NEGLIGIBLE = 1e-5  # in a logit: P moves by this share, far below every toleran
 _OUT_OF_REACH = 1e9  # a level that logits are not cut off at: the end of float32 stands for -inf
 
 
-BESIDE = "its logits depend on the input beside q k^T"
+BESIDE = "its logits depend on the input not only through q k^T"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _find_keys(form: Explicit, product: Tensor) -> slice:
     if form.logits.numel() == product.numel():
         return slice(None)
     if extra != 1 or form.logits.numel() != product.numel() // m * (m + 1):
-        raise NotClosedForm("sinks", "it has other logits than those of its keys and one sink")
+        raise NotClosedForm("sinks", "it has logits beyond those of its keys and one sink")
     # The sink stands behind the keys (gpt-oss) or in front of them.
     for keys in (slice(0, m), slice(1, m + 1)):
         if _is_unchanged(form, keys):
@@ -298,7 +298,7 @@ def _make_source(logits: Tensor, part: Projected) -> Probed:
         raise NotClosedForm("x-dependent-bias", f"{BESIDE}, behind a map to another width")
     size = logits[0].numel() * part.form.columns.shape[1]
     if size > LARGEST:
-        raise NotClosedForm("large", f"its queries or keys meet {size:.1e} numbers of positions")
+        raise NotClosedForm("large", f"its position terms have {size:.1e} numbers")
     columns = part.form.columns.flatten()
     return Probed(logits, part.leaf, lambda y: part.linear.outputs(y)[:, columns])
 

@@ -83,7 +83,7 @@ def _pick_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 _FIRST = WeakTensorKeyDictionary()
-"""Results of `_find_first`: an index is used several times, and asking waits for the device."""
+"""Cached results of `_find_first`: every query waits for the device."""
 
 
 def _find_first(index: Tensor) -> int | None:

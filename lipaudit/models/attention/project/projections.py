@@ -164,7 +164,7 @@ def find_token_rows(source: Probed) -> Tensor:
     if (times > 1).any():
         raise NotClosedForm("mixing", "depends on several tokens")
     if (times == 0).any():
-        raise NotClosedForm("partial", "has tokens that are not made from the input")
+        raise NotClosedForm("partial", "has tokens that do not come from the input")
     # Row r of y feeds token[r], -1 none: sorted by token, behind those that feed none.
     return token.argsort()[int((token < 0).sum()) :].view(windows, tokens)
 
@@ -214,7 +214,7 @@ def _find_head_columns(source: Probed) -> Tensor | None:
         return None
     sizes = torch.bincount(head[head >= 0], minlength=heads)
     if (sizes != sizes[0]).any():
-        raise NotClosedForm("ragged", "takes more channels in some heads than in others")
+        raise NotClosedForm("ragged", "uses more channels in some heads than in others")
     return head.argsort(stable=True)[int((head < 0).sum()) :].view(heads, -1)
 
 
@@ -318,7 +318,7 @@ def _find_leaf(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[Tensor, Or
     for leaf, origin in leaves:
         if len(leaves) == 1 and origin.address == form.source and origin.linear is not None:
             return leaf, origin, origin.linear
-    raise NotClosedForm("changed", "comes from another linear map than at first")
+    raise NotClosedForm("changed", "comes from another linear map than in the first pass")
 
 
 def _find_index(form: ProjectionForm, source: Probed, samples: int, total: int) -> TokenIndex:
@@ -327,7 +327,7 @@ def _find_index(form: ProjectionForm, source: Probed, samples: int, total: int) 
         return attribute_rows(find_token_rows(source), samples, total)
     # An affine map is compared by value on every token: other rows would show there.
     if form.kind != "affine" and not probes.reads_only(source, index.rows(samples)):
-        raise NotClosedForm("changed", "reads other tokens than at first")
+        raise NotClosedForm("changed", "reads other tokens than in the first pass")
     return index
 
 

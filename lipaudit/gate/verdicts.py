@@ -99,11 +99,6 @@ class Verdict(Frozen):
         return self.new / self.old - 1 if self.old else math.copysign(math.inf, self.new)
 
     @property
-    def unproven(self) -> bool:
-        """Whether the samples neither prove nor refute that the rule holds."""
-        return self.status in UNPROVEN
-
-    @property
     def line(self) -> str:
         """The verdict in one line."""
         where = f" {self.name}" if self.name else ""
@@ -198,24 +193,18 @@ class Judgement(Frozen):
     @property
     def exit_code(self) -> int:
         """The documented exit code: of the gravest status among the verdicts."""
-        statuses = {verdict.status for verdict in self.verdicts}
-        code = next((EXIT[status] for status in EXIT if status in statuses), ExitCode.OK)
-        if code is ExitCode.OK and self.strict and statuses & UNPROVEN:
-            code = ExitCode.NOT_PROVEN
-        return int(code)
-
-    @property
-    def failures(self) -> tuple[Verdict, ...]:
-        """The verdicts that make the exit code what it is."""
-        return tuple(verdict for verdict in self.verdicts if self.fails(verdict))
+        codes = {self._code(verdict) for verdict in self.verdicts}
+        order = (*EXIT.values(), ExitCode.NOT_PROVEN)
+        return int(next((code for code in order if code in codes), ExitCode.OK))
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def reason(self) -> str:
         """The outcome in one line."""
-        bad = self.failures
+        bad = [verdict for verdict in self.verdicts if self.fails(verdict)]
         if not bad:
-            return f"pass: {_count(self.verdicts)}"
+            counts = Counter(verdict.status for verdict in self.verdicts)
+            return f"pass: {', '.join(f'{number} {status}' for status, number in counts.items())}"
         gravest = [verdict for verdict in bad if self._code(verdict) == self.exit_code]
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         return gravest[0].line + more
@@ -225,7 +214,7 @@ class Judgement(Frozen):
         return self._code(verdict) is not ExitCode.OK
 
     def _code(self, verdict: Verdict) -> ExitCode:
-        if self.strict and verdict.unproven:
+        if self.strict and verdict.status in UNPROVEN:
             return ExitCode.NOT_PROVEN
         return EXIT.get(verdict.status, ExitCode.OK)
 
@@ -243,8 +232,3 @@ def amount(value: float | None, unit: str) -> str:
 def written(value: float | None) -> str:
     """Write a value."""
     return "none" if value is None else f"{value:.4g}"
-
-
-def _count(verdicts: tuple[Verdict, ...]) -> str:
-    counts = Counter(verdict.status for verdict in verdicts)
-    return ", ".join(f"{number} {status}" for status, number in counts.items())

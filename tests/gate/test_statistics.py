@@ -150,6 +150,31 @@ def test_the_bootstrap_agrees_with_scipys():
     assert ours == pytest.approx((theirs.low, theirs.high), abs=0.06 * width)
 
 
+SKEWED = math.exp(0.5)
+CHANGES_AT_THE_MARGIN = {  # how they are drawn; the larger of their mean and their median
+    "normal": (lambda rng, size: rng.normal(size=size), 0.0),
+    "t": (lambda rng, size: rng.standard_t(3, size), 0.0),
+    "skewed up": (lambda rng, size: rng.lognormal(size=size), SKEWED),
+    "skewed down": (lambda rng, size: -rng.lognormal(size=size), -1.0),
+    "rare falls": (
+        lambda rng, size: rng.normal(0, 0.02, size) - (rng.random(size) < 0.1) * math.log(10),
+        0.02 * stats.norm.ppf(1 - 0.5 / 0.9),
+    ),
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES_AT_THE_MARGIN)
+@pytest.mark.parametrize("n", [4, 8, 32])
+def test_a_test_keeps_twice_its_level_at_the_margin(changes, n):
+    """Of 800 runs at 0.05 at most 10 % reject, and 3 standard errors more."""
+    draw, centre = CHANGES_AT_THE_MARGIN[changes]
+    runs = draw(np.random.default_rng(n), (800, n)) - centre
+    limit = 0.1 + 3 * math.sqrt(0.1 * 0.9 / 800)
+    assert np.mean([judge_mean(x).p(0.0) <= 0.05 for x in runs]) <= limit
+    median = np.median(draw(np.random.default_rng(1), (200_000,))) - centre
+    assert np.mean([judge_median(x).p(median) <= 0.05 for x in runs]) <= limit
+
+
 def test_the_bootstrap_gives_the_same_answer_every_time():
     old, new = np.random.default_rng(9).normal(size=(2, 50))
     first, second = (judge_by_bootstrap(old, new, p95_change, least=20) for _ in range(2))

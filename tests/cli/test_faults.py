@@ -287,7 +287,8 @@ def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(er
         lipaudit.measure("demo", "bounds", samples=1)
     monkeypatch.undo()
     monkeypatch.setattr(numeric, "_linearize_layer", fault)
-    layer = SimpleNamespace(site=SimpleNamespace(inputs=(0,)), frame=(), output="x", samples=1)
+    site = SimpleNamespace(inputs=(0,), addresses=())
+    layer = SimpleNamespace(site=site, numbers=(), frame=(), output="x", samples=1)
     with pytest.raises(type(error)):
         numeric.find_obstacle(layer)
     monkeypatch.undo()

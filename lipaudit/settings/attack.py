@@ -238,5 +238,4 @@ ATTACK = MeasureRecord(
     name="attack",
     tables=(ATTACK_TABLE,),
     options=AttackOptions,
-    runs="lipaudit.measures.attack:MEASURE",
 )

@@ -149,5 +149,4 @@ ATTENTION = MeasureRecord(
     name="attention",
     tables=(ATTENTION_TABLE,),
     options=AttentionOptions,
-    runs="lipaudit.measures.attention:MEASURE",
 )

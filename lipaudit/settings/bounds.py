@@ -192,5 +192,4 @@ BOUNDS = MeasureRecord(
     name="bounds",
     tables=(BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE),
     options=BoundsOptions,
-    runs="lipaudit.measures.bounds:MEASURE",
 )

@@ -257,5 +257,4 @@ CERTIFY = MeasureRecord(
     name="certify",
     tables=(CERTIFY_TABLE, RADII_TABLE),
     options=CertifyOptions,
-    runs="lipaudit.measures.certify:MEASURE",
 )

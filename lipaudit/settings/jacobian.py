@@ -208,5 +208,4 @@ JACOBIAN = MeasureRecord(
     name="jacobian",
     tables=(JACOBIAN_TABLE,),
     options=JacobianOptions,
-    runs="lipaudit.measures.jacobian:MEASURE",
 )

@@ -111,13 +111,14 @@ class MeasureRecord:
         tables: the layouts of its sections: of the section of its own name first, then of those
             that are called NAME.SOMETHING.
         options: what it takes; the docstring is the help of its command.
-        runs: "module:name" of its `lipaudit.measures.Measure`, imported when it is first run.
+        runs: of a plug-in, "module:name" of its `lipaudit.measures.Measure`, imported when a run
+            begins; ours are in `lipaudit.measures.MEASURES`.
     """
 
     name: str
     tables: tuple[Layout, ...]
     options: type[MeasureOptions]
-    runs: str
+    runs: str = ""
 
     def load(self) -> Any:
         """Return what `runs` names.

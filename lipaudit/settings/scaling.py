@@ -181,5 +181,4 @@ SCALING = MeasureRecord(
     name="scaling",
     tables=(SCALING_TABLE, FITS_TABLE),
     options=ScalingOptions,
-    runs="lipaudit.measures.scaling:MEASURE",
 )

@@ -25,7 +25,9 @@ Keys so far below the others that e^-1000 of the weight is left (masked ones) ar
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -243,58 +245,38 @@ def mask_scores(logits: Any, mask: Tensor | None) -> Any:
     return logits.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else logits + mask
 
 
-def multi_head_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float | int,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Any, Any]:
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """nn.MultiheadAttention: in and out projections around attention; (L, batch, E) or (L, E)."""
-    odd = (bias_k, bias_v, static_k, static_v)
-    if (training and dropout_p > 0) or add_zero_attn or any(each is not None for each in odd):
+    bound = _MULTI_HEAD.bind(*args, **kwargs)
+    bound.apply_defaults()
+    of = SimpleNamespace(**bound.arguments)
+    odd = any(each is not None for each in (of.bias_k, of.bias_v, of.static_k, of.static_v))
+    if (of.training and of.dropout_p > 0) or of.add_zero_attn or odd:
         raise NoRuleError("multi_head_attention_forward with dropout or further keys")
-    batched = query.ndim == 3
-    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
-    weights = weights if use_separate_proj_weight else in_proj_weight.chunk(3)  # type: ignore[union-attr]
-    biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    like = next(t for t in (query, key, value) if isinstance(t, Form))
-    query, key, value = (t if isinstance(t, Form) else lift(t, like) for t in (query, key, value))
+    batched = of.query.ndim == 3
+    weights: Any = (of.q_proj_weight, of.k_proj_weight, of.v_proj_weight)
+    weights = weights if of.use_separate_proj_weight else of.in_proj_weight.chunk(3)
+    biases: Any = (None,) * 3 if of.in_proj_bias is None else of.in_proj_bias.chunk(3)
+    inputs = (of.query, of.key, of.value)
+    like = next(t for t in inputs if isinstance(t, Form))
     q, k, v = (
-        _split(F.linear(t, w, b), num_heads, batched=batched)
-        for t, w, b in zip((query, key, value), weights, biases, strict=True)
+        _split(F.linear(t if isinstance(t, Form) else lift(t, like), w, b), of.num_heads, batched)
+        for t, w, b in zip(inputs, weights, biases, strict=True)
     )
     logits = (q @ k.mT) * q.shape[-1] ** -0.5
-    for mask in (_by_head(attn_mask, num_heads), _by_key(key_padding_mask)):
+    for mask in (_by_head(of.attn_mask, of.num_heads), _by_key(of.key_padding_mask)):
         logits = mask_scores(logits, mask)
     p: Any = logits.softmax(-1)
     mixed: Any = (p @ v).permute(2, 0, 1, 3).flatten(2)
-    out = F.linear(mixed if batched else mixed[:, 0], out_proj_weight, out_proj_bias)
-    shown: Any = p.mean(1) if average_attn_weights else p
-    return out, (shown if batched else shown[0]) if need_weights else None
+    out = F.linear(mixed if batched else mixed[:, 0], of.out_proj_weight, of.out_proj_bias)
+    shown: Any = p.mean(1) if of.average_attn_weights else p
+    return out, (shown if batched else shown[0]) if of.need_weights else None
 
 
-def _split(t: Any, heads: int, *, batched: bool) -> Any:
+def _split(t: Any, heads: int, batched: bool) -> Any:
     """(L, batch, E) to (batch, heads, L, E / heads)."""
     t = t if batched else t[:, None]
     return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)

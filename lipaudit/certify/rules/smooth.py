@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,20 +39,29 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Smooth:
-    """A function of one real number, its first two derivatives and how far the next ones go.
+    """A function of one real number, and how far its second and third derivatives go.
 
     Attributes:
-        value, slope, bend: f, f' and f''; the two latter steer, their rounding does not matter.
+        value: f.
         second, third: no less than sup |f''| and sup |f'''| on [l, u].
         offset: terms of f's formula, |x| or 1, that its rounding is relative to beside |f|.
     """
 
     value: Function
-    slope: Function
-    bend: Function
     second: Callable[[Tensor, Tensor], Tensor]
     third: Callable[[Tensor, Tensor], Tensor]
     offset: Function = torch.zeros_like
+
+    def slopes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f' and f'' by autograd: they steer, what their rounding may cost is allowed for.
+
+        A pass over forms may run without gradients, or in inference mode.
+        """
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.value(x).sum(), x, create_graph=True)
+            (bend,) = torch.autograd.grad(slope.sum(), x)
+        return slope.detach(), bend
 
 
 def relax(
@@ -91,14 +101,13 @@ def _parabola(f: Smooth, z: Form, low: Tensor, high: Tensor) -> tuple[Tensor, Te
     """The coefficients a and b, as numbers of the generators' precision."""
     m, w = (low + high) / 2, (high - low) / 2
     wide = w > 1e-6 * m.abs() + 1e-12  # below, differences are nothing but rounding
-    slope = f.slope(m)
+    slope, bend = f.slopes(m)
     chord = torch.where(wide, (f.value(high) - f.value(low)) / (2 * w), slope)
     if z.symbols.order == 1:
         a, b = chord, torch.zeros_like(slope)
     else:
-        bend = f.bend(m) / 2
         second = (f.value(high) - 2 * f.value(m) + f.value(low)) / (2 * w.square())
-        b = torch.where(w > 1e-4 * m.abs() + 1e-6, second, bend) * worth_squaring(z)
+        b = torch.where(w > 1e-4 * m.abs() + 1e-6, second, bend / 2) * worth_squaring(z)
         share = torch.where(b == 0, 1.0, 0.75)
         a = slope + share * (chord - slope) - 2 * b * (m - z.centre)  # at c, as b is
     a, b = (each.to(z.symbols.dtype).to(DOUBLE) for each in (a, b))
@@ -122,7 +131,7 @@ def _extremes(
         least, largest = torch.minimum(least, d - loss), torch.maximum(largest, d + loss)
     m = (low + high) / 2
     h = up((high - low) / (NODES - 1) + gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs()))
-    off = (f.bend(m) - 2 * b).abs() * (1 + 2.0**-30) + 2.0**-30 * f.second(low, high)
+    off = (f.slopes(m)[1] - 2 * b).abs() * (1 + 2.0**-30) + 2.0**-30 * f.second(low, high)
     bend = torch.minimum(
         f.second(low, high) + 2 * b.abs(), off + f.third(low, high) * (high - low) * 0.51
     )
@@ -164,88 +173,25 @@ def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda low, high: torch.full_like(low, value)
 
 
-def _density(x: Tensor) -> Tensor:
-    return torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
-
-
-def _tanh_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-_K, _CUBIC = math.sqrt(2 / math.pi), 0.044715
-
-
-def _tanh_gelu_slopes(x: Tensor) -> tuple[Tensor, Tensor]:
-    t = torch.tanh(_K * (x + _CUBIC * x**3))
-    inner, outer = _K * (1 + 3 * _CUBIC * x.square()), 1 - t.square()
-    slope = (1 + t) / 2 + x / 2 * outer * inner
-    bend = outer * inner + x / 2 * outer * (6 * _K * _CUBIC * x - 2 * t * inner.square())
-    return slope, bend
-
-
-def _silu_bend(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 - s) * (2 + x * (1 - 2 * s))
-
-
 # The suprema of |f''| and |f'''|: of gelu at 0 and 0.792, of tanh at 0.658 and 0, of sigmoid at
 # 1.317 and 0, of silu at 0 and 1.032, of erf at 0.707 and 0, of softplus those of the sigmoid's
 # first two derivatives, of mish at -0.088 and 0.716; those of exp, of the logarithm and of powers
 # at an end. Tested on a grid with mpmath.
-GELU = Smooth(
-    F.gelu,
-    lambda x: torch.special.ndtr(x) + x * _density(x),
-    lambda x: _density(x) * (2 - x.square()),
-    _constant(0.7979),
-    _constant(0.7789),
-    torch.abs,
-)
+GELU = Smooth(F.gelu, _constant(0.7979), _constant(0.7789), torch.abs)
 TANH_GELU = Smooth(
-    _tanh_gelu,
-    lambda x: _tanh_gelu_slopes(x)[0],
-    lambda x: _tanh_gelu_slopes(x)[1],
-    _constant(0.7979),
-    _constant(0.7768),
-    torch.abs,
+    partial(F.gelu, approximate="tanh"), _constant(0.7979), _constant(0.7768), torch.abs
 )
-SILU = Smooth(
-    F.silu,
-    lambda x: torch.sigmoid(x) * (1 + x * torch.sigmoid(-x)),
-    _silu_bend,
-    _constant(0.5),
-    _constant(0.3083),
-    torch.abs,
-)
-TANH = Smooth(
-    torch.tanh,
-    lambda x: 1 - torch.tanh(x).square(),
-    lambda x: -2 * torch.tanh(x) * (1 - torch.tanh(x).square()),
-    _constant(0.7699),
-    _constant(2.0),
-)
-SIGMOID = Smooth(
-    torch.sigmoid,
-    lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
-    lambda x: torch.sigmoid(x) * torch.sigmoid(-x) * (1 - 2 * torch.sigmoid(x)),
-    _constant(0.0963),
-    _constant(0.125),
-)
-EXP = Smooth(
-    torch.exp,
-    torch.exp,
-    torch.exp,
-    lambda low, high: up(high.exp()),
-    lambda low, high: up(high.exp()),
-)
+SILU = Smooth(F.silu, _constant(0.5), _constant(0.3083), torch.abs)
+TANH = Smooth(torch.tanh, _constant(0.7699), _constant(2.0))
+SIGMOID = Smooth(torch.sigmoid, _constant(0.0963), _constant(0.125))
+EXP = Smooth(torch.exp, lambda low, high: up(high.exp()), lambda low, high: up(high.exp()))
 
 
 def _power(p: float, value: Function) -> Smooth:
     """x^p for p < 1, x > 0: derivatives fall with x."""
-    first, second, third = p, p * (p - 1), p * (p - 1) * (p - 2)
+    second, third = p * (p - 1), p * (p - 1) * (p - 2)
     return Smooth(
         value,
-        lambda x: first * x ** (p - 1),
-        lambda x: second * x ** (p - 2),
         lambda low, high: up(abs(second) * low ** (p - 2), 32),
         lambda low, high: up(abs(third) * low ** (p - 3), 32),
     )
@@ -299,55 +245,19 @@ _UNKNOWN = 1e300
 """Marks an unbounded third derivative: the second derivative jumps (ELU at 0)."""
 
 
-def _mish_slopes(x: Tensor) -> tuple[Tensor, Tensor]:
-    t, s = torch.tanh(F.softplus(x)), torch.sigmoid(x)
-    outer = 1 - t.square()
-    return t + x * outer * s, outer * s * (2 + x * (1 - s) - 2 * x * t * s)
-
-
-_DENSITY = 2 / math.sqrt(math.pi)
-
-ERF = Smooth(
-    torch.erf,
-    lambda x: _DENSITY * torch.exp(-x.square()),
-    lambda x: -2 * _DENSITY * x * torch.exp(-x.square()),
-    _constant(0.9679),
-    _constant(2.2568),
-)
+ERF = Smooth(torch.erf, _constant(0.9679), _constant(2.2568))
 SOFTPLUS = Smooth(
-    lambda x: torch.logaddexp(x, torch.zeros_like(x)),
-    torch.sigmoid,
-    lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
-    _constant(0.25),
-    _constant(0.0963),
+    lambda x: torch.logaddexp(x, torch.zeros_like(x)), _constant(0.25), _constant(0.0963)
 )
-MISH = Smooth(
-    F.mish,
-    lambda x: _mish_slopes(x)[0],
-    lambda x: _mish_slopes(x)[1],
-    _constant(0.6443),
-    _constant(0.5885),
-    torch.abs,
-)
-ELU = Smooth(
-    F.elu,
-    lambda x: x.clamp_max(0).exp(),
-    lambda x: torch.where(x > 0, 0.0, x.clamp_max(0).exp()),
-    _constant(1.0),
-    _constant(_UNKNOWN),
-    torch.ones_like,
-)
+MISH = Smooth(F.mish, _constant(0.6443), _constant(0.5885), torch.abs)
+ELU = Smooth(F.elu, _constant(1.0), _constant(_UNKNOWN), torch.ones_like)
 LOG = Smooth(
     torch.log,
-    torch.reciprocal,
-    lambda x: -x.square().reciprocal(),
     lambda low, high: up(low.square().reciprocal()),
     lambda low, high: up(2 / low**3),
 )
-SIN = Smooth(torch.sin, torch.cos, lambda x: -torch.sin(x), _constant(1.0), _constant(1.0))
-COS = Smooth(
-    torch.cos, lambda x: -torch.sin(x), lambda x: -torch.cos(x), _constant(1.0), _constant(1.0)
-)
+SIN = Smooth(torch.sin, _constant(1.0), _constant(1.0))
+COS = Smooth(torch.cos, _constant(1.0), _constant(1.0))
 
 
 def monomial(n: int) -> Smooth:
@@ -359,13 +269,7 @@ def monomial(n: int) -> Smooth:
             factor * torch.maximum(low.abs(), high.abs()) ** (n - k), 2 * n + 8
         )
 
-    return Smooth(
-        lambda x: x**n,
-        lambda x: n * x ** (n - 1),
-        lambda x: n * (n - 1) * x ** (n - 2),
-        derivative(2),
-        derivative(3),
-    )
+    return Smooth(lambda x: x**n, derivative(2), derivative(3))
 
 
 def raise_power(input: Any, exponent: Any) -> Form:
@@ -413,10 +317,6 @@ def glu(input: Form, dim: int = -1) -> Form:
     return cast("Form", first * relax(cast("Form", second), SIGMOID))
 
 
-def _mish(input: Form, inplace: bool = False) -> Form:
-    return relax(input, MISH)
-
-
 RULES: dict[str, Callable[..., Any]] = {
     "gelu": gelu,
     "silu": silu,
@@ -432,7 +332,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "log": _unary(LOG, positive=True),
     "sin": _unary(SIN),
     "cos": _unary(COS),
-    "mish": _mish,
+    "mish": lambda input, inplace=False: relax(input, MISH),
     "softplus": softplus,
     **dict.fromkeys(("log_sigmoid", "logsigmoid"), log_sigmoid),
     "elu": elu,

@@ -85,9 +85,7 @@ def fit_of(
     joint = power_law(lengths, norms, radii) if known else PowerLaw(*[math.nan] * 6)
     row = FITS_TABLE.row(
         **{key: value for key, value in name.items() if key != "module"},
-        exponent=number_or_none(alone.exponent),
-        exponent_se=number_or_none(alone.exponent_se),
-        r2=number_or_none(alone.r2),
+        **{n: number_or_none(getattr(alone, n)) for n in ("exponent", "exponent_se", "r2")},
         joint_exponent=number_or_none(joint.exponent),
         joint_exponent_se=number_or_none(joint.exponent_se),
         radius_exponent=number_or_none(joint.radius_exponent),

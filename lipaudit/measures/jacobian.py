@@ -127,13 +127,7 @@ def _of_model(
         directions=net.kind != "image" and options.norm == "2" and not (decides or every),
         **options.accuracy,
     )
-    values = {
-        "norm": norms.norm.double().numpy(),
-        "upper": norms.upper.double().numpy(),
-        "within": norms.within.double().numpy(),
-        "products": norms.products.numpy(),
-        "converged": norms.converged.numpy(),
-    }
+    values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in ALWAYS.items()}
     facts: dict[str, Any] = {"from": at.start, "to": at.target, "method": norms.method}
     if end.what == "loss":
         values["loss"] = linear.output[:, 0].double().cpu().numpy()

@@ -137,6 +137,8 @@ class CertifyOptions(MeasureOptions):
         return tuple(sorted(planned, key=lambda trial: trial.radius.value))
 
 
+SECONDS = Column("seconds", "Wall time of the proofs.", format=".1f", unit="s", domain="")
+
 CERTIFY_TABLE = Layout(
     name="certify",
     title="Certificates",
@@ -202,9 +204,7 @@ CERTIFY_TABLE = Layout(
         "nodes": Column(
             "nodes", "Number of parts of balls that branch and bound examined.", format="d"
         ),
-        "seconds": Column(
-            "seconds", "Wall time of the proofs.", format=".1f", unit="s", domain=""
-        ),
+        "seconds": SECONDS,
     },
 )
 
@@ -246,9 +246,7 @@ RADII_TABLE = Layout(
             "largest", "Largest certified radius.", status="certified", domain="ball"
         ),
         "passes": Column("passes", "Number of radii that were tried.", format="d"),
-        "seconds": Column(
-            "seconds", "Wall time of the proofs.", format=".1f", unit="s", domain=""
-        ),
+        "seconds": SECONDS,
     },
 )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, cast, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -124,10 +124,11 @@ def option(
         kinds: the kinds of models it is for; all, if empty.
         checks: further arguments of `pydantic.Field`.
     """
-    spelled: dict[str, Any] = {"flags": list(flags), "panel": panel, "env": env}
-    spelled |= {"values": values, "usual": usual, "need": need, "kinds": kinds}
+    known: dict[str, Any] = {"flags": flags, "help": help, "panel": panel, "env": env}
+    known |= {"usual": usual, "need": need, "kinds": kinds, "commas": COMMAS in help}
+    known |= {"values": values} if values else {}
     checks.setdefault("validate_default", isinstance(default, str))
-    return Field(default, description=help, json_schema_extra={"option": spelled}, **checks)
+    return Field(default, description=help, json_schema_extra={"option": known}, **checks)
 
 
 class Settings(BaseModel):
@@ -145,25 +146,13 @@ class Settings(BaseModel):
         described = {}
         for name, info in cls.model_fields.items():
             extra = info.json_schema_extra
-            if not isinstance(extra, Mapping) or "option" not in extra:
-                continue
-            spelled: Any = extra["option"]
-            kind, repeats = _kind(info.annotation, info.metadata)
-            described[name] = Option(
-                name=name,
-                flags=tuple(spelled["flags"]) or (flag(name),),
-                kind=kind,
-                default=info.default if info.default != () else None,
-                help=info.description or "",
-                panel=spelled["panel"],
-                env=spelled["env"],
-                repeats=repeats,
-                values=spelled["values"] or partial(_choices, info.annotation),
-                commas=COMMAS in (info.description or ""),
-                usual=spelled["usual"],
-                need=spelled["need"],
-                kinds=spelled["kinds"],
-            )
+            if isinstance(extra, Mapping) and "option" in extra:
+                known: dict[str, Any] = {"values": partial(_choices, info.annotation)}
+                known |= cast("Mapping[str, Any]", extra["option"])
+                known["flags"] = known["flags"] or (flag(name),)
+                known["default"] = None if info.default == () else info.default
+                known["kind"], known["repeats"] = _kind(info.annotation, info.metadata)
+                described[name] = Option(name=name, **known)
         return described
 
     @model_validator(mode="after")

@@ -204,12 +204,6 @@ def _lasting(seconds: float | None) -> float | None:
     return seconds
 
 
-def _sizes(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return (value,)
-    return read_sizes(value) if isinstance(value, str) else value
-
-
 def _is_shape(sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
     if sizes is not None and not (len(sizes) <= 3 and all(1 <= n <= MOST_PIXELS for n in sizes)):
         raise ValueError(f"sizes are 1 to {MOST_PIXELS}, and three at most: channels,height,width")
@@ -258,10 +252,9 @@ def _balls(radii: tuple[Radius, ...]) -> tuple[Radius, ...]:
     return radii
 
 
-def _layers(value: Any) -> Any:
-    if isinstance(value, str):
-        return read_layers(value)
-    return (value,) if isinstance(value, int) else value
+def _one_of_many(value: Any) -> Any:
+    """Take a number for a list of one."""
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _order_layers(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -271,7 +264,12 @@ def _order_layers(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return None if layers is None else tuple(sorted(set(layers)))
 
 
-Layers = Annotated[tuple[int, ...] | None, BeforeValidator(_layers), AfterValidator(_order_layers)]
+Layers = Annotated[
+    tuple[int, ...] | None,
+    BeforeValidator(_one_of_many),
+    _read_with(read_layers),
+    AfterValidator(_order_layers),
+]
 Lengths = Annotated[tuple[int, ...], _read_with(read_lengths)]
 listed = _read_with(_split_list)
 """Reads a comma-separated list."""
@@ -282,7 +280,12 @@ Size = Annotated[int | None, _read_with(read_size)]
 Duration = Annotated[float | None, _read_with(read_duration), AfterValidator(_lasting)]
 """Seconds."""
 ShardNumber = Annotated[tuple[int, int] | None, _read_with(read_shard)]
-Sizes = Annotated[tuple[int, ...] | None, BeforeValidator(_sizes), AfterValidator(_is_shape)]
+Sizes = Annotated[
+    tuple[int, ...] | None,
+    BeforeValidator(_one_of_many),
+    _read_with(read_sizes),
+    AfterValidator(_is_shape),
+]
 OneRadius = Annotated[
     Radius, BeforeValidator(_radius), PlainSerializer(lambda radius: radius.text)
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from pydantic import Field
 from lipaudit.settings.measure import MeasureOptions, MeasureRecord
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Layers, Lengths, Names, listed
-from lipaudit.tables.bounds import catalogue
+from lipaudit.tables.bounds import Bound, catalogue
 from lipaudit.tables.columns import Column, count_column, text_column
 from lipaudit.tables.common import NORM
 from lipaudit.tables.report import Layout
@@ -84,16 +85,10 @@ class ScalingOptions(MeasureOptions):
         return "; ".join(filter(None, parts))
 
 
-def _bounds_over_lengths() -> dict[str, Column]:
-    """Return the bounds that are followed over the length, medians over the windows."""
+def _follow_bounds(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str, Column]:
+    """Return columns of the bounds that are followed over the length."""
     followed = (bound for bound in catalogue().values() if bound.scaling)
-    return {name: c for bound in followed for name, c in bound.over_lengths().items()}
-
-
-def _exponents() -> dict[str, Column]:
-    """Return the exponents of the bounds that are followed over the length."""
-    followed = (bound for bound in catalogue().values() if bound.scaling)
-    return {name: c for bound in followed for name, c in bound.exponent().items()}
+    return {name: column for bound in followed for name, column in columns_of(bound).items()}
 
 
 PART = {
@@ -138,7 +133,7 @@ SCALING_TABLE = Layout(
         ),
     },
     behind="mean_field",
-    declared=_bounds_over_lengths,
+    declared=lambda: _follow_bounds(Bound.over_lengths),
 )
 
 
@@ -173,7 +168,7 @@ FITS_TABLE = Layout(
         "radius_exponent_se": Column("s.e.", "Standard error of b.", status="estimate"),
     },
     behind="radius_exponent_se",
-    declared=_exponents,
+    declared=lambda: _follow_bounds(Bound.exponent),
 )
 
 

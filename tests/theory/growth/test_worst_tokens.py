@@ -123,16 +123,6 @@ def test_worst_case_tokens_are_an_eigenvector_with_the_gap_that_n_max_says(sign,
     assert worst.n_max(radius) == pytest.approx(101.0)
 
 
-def test_worst_case_norms_need_only_the_two_points():
-    heads = random_head(1, gain=2.0)
-    worst = adversary(heads)
-    x = worst.tokens(9, 1.3)
-    counts = torch.tensor([1.0, 8.0], dtype=torch.float64)
-    dense = norm(jacobian(heads, x[0]))
-    at = move_heads(heads, worst.points(1.3))
-    assert float(duplicated_norm(at, counts)) == pytest.approx(dense, rel=1e-10)
-
-
 def worst_norms(heads, worst, radius, lengths):
     at = move_heads(heads, worst.points(radius))
     counts = [torch.tensor([1.0, n - 1.0], dtype=torch.float64) for n in lengths]

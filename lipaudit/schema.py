@@ -34,10 +34,10 @@ def dumps(report: Report) -> str:
     document = json.loads(report.model_dump_json(by_alias=True))
     sections = document.pop("sections")
     drawn = json.loads(summary(report).model_dump_json())
-    return escaped(_layout(document | {"summary": drawn, "sections": sections})) + "\n"
+    return escape_controls(_layout(document | {"summary": drawn, "sections": sections})) + "\n"
 
 
-def escaped(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Write the control characters within the strings of a JSON text as escapes of JSON."""
     return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
@@ -53,7 +53,7 @@ def loads(text: str, *, name: str = "report") -> Report:
     document.pop("summary", None)
     _complete(document)
     document["schema_version"] = SCHEMA_VERSION  # what is written again is of this version
-    return _validated(Report, document, name)
+    return _validate(Report, document, name)
 
 
 def load(path: Path | str) -> Report:
@@ -152,7 +152,7 @@ def _describe(name: str, cell: Any) -> dict[str, Any]:
     return {"label": name, "meaning": "", "format": format, "domain": ""}
 
 
-def _validated(kind: type[M], document: dict[str, Any], name: str) -> M:
+def _validate(kind: type[M], document: dict[str, Any], name: str) -> M:
     try:
         return kind.model_validate(document)
     except ValidationError as error:

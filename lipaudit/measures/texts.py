@@ -21,7 +21,7 @@ from lipaudit.errors import InputError
 from lipaudit.measures.measure import Part, Values
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
-from lipaudit.schema import escaped
+from lipaudit.schema import escape_controls
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COSTS, COUNTED, parse_column
 
@@ -164,7 +164,7 @@ def table(parts: Sequence[Part]) -> bytes:
         for line in part.facts["texts"]:
             facts = {name: line[name] for name in COLUMNS if name in line}
             facts["label"] = labels[line["id"]]
-            lines.append(escaped(json.dumps(facts | line, ensure_ascii=False)) + "\n")
+            lines.append(escape_controls(json.dumps(facts | line, ensure_ascii=False)) + "\n")
     return "".join(lines).encode()
 
 

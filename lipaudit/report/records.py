@@ -31,9 +31,9 @@ def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
     if isinstance(record, Report):
         return schema.dumps(record).encode()
     if isinstance(record, BaseModel):
-        return schema.escaped(record.model_dump_json(indent=2)).encode() + b"\n"
+        return schema.escape_controls(record.model_dump_json(indent=2)).encode() + b"\n"
     text = json.dumps(_make_strict(record), indent=2, ensure_ascii=False, allow_nan=False)
-    return schema.escaped(text).encode() + b"\n"
+    return schema.escape_controls(text).encode() + b"\n"
 
 
 def _make_strict(value: Any) -> Any:

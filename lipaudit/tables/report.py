@@ -51,7 +51,7 @@ class Failure(Frozen):
     exit_code: int
 
 
-def aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cell, ...]]:
+def require_aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cell, ...]]:
     """Return per-sample columns: of one length, each sample named by the column `ids`.
 
     Raises:
@@ -112,7 +112,7 @@ class Gradient(Frozen):
     left_out: int = 0
 
     @model_validator(mode="after")
-    def _aligned(self) -> Gradient:
+    def _check_lengths(self) -> Gradient:
         if len(self.tokens) != len(self.shares):
             raise ValueError(f"{len(self.shares)} shares of {len(self.tokens)} tokens")
         return self
@@ -136,7 +136,7 @@ class Attended(Frozen):
     image: Png = ""
 
     @model_validator(mode="after")
-    def _fitting(self) -> Attended:
+    def _check_grid(self) -> Attended:
         rows, columns = self.grid
         if min(rows, columns, self.first) < 0 or self.first + rows * columns > len(self.tokens):
             raise ValueError(f"{rows} x {columns} patches are no {len(self.tokens)} tokens")
@@ -182,23 +182,23 @@ class Section(Frozen):
     unmeasured: int = Field(0, ge=0)
 
     @model_serializer(mode="wrap")
-    def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _leave_out_empty(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what there is none of, as in most sections."""
         always = ("measure", "settings", "columns", "rows", "samples", "arrays", "notes")
         return {k: v for k, v in plain(self).items() if k in always or v}
 
     @field_validator("rows", mode="before")
     @classmethod
-    def _of_columns(cls, rows: Any, info: ValidationInfo) -> Any:
+    def _read_rows(cls, rows: Any, info: ValidationInfo) -> Any:
         if not isinstance(rows, (list, tuple)) or not all(isinstance(r, Mapping) for r in rows):
             raise ValueError("rows are a list of objects")
         return tuple(make_row(info.data.get("columns", {}), row) for row in rows)
 
-    _aligned = field_validator("samples")(aligned)
-    _drawable = field_validator("arrays")(require_drawable)
+    _check_lengths = field_validator("samples")(require_aligned)
+    _check_arrays = field_validator("arrays")(require_drawable)
 
     @model_validator(mode="after")
-    def _flagged(self) -> Section:
+    def _check_flags(self) -> Section:
         require_flags(self.samples, self.sample_columns)
         return self
 
@@ -362,10 +362,10 @@ class Report(Frozen):
     samples: dict[str, tuple[Cell, ...]] = Field({}, repr=False)
     sections: tuple[Section, ...]
 
-    _aligned = field_validator("samples")(aligned)
+    _check_lengths = field_validator("samples")(require_aligned)
 
     @model_serializer(mode="wrap")
-    def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _leave_out_empty(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Write no shard where the report is of a whole run."""
         return {k: v for k, v in plain(self).items() if k != "shard" or v}
 

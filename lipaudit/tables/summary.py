@@ -184,15 +184,15 @@ def summary(report: Report) -> Summary:
     bounds = rows_of(report.section("bounds"))
     attacks = rows_of(report.section("attack"))
     certified = rows_of(report.section("certify"))
-    balls = (*_attacked(attacks), *_certified(certified, attacks))
+    balls = (*_list_attacked(attacks), *_list_certified(certified, attacks))
     return Summary(
-        warnings=tuple(_warned(report)),
-        accuracy=(*_clean(report), *sorted(balls, key=_ball)),
-        radii=_radii(report),
-        norms=_norms(report.section("jacobian")),
-        heads=_heads(bounds),
-        fragile=_fragile(report.section("attention")),
-        bounds=tuple(_tightness(bounds)),
+        warnings=tuple(_list_warnings(report)),
+        accuracy=(*_count_correct(report), *sorted(balls, key=_sort_key)),
+        radii=_make_radii(report),
+        norms=_make_norms(report.section("jacobian")),
+        heads=_make_heads(bounds),
+        fragile=_make_fragile(report.section("attention")),
+        bounds=tuple(_list_tightness(bounds)),
     )
 
 
@@ -204,8 +204,8 @@ def shared(report: Report) -> list[Note]:
     return [note for note in first.notes if all(note in section.notes for section in others)]
 
 
-def _warned(report: Report) -> Iterator[Warned]:
-    yield from _contradicted(report)
+def _list_warnings(report: Report) -> Iterator[Warned]:
+    yield from _list_contradictions(report)
     given = [("", note) for note in shared(report)]
     given += [(section.measure, note) for section in report.sections for note in section.notes]
     owners: dict[Note, str] = {}
@@ -216,7 +216,7 @@ def _warned(report: Report) -> Iterator[Warned]:
         yield Warned(measure=measure, code=note.code, text=note.text)
 
 
-def _contradicted(report: Report) -> Iterator[Warned]:
+def _list_contradictions(report: Report) -> Iterator[Warned]:
     """Yield what would show that a certificate or an attack is wrong, if it ever came to that."""
     known = contradictions(report)
     if known:
@@ -230,7 +230,7 @@ def _contradicted(report: Report) -> Iterator[Warned]:
         yield Warned(measure="", code="contradiction", text=text)
 
 
-def _clean(report: Report) -> Iterator[Accuracy]:
+def _count_correct(report: Report) -> Iterator[Accuracy]:
     """Count what is right without attack, on the samples that were attacked if there are any."""
     for measure in ("attack", "jacobian", "certify"):
         section = report.section(measure)
@@ -246,7 +246,7 @@ def _clean(report: Report) -> Iterator[Accuracy]:
             return
 
 
-def _attacked(rows: Sequence[Row]) -> Iterator[Accuracy]:
+def _list_attacked(rows: Sequence[Row]) -> Iterator[Accuracy]:
     balls: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
         balls.setdefault((row.norm, row.eps), []).append(row)
@@ -267,11 +267,11 @@ def _make_accuracy(
     return Accuracy(kind=kind, share=row[name], low=low, high=high, samples=row.samples, **more)
 
 
-def _ball(accuracy: Accuracy) -> tuple[bool, str, float]:
+def _sort_key(accuracy: Accuracy) -> tuple[bool, str, float]:
     return accuracy.kind == "certified", accuracy.norm, float(parse_radius(accuracy.eps))
 
 
-def _certified(rows: Sequence[Row], attacks: Sequence[Row]) -> Iterator[Accuracy]:
+def _list_certified(rows: Sequence[Row], attacks: Sequence[Row]) -> Iterator[Accuracy]:
     """Yield what is proven of each ball, and what attacks left of it where none else says so."""
     said = {(row.norm, row.eps) for row in attacks}
     for row in rows:
@@ -281,7 +281,7 @@ def _certified(rows: Sequence[Row], attacks: Sequence[Row]) -> Iterator[Accuracy
             yield _make_accuracy("certified", row, "certified", undecided=row.undecided)
 
 
-def _radii(report: Report) -> Radii | None:
+def _make_radii(report: Report) -> Radii | None:
     rows = rows_of(report.section("certify.radius"))
     if not rows or not finite([rows[0].radius]):
         return None
@@ -298,23 +298,23 @@ def _radii(report: Report) -> Radii | None:
     )
 
 
-def _norms(section: Section | None) -> Norms | None:
+def _make_norms(section: Section | None) -> Norms | None:
     rows = [row for row in rows_of(section) if not row.module]
     if section is None or not rows or not finite((rows[0].median, rows[0].max)):
         return None
     names = ("norm", "median", "p95", "max", "samples", "converged")
     figures = {name: rows[0][name] for name in names}
-    return Norms(start=rows[0].from_, end=rows[0].to, sample=_most_sensitive(section), **figures)
+    return Norms(start=rows[0].from_, end=rows[0].to, sample=_name_largest(section), **figures)
 
 
-def _most_sensitive(section: Section) -> str:
+def _name_largest(section: Section) -> str:
     """Return the id of the sample with the largest norm, empty where none is known."""
     ids, norms = (section.samples.get(name, ()) for name in ("ids", "norm"))
     known = [(v, str(i)) for i, v in zip(ids, norms, strict=False) if finite([v])]
     return max(known, key=lambda pair: order(pair[0]))[1] if known else ""
 
 
-def _heads(rows: Sequence[Row]) -> Heads | None:
+def _make_heads(rows: Sequence[Row]) -> Heads | None:
     known = [row for row in rows if finite([row.exact])]
     if not known:
         return None
@@ -332,7 +332,7 @@ def steepest(sections: Iterable[Section], count: int) -> list[str]:
     return [f"{row.layer}.{row.head}" for row in largest(rows, "exact", count)]
 
 
-def _fragile(section: Section | None) -> Fragile | None:
+def _make_fragile(section: Section | None) -> Fragile | None:
     """Choose, too, the penalty that pulls rows to the side where the model's rows already lie.
 
     JaSMin k = 0 lowers g1 itself, towards uniform or one-hot rows; k > 1 lowers g1 / g_k, which
@@ -341,7 +341,7 @@ def _fragile(section: Section | None) -> Fragile | None:
     rows = [row for row in rows_of(section) if finite([row.intermediate])]
     if section is None or not rows:
         return None
-    shares = {n: _mean(rows, n) for n in ("intermediate", "uniform", "categorical")}
+    shares = {n: _average(rows, n) for n in ("intermediate", "uniform", "categorical")}
     flat = shares["uniform"] > shares["categorical"]
     # A row of n <= k keys has no g_k: with short rows only k = 0 pulls them all.
     k: Any = section.settings.get("k", 10)
@@ -356,11 +356,11 @@ def _fragile(section: Section | None) -> Fragile | None:
     )
 
 
-def _mean(rows: Sequence[Row], name: str) -> float:
+def _average(rows: Sequence[Row], name: str) -> float:
     return sum(finite(row[name] for row in rows)) / len(rows)
 
 
-def _tightness(rows: Sequence[Row]) -> Iterator[Tightness]:
+def _list_tightness(rows: Sequence[Row]) -> Iterator[Tightness]:
     for bound in ranked():
         logs = finite(log10_ratio(row, bound.name) for row in rows)
         typical = middle(logs)
@@ -368,13 +368,13 @@ def _tightness(rows: Sequence[Row]) -> Iterator[Tightness]:
             yield Tightness(
                 bound=bound.name,
                 status=bound.status,
-                median=_power(typical),
-                largest=_power(max(logs)),
+                median=_raise_ten(typical),
+                largest=_raise_ten(max(logs)),
                 heads=len(logs),
             )
 
 
-def _power(logarithm: float) -> float:
+def _raise_ten(logarithm: float) -> float:
     """Return 10 to a power, infinite where that is no number of the machine."""
     # The largest float is 1.8e308.
     return 10**logarithm if logarithm < 308 else math.inf

@@ -48,6 +48,6 @@ def test_errors_show_control_characters():
 
 def test_json_escapes_what_a_terminal_would_obey():
     text = json.dumps({"a": HOSTILE}, ensure_ascii=False)
-    escaped = schema.escaped(text)
+    escaped = schema.escape_controls(text)
     assert json.loads(escaped) == {"a": HOSTILE}
     assert escaped.isprintable()

@@ -40,30 +40,30 @@ def entries(
     records: dict[str, T] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         if point.name in taken or point.name in records:
-            raise _refusal(point, "has a name that is in use already")
-        records[point.name] = record = _loaded(point, kind)
+            raise _make_refusal(point, "has a name that is in use already")
+        records[point.name] = record = _load(point, kind)
         name = getattr(record, "name", point.name)
         fault = check(record) or (
             "" if name == point.name else f"is called {name!r} in its record"
         )
         if fault:
-            raise _refusal(point, fault)
+            raise _make_refusal(point, fault)
     return records
 
 
-def _loaded(point: EntryPoint, kind: type[T]) -> T:
+def _load(point: EntryPoint, kind: type[T]) -> T:
     try:
         record = point.load()
     except Exception as error:
         reason = f"cannot be loaded: {type(error).__name__}: {error}"
-        raise _refusal(point, reason) from error
+        raise _make_refusal(point, reason) from error
     if not isinstance(record, kind):
         what = f"{kind.__module__}.{kind.__qualname__}"
-        raise _refusal(point, f"is {type(record).__name__}, not {what}")
+        raise _make_refusal(point, f"is {type(record).__name__}, not {what}")
     return record
 
 
-def _refusal(point: EntryPoint, reason: str) -> UsageError:
+def _make_refusal(point: EntryPoint, reason: str) -> UsageError:
     package = point.dist.name if point.dist else "an unknown package"
     return UsageError(
         f"the plug-in {point.name!r} ({point.group}) of {package} {reason}",

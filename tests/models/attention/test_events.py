@@ -142,39 +142,6 @@ def test_grouped_keys_are_broadcast():
     assert call.v.shape == (2, 3, 5, 7)
 
 
-def test_multi_head_attention_is_looked_into():
-    module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
-    x = torch.randn(2, 5, 8, generator=GENERATOR, requires_grad=True)
-    for need_weights in (False, True):
-        (call,) = calls_of(lambda need=need_weights: module(x, x, x, need_weights=need))
-        p = module(x, x, x, average_attn_weights=False)[1]
-        torch.testing.assert_close(compute_probabilities(call).reshape(p.shape), p)
-
-
-def no_product(x):
-    return x.softmax(-1) @ x.mT
-
-
-def over_queries(x):
-    return (x @ x.mT).softmax(-2) @ x
-
-
-@pytest.mark.parametrize("forward", [no_product, over_queries])
-def test_other_softmaxes_are_passed_over(forward):
-    assert calls_of(lambda: forward(rows(2, 4, 4))) == []
-
-
-def squared_map(q, k, v):
-    p = (q @ k.mT).softmax(-1)
-    return (p @ p) @ v
-
-
-def test_a_product_of_a_map_with_itself_is_no_output():
-    q, k, v = rows(2, 3, 5, 6), rows(2, 3, 5, 6), rows(2, 3, 5, 7)
-    (call,) = calls_of(lambda: squared_map(q, k, v))
-    torch.testing.assert_close(call.output, squared_map(q, k, v))
-
-
 # --- linear maps
 
 WEIGHT = nn.Parameter(torch.randn(6, 8, generator=GENERATOR), requires_grad=False)

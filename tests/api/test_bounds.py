@@ -123,7 +123,9 @@ def test_shapes_are_named_in_one_sentence(x, w, how, message, kind):
 
 def test_queries_and_keys_of_other_widths_are_refused():
     x, w = np.ones((5, 4)), np.ones((4, 2))
-    with pytest.raises(UsageError, match=r"\(1, 4, 2\), \(1, 4, 3\), \(1, 4, 2\), which do not fit"):
+    with pytest.raises(
+        UsageError, match=r"\(1, 4, 2\), \(1, 4, 3\), \(1, 4, 2\), which do not fit"
+    ):
         lipaudit.bounds.sharp(x, w, np.ones((4, 3)), w)
 
 

@@ -97,7 +97,7 @@ def _word_denial(names: set[str], repository: Repository) -> Words | None:
     if "GatedRepoError" in names:
         sent = "your token has no access" if get_token() else "no token was sent"
         text = f"the {what} is gated (access on request), and {sent}"
-        return text, f"Ask for it on {page}, then {LOG_IN}."
+        return text, f"Request access on {page}, then {LOG_IN}."
     if "RevisionNotFoundError" in names:
         text = f"the {what} has no revision {repository.revision!r}"
         return text, f"Its branches and tags are listed on {page}/tree/main."

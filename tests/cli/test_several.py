@@ -302,4 +302,4 @@ def test_labels_of_other_classes_are_refused(pictures):
     models = ("py:own.py:small", "py:own.py:other")
     done = audit("--data", "x.npz", "-n", "2", models=models)
     assert done.exit_code == 4, done.output
-    assert "what is 'cat' for py:own.py:small is 'church' for py:own.py:other" in done.stderr
+    assert "the class 'cat' of py:own.py:small is 'church' in py:own.py:other" in done.stderr

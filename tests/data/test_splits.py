@@ -180,7 +180,7 @@ def test_what_the_hub_refuses(sets, says):
 def test_data_that_cannot_be_read_say_why(sets, says):
     sets.add("datasets/org/bad", {"test.parquet": b"not parquet"})
     text = says("hf:org/bad")
-    assert "org/bad cannot be had" in text
+    assert "org/bad cannot be downloaded" in text
     assert "Parquet" in text
     sets.add("datasets/org/empty", {"notes.md": b""})
     assert "org/empty" in says("hf:org/empty")

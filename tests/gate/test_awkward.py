@@ -141,7 +141,7 @@ with np.errstate(all="ignore"):
                 new(jacobian(NORMS, ids=sample_ids(64, 4))),
                 STEEP,
             ),
-            ("changed eps", "eps lost 2/255", new(attack(ROBUST, eps=("4/255",))), ATTACKED),
+            ("changed eps", "eps lacks 2/255", new(attack(ROBUST, eps=("4/255",))), ATTACKED),
             ("weaker attack", "steps 100 became 10", new(attack(ROBUST, steps=10)), ATTACKED),
             (
                 "fewer attacks",
@@ -181,7 +181,7 @@ with np.errstate(all="ignore"):
             ),
             (
                 "other dtype",
-                "dtype float32 became bfloat16",
+                "dtype changed from float32 to bfloat16",
                 report(jacobian(NORMS), dtype="bfloat16"),
                 STEEP,
             ),
@@ -193,7 +193,7 @@ with np.errstate(all="ignore"):
             ),
             (
                 "other scores",
-                "--score sum became mean",
+                "--score changed from sum to mean",
                 report(jacobian(NORMS), options={"score": "mean"}),
                 report(jacobian(NORMS), options={"score": "sum"}),
             ),

@@ -59,7 +59,7 @@ class ScalingOptions(MeasureOptions):
     )
     radius: Annotated[float, Field(gt=0, le=1e6)] | None = option(
         None,
-        "Also compute the worst case at this token radius, beside the layer's own.",
+        "Also search the worst tokens of at most this norm, besides the norm that the layer has.",
         need=WORST,
     )
     mask: Literal["own", "none", "causal", "both"] = option(

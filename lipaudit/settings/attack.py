@@ -73,7 +73,7 @@ class AttackOptions(MeasureOptions):
     )
     attack: str | None = option(
         None,
-        f"Attacks, or standard, quick, lean, paper, custom:... Default {IMAGES}; texts "
+        f"Comma-separated attacks, or standard, quick, lean, paper, custom:... Default {IMAGES}; texts "
         f"{TEXTS}; embeddings {EMBEDDINGS}.",
         values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
     )

@@ -25,7 +25,7 @@ PLAIN = (bool, int, float, Path)
 """Types that the command line reads directly; others are given as text."""
 
 COMMAS = "omma-separated"
-"""Help suffix of options that take several comma-separated words."""
+"""Of the help of options that take several words: what completion offers continues a list."""
 
 
 INT64 = 2**63
@@ -170,7 +170,7 @@ class Settings(BaseModel):
             if known.need and self._changed(known) and not known.need.holds(self):
                 raise UsageError(
                     f"{known.flags[0]} needs {known.need.text}",
-                    "Add that, or leave the option out.",
+                    f"Change that, or leave out {known.flags[0]}.",
                 )
 
     def _changed(self, known: Option) -> bool:

@@ -494,7 +494,7 @@ def test_one_logit_is_two_classes_where_they_have_names(behind, labels):
     if labels is None and behind(torch.ones(1, 1)).shape[1] == 1:
         with pytest.raises(InputError) as refused:
             attack(spec, x, y, eps="0.1")
-        assert "returns torch.cat([0 * z, z], 1)" in refused.value.advice
+        assert "return torch.cat([0 * z, z], 1)" in refused.value.advice
     else:
         assert attack(spec, x, y, eps="0.1") == [robust_truth(w, b, x, y, 0.1)]
 

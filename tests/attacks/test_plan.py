@@ -72,7 +72,7 @@ def test_a_changed_preset_says_so():
     [
         ("strong", {}, "unknown attack preset 'strong'"),
         ("custom:apgd", {}, "unknown attack 'apgd'"),
-        ("standard", {"radii": []}, "no radius"),
+        ("standard", {"radii": []}, "no attack radius"),
         ("quick", {"steps": 0}, "steps is 0"),
     ],
 )

@@ -164,10 +164,10 @@ def test_several_reports_as_json_are_their_ranking(drawn, monkeypatch):
     ],
 )
 def test_run_folders_have_readable_names(model, name, tmp_path, monkeypatch):
-    from lipaudit.cli.audit import _plain
+    from lipaudit.cli.audit import _name_folder
 
     (tmp_path / "bert").mkdir()
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "bert").mkdir()
     monkeypatch.chdir(tmp_path / "inside")
-    assert _plain(model) == name
+    assert _name_folder(model) == name

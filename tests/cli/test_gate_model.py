@@ -59,7 +59,7 @@ def test_other_samples_are_refused_before_they_are_measured(lipaudit, measured, 
     assert done.exit_code == 5
     said = " ".join(done.stderr.split())
     assert "only 0 of the baseline's 4 samples" in said
-    assert "those of val.npz, with --data" in said
+    assert "Give the baseline's samples (val.npz) with --data" in said
 
 
 def test_the_report_of_what_was_measured_is_kept(lipaudit, measured):

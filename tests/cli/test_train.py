@@ -94,7 +94,7 @@ def test_a_model_is_not_written_over(tmp_path, monkeypatch):
     before = (tmp_path / "vit/model.safetensors").read_bytes()
     done = CliRunner().invoke(build(), ["train", "vit", "--data", "demo:train", "--out", "vit"])
     assert done.exit_code == 2
-    assert "vit holds config.json already" in done.stderr
+    assert "vit already contains config.json" in done.stderr
     assert (tmp_path / "vit/model.safetensors").read_bytes() == before
 
 

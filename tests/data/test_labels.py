@@ -71,7 +71,7 @@ def test_an_order_lists_the_whole_map(tmp_path, text_taker):
         (STARS, ["1", "2", "0"], "line 3: the data have the class '0'"),
         (("no", "yes"), ["yes", "no", "perhaps"], "line 3: the data have the class 'perhaps'"),
         (None, [0, 1, 2], "line 3: label 2 is not one of the model's 2 classes"),
-        (None, [1, 0, -1], "line 3: label -1 is none"),
+        (None, [1, 0, -1], "line 3: label -1 is not one of the model's 2 classes"),
         (("no", "yes"), ["yes", "", "no"], "line 2 has no 'label'"),
         (("no", "yes"), ["yes", None, "no"], "line 2 has no 'label'"),
         (("no", "yes"), [0, float("nan"), 1], "line 2 has no 'label'"),

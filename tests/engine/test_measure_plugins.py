@@ -70,7 +70,7 @@ def test_it_has_a_command_an_explanation_and_a_place_in_the_schema(measured):
 
 
 def test_it_can_be_gated_and_resumed(measured):
-    rule = ("--fail-on", "confidence.confidence:mean >= -1%")
+    rule = ("--fail-on", "confidence.confidence:median >= -1%")
     same = lipaudit("gate", "demo", "-b", "a.json", "-q", *rule, cwd=measured)
     assert same.returncode == 0, same.stdout + same.stderr
     worse = json.loads((measured / "a.json").read_text())

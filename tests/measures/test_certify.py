@@ -290,7 +290,7 @@ def test_a_ball_that_is_too_large_is_undecided(small):
     ("options", "says"),
     [
         ({}, "no radius was given"),
-        ({"eps": "0"}, "radius 0"),
+        ({"eps": "0"}, "give a radius above 0"),
         ({"eps": "-1"}, "not a radius"),
         ({"eps": "banana"}, "not a radius"),
         ({"eps": "0.1,1/10"}, "named twice"),

@@ -73,7 +73,7 @@ UNSUITABLE = {
     ),
     "noise": (noisy, InputError, "one forward pass to the next"),
     "noise on one sample": (noisy_at_first, InputError, "one forward pass to the next"),
-    "batch statistics": (nn.BatchNorm1d(3).train(), InputError, "statistics of the batch"),
+    "batch statistics": (nn.BatchNorm1d(3).train(), InputError, "uses batch statistics"),
     "neighbour": (of_the_neighbour, InputError, "depends on another"),
     "batch as a sequence": (of_those_before, InputError, "depends on another"),
     "batch as a sequence backwards": (of_those_behind, InputError, "depends on another"),
@@ -146,7 +146,7 @@ def test_where_numbers_cannot_tell_derivatives_decide(f, samples):
 
 def test_statistics_of_the_batch_stay_what_they_were():
     norm = nn.BatchNorm1d(3).train()
-    with pytest.raises(InputError, match="statistics of the batch"):
+    with pytest.raises(InputError, match="uses batch statistics"):
         linearize(lambda z, _: norm(z), torch.randn(1, 3, 4))
     assert norm.running_mean.tolist() == [0, 0, 0]
 

@@ -222,7 +222,8 @@ FIELDS: Mapping[str, str] = {
     "one input": "The norm is with respect to X, which queries, keys and values all read.",
     "queries apart": "The norm is with respect to the input of the queries and that of keys and "
     "values, varied independently.",
-    "keys and values": "Only keys and values depend on the input of the head; its queries are learned constants.",
+    "keys and values": "Only keys and values depend on the input of the head. "
+    "Its queries are learned constants.",
     "module input": "The norm is with respect to all inputs of the module around the layer.",
     "dense": "A method: the whole Jacobian was computed and decomposed (SVD).",
     "lanczos": "A method: iterations with Jacobian products, which approach the norm from below.",

@@ -73,8 +73,8 @@ class AttackOptions(MeasureOptions):
     )
     attack: str | None = option(
         None,
-        f"Comma-separated attacks, or standard, quick, lean, paper, custom:... Default {IMAGES}; texts "
-        f"{TEXTS}; embeddings {EMBEDDINGS}.",
+        "Comma-separated attacks, or standard, quick, lean, paper, custom:... "
+        f"Default {IMAGES}; texts {TEXTS}; embeddings {EMBEDDINGS}.",
         values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
     )
     norm: Norm | None = option(

@@ -29,7 +29,13 @@ class Recipe(Settings):
     penalty: Literal["jasmin", "specformer"] | None = option(
         None, "Penalty added to the loss: jasmin or specformer. Default: none.", panel=PENALTY
     )
-    k: int = option(0, "JaSMin lowers log g1 with 0, and log(g1 / gk) with k > 1.", panel=PENALTY, need=JASMIN, ge=0)
+    k: int = option(
+        0,
+        "JaSMin lowers log g1 with 0, and log(g1 / gk) with k > 1.",
+        panel=PENALTY,
+        need=JASMIN,
+        ge=0,
+    )
     weight: float = option(
         1e-2, "Weight of the penalty in the loss.", panel=PENALTY, need=needs("penalty"), ge=0
     )

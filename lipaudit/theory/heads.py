@@ -291,7 +291,9 @@ class Heads:
         True
         """
         if not set(changes) <= _BESIDE_MAP:
-            raise ValueError(f"these can change P: {', '.join(sorted(set(changes) - _BESIDE_MAP))}")
+            raise ValueError(
+                f"these can change P: {', '.join(sorted(set(changes) - _BESIDE_MAP))}"
+            )
         return replace(self, **changes)._share_maps(self._known)
 
     def _share_maps(self, known: _MapCache) -> Heads:

@@ -227,7 +227,12 @@ def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
         ("certify", ("--eps", "0.1"), 4, "scores continuations"),
         ("attack", ("--attack", "words"), 2, "it scores continuations"),
         ("attack", (), 2, "no attack radius"),
-        ("jacobian", ("--score", "sum", "--to", "hidden"), 4, "different hidden for each continuation"),
+        (
+            "jacobian",
+            ("--score", "sum", "--to", "hidden"),
+            4,
+            "different hidden for each continuation",
+        ),
         ("jacobian", ("--score", "sum", "--to", "logits:1"), 4, "hint: Use --to logits."),
         (
             "jacobian",

@@ -76,7 +76,9 @@ def test_the_suite_is_its_samples_whatever_their_order(image_taker):
 def test_fewer_samples_than_asked_for_are_noted(image_taker):
     net = image_taker((1, 8, 8), classes=10)
     samples = load_data("demo", net, DataOptions(samples=361))
-    assert [n.text for n in samples.notes] == ["demo has 360 samples, fewer than the 361 requested"]
+    assert [n.text for n in samples.notes] == [
+        "demo has 360 samples, fewer than the 361 requested"
+    ]
 
 
 def test_repeated_samples_have_ids_of_their_own(tmp_path, text_taker):
@@ -87,7 +89,9 @@ def test_repeated_samples_have_ids_of_their_own(tmp_path, text_taker):
 
 @pytest.mark.parametrize("samples", [0, -1])
 def test_no_samples_make_no_sense(image_taker, refused, samples):
-    assert "leaves no sample to measure" in refused("random", image_taker(), UsageError, samples=samples)
+    assert "leaves no sample to measure" in refused(
+        "random", image_taker(), UsageError, samples=samples
+    )
 
 
 def test_data_that_are_not_there_or_not_known(tmp_path, image_taker, refused):

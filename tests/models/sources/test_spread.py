@@ -212,7 +212,9 @@ def test_any_module_is_spread_even_if_it_reads_the_weights_of_its_parts(tmp_path
             for more in ({}, {"device_map": places})
         )
         # LayerNorm is linearised by another formula where its weights come and go.
-        assert spread_out == pytest.approx(plain, rel=1e-13, abs=0)
+        for path, value in plain.items():
+            one = pytest.approx(value, rel=1e-13, abs=0) if isinstance(value, float) else value
+            assert spread_out[path] == one, path
 
 
 def test_models_of_timm_and_files_of_weights_are_spread(tmp_path, written):

@@ -197,6 +197,5 @@ def test_from_python_an_audit_certifies_what_it_attacks():
     ],
 )
 def test_limits_of_a_proof_are_said_first(options, says):
-    proof = ("certify", "demo", "-n", "1", "--eps", "0.001", *options)
-    first = CliRunner().invoke(build(), proof).stderr.splitlines()[0]
-    assert first == f"certify of demo: 1 samples; limits of a proof: {says}"
+    first = invoke("-n", "1", "--eps", "0.001", *options).stderr.splitlines()[0]
+    assert first == f"certify of py:model.py:load: 1 samples; limits of a proof: {says}"

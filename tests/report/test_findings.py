@@ -91,8 +91,8 @@ def test_correlation_is_that_of_the_joined_samples(report):
 
     norms, broken = zip(*_joined(report), strict=True)
     rho = spearmanr(norms, broken).statistic
-    (text,) = [t for t in texts(report) if "‖J‖" in t and "breaks more of the samples" in t]
-    assert f"samples of {'larger' if rho > 0 else 'smaller'} ‖J‖: " in text
+    (text,) = [t for t in texts(report) if "‖J‖" in t and "are broken more often" in t]
+    assert text.startswith(f"Samples with a {'larger' if rho > 0 else 'smaller'} ‖J‖ are broken")
     assert f" {rho:.2f} [" in text
     assert text.endswith(f"{len(norms)} samples.")
 
@@ -105,16 +105,16 @@ def test_attack_that_breaks_all_or_none_says_nothing(report):
         s.model_copy(update={"samples": samples}) if s.measure == "attack" else s
         for s in report.sections
     )
-    assert not [t for t in texts(keep(report, *sections)) if "break" in t]
+    assert not [t for t in texts(keep(report, *sections)) if "broken more" in t]
 
 
 def test_what_chance_explains_is_not_said(report):
     """Every second sample is broken, in the order of the norms: their ranks say nothing."""
-    assert any("breaks more" in t for t in texts(report))
+    assert any("are broken more often" in t for t in texts(report))
     attack = report.section("attack")
     order = {name: i for i, name in enumerate(report.section("jacobian").samples["ids"])}
     every = tuple(order[name] % 2 for name in attack.samples["ids"])
     samples = {n: every if n.startswith("robust@") else v for n, v in attack.samples.items()}
     changed = attack.model_copy(update={"samples": samples})
     sections = tuple(changed if s.measure == "attack" else s for s in report.sections)
-    assert not any("break" in t for t in texts(keep(report, *sections)))
+    assert not any("broken more" in t for t in texts(keep(report, *sections)))

@@ -93,7 +93,7 @@ def _find_predictors(report: Report) -> Iterator[tuple[str, str]]:
     if jacobian is None or found is None:
         return
     trial, broken = found
-    attack = "The worst attack" if trial.attack == WORST else trial.attack.capitalize()
+    attack = "the worst attack" if trial.attack == WORST else trial.attack
     for figure, label in FEATURES.items():
         values = {i: v for i, v in _list_finite(jacobian, figure).items() if i in broken}
         rank = compute_spearman([*values.values()], [float(broken[i]) for i in values])
@@ -101,7 +101,7 @@ def _find_predictors(report: Report) -> Iterator[tuple[str, str]]:
             continue
         side = "larger" if rank.rho > 0 else "smaller"
         yield (
-            f"{attack} at {trial.ball} breaks more of the samples of {side} {label}: "
+            f"Samples with a {side} {label} are broken more often by {attack} at {trial.ball}: "
             f"Spearman correlation {rank.rho:.2f} [{rank.low:.2f}, {rank.high:.2f}], "
             f"{rank.count} samples.",
             "jacobian",

@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -113,8 +114,9 @@ def find_fault(args: tuple[str, ...], seconds: float) -> str:
         stopped.append(True)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGPROF, stop)
-    # Again and again: a finalizer may swallow it.
+    before, report = signal.signal(signal.SIGPROF, stop), sys.unraisablehook
+    # Again and again: a finalizer may swallow it, which is nobody's fault.
+    sys.unraisablehook = lambda lost: lost.exc_type is KeyboardInterrupt or report(lost)
     signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
     try:
         done = CliRunner().invoke(build(), args)
@@ -123,6 +125,7 @@ def find_fault(args: tuple[str, ...], seconds: float) -> str:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+        sys.unraisablehook = report
     leaked = done.exception is not None and not isinstance(done.exception, SystemExit)
     traced = "Traceback" in done.stderr and not {"-v", "--verbose"} & {*args}
     if leaked or traced or "internal error" in done.stderr:

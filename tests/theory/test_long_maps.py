@@ -7,7 +7,12 @@ from dataclasses import replace
 import torch
 
 from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
-from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain, vjp_x
+from lipaudit.theory.exact.head_norms import (
+    head_norms,
+    layer_norms,
+    sketched_vjp_x,
+    splitting_gain,
+)
 from lipaudit.theory.heads import Projection, affine_heads, rows_in_reach
 from lipaudit.theory.policy import POLICY, Policy
 from tests.live import Live
@@ -26,7 +31,10 @@ def norms_of(heads):
         values["gain"] = splitting_gain(heads, values["head"], seeds=SEEDS)
     u = torch.randn(heads.v.shape[:2] + heads.q.shape[2:3] + heads.v.shape[3:]).to(heads.v)
     u = u if heads.valid is None else u * heads.valid[:, None, :, None]
-    values |= {f"pulled {i}": t for i, t in enumerate(vjp_x(heads, u)) if t is not None}
+    inputs = {"x": heads.x} | ({} if heads.x_kv is None else {"x_kv": heads.x_kv})
+    whole = {name: torch.eye(x.shape[2]).to(x) for name, x in inputs.items()}
+    _, pulled = sketched_vjp_x(heads, u, torch.ones(u.shape[:2]).to(u), whole)
+    values |= {f"pulled {name}": t for name, t in pulled.items()}
     return values
 
 

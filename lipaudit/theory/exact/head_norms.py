@@ -213,24 +213,6 @@ def splitting_gain(
     return torch.where(largest <= exact, 1.0, largest / exact)
 
 
-def vjp_x(
-    heads: Heads, u: Float[Tensor, "batch heads n dv"]
-) -> tuple[Float[Tensor, "batch n D"], Float[Tensor, "batch m Dkv"] | None]:
-    """Return J^T u summed over the heads: the gradients of sum <O, u> in X_q and X_kv.
-
-    The second one is None where the heads read one input.
-
-    >>> from lipaudit.theory.heads import affine_heads
-    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
-    >>> vjp_x(affine_heads(x, eye, eye, 2 * eye), torch.ones(1, 1, 1, 2))
-    (tensor([[[2., 2.]]]), None)
-    """
-    layer = layer_products(heads)
-    gradients = dict(zip([side.source for side in layer.sides], layer.pull(u), strict=True))
-    dx = gradients.get("x", torch.zeros_like(heads.x))
-    return dx, None if heads.x_kv is None else gradients.get("x_kv", torch.zeros_like(heads.x_kv))
-
-
 def sketched_vjp_x(
     heads: Heads,
     u: Float[Tensor, "batch heads n dv"],

@@ -406,7 +406,7 @@ def _recompute_rows(rule: Rule, how: Reduction | None, section: Section) -> Sect
     cells = how and _reduce_samples(how, section)
     if not cells:
         raise BaselineError(
-            f"{rule.measure}.{rule.column}is stored only over all samples of a report, and "
+            f"{rule.measure}.{rule.column} is stored only over all samples of a report, and "
             "the two reports have different samples",
             REPEAT,
         )

@@ -214,7 +214,7 @@ def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     if not modules:
         return ()
     text = (
-        f"attention that was not measured ({few(modules)})). Its weights are not a plain "
+        f"attention that was not measured ({few(modules)}). Its weights are not a plain "
         "softmax over keys, or are used twice, detached, or computed per sample. Layer "
         "numbers skip it"
     )
@@ -227,7 +227,7 @@ def _hybrid_notes(net: Net, sites: Sequence[Site]) -> tuple[Note, ...]:
     if not blocks:
         return ()
     text = (
-        f"blocks without softmax attention have no heads to measure ({few(blocks)})). To "
+        f"blocks without softmax attention have no heads to measure ({few(blocks)}). To "
         "measure them (state spaces, linear attention, convolutions), use `lipaudit jacobian`"
     )
     return (Note(level="info", code="no-attention", text=text),)

@@ -293,7 +293,7 @@ def _of_searches(rows: Sequence[Row], apart: Sequence[Sequence[Row]]) -> tuple[N
         who = ", ".join(f"head {g[0].layer}.{g[0].head} at R = {g[0].radius:.3g}" for g in apart)
         text = (
             f"no exponent for the ascent of {who}: independent searches differ by more than "
-            f"{100 * (AGREED - 1):.2g} % apart"
+            f"{100 * (AGREED - 1):.2g} %"
         )
         remarks.append(Note(level="warning", code="searches-apart", text=text))
     return tuple(remarks)

@@ -347,7 +347,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
         return ()
     text = (
         "the gradient of this model is not its derivative (they differ by "
-        f"{float(shares[sample]):.0%} at sample {pair.ids[sample]})). Norms and gradient "
+        f"{float(shares[sample]):.0%} at sample {pair.ids[sample]}). Norms and gradient "
         "attacks of this run do not describe the function that the model computes"
     )
     return (Note(level="warning", code="no-derivative", text=text),)

@@ -138,7 +138,7 @@ ATTENTION_TABLE = Layout(
         ),
         "p_norm": Column(
             "||P||",
-            "Spectral norm of a sample's attention matrix(the largest over windows); mean "
+            "Spectral norm of a sample's attention matrix (the largest over windows); mean "
             "over samples.",
         ),
     },

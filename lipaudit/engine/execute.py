@@ -28,7 +28,7 @@ from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
 from lipaudit.schema import dumps, loads
-from lipaudit.settings import AttentionOptions, MeasureOptions
+from lipaudit.settings import MeasureOptions
 from lipaudit.settings.parsing import write_duration
 from lipaudit.tables import Note, Report, Section
 from lipaudit.tables.summary import steepest
@@ -131,7 +131,9 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
         # steepest.
         for name, options in job.request.measures.items():
             if job.request.draws_steepest:
-                options = _draw_steepest(options, sections, job)
+                some = job.request.run.shard is not None
+                heads = steepest(sections, CANDIDATES if some else 1)
+                options = options.draw_steepest(heads, some=some)
             task = Task(job, name, options, observer)
             # What makes a module of one's own give its numbers has no name: it keeps nothing.
             journals[name] = Journal(task.identity(), keeps=job.net.info.source != OWN)
@@ -149,20 +151,6 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
         raise errors[0]
     shard = make_shard(job, measured) if job.request.run.shard else None
     return make_report(describe_run(job), sections, list_origins(job.samples), shard)
-
-
-def _draw_steepest(
-    options: MeasureOptions, sections: Sequence[Section], job: Job
-) -> MeasureOptions:
-    """Let the measure of attention keep the map of the most amplifying head.
-
-    A shard has some of the samples: it keeps those of the heads that may turn out to be that.
-    """
-    shard = job.request.run.shard is not None
-    heads = steepest(sections, CANDIDATES if shard else 1)
-    if not heads or not isinstance(options, AttentionOptions):
-        return options
-    return options.model_copy(update={"candidates": heads} if shard else {"map": heads[0]})
 
 
 @contextmanager

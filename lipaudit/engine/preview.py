@@ -23,18 +23,10 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic, seed_device
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import UnknownInputError
-from lipaudit.settings import (
-    AttentionOptions,
-    BoundsOptions,
-    CertifyOptions,
-    JacobianOptions,
-    MeasureOptions,
-)
+from lipaudit.settings import CertifyOptions, MeasureOptions
 
 SHOWN = 5
 """Number of samples shown."""
-STEPS = 2
-"""Number of Lanczos steps tried; every further step needs one more vector."""
 TIMED = 8
 """Batch size of the timed forward pass."""
 
@@ -214,17 +206,11 @@ def footprint(job: Job, name: str) -> Footprint | None:
 def _shorten(job: Job, name: str) -> MeasureOptions | None:
     """Return options with which a measure takes its memory in a small part of its time."""
     options, net = job.request.measures[name], job.net
-    if isinstance(options, JacobianOptions):
-        end = options.target and options.target.replace(":all", ":last")  # as many at a time
-        quick = {"max_steps": STEPS, "per_layer": False, "target": end}
-        return options.model_copy(update=quick)
-    if isinstance(options, AttentionOptions | BoundsOptions):
-        first = job.first(name).to(net.device, net.dtype)
-        sites = choose_layers(find_layers(net, first), options.layers)
-        indices = [s.index for s in sites if s.closed_form or name == "attention"]
-        ends = tuple(sorted({*indices[:1], *indices[-1:]}))
-        return options.model_copy(update={"layers": ends}) if ends else None
-    return options if name == "attack" else None
+    sites: tuple[Site, ...] = ()
+    if options.reads_heads:
+        sites = find_layers(net, job.first(name).to(net.device, net.dtype))
+    chosen = choose_layers(sites, options.layers if sites else None)
+    return options.shorten({site.index: site.closed_form for site in chosen})
 
 
 def _find_peak(job: Job, name: str, options: MeasureOptions, samples: int) -> int:

@@ -13,7 +13,7 @@ from lipaudit.engine.provenance import make_report
 from lipaudit.errors import InputError
 from lipaudit.measures import MEASURES, Part
 from lipaudit.measures.measure import in_order, sample_ids
-from lipaudit.settings import AttentionOptions, MeasureOptions, layouts, option_types
+from lipaudit.settings import MeasureOptions, layouts, option_types
 from lipaudit.tables import Note, Report, Section
 from lipaudit.tables.report import Shard
 from lipaudit.tables.summary import steepest
@@ -210,12 +210,11 @@ def _choose_map(
     options: MeasureOptions, parts: Sequence[Part], before: Sequence[Section]
 ) -> tuple[MeasureOptions, tuple[Note, ...]]:
     """Let the map of the most amplifying head be drawn, if the shards kept maps for that."""
-    drawn = parts and isinstance(options, AttentionOptions)
-    maps = parts[0].facts.get("maps") if drawn else None
+    maps = parts[0].facts.get("maps") if parts else None
     if not maps or not (heads := steepest(before, 1)):
         return options, ()
     if heads[0] in maps:
-        return options.model_copy(update={"map": heads[0]}), ()
+        return options.draw_steepest(heads, some=False), ()
     text = (
         f"no shard has the attention map of head {heads[0]}: draw it with lipaudit attention "
         f"MODEL --map {heads[0]}"

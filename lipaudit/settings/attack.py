@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -172,6 +172,10 @@ class AttackOptions(MeasureOptions):
     def files(self) -> tuple[Path, ...]:
         """The files that the measure writes beside the report."""
         return () if self.save_adv is None else (self.save_adv,)
+
+    def shorten(self, layers: Mapping[int, bool]) -> Self:
+        """Return the options themselves: each step of an attack takes what one gradient takes."""
+        return self
 
     def trials(self) -> tuple[Trial, ...]:
         """Return what is run: attacks one after the other, in each ball.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
 
 from pydantic import Field, field_validator
 
-from lipaudit.settings.measure import MeasureOptions, MeasureRecord
+from lipaudit.settings.measure import MeasureOptions, MeasureRecord, keep_ends
 from lipaudit.settings.option import needs, option
 from lipaudit.settings.parsing import Layers, read_head
 from lipaudit.tables.columns import Column, Reduction, count_column
@@ -50,6 +51,17 @@ class AttentionOptions(MeasureOptions):
 
     candidates: tuple[str, ...] = Field((), exclude=True)
     """Heads whose maps are stored until it is known which one is drawn."""
+
+    def shorten(self, layers: Mapping[int, bool]) -> Self | None:
+        """Return the options for two of the layers."""
+        ends = keep_ends(layers)
+        return self.model_copy(update={"layers": ends}) if ends else None
+
+    def draw_steepest(self, heads: Sequence[str], *, some: bool) -> Self:
+        """Return options that draw the map of the first head, or keep those that may be it."""
+        if not heads:
+            return self
+        return self.model_copy(update={"candidates": heads} if some else {"map": heads[0]})
 
     @field_validator("map")
     @classmethod

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from lipaudit.settings.measure import MeasureRecord, NormOptions
+from lipaudit.settings.measure import MeasureRecord, NormOptions, keep_ends
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Balls, Layers
 from lipaudit.tables.bounds import AFFINE_PLAIN, BALL, catalogue
@@ -68,6 +68,11 @@ class BoundsOptions(NormOptions):
         gt=0,
         allow_inf_nan=False,
     )
+
+    def shorten(self, layers: Mapping[int, bool]) -> Self | None:
+        """Return the options for two of the layers with a closed form."""
+        ends = keep_ends(layer for layer, closed in layers.items() if closed)
+        return self.model_copy(update={"layers": ends}) if ends else None
 
     @property
     def layer_accuracy(self) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, model_validator
 
@@ -22,6 +23,10 @@ ENDS = ("logits", "probabilities", "loss", "hidden", "features", "tokens")
 
 PLACED = ("logits", "probabilities", "hidden")
 """Outputs that take a position in a text."""
+
+
+FEW_STEPS = 2
+"""Number of Lanczos steps whose memory is tried."""
 
 
 POSITION = re.compile(r"last|all|-?\d{1,9}")
@@ -117,6 +122,12 @@ class JacobianOptions(NormOptions):
     per_layer: bool = option(
         False, "Also compute the norm of every block, from its input to its output."
     )
+
+    def shorten(self, layers: Mapping[int, bool]) -> Self:
+        """Return the options for few steps, each of which needs one more vector, at one place."""
+        end = self.target and self.target.replace(":all", ":last")  # as many at a time
+        quick = {"max_steps": FEW_STEPS, "per_layer": False, "target": end}
+        return self.model_copy(update=quick)
 
     @model_validator(mode="after")
     def _spectral(self) -> JacobianOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -75,6 +75,23 @@ class MeasureOptions(Settings):
         """Say before it begins what will be measured, where that is not obvious."""
         return ""
 
+    def shorten(self, layers: Mapping[int, bool]) -> Self | None:
+        """Return options that take as much memory in a small part of the time; None: none do.
+
+        Args:
+            layers: those that would be measured, each with whether it has a closed form.
+        """
+        return None
+
+    def draw_steepest(self, heads: Sequence[str], *, some: bool) -> Self:
+        """Return options that draw what belongs to the heads with the largest norms.
+
+        Args:
+            heads: as LAYER.HEAD, the largest norm first.
+            some: whether only some samples are measured, so that another head may be the first.
+        """
+        return self
+
 
 class NormOptions(MeasureOptions):
     """Options of a measure that takes norms by Lanczos steps.
@@ -100,6 +117,16 @@ class NormOptions(MeasureOptions):
     def accuracy(self) -> dict[str, Any]:
         """What the solver is asked for."""
         return {"tol": self.tol, "max_steps": self.max_steps, "within": self.within}
+
+
+def keep_ends(layers: Iterable[int]) -> tuple[int, ...]:
+    """Return the first and the last layer: what lies between takes no more memory.
+
+    >>> keep_ends([3, 4, 7]), keep_ends([])
+    ((3, 7), ())
+    """
+    known = sorted(layers)
+    return tuple(dict.fromkeys([*known[:1], *known[-1:]]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -271,10 +271,8 @@ def pooled(asked: argparse.Namespace) -> Pooled:
 def page(asked: argparse.Namespace) -> Iterator[str]:
     """The tables."""
     there, seeds = pooled(asked), range(asked.seeds)
-    names = list(RUNS)
-    yield from changes(there, names[:3], seeds)
-    yield from changes(there, names[4:], seeds)
-    yield from changes(there, ["none", "adversarial"], seeds)
+    yield from changes(there, SCRATCH_RUNS, seeds)
+    yield from changes(there, list(RUNS)[4:], seeds)
     yield from correlations(there, seeds)
 
 

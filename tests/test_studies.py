@@ -72,7 +72,7 @@ def test_a_table_is_of_the_images_that_every_run_has(asked):
             text = '{"clean": [1, 0], "quick, 0.02": [1, 0], "quick, 0.05": [0, 0]}'
             (asked.results / piece.file).write_text(text)
     lines = list(fashion.page(asked))
-    assert "| clean accuracy | 2 | 50.0 % | +0.0 pp | +0.0 pp |" in lines
+    assert "| clean accuracy | 2 | 50.0 % | +0.0 pp | +0.0 pp | +0.0 pp |" in lines
 
 
 def test_radii_of_a_linear_classifier_are_those_of_its_margins():

@@ -5,7 +5,8 @@
 A block with a title is a file of that name; a pyproject.toml is installed. A console block is a
 command behind each $, over several lines where they end in a backslash, and what it prints to
 stdout, of which a line `...` leaves out a part. Other blocks of Python are executed, and a block
-of text behind one is what it prints. What stands below a comment is another test's.
+of text behind one is what it prints. `$ python FILE` runs a script of the folder docs/tutorials. A
+block below a comment belongs to another test.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -37,9 +39,35 @@ PAGES = sorted(
 BLOCK = re.compile(
     r'(?<!-->\n)^```(console|python|text|toml|json)(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S
 )
+EXAMPLE = re.compile(r"<!-- test: (\w+) -->\n```python\n(.*?)```", re.DOTALL)
+TRAINER = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+model = BertForSequenceClassification(
+    BertConfig(vocab_size=50, intermediate_size=64, num_labels=2, **size)
+)
+ids = torch.randint(1, 50, (16, 12))
+data = [
+    {"input_ids": i, "attention_mask": torch.ones_like(i), "labels": n % 2}
+    for n, i in enumerate(ids)
+]
+quiet = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+arguments = TrainingArguments("bert", max_steps=4, **quiet)
+"""
 COMMAND = re.compile(r"(?:.*\\\n)*.*\n")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
 LEFT_OUT = "..."
+
+
+def examples(guide: str) -> dict[str, str]:
+    """Return the code below each comment `test: NAME` of a guide."""
+    return dict(EXAMPLE.findall((ROOT / f"docs/guide/{guide}.md").read_text(encoding="utf-8")))
+
+
+def run_example(code: str) -> None:
+    exec(compile(code, "example", "exec"), {"__name__": "example"})  # noqa: S102
 
 
 def replayed(text: str, folder: Path) -> str:
@@ -96,6 +124,9 @@ def _install(folder: Path, project: dict[str, Any]) -> None:
 def _run(command: str) -> str:
     line, _, code = command.partition("  # exit code ")
     name, *args = shlex.split(line)
+    if name == "python":
+        runpy.run_path(str(ROOT / "docs/tutorials" / args[0]))
+        return ""
     assert name == "lipaudit", command
     if any(Path().glob("*.dist-info")):  # what is installed is read once in a process
         return _run_apart(args)

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 from lipaudit import schema
+from tests.tutorials import TRAINER, examples, run_example
 
-GUIDE = Path(__file__).parents[2] / "docs/guide/watch.md"
+EXAMPLES = examples("watch")
 FOLDERS = {
     "loop": "watched",
     "trainer": "bert/lipaudit-watch",
     "lightning": "lipaudit-watch",
 }
+LIGHTNING = """
+import lightning, timm, torch
 
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8)
 
-def examples() -> dict[str, str]:
-    found = re.findall(r"<!-- test: (\w+) -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    return dict(found)
+    def training_step(self, batch, _):
+        return torch.nn.functional.cross_entropy(self.vit(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+module, x, y = Module(), torch.rand(8, 3, 32, 32), torch.arange(8)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+settings = {"max_steps": 4, "accelerator": "cpu", **quiet}
+"""
+BEFORE = {"trainer": TRAINER, "lightning": LIGHTNING}
 
 
 def test_the_guide_has_its_examples():
-    assert list(examples()) == list(FOLDERS)
+    assert list(EXAMPLES) == list(FOLDERS)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_an_example_runs_and_measures(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(examples()[name], f"{GUIDE.name}: {name}", "exec"), {"__name__": "example"})  # noqa: S102
+    run_example(BEFORE.get(name, "") + EXAMPLES[name])
     reports = {
         step: schema.load(tmp_path / FOLDERS[name] / f"step-{step:07}.json") for step in (0, 2, 4)
     }

@@ -264,6 +264,12 @@ def require_versions() -> None:
         raise InputError(*words)
 
 
+def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def find_user_error(error: BaseException) -> LipauditError | None:
     """Return an exception as an error that a user can act on; None for a bug.
 
@@ -273,6 +279,12 @@ def find_user_error(error: BaseException) -> LipauditError | None:
     if isinstance(error, LipauditError):
         return error
     said = first_line(error)
+    # The operators of torchvision are built for one version of torch.
+    if misfit := next((e for e in _list_causes(error) if "torchvision::" in str(e)), None):
+        return InputError(
+            f"torchvision does not fit the installed torch: {first_line(misfit)}",
+            "Install torchvision from the index that torch was installed from.",
+        )
     if out_of_memory(error):
         advice = "Try --batch-size 1, --device cpu, fewer --samples, or a smaller model."
         return EvaluationError("out of memory" + (f" ({said})" if said else ""), advice)

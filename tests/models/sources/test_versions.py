@@ -50,6 +50,20 @@ def test_a_package_that_is_missing_or_too_old_is_named(install, name, version, s
         assert fault.advice.startswith(f"pip install '{name}>=")
 
 
+def test_a_torchvision_of_another_torch_is_named():
+    # As transformers has it: the cause is behind an error of its own.
+    try:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as cause:
+            raise ModuleNotFoundError("Could not import module 'ViTModel'") from cause
+    except ModuleNotFoundError as error:
+        fault = explain_error(error)
+    assert fault.exit_code == ExitCode.INPUT
+    assert "torchvision does not fit the installed torch" in fault.message
+    assert "the index that torch was installed from" in fault.advice
+
+
 def test_a_timm_that_reads_no_directories_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("timm.__version__", "1.0.15")
     (tmp_path / "config.json").write_text('{"architecture": "test_vit"}')

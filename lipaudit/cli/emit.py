@@ -82,6 +82,10 @@ def _print(subject: Subject, format: Format, *, details: bool) -> None:
         short = format.takes == "page" and "screen" in subject and not details
         format.screen(subject["screen" if short else format.takes](), sys.stdout)
     else:
+        content = format.render(subject[format.takes]())
         with drop_output(sys.stdout):
-            sys.stdout.buffer.write(format.render(subject[format.takes]()))
+            if hasattr(sys.stdout, "buffer"):
+                sys.stdout.buffer.write(content)
+            else:  # `redirect_stdout(io.StringIO())` around a command
+                sys.stdout.write(content.decode())
     sys.stdout.flush()

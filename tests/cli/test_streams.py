@@ -2,10 +2,12 @@
 
 import io
 import json
+from contextlib import redirect_stdout
 
 import pytest
 
 from lipaudit import schema
+from lipaudit.cli.commands import build
 from lipaudit.cli.streams import Unheeded, make_printable
 from lipaudit.errors import InputError
 
@@ -51,3 +53,11 @@ def test_json_escapes_what_a_terminal_would_obey():
     escaped = schema.escape_controls(text)
     assert json.loads(escaped) == {"a": HOSTILE}
     assert escaped.isprintable()
+
+
+def test_a_command_writes_to_a_stream_of_text():
+    written = io.StringIO()
+    with redirect_stdout(written), pytest.raises(SystemExit) as end:
+        build()(["env", "-f", "json"])
+    assert end.value.code == 0
+    assert "lipaudit" in json.loads(written.getvalue())

@@ -1,4 +1,4 @@
-"""What can be measured: one generator of Parts per sub-command."""
+"""The measures: one generator of Parts for each sub-command."""
 
 from lipaudit.measures import attack, attention, bounds, certify, jacobian, scaling
 from lipaudit.measures.measure import Measure as Measure
@@ -14,4 +14,4 @@ MEASURES: dict[str, Measure] = {
     "scaling": scaling.MEASURE,
 }
 MEASURES |= {name: record.load() for name, record in measures().items() if name not in MEASURES}
-"""All measures by the name of their command and section; plug-ins come last."""
+"""All measures, by the name of their command and section; plug-ins come last."""

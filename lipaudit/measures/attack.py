@@ -51,10 +51,10 @@ ONE_LOGIT = (
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
-    """Yield, per chunk of samples, what each trial left standing.
+    """Yield, for each chunk of samples, the outcome of every trial.
 
     Raises:
-        UsageError: batches that are no chunks: `logical_chunk` would not be true of the result.
+        UsageError: a batch is not a chunk of the run, so `logical_chunk` would be wrong.
         InputError: a model without classes, samples without labels, or token ids whose embedding
             nothing shows.
     """
@@ -86,7 +86,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
 
 
 def check(net: Net, batch: Batch, options: AttackOptions) -> None:
-    """Refuse what cannot be attacked, or not by the attacks that are asked for.
+    """Refuse a model, samples or a radius that these attacks do not work with.
 
     Raises:
         InputError: a model without classes, samples without labels, or token ids whose embedding
@@ -112,7 +112,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
 
 
 def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Pass batches on if each is a chunk of the run."""
+    """Pass each batch on; refuse batches that are not chunks of the run."""
     for batch in batches:
         if batch.start % CHUNK or len(batch) > CHUNK:
             raise UsageError(
@@ -124,10 +124,10 @@ def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def require_entry(net: Net) -> None:
-    """Refuse a text model whose embeddings cannot be moved.
+    """Refuse a text model whose token embeddings cannot be perturbed.
 
     Raises:
-        InputError: nothing shows where it looks up its token ids.
+        InputError: the embedding table of the token ids was not found.
     """
     if net.kind == "text" and net.entry is None:
         raise InputError(
@@ -183,7 +183,7 @@ def _part(
 def _examples(
     net: Net, batch: Batch, chunk: Chunk, outcomes: Sequence[Outcome], size: int
 ) -> dict[str, dict[str, Any]]:
-    """Show each sample that an attack broke, with the first example that did."""
+    """Describe each broken sample with the first adversarial example that broke it."""
     clean, *ends = outcomes
     fallen = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
     which = fallen.any(1).nonzero().flatten()
@@ -217,7 +217,7 @@ def _examples(
 
 
 def _pictures(x: Tensor, x_adv: Tensor, box: tuple[float, float] | None) -> dict[str, Any]:
-    """Draw a sample, what it became, and the difference, as large as fits about grey."""
+    """Draw a sample, its adversarial example, and their difference, scaled up around grey."""
     change = x_adv - x
     times = 0.5 / max(float(change.abs().max()), torch.finfo(x.dtype).tiny)
     return {
@@ -229,7 +229,7 @@ def _pictures(x: Tensor, x_adv: Tensor, box: tuple[float, float] | None) -> dict
 
 
 def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:
-    """Count what stood before and after Square, where gradient attacks came before it."""
+    """Count the samples robust before and after Square, if gradient attacks ran before it."""
     last = [each[-1] if len(each) > 1 else None for each in by_trial]
     return [
         (int(o.tried.sum()), int(o.robust.sum())) if o and o.attack == "square" else (0, 0)
@@ -280,7 +280,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
 
 
 def _losses(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[str, Values]:
-    """Return the columns of losses, where continuations were attacked."""
+    """Return the columns of losses, for attacks on continuations."""
     if "losses" not in parts[0].values:
         return {}
     values = join_parts(parts, "losses").astype(float)
@@ -310,7 +310,7 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     checks: Checks = parts[0].facts["checks"]
     for part in parts[1:]:
         checks = checks + part.facts["checks"]
-    # A continuation and its rival are no two classes: it is as hard to guess as a text.
+    # A continuation and its rival are not two classes: the task is as hard as choosing a text.
     taken = sum(cost[-1] for part in parts for cost in part.facts["cost"])
     remarks = note_signs(
         checks,
@@ -326,11 +326,11 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
 
 
 def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes]:
-    """Return the file that is asked for: changed texts, or tensors; --data reads no embeddings.
+    """Return the file of `--save-adv`: changed texts, or tensors (not read by `--data`).
 
-    x holds of each sample the first example that broke it, in the order of the trials, else the
-    last that was tried; y the labels; and a tensor per trial its examples. The metadata say of
-    which samples they were made. Texts have zeros behind their embeddings, up to the longest.
+    `x` holds, for each sample, the first example that broke it, in the order of the trials, else
+    the last one tried. `y` holds the labels, and a tensor per trial holds its examples. The
+    metadata hold the sample ids. Embeddings of shorter texts are padded with zeros.
     """
     if options.save_adv is None:
         return []
@@ -348,7 +348,7 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
 
 
 def _of_one_length(parts: Sequence[Part]) -> Values:
-    """Join the examples of all parts, of which texts are as long as the longest of their part."""
+    """Join the examples of all parts; pad each text to the longest one."""
     each = [part.values["x_adv"] for part in parts]
     longest = max(x.shape[2] for x in each)
     room = [[(0, longest - n if axis == 2 else 0) for axis, n in enumerate(x.shape)] for x in each]

@@ -1,7 +1,7 @@
 """The measure `attention`: how each head distributes its attention, row by row.
 
-Every layer's map is met once, in chunks of query rows in float64, and only sums, maxima and
-histograms are kept: a map of 8192 x 8192 is never held.
+Each layer's map is computed once, in float64, in chunks of query rows. Only sums, maxima and
+histograms are kept, so a map of 8192 x 8192 is never in memory.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ ENTRIES = 2**18
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterator[Part]:
-    """Yield the sums, maxima and histograms of every head, per sample, and what is to be drawn.
+    """Yield sums, maxima and histograms of every head for each sample, and the maps to draw.
 
     Raises:
-        UsageError: the head to be drawn is not there.
+        UsageError: the model has no such head to draw.
     """
     reader = _Statistics(options)
     how: dict[str, Any] = {"layers": options.layers, "projections": False}
@@ -86,7 +86,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
 
 
 def _add_histograms(part: Part) -> Part:
-    """Add up the histograms over the samples: kept by sample they are most of a long run."""
+    """Add up the histograms over the samples: kept per sample, they would fill the memory."""
     ratio, joint = part.values["ratio_hist"].sum(0), part.values["joint_hist"].sum((0, 1))
     return replace(
         part, values={**part.values, "ratio_hist": ratio[None], "joint_hist": joint[None]}
@@ -94,13 +94,13 @@ def _add_histograms(part: Part) -> Part:
 
 
 class _Statistics:
-    """Statistics of the attention of a layer; what is to be drawn of the latest batch is kept.
+    """Compute the attention statistics of a layer, and keep the maps to draw.
 
     Attributes:
-        options: of the measure.
-        drawn: arrays of the head that was asked for, on the latest batch.
-        maps: of the candidates, on the first sample of the run.
-        windowed: numbers of the layers that attend within windows of a sample.
+        options: the options of the measure.
+        drawn: arrays of the head named by `--map`, on the latest batch.
+        maps: maps of the heads that may be the steepest, on the first sample of the run.
+        windowed: numbers of the layers whose attention is limited to windows of a sample.
     """
 
     def __init__(self, options: AttentionOptions) -> None:
@@ -112,7 +112,7 @@ class _Statistics:
         self._candidates = {name: read_head(name) for name in options.candidates}
 
     def reduce(self, layer: Layer) -> Reduced:
-        """Return the statistics of a layer, and draw a head of it if it is the one asked for."""
+        """Return the statistics of a layer; keep the map of the head named by `--map`."""
         if self._head is not None and layer.site.index == self._head[0]:
             drawn = attention_map.draw(layer, self._head[1], self.options.query)
             self.drawn.update(drawn)
@@ -124,7 +124,7 @@ class _Statistics:
         return layer_statistics(layer, self.options)
 
     def window_notes(self) -> tuple[Note, ...]:
-        """Say which figures are of windows, whose keys are numbered within the window."""
+        """Note which figures refer to windows, and that keys are numbered within a window."""
         if not self.windowed:
             return ()
         text = (
@@ -139,7 +139,7 @@ class _Statistics:
 
 
 def _with_drawn(part: Part, reader: _Statistics, options: AttentionOptions) -> Part:
-    """Add maps to the facts (they are of one sample), or the rows of a query to the values."""
+    """Add maps to the facts (they belong to one sample), or the rows of a query to the values."""
     maps, drawn = dict(reader.maps), dict(reader.drawn)
     reader.maps.clear()
     if options.map is None:
@@ -157,9 +157,9 @@ def _with_drawn(part: Part, reader: _Statistics, options: AttentionOptions) -> P
 
 @torch.inference_mode()
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
-    """Return the sums, maxima and histograms of a layer, per (sample, head)."""
+    """Return sums, maxima and histograms of a layer, per (sample, head)."""
     whole, samples = layer.attention, layer.samples
-    heads = replace(whole, v=whole.v[..., :0])  # q and k make P
+    heads = replace(whole, v=whole.v[..., :0])
     parts = [_read(_in_double(heads.pick(some)), options) for some in _groups(heads)]
     read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
@@ -172,26 +172,26 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
 
 
 def _in_double(heads: Heads) -> Heads:
-    """Return the heads with what makes P in float64; the bias is cast row by row."""
+    """Cast the inputs of P to float64; the bias is cast row by row later."""
     sink = None if heads.sink is None else heads.sink.double()
     q, k, scale = (_double(t) for t in (heads.q, heads.k, heads.scale))
     return replace(heads, q=q, k=k, scale=scale, sink=sink)
 
 
 def _double(t: Tensor) -> Tensor:
-    # Contiguous, as `Heads.to` has it: a view of the model's would be copied by the product.
+    # Contiguous, as `Heads.to` needs it: the product would copy a view.
     return t.to(torch.float64, memory_format=torch.contiguous_format)
 
 
 def _groups(heads: Heads) -> Iterator[slice]:
-    """Some heads at a time, so that their maps stay near CHUNK numbers."""
+    """Yield groups of heads whose maps together have about CHUNK entries."""
     batch, count, queries = heads.q.shape[:3]
     size = max(1, ENTRIES // (batch * queries * heads.k.shape[2]))
     return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _read(heads: Heads, options: AttentionOptions) -> Reduced:
-    """Meet the rows of P in chunks: their `RowProfile`, the mass on each key, ||P||."""
+    """Compute P in chunks of rows: the `RowProfile`, the attention on each key, and ||P||."""
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]
     mass = heads.q.new_zeros(batch, count, keys)
@@ -207,7 +207,9 @@ def _read(heads: Heads, options: AttentionOptions) -> Reduced:
         mass[..., reach] += p.sum(-2)
         seen = heads.visible(start, stop).sum(-1).expand(p.shape[:-1])
         profile = softmax.profile_rows(p, options.k, keys=seen)
-        chunks.append([column.clone() for column in profile])  # no views: they would keep all rows
+        chunks.append(
+            [column.clone() for column in profile]
+        )  # views would keep all rows in memory
     columns = zip(*chunks, strict=True)
     rows = {n: torch.cat(c, 2) for n, c in zip(softmax.RowProfile._fields, columns, strict=True)}
     p_norm = mass.new_full((batch, count), torch.nan) if whole is None else map_norm(whole, 1e-7)
@@ -244,7 +246,7 @@ def _histogram(position: Tensor, counts: Tensor, bins: int) -> Tensor:
 
 
 def _sinks(mass: Tensor, sample: Tensor, samples: int) -> Reduced:
-    """Mean mass on the first and on the most attended key, and where that one is."""
+    """Return the mean attention on the first and on the most attended key, and its position."""
     each = sum_windows(mass, sample, samples)
     share = each / each.sum(-1, keepdim=True)
     largest = share.max(-1)
@@ -297,9 +299,9 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
 
 
 def _per_sample(parts: Sequence[Part]) -> dict[str, Array]:
-    """Keep the means of each sample that a comparison reads, and over how many rows they are.
+    """Return the means of each sample that a comparison reads, and the number of rows behind them.
 
-    Where every sample has as many rows as any other, their number is left out.
+    The number of rows is left out if all samples have the same.
     """
     total, count = join_parts(parts, "total"), join_parts(parts, "count")
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""One head's attention map, or one of its rows over all samples: what there is to draw."""
+"""One head's attention map, or one row averaged over all samples, for drawing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIDE = 256
 
 
 def draw(layer: Layer, head: int, query: int | None) -> dict[str, Values]:
-    """Return the map of the batch's first sample, or the row of a query in every sample.
+    """Return the map of the batch's first sample, or one query's row in every sample.
 
     Raises:
         UsageError: the layer has no such head.
@@ -41,7 +41,7 @@ def draw(layer: Layer, head: int, query: int | None) -> dict[str, Values]:
 
 
 def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Array]:
-    """Name what was drawn: map@HEAD of the first sample, or row@HEAD,QUERY and its norms.
+    """Name the drawn arrays: map@HEAD of the first sample, or row@HEAD,QUERY and its norms.
 
     Raises:
         UsageError: no sample has such a query.
@@ -65,14 +65,14 @@ def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Arr
 
 
 def map_tokens(parts: Sequence[Part], drawn: Mapping[str, Array]) -> dict[str, Attended]:
-    """Return what is known of the tokens of the first sample, where those of a map are they."""
+    """Describe the tokens of the first sample, if they are the tokens of the drawn map."""
     known = Attended(**parts[0].facts["attended"])
     count, whose = len(known.tokens), {}
     for name, array in drawn.items():
         kind, _, head = name.partition("@")
         if kind == "map":
             fits = {*drawn[f"map_tokens@{head}"].data, *array.shape} == {count}
-        else:  # behind the tokens there is padding, which is not attended to
+        else:  # tokens beyond these are padding, which is not attended to
             long = len(array.data) >= count and not any(array.data[count:])
             fits = kind == "first_row" and long
         if fits and 0 < count <= MOST:
@@ -81,7 +81,7 @@ def map_tokens(parts: Sequence[Part], drawn: Mapping[str, Array]) -> dict[str, A
 
 
 def _map(heads: Heads) -> dict[str, Tensor]:
-    """Meet the real rows of the first window in chunks; a square map loses its padded keys too."""
+    """Return the map of the first window without padding, in chunks of rows."""
     heads = heads.row(0)
     queries, keys = heads.q.shape[2], heads.k.shape[2]
     every = torch.arange(queries)
@@ -98,7 +98,7 @@ def _map(heads: Heads) -> dict[str, Tensor]:
 
 
 def _row(heads: Heads, samples: int, query: int) -> dict[str, Tensor]:
-    """Return a row of P, ||M|| and g_1, means over the windows of a sample; NaN without one."""
+    """Return a row of P, ||M|| and g_1, means over a sample's windows; NaN without the row."""
     p = heads.rows(query, query + 1)[:, 0]
     if not p.shape[1]:
         p = heads.q.new_zeros(len(p), 1, heads.k.shape[2])

@@ -1,4 +1,4 @@
-"""Norms of heads on balls around the samples: what was found and what is certified."""
+"""Norms of heads on balls around the samples: the largest found, and certified upper bounds."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def on_balls(
     weights: Weights | None,
     reduced: Reduced,
 ) -> Reduced:
-    """Return the columns of balls per batch row, head and radius, "at_r" in front of their names.
+    """Return the columns of balls per batch row, head and radius; names begin with "at_r".
 
     Args:
-        heads: one layer.
-        seeds: one per sample.
-        options: with the radii; none gives no columns.
-        weights: what comes of the weights alone, where it is known.
+        heads: the heads of one layer.
+        seeds: one seed per sample.
+        options: hold the radii; without radii there are no columns.
+        weights: norms that depend on the weights alone, if known.
         reduced: `exact` and `sharp` of the heads at X.
     """
     if not options.radius:
@@ -56,7 +56,7 @@ def on_balls(
 
 
 def without(heads: torch.Tensor, options: BoundsOptions) -> Reduced:
-    """Return the same columns where nothing can be said; `heads` has a number for each."""
+    """Return the same columns filled with NaN; `heads` has a number for each head."""
     if not options.radius:
         return {}
     open_heads = torch.full((*heads.shape, len(options.radius)), torch.nan, dtype=torch.float64)

@@ -58,7 +58,7 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
 
 
 class _NormsAndBounds:
-    """Norms and bounds of the heads of a layer; what its weights alone decide is kept."""
+    """Compute norms and bounds of a layer's heads; keep what depends on weights alone."""
 
     def __init__(self, options: BoundsOptions) -> None:
         self.options = options
@@ -66,7 +66,7 @@ class _NormsAndBounds:
         self._out_norms: dict[int, float] = {}
 
     def reduce(self, layer: Layer) -> Reduced:
-        """Return everything about a layer, per (sample, head) or (sample, 1)."""
+        """Return all figures of a layer, per (sample, head) or (sample, 1)."""
         options, site, ids = self.options, layer.site, layer.batch.ids
         seeds = [seed_of(sample, options.seed) for sample in ids]
         if not _has_bounds(site, options):
@@ -83,7 +83,7 @@ class _NormsAndBounds:
         return _facts(sites, self.options)
 
     def _out_norm(self, site: Site, heads: Heads) -> float:
-        """Return ||W_O||, NaN without one."""
+        """Return ||W_O||, NaN without an output projection."""
         if heads.out is not None and site.index not in self._out_norms:
             norm = spectral_norm(heads.out.double().flatten(0, 1))
             self._out_norms[site.index] = float(norm)
@@ -91,7 +91,7 @@ class _NormsAndBounds:
 
 
 def _has_bounds(site: Site, options: BoundsOptions) -> bool:
-    """Say whether the closed form is that of the norm that is asked for."""
+    """Say whether the closed form gives the norm that the options ask for."""
     return site.closed_form and (options.input == "projections" or site.direct)
 
 
@@ -118,7 +118,7 @@ def _input(site: Site, options: BoundsOptions) -> str:
 def _closed_form(
     heads: Heads, seeds: Sequence[int], options: BoundsOptions, weights: Weights | None
 ) -> Reduced:
-    """Return everything about a closed-form layer, per (sample, head) or (sample, 1)."""
+    """Return all figures of a layer with a closed form, per (sample, head) or (sample, 1)."""
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
     reduced = head_bounds(heads, weights=weights)
     gain = torch.full_like(exact.norm, torch.nan)
@@ -137,7 +137,7 @@ def _closed_form(
 
 
 def _of_layers(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
-    """Return the norms of all heads together, per (sample, 1); NaN for what is not taken."""
+    """Return the norms of all heads together, per (sample, 1); NaN if not computed."""
     together = layer_norms(heads, seeds=seeds, concat=options.concat, **options.layer_accuracy)
     taken = {"layer_exact": together.concat, "layer_out": together.out}
     norms = [each for each in taken.values() if each is not None]
@@ -158,9 +158,9 @@ def _mark_unconverged(norms: Norms) -> Tensor:
 
 
 def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
-    """Return what can be said of a layer without a closed form: exact norms, numerically.
+    """Return the exact norms of a layer without a closed form, by automatic differentiation.
 
-    NaN where it was surveyed with a closed form and its module cannot be run on its own.
+    NaN if the survey found a closed form and the module cannot run on its own.
     """
     reduced = _norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     open_head = torch.full_like(reduced["exact"], torch.nan)
@@ -220,10 +220,10 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
 
 
 def _drop_bounds(measured: dict[str, Values]) -> dict[str, Values]:
-    """Leave the bounds out of heads that lost their closed form on some sample.
+    """Remove the bounds of heads that lost their closed form on some sample.
 
-    There the structure depends on the data: no bound for all inputs holds, and medians of bounds
-    would be over other samples than those of the norms.
+    Their structure depends on the data. So no bound for all inputs holds, and medians of
+    bounds and norms would be over different samples.
     """
     lost = measured["numerical"].any(0)
     return measured | {name: np.where(lost, np.nan, measured[name]) for name in BOUNDS}
@@ -234,7 +234,7 @@ def _per_head(name: str) -> bool:
 
 
 def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:
-    """Reduce one head over the samples: medians, and what is named a maximum."""
+    """Reduce one head over the samples: medians, and maxima for columns named so."""
     medians = {name: reduce_known(measured[name], np.median) for name in (*BOUNDS, *INGREDIENTS)}
     medians["softmax_norm_max"] = reduce_known(measured["softmax_norm_max"], np.max)
     overflowing = [name for name, bound in BOUNDS.items() if bound.log10_label]
@@ -260,7 +260,7 @@ def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> 
 
 
 def _and(label: str, other: str, numerical: Values) -> str:
-    """Return what a head is, with what it is on samples on which its structure changed."""
+    """Join the kind of a head with its kind on the samples where its structure changed."""
     return f"{label}, {other}" if label != other and numerical.any() else label
 
 
@@ -320,7 +320,7 @@ def _log10(value: float | None) -> float | None:
 def _remarks(
     measured: dict[str, Values], apart: Sequence[int], options: BoundsOptions
 ) -> tuple[Note, ...]:
-    """Say what is missing, what did not converge, and which norms are not the module's."""
+    """Note what is missing, what did not converge, and which norms have another input."""
     remarks = [*lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))]
     remarks += _long_maps(measured["limited"])
     if apart:
@@ -360,7 +360,7 @@ def _remarks(
 
 
 def _long_maps(limited: Values) -> tuple[Note, ...]:
-    """Say that ||P|| is a limit where its proof would take more memory than the map."""
+    """Note that ||P|| is an upper limit if its proof would take more memory than the map."""
     text = (
         f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
         "possibly a loose one. Bounds that use it still hold"

@@ -1,4 +1,4 @@
-"""What the measures of attention layers share: which layers, what heads are called, windows."""
+"""Shared by the measures of attention layers: choice of layers, names of heads, windows."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lipaudit.tables import Note
 
 Facts = dict[str, Any]
 Reduced = dict[str, Tensor]
-"""Values of one layer: the first axis is the sample, the second the head."""
+"""Values of one layer: axis 0 is the sample, axis 1 the head."""
 
 
 class HeadName(NamedTuple):
-    """Where a head is."""
+    """The layer, number and module of a head."""
 
     layer: int
     head: int
@@ -42,7 +42,7 @@ def head_names(sites: Sequence[Site]) -> list[HeadName]:
 
 
 def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[Site, ...]:
-    """Return the layers that were asked for.
+    """Return the layers that the options name, by default all.
 
     Raises:
         UsageError: a layer does not exist.
@@ -57,13 +57,13 @@ def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[
 
 
 class LayerReader(Protocol):
-    """What a measure makes of one layer, and says of all; what it learns in a run stays in it."""
+    """The computation of a measure on one layer; it keeps its state for the whole run."""
 
     def reduce(self, layer: Layer) -> Reduced:
-        """Return the numbers of a layer, while the model is in it."""
+        """Return the figures of a layer. The model is in the middle of its forward pass."""
 
     def facts(self, sites: Sequence[Site]) -> Facts:
-        """Return what does not depend on the sample."""
+        """Return facts that do not depend on the sample."""
 
 
 def by_layer(
@@ -76,8 +76,8 @@ def by_layer(
 ) -> Iterator[Part]:
     """Yield a Part per batch: every layer reduced, joined along the heads; see `capture`.
 
-    On a sample on which a layer is not what it was surveyed to be, it is reduced without closed
-    form, and a note says so. The other samples of the batch keep theirs.
+    If a layer differs from its survey on a sample, that sample is reduced without the closed form,
+    and a note says so. The other samples of the batch keep the closed form.
     """
     reduction = _Reduction(reader, layers, projections)
     sites: tuple[Site, ...] = ()
@@ -96,7 +96,7 @@ def by_layer(
 
 @dataclass(frozen=True)
 class _Reduction:
-    """What is made of which layers."""
+    """A reader and the layers it reads."""
 
     reader: LayerReader
     layers: Sequence[int] | None
@@ -108,7 +108,7 @@ class _Reduction:
         return {name: (t.float() if t.dtype in HALF else t).cpu() for name, t in reduced.items()}
 
     def joined(self, net: Net, sites: Sequence[Site], batch: Batch) -> Reduced:
-        """Reduce the layers of a batch: arrays (samples, heads or layers)."""
+        """Reduce the layers of a batch to arrays (samples, heads or layers)."""
         layers = capture(net, sites, batch, self, layers=self.layers, projections=self.projections)
         return {name: torch.cat([layer[name] for layer in layers], 1) for name in layers[0]}
 
@@ -116,7 +116,7 @@ class _Reduction:
 def _reduce_batch(
     net: Net, sites: Sequence[Site], batch: Batch, reduction: _Reduction
 ) -> tuple[Reduced, tuple[Note, ...]]:
-    """Reduce a batch; sample by sample, and without closed form, where a layer has changed."""
+    """Reduce a batch; sample by sample and without closed form if a layer has changed."""
     try:
         return reduction.joined(net, sites, batch), ()
     except StructureError as error:
@@ -131,7 +131,7 @@ def _reduce_batch(
 
 
 def _require_heads(layer: Layer) -> None:
-    """Refuse a layer whose number of heads follows the number of tokens: it was misread."""
+    """Refuse a layer whose number of heads follows the number of tokens: it was read wrongly."""
     heads = layer.attention.q.shape[1]
     if heads != layer.site.heads:
         raise InputError(
@@ -144,7 +144,7 @@ def _require_heads(layer: Layer) -> None:
 
 
 def _open_layer(site: Site, error: StructureError) -> Site:
-    """Return the layer that an error is about without its closed form; others as they are."""
+    """Return the layer that the error names without its closed form; return others unchanged."""
     same = site.index != error.layer
     return site if same else replace(site, structure=None, reason=error.reason)
 
@@ -158,7 +158,7 @@ def _note_reopening(error: StructureError) -> Note:
 
 
 def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Say which layers have no closed form, and why: one note per reason."""
+    """Note which layers have no closed form, one note per reason."""
     reasons: dict[str, list[Site]] = {}
     for site in sites:
         if site.reason is not None:
@@ -175,7 +175,7 @@ def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
 
 
 def _input_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Name X where it is not what the module of the attention reads first of all."""
+    """Name X if it is not the first input of the attention module."""
     texts: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
         measured = site.closed_form or site.inputs
@@ -198,7 +198,7 @@ def _input_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
 
 
 def _part_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Say which layers share their queries and keys: they may be parts of one attention."""
+    """Note which layers share their queries and keys: they may be parts of one attention."""
     groups = {site.partners: site for site in sites if site.partners}
     texts = (
         f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) share "
@@ -209,7 +209,7 @@ def _part_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
 
 
 def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
-    """Say which modules have attention that no layer is of: layers are numbered without it."""
+    """Note which modules have attention that no layer covers; layer numbers skip them."""
     modules = list_unread(net, sites)
     if not modules:
         return ()
@@ -222,7 +222,7 @@ def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
 
 
 def _hybrid_notes(net: Net, sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Say which blocks of a language model are left out, having no attention."""
+    """Note which blocks of a language model are left out because they have no attention."""
     blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
     if not blocks:
         return ()
@@ -239,9 +239,9 @@ def sum_windows(values: Tensor, sample: Tensor, samples: int) -> Tensor:
 
 
 def per_sample(values: Tensor, sample: Tensor) -> Tensor:
-    """Return the largest value over the batch rows (windows) of each sample; they are in order.
+    """Return the largest value over the batch rows (windows) of each sample, in order.
 
-    The Jacobian of a windowed layer is block diagonal: its norm is the largest of its blocks'.
+    The Jacobian of a windowed layer is block diagonal, so its norm is the largest norm of a block.
 
     >>> per_sample(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 1]))
     tensor([5., 2.])

@@ -1,4 +1,4 @@
-"""The measure `certify`: what no attack can break, beside what attacks break, sample by sample."""
+"""The measure `certify`: the balls that are proven, beside those that attacks break."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from lipaudit.tables.trials import Radius
 
 
 def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iterator[Part]:
-    """Yield which balls were broken and which are certified, sample by sample.
+    """Yield, sample by sample, which balls an attack broke and which are certified.
 
     Raises:
         NoRuleError: the model uses an operation that nothing is known of on balls.
@@ -67,12 +67,12 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
 
 
 def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
-    """Refuse what cannot be certified.
+    """Refuse a model, samples or options that cannot be certified.
 
     Raises:
-        InputError: a model without classes, with one, or that scores continuations, token ids
-            whose embedding nothing shows, or a pass that takes more memory than there is.
-        NoRuleError: the model uses an operation that nothing is known of on balls.
+        InputError: a model with fewer than two classes or with scored continuations, token ids
+            without a known embedding table, or a pass that needs more memory than is free.
+        NoRuleError: the model uses an operation that has no rule.
         UsageError: a radius beyond the box, or a model that computes on several devices.
     """
     if net.classes is None or net.classes < 2:
@@ -94,7 +94,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     require_entry(net)
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box, net.sample_shape)
-    # At one order it is the longest sample that takes the most: of each order that occurs.
+    # At one order the longest sample needs the most memory: check each order in use.
     longest = {choose_order(net, s, options.order): s for s in _by_length(net, batch)}
     for order, sample in longest.items():
         require_room(net, sample, order)
@@ -127,7 +127,7 @@ def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> B
 
 
 def _values(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
-    """Return what is known of one sample."""
+    """Return the figures of one sample."""
     radii = [float(radius) for radius in options.eps]
     tried = [bracket.tried.get(eps, Certificate(certified=True, why="")) for eps in radii]
     seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
@@ -153,7 +153,7 @@ def _values(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
 
 
 def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
-    """Make the section `certify`, a row per ball, and that of the radii if they were searched."""
+    """Make the section `certify`, a row per ball, and with `--radius` the section of radii."""
     arrays = {name: join_parts(parts, name) for name in parts[0].values}
     once = {name: values[distinct(parts)] for name, values in arrays.items()}
     rows = tuple(_row(i, radius, once, options) for i, radius in enumerate(options.eps))
@@ -195,7 +195,7 @@ def _row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOpti
 
 
 def _columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, tuple[Any, ...]]:
-    """Return what is told of every sample."""
+    """Return the columns of every sample."""
     label, correct = arrays["label"].tolist(), arrays["correct"]
     columns: dict[str, Any] = {
         "label": [y if y >= 0 else None for y in label],

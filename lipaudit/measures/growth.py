@@ -49,12 +49,12 @@ AGREED = 1.02
 
 
 def groups(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
-    """Yield the rows of each head, mode, mask and, at chosen radii, radius, in their order."""
+    """Yield the rows of each head, mode, mask and (for chosen radii) radius, in order."""
     keys = ("mode", "layer", "head", "masked", "radius")
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         name = {key: row[key] for key in keys}
-        if row.mode == "radius":  # where the radius is what varies
+        if row.mode == "radius":  # here the radius varies
             name["radius"] = None
         groups.setdefault(tuple(name.values()), []).append(row)
     for key, group in groups.items():
@@ -70,7 +70,6 @@ def points(rows: Sequence[Row]) -> tuple[Values, Values, Values]:
 
 
 def _in_law(row: Row) -> bool:
-    """Whether a row is where a power law is expected."""
     return row.mode != "adversarial" or row.n * WELL_UNDER <= (row.n_max or 0)
 
 
@@ -95,7 +94,7 @@ def fit_of(
 
 
 def with_searches(fit: Row, rows: Sequence[Row]) -> Row | None:
-    """Widen the standard error of an ascent by its searches; None where they do not agree."""
+    """Widen the standard error of an ascent by its searches; None if the searches disagree."""
     above = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
     if not (above <= AGREED).all():
         return None
@@ -116,14 +115,14 @@ def bound_exponents(n: Values, bounds: Mapping[str, Values]) -> dict[str, float 
 
 
 def with_fit(row: Row, law: PowerLaw) -> Row:
-    """Return a row with what the fit says there, where it is expected to hold."""
+    """Return a row with the norm of the fit, if a power law is expected there."""
     if math.isnan(law.exponent) or row.mode == "ascent" or not _in_law(row):
         return row
     return row.replace(fitted=law.constant * row.n**law.exponent)
 
 
 def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
-    """Return the samples that reach n tokens, cut to n tokens, and which they are.
+    """Return the samples that reach n tokens, cut to n tokens, and their indices.
 
     Text keeps its closing special tokens; images are resized to as many patches as fit into n.
 
@@ -147,10 +146,10 @@ def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
 
 
 def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
-    """Make sure that the model takes other lengths than its own.
+    """Require that the model takes sequences of other lengths than its own.
 
     Raises:
-        InputError: it does not.
+        InputError: the model takes one length only.
     """
     try:
         with torch.no_grad():
@@ -173,10 +172,10 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
 
 @contextmanager
 def any_size(net: Net) -> Iterator[bool]:
-    """Let vision transformers of timm take every size while it lasts; say whether it had to.
+    """Let vision transformers of timm take images of every size inside the block.
 
-    As their option dynamic_img_size does: position embeddings are interpolated, and stay what
-    they are at the size of the model.
+    Position embeddings are interpolated, as with timm's option dynamic_img_size; at the model's
+    own size they are unchanged. Yields whether the model had to be changed.
     """
     changes = [change for module in net.module.modules() for change in _dynamic(module)]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
@@ -190,7 +189,7 @@ def any_size(net: Net) -> Iterator[bool]:
 
 
 def _dynamic(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield what dynamic_img_size changes; rotary positions are fixed when they are made."""
+    """Yield the attributes that dynamic_img_size changes; rotary positions cannot change."""
     embed: Any = getattr(module, "patch_embed", None)
     fixed = getattr(module, "dynamic_img_size", None) is False
     if not fixed or not hasattr(embed, "output_fmt") or getattr(module, "rope", None) is not None:
@@ -214,7 +213,7 @@ def _patch(net: Net) -> int:
 
 
 def _closing(net: Net) -> int:
-    """Count the special tokens that the tokenizer sets after every text."""
+    """Count the special tokens that the tokenizer puts behind every text."""
     if net.tokenize is None:
         return 0
     one, other = (net.tokenize(text, 64)[::-1] for text in ("one", "other words"))
@@ -240,12 +239,12 @@ class WorstHead:
     """One head with its worst-case tokens.
 
     Attributes:
-        name: layer, head and module, as rows have them.
+        name: layer, head and module, as in a row.
         head: the head in float64, at the tokens of the first sample.
         worst: its worst-case tokens.
-        own: R of the layer, at the first sample.
-        masks: whether later keys are masked, each in turn.
-        options: of the measure.
+        own: R of the layer at the first sample.
+        masks: the masks to measure: True hides later keys.
+        options: the options of the measure.
     """
 
     name: Cells
@@ -256,7 +255,7 @@ class WorstHead:
     options: ScalingOptions
 
     def radii(self) -> tuple[float, ...]:
-        """Return the layer's own R and another: if not given, where n_max is amid the lengths."""
+        """Return the layer's own R and another, by default with n_max amid the lengths."""
         if self.options.radius is not None:
             return self.own, self.options.radius
         lengths = self.options.lengths
@@ -272,30 +271,30 @@ class WorstHead:
         return float(duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0])))
 
     def row(self, mode: str, n: int, radius: float, *, masked: bool, **more: Any) -> Cells:
-        """Return a row of `scaling`."""
+        """Return a row of `scaling` at one length and radius."""
         where = {"n": n, "radius": radius, "n_max": self.worst.n_max(radius)}
         return self.name | {"mode": mode, "masked": masked} | where | more
 
     @property
     def seed(self) -> int:
-        """Where the randomness of this head starts."""
+        """Return the seed of this head's searches."""
         own = 1000 * self.name["layer"] + self.name["head"]
         return int(self.options.seed * 10**6 + own)
 
 
 class WorstCase(NamedTuple):
-    """The worst case of some heads.
+    """The worst case of the chosen heads.
 
     Attributes:
-        rows: of `scaling`.
-        missing: names of heads or layers without a worst case, each with the reason.
+        rows: rows of the section `scaling`.
+        missing: the reason for each head or layer without a worst case.
     """
 
     rows: tuple[Cells, ...] = ()
     missing: tuple[tuple[str, str], ...] = ()
 
     def notes(self) -> tuple[Note, ...]:
-        """Say which heads have no worst case: one note per reason."""
+        """Note which heads have no worst case, one note per reason."""
         reasons: dict[str, list[str]] = {}
         for name, why in self.missing:
             reasons.setdefault(why, []).append(name)
@@ -314,7 +313,7 @@ def worst_case(net: Net, sample: Batch, options: ScalingOptions) -> WorstCase:
 
     Args:
         net: the model.
-        sample: one sample: it says where R is.
+        sample: one sample, which defines R.
         options: which heads, lengths and modes.
 
     Raises:
@@ -327,7 +326,7 @@ def worst_case(net: Net, sample: Batch, options: ScalingOptions) -> WorstCase:
         return WorstCase()
 
     def measure_layer(layer: Layer) -> list[tuple[str, list[Cells] | str]]:
-        """Return the rows of each chosen head, or why it has none, while the model is in it."""
+        """Return the rows of each chosen head, or the reason why it has none."""
         heads = _worst_heads(layer, options)
         return [(name, h if isinstance(h, str) else _measure_modes(h)) for name, h in heads]
 
@@ -353,7 +352,7 @@ def _require_heads(sites: Sequence[Site], options: ScalingOptions) -> None:
 
 
 def _worst_heads(layer: Layer, options: ScalingOptions) -> Iterator[tuple[str, WorstHead | str]]:
-    """Yield the chosen heads of a layer, or why they have no worst case."""
+    """Yield the chosen heads of a layer, or the reason why they have no worst case."""
     site = layer.site
     heads = _fit_heads(layer)
     if isinstance(heads, str):
@@ -384,7 +383,7 @@ def _fit_heads(layer: Layer) -> Heads | str:
 
 
 def _unfit(heads: Heads) -> str | None:
-    """Return why the construction does not apply to a layer."""
+    """Return the reason why the construction does not apply to a layer."""
     if heads.x_kv is not None or not are_affine(heads) or heads.to_k is None or heads.to_v is None:
         return "it needs self-attention with affine projections"
     p = heads.attention()
@@ -395,7 +394,7 @@ def _unfit(heads: Heads) -> str | None:
 
 
 def _chosen_heads(heads: Heads, site: Site, options: ScalingOptions) -> list[int]:
-    """Return the heads asked for; by default the most amplifying one at the sample."""
+    """Return the chosen heads; by default the one with the largest norm at the sample."""
     if options.heads is None:
         return [int(head_norms(heads, seeds=[options.seed], tol=1e-2).norm[0].argmax())]
     wanted = set(options.heads)
@@ -412,7 +411,7 @@ def _adversarial(head: WorstHead) -> Iterator[Cells]:
 
 
 def _radius(head: WorstHead) -> Iterator[Cells]:
-    """From n_max = 3 to where it is n^2, evenly in R^2: norms grow until n_max reaches n."""
+    """Return radii from n_max = 3 to n_max = n^2, evenly in R^2: norms grow until n_max = n."""
     n = head.options.lengths[-1]
     first, last = head.worst.radius(3.0), min(head.own, head.worst.radius(n**2.0))
     squares = torch.linspace(first**2, last**2, RADII if first < last else 1)
@@ -424,7 +423,7 @@ def _radius(head: WorstHead) -> Iterator[Cells]:
 
 
 def _ascent(head: WorstHead) -> Iterator[Cells]:
-    """The best of independent searches."""
+    """Run independent searches and keep the best one."""
     for masked in head.masks:
         most = SEARCHED if masked else math.inf
         lengths = [n for n in head.options.lengths if n <= most]
@@ -435,7 +434,7 @@ def _ascent(head: WorstHead) -> Iterator[Cells]:
 
 
 def _interval(end: Steepest) -> Cells:
-    """The best norm, and where repeated searches end: as far above it as these end below."""
+    """Return the best norm, and an upper end as far above it as the worst search is below it."""
     worst, best = float(end.norm.min()), float(end.norm.max())
     apart = (best / worst if worst else 1.0) * (1 + REPEATS)
     return {"norm": best, "norm_low": best / apart, "norm_high": best * apart}

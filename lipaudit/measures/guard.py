@@ -28,20 +28,20 @@ DOUBLE = torch.float64
 def require_bounds_hold(
     site: Site, ids: Sequence[str], values: Mapping[str, Tensor], heads: Heads
 ) -> None:
-    """Stop the run where a bound of a head, or of a layer, is below the exact norm.
+    """Stop the run if a bound of a head or layer is below the exact norm.
 
-    Ours and those of plug-ins alike. A bound that is below by no more than rounding does to both
-    passes; `below_by_rounding` finds it again in the figures.
+    This checks plug-in bounds, too. A difference that rounding explains passes;
+    `below_by_rounding` finds it again in the figures.
 
     Args:
         site: the layer.
-        ids: of the samples.
-        values: `exact` and every bound that is given, (samples, heads); `layer_out`, `out_norm`,
-            (samples, 1). NaN is not given.
-        heads: what both were computed from.
+        ids: ids of the samples.
+        values: `exact` and all bounds, (samples, heads); `layer_out`, `out_norm`, (samples, 1).
+            NaN means not computed.
+        heads: the heads behind both.
 
     Raises:
-        EvaluationError: one is below; it names the head and the bound.
+        EvaluationError: a bound is below the norm; the message names head and bound.
     """
     exact = values["exact"]
 
@@ -79,17 +79,17 @@ def require_balls_hold(
     radii: Sequence[Radius],
     heads: Heads,
 ) -> None:
-    """Stop the run where a constant of a head on a ball is below a norm that was found there.
+    """Stop the run if a constant of a head on a ball is below a norm found in that ball.
 
     Args:
         site: the layer.
-        ids: of the samples.
+        ids: ids of the samples.
         values: `exact` and the columns of `on_balls`, (samples, heads, radii).
-        radii: of the balls.
-        heads: what they were computed from.
+        radii: radii of the balls.
+        heads: the heads behind the values.
 
     Raises:
-        EvaluationError: one is below; it names the head and the constant.
+        EvaluationError: a constant is below a norm; the message names head and constant.
     """
 
     def slack(r: float) -> Tensor:
@@ -112,14 +112,14 @@ def below_by_rounding(
     bounds: Mapping[str, Values],
     norm: str = "exact norm",
 ) -> tuple[Note, ...]:
-    """Name the bound that lies furthest below its norm, of a run that the guard let pass.
+    """Name the bound furthest below its norm, in a run that passed the guard.
 
     Args:
-        places: the heads, layers or heads at radii that the norms are of.
-        ids: of the samples.
+        places: heads, layers, or heads at radii.
+        ids: ids of the samples.
         exact: the norms, (samples, places).
-        bounds: by their names, (samples, places) each.
-        norm: what the norms are called.
+        bounds: arrays (samples, places), by the name of the bound.
+        norm: the name of the norm in the message.
     """
     with np.errstate(invalid="ignore"):
         below = {
@@ -163,7 +163,7 @@ def _require(
     advice: str,
     slack: Callable[[], Tensor],
 ) -> None:
-    if not (bound < exact).any():  # nearly always: what rounding can do is computed only then
+    if not (bound < exact).any():  # nearly always; rounding is estimated only otherwise
         return
     below = (bound < exact - slack().nan_to_num(0.0)).nonzero()
     if not len(below):

@@ -66,13 +66,13 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
 
 
 Measured = tuple[dict[str, Values], dict[str, Any]]
-"""Values per sample, and the input and output of the Jacobian."""
+"""Figures per sample, and the names of the Jacobian's input and output."""
 
 
 def _of_batch(net: Net, batch: Batch, options: JacobianOptions) -> Measured:
-    """Return what is measured at all samples of a batch; nothing where a text has no such place.
+    """Return the figures of the samples of a batch; nothing if no text has the requested position.
 
-    Where one was left out, `outside` says which.
+    The array `outside` marks samples that were left out.
     """
     end = resolve_target(net, batch, options.target)
     columns = columns_of(net, batch, end)
@@ -92,7 +92,7 @@ def _of_batch(net: Net, batch: Batch, options: JacobianOptions) -> Measured:
 
 
 def _by_position(net: Net, batch: Batch, options: JacobianOptions, end: Target) -> Measured:
-    """Return the norms at every position of every text; of the text, the largest of them."""
+    """Return the norms at every position of every text, and the largest norm of each text."""
     columns = find_places(batch, end.where)
     pairs = (columns >= 0).nonzero()
     each: list[dict[str, Values]] = []
@@ -114,7 +114,7 @@ def _of_model(
     end: Target,
     place: torch.Tensor | None,
 ) -> Measured:
-    """Return the norms of the model and its margins, per sample, and what was differentiated."""
+    """Return norms and margins of the model per sample, and the names of input and output."""
     at = make_sample_function(net, batch, start=options.start, target=end.text, place=place)
     linear = linearize(at.f, at.x)
     every = end.where == "all"
@@ -144,14 +144,14 @@ def _of_model(
 
 
 def _count_unlabelled(net: Net, batch: Batch) -> int:
-    """Count the samples whose predicted class stands in for a label."""
+    """Count the samples without a label, for which the predicted class is used."""
     if net.classes is None:
         return 0
     return len(batch) if batch.y is None else int((batch.y < 0).sum())
 
 
 class _Around(NamedTuple):
-    """The residuals around the layers of a model, and what is said of layers without one."""
+    """The residual blocks around the layers of a model, and notes on layers without one."""
 
     residuals: tuple[Residual, ...]
     notes: tuple[Note, ...]
@@ -169,7 +169,7 @@ def _residuals(net: Net, batch: Batch) -> _Around:
 def _residual_values(
     net: Net, batch: Batch, around: Sequence[Residual], options: JacobianOptions
 ) -> dict[str, Values]:
-    """Norms of the residuals, what is proven of them and what they cost, (samples, residuals)."""
+    """Return norms of residual blocks, their proven error and cost, (samples, blocks)."""
     seeds = [seed_of(i, options.seed) for i in batch.ids]
     each = compute_residual_norms(net, batch, around, seeds=seeds, **options.accuracy)
     norms = [one for _, one in each]
@@ -187,7 +187,7 @@ def _decision(
     options: JacobianOptions,
     upper: torch.Tensor,
 ) -> tuple[dict[str, Values], torch.Tensor]:
-    """Margins per sample and their gradients; without labels, those of the predicted class."""
+    """Return margins and their gradients per sample; without labels, for the predicted class."""
     predicted = linear.output.argmax(1)
     y = predicted if labels is None else labels
     how: dict[str, Any] = {"norm": options.norm, "upper": upper, "rivals": options.rivals}
@@ -214,7 +214,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     whole = {name: values for name, values in arrays.items() if not name.startswith("block_")}
     columns = {n: _cells(n, values, outside) for n, values in whole.items() if n != "within"}
     ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
-    once = distinct(parts)  # a sample that repeats another counts once, as in every comparison
+    once = distinct(parts)  # a repeated sample counts once, as in every comparison
     counted = once & ~outside
     rows = [_row(options, {name: values[counted] for name, values in whole.items()}, ends)]
     for i, module in enumerate(facts.get("blocks", ())):
@@ -243,7 +243,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
 def _row(options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[str, str]) -> Row:
     """Reduce the norms of one map over the samples."""
     norm = values["norm"].astype(float)
-    if not len(norm):  # a shard may have no text that is long enough
+    if not len(norm):  # the texts of a shard may all be too short
         return JACOBIAN_TABLE.row(**ends, norm=options.norm, samples=0, tol=options.tol)
     return JACOBIAN_TABLE.row(
         **ends,
@@ -261,11 +261,11 @@ def _row(options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[s
 
 
 def _cells(name: str, values: Values, outside: Values) -> tuple[Cell, ...]:
-    """Return plain values; NaN is None where it says "not given", and itself in a norm."""
+    """Return plain values. None means not computed; the NaN of a failed norm stays NaN."""
     known: list[Any] = values.tolist()
     if values.dtype.kind == "f" and name not in ("norm", "upper"):
         known = [number_or_none(v) for v in known]
-    # A sample without a norm has missed no aim of the solver.
+    # Samples without a norm do not count as not converged.
     empty = outside & (name != "converged")
     return tuple(None if left else v for v, left in zip(known, empty, strict=True))
 
@@ -294,7 +294,7 @@ def _remarks(arrays: Mapping[str, Values], outside: Values) -> tuple[Note, ...]:
 
 
 def _rivals(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
-    """Say of how many radii a class that was not looked at may be the nearest."""
+    """Note for how many radii a class that was not examined may be the nearest."""
     open_ = ~arrays["complete"]
     if not open_.any():
         return ()
@@ -306,7 +306,7 @@ def _rivals(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
 
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
-    """Refuse an end that the model does not have, layers of several texts, or no text."""
+    """Refuse an output that the model lacks, `--per-layer` of several texts, or no text."""
     if net.scored and options.per_layer:
         raise UsageError(
             "--per-layer does not work with --score: every continuation of a prompt has its "

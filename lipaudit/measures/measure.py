@@ -1,4 +1,4 @@
-"""What a measure is: a generator of Parts, and a pure summary of them."""
+"""A measure: a generator of Parts, and a pure function that summarises them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Values = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """The result on one chunk of samples: the unit of progress, of journalling, of sharding.
+    """The result on one chunk of samples: the unit of progress, of resuming and of sharding.
 
     Attributes:
-        ids: the samples of the chunk.
-        values: arrays whose first axis is the sample; 1 long where they are of the whole chunk.
-        facts: what does not depend on the sample (names of layers, reasons), plain values.
+        ids: ids of the samples of the chunk.
+        values: arrays whose first axis is the sample; of length 1 for figures of the whole chunk.
+        facts: plain values that do not depend on the sample (names of layers, reasons).
         notes: remarks on this chunk.
     """
 
@@ -38,17 +38,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Measure:
-    """One sub-command's computation.
+    """The computation of one sub-command.
 
     Attributes:
         parts: yields a Part per batch.
-        summarise: makes the sections from all parts; pure.
-        batch: how many samples it takes at a time by default.
-        chunk: samples per Part where that is part of the result's definition; the batch size
-            then goes to the options.
-        written: what stands in the files of its options, in their order.
-        check: refuses a model, samples or options it cannot work with, before anything is
-            measured.
+        summarise: makes the sections from all parts, without side effects.
+        batch: default number of samples at a time.
+        chunk: samples per Part, if the result depends on it; the batch size then goes to the
+            options.
+        written: returns the contents of the files that its options name, in order.
+        check: refuses unsuitable models, samples or options before anything is measured.
     """
 
     parts: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
@@ -65,7 +64,7 @@ _LISTENER: ContextVar[Moved | None] = ContextVar("listener", default=None)
 
 @contextmanager
 def listening(listener: Moved) -> Iterator[None]:
-    """Let a listener hear, inside the block, how far the part that is measured has come."""
+    """Inside the block, report the progress of the current part to a listener."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -74,9 +73,9 @@ def listening(listener: Moved) -> Iterator[None]:
 
 
 def moved(samples: float) -> None:
-    """Say that so many samples' worth of the part that is being measured is done.
+    """Report that the given number of samples of the current part is done.
 
-    A measure whose parts take long calls it now and then.
+    Measures with long parts call this now and then.
     """
     if (listener := _LISTENER.get()) is not None:
         listener(samples)
@@ -93,9 +92,9 @@ def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
 
 
 def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
-    """Return parts in the order of the samples, cut where a part has others between its own.
+    """Return parts in the order of the samples; split a part if other samples come in between.
 
-    What is of a whole part goes with its first piece.
+    Figures of a whole part go with its first piece.
     """
     place = {name: i for i, name in enumerate(ids)}
     pieces: list[Part] = []
@@ -117,12 +116,12 @@ def _piece(part: Part, run: Sequence[int]) -> Part:
 
 
 def distinct(parts: Sequence[Part]) -> Values:
-    """Tell of each sample whether it is the first of its kind: shares and limits count those."""
+    """Return for each sample whether it is no repeat; shares and limits count only these."""
     return np.array([not is_repeat(name) for name in sample_ids(parts)])
 
 
 def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
-    """Warn where samples repeat others."""
+    """Warn if samples repeat others."""
     first = distinct(parts)
     text = (
         f"{sum(~first)} of {len(first)} samples are duplicates: accuracies and confidence "
@@ -139,12 +138,12 @@ def class_names(net: Net, *columns: Values) -> dict[int, str]:
 
 
 def named_classes(parts: Sequence[Part]) -> dict[int, str]:
-    """Return the names of the classes that all parts have met."""
+    """Return the class names that occur in all parts."""
     return {n: name for part in parts for n, name in part.facts.get("classes", {}).items()}
 
 
 def seed_of(sample: str, seed: int) -> int:
-    """Return the seed of a sample's start vector: the same whatever it is batched with."""
+    """Return the seed of a sample's start vector, independent of its batch."""
     return (int(sample[:12], 16) + seed) % 2**63
 
 
@@ -154,17 +153,17 @@ def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
 
 
 def lower_estimates(within: float) -> tuple[Note, ...]:
-    """Say how far the solver may have stopped below the norms; nothing where they are exact."""
+    """Note how far norms may be too low; nothing if they are exact."""
     text = f"norms may be up to {100 * within:.2g} % too low (99.9 % confidence)"
     return (Note(level="info", code="lower-estimates", text=text),) if within > 0 else ()
 
 
 def number_or_none(value: float) -> float | None:
-    """Return a plain float, None for NaN (not given)."""
+    """Return a plain float, None for NaN (not computed)."""
     return None if np.isnan(value) else float(value)
 
 
 def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | None:
-    """Return a statistic of the values that are not NaN (not given), None where all are."""
+    """Return a statistic of the values that are not NaN, None if all are."""
     known = values[~np.isnan(values)]
     return float(statistic(known)) if len(known) else None

@@ -1,4 +1,4 @@
-"""What is measured at positions of texts: where a text has none, and one figure of many."""
+"""Norms at the positions of texts: missing positions, and one figure for many."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "conv
 
 
 def columns_of(net: Net, batch: Batch, end: Target) -> Tensor | None:
-    """In which columns a position is, (samples, 1 or more); None where nothing has a position.
+    """Return the columns of each text's position, (samples, 1 or more); None without positions.
 
-    The loss of a text is there from its second token on.
+    A text has a loss from its second token on.
     """
     if end.what == "loss" and net.classes is None:
         return find_places(batch, "1")
@@ -30,7 +30,7 @@ def columns_of(net: Net, batch: Batch, end: Target) -> Tensor | None:
 
 
 def spread(values: Values, where: Values) -> Values:
-    """Put values where they belong, and what says nothing elsewhere: NaN, 0, or nothing amiss."""
+    """Put values at the given places, and neutral values (NaN, 0, converged) elsewhere."""
     spread = _blank((*where.shape, *values.shape[1:]), values.dtype)
     spread[where] = values
     return spread
@@ -41,11 +41,11 @@ def _blank(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Values:
 
 
 def over_positions(each: Mapping[str, Values], inside: Values) -> dict[str, Values]:
-    """Return the norms at all positions, and of each text the largest of them.
+    """Return the norms at all positions, and the largest norm of each text.
 
     Args:
-        each: what there `ALWAYS` is of every position, text by text.
-        inside: which positions each text has, (texts, positions).
+        each: the columns of `ALWAYS` at every position, text by text.
+        inside: mask of the positions that each text has, (texts, positions).
     """
     of = {name: spread(values, inside) for name, values in each.items()}
     top = {name: np.where(inside, of[name], -np.inf) for name in ("norm", "upper", "within")}
@@ -60,7 +60,7 @@ def over_positions(each: Mapping[str, Values], inside: Values) -> dict[str, Valu
 
 
 def join_ragged(parts: Sequence[Part], name: str) -> Values:
-    """Join one array of all parts: where there is a column per token, up to the longest text."""
+    """Join one array of all parts; arrays with a column per token are padded."""
     known = [part.values[name] for part in parts if name in part.values]
     sizes = max(values.shape[1:] for values in known)
     whole = _blank((sum(len(part.ids) for part in parts), *sizes), known[0].dtype)
@@ -75,7 +75,7 @@ def join_ragged(parts: Sequence[Part], name: str) -> Values:
 
 
 def remarks(end: str, parts: Sequence[Part], outside: Values) -> tuple[Note, ...]:
-    """Say what the figures are of, where the name of the end leaves that open."""
+    """Note what the figures refer to, if the name of the output leaves that open."""
     said = []
     if left := int(outside.sum()):
         text = f"{left} of {len(outside)} texts are too short for {end}, so they have no norm"

@@ -1,7 +1,7 @@
 """The measure `scaling`: how norms grow with the sequence length and the radius.
 
-On data it is the measures `bounds` and `jacobian` on the same samples cut to growing lengths; the
-worst case (`measures.growth.worst`) needs only the weights of a head and the radius of its tokens.
+On data, it runs the measures `bounds` and `jacobian` on the same samples, cut to growing lengths.
+The worst case (`measures.growth`) needs only the weights of a head and the radius of its tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 
 
 def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
-    """Yield norms and bounds of every sample at every length; facts hold the worst case."""
+    """Yield norms and bounds of every sample at every length; the facts hold the worst case."""
     with any_size(net) as resized:
         remarks = _note_resizing() if resized and "real" in options.modes else ()
         case: WorstCase | None = None
@@ -64,7 +64,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
             if case is None:
                 if "real" in options.modes and net.kind != "text":
                     require_lengths(net, batch, options.lengths)
-                # It is of the first sample of the run: where that is measured, and only there.
+                # The worst case belongs to the first sample of the run: it is measured only there.
                 first = batch.start == 0
                 case = worst_case(net, _first(net, batch), options) if first else WorstCase()
                 remarks += case.notes()
@@ -94,7 +94,7 @@ Cut = tuple[int, Batch, torch.Tensor]
 def _on_data(
     net: Net, batch: Batch, options: ScalingOptions
 ) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
-    """Return arrays (samples, lengths, heads or layers); NaN where a sample is too short."""
+    """Return arrays (samples, lengths, heads or layers); NaN if a sample is too short."""
     if "real" not in options.modes:
         return {}, {}, ()
     cuts = _cuts(net, batch, options.lengths)
@@ -105,7 +105,7 @@ def _on_data(
     facts = dict(parts[0].facts)
     missed = sum(int(part.values["missed"].sum()) for part in parts)
     within = [part.values[name] for part in parts for name in ("within", "layer_within")]
-    of_model = JacobianOptions(rivals=1, **how)  # the radius is of no use here
+    of_model = JacobianOptions(rivals=1, **how)  # the radius is not needed here
     whole = jacobian.measure(net, (c for _, c, _ in cuts), of_model)
     for values, part in zip(at_lengths, whole, strict=True):
         values["model"] = part.values["norm"][:, None]
@@ -118,7 +118,7 @@ def _on_data(
 
 
 def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
-    """Cut the samples to every length; the longest first, on which the model may be surveyed.
+    """Cut the samples to every length, the longest first: the model may be surveyed there.
 
     Raises:
         InputError: no sample reaches the shortest length.
@@ -136,7 +136,7 @@ def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
 def _scatter(
     cuts: Sequence[Cut], at_lengths: Sequence[Mapping[str, Values]], shape: tuple[int, int]
 ) -> dict[str, Values]:
-    """Put the values at each length where its samples and the length belong."""
+    """Put the values at each length into arrays over all samples and lengths."""
     arrays = {n: np.full((*shape, v.shape[1]), np.nan) for n, v in at_lengths[0].items()}
     for (i, _, which), values in zip(cuts, at_lengths, strict=True):
         for name, array in arrays.items():
@@ -145,7 +145,7 @@ def _scatter(
 
 
 def _largest(within: Sequence[Values]) -> float:
-    """Return how far above a norm the truth may lie at most; layers without a norm say NaN."""
+    """Return the largest proven relative error; it is NaN for layers without a norm."""
     return float(np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0))
 
 
@@ -156,7 +156,7 @@ def _note_unconverged(count: int) -> tuple[Note, ...]:
 
 @dataclass(frozen=True)
 class NormCurve:
-    """A norm over samples and lengths, and what is told with it: arrays (samples, lengths)."""
+    """A norm over samples and lengths with its columns: arrays (samples, lengths)."""
 
     name: dict[str, Any]
     n: Values
@@ -198,7 +198,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
 def _curves(
     values: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
 ) -> Iterator[NormCurve]:
-    """Yield the layers, the heads that are asked for, and the model, on data."""
+    """Yield the layers, the chosen heads and the model, on data."""
     names = facts["heads"]
     layer_of = np.array([head.layer for head in names])
     wanted = set(options.heads or ())
@@ -214,7 +214,7 @@ def _curves(
 def _layer_curve(
     layer: int, module: str, index: int, heads: Values, values: dict[str, Values]
 ) -> NormCurve:
-    """A layer after W_O where it has one, else its heads side by side; bounds alike."""
+    """Return the norms of a layer after W_O if it has one, else of its heads side by side."""
     out, concat = values["layer_out"][:, :, index], values["layer_exact"][:, :, index]
     has_out = ~np.isnan(out)
     factor = np.where(has_out, values["out_norm"][:, :, index], 1.0)
@@ -236,7 +236,7 @@ def _head_curve(head: HeadName, index: int, values: dict[str, Values]) -> NormCu
 
 
 def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
-    """Reduce a curve over the samples, a row per length that some sample reaches."""
+    """Reduce a curve over the samples: a row per length that some sample reaches."""
     for i in range(curve.n.shape[1]):
         norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]
         if not len(norms):
@@ -256,7 +256,7 @@ def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
 def _remarks(
     rows: Sequence[Row], facts: Mapping[str, Any], options: ScalingOptions
 ) -> tuple[Note, ...]:
-    """Say what stands for what, and which lengths the samples do not reach."""
+    """Note what the rows refer to, and which lengths the samples do not reach."""
     real = [row for row in rows if row.mode == "real"]
     if not real:
         return ()
@@ -280,7 +280,7 @@ def _remarks(
 
 
 def _of_searches(rows: Sequence[Row], apart: Sequence[Sequence[Row]]) -> tuple[Note, ...]:
-    """Say what the norms of an ascent are, and which searches do not agree."""
+    """Note what the norms of a search are, and which searches disagree."""
     if not any(row.mode == "ascent" for row in rows):
         return ()
     text = (

@@ -1,4 +1,4 @@
-"""Texts that attacks change: what is kept and said of the changes, and by how much scores fall."""
+"""Attacks on texts: the stored changes, the notes on them, and attacks on scores."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ SHOWN = 300
 
 
 def reader(net: Net) -> Reader:
-    """Return how a text model reads texts.
+    """Return how a text model reads texts: vocabulary, embedding table and forward pass.
 
     Raises:
-        InputError: its token ids are looked up in no table.
+        InputError: the model has no embedding table for token ids.
     """
     table = getattr(net.entry, "weight", None)
     if not isinstance(table, Tensor) or table.ndim != 2 or not net.vocabulary:
@@ -64,7 +64,7 @@ def _batch(ids: Tensor, mask: Tensor | None) -> Batch:
 
 
 def _plain(net: Net) -> Lexicon:
-    """Without a tokenizer every id is a word, but for those that are known to be none."""
+    """Treat every token id as a word, except known special ids; for models without a tokenizer."""
     assert net.vocabulary is not None
     kinds = torch.full((net.vocabulary,), BEGINS)
     for special in {net.pad_id, net.end_id} - {None}:
@@ -76,12 +76,12 @@ def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     """Return the samples of a batch as texts, without their padding.
 
     Args:
-        how: how the model reads them.
+        how: how the model reads texts.
         batch: the samples.
-        characters: whether characters are to be changed.
+        characters: whether an attack changes characters.
 
     Raises:
-        InputError: the characters of a text are needed, and the token ids do not follow from them.
+        InputError: characters are needed, and tokenizing them does not give the token ids.
     """
     masks = [None] * len(batch) if batch.mask is None else batch.mask.cpu()
     rows = [x if mask is None else x[mask] for x, mask in zip(batch.x.cpu(), masks, strict=True)]
@@ -107,8 +107,8 @@ def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
 
 
 def _reads_padding(how: Reader, text: Tensor) -> bool:
-    """Say whether padding behind a text changes what the model makes of it."""
-    text = text[max(0, len(text) + PADDING - how.most) :]  # the end is kept: some models need it
+    """Say whether padding behind a text changes the output of the model."""
+    text = text[max(0, len(text) + PADDING - how.most) :]  # keep the end: some models need it
     ids = torch.cat([text, text.new_full((PADDING,), how.pad_id)])[: how.most][None]
     mask = (torch.arange(ids.shape[1]) < len(text))[None]
     device = how.table.device
@@ -119,7 +119,7 @@ def _reads_padding(how: Reader, text: Tensor) -> bool:
 
 
 def changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Describe every text that an attack tried, in plain values."""
+    """Describe every text that an attack tried, as plain values."""
     assert outcome.drafts is not None
     assert outcome.trial is not None
     standing = outcome.robust.tolist()
@@ -139,25 +139,25 @@ def changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[st
 
 
 def _texts(draft: Draft) -> tuple[str, ...]:
-    """Return a text, or the two of a pair; its ids where its characters are not known."""
+    """Return a text, or the two of a pair; token ids if the characters are unknown."""
     return draft.texts or (" ".join(map(str, draft.ids)),)
 
 
 def scores(net: Net, how: Reader, draft: Draft) -> Tensor:
-    """Return the class scores of a text, of 1 in all."""
+    """Return the class scores of a text; they sum to 1."""
     ids = torch.tensor([how.read(draft)], device=net.device)
     return net.output(_batch(ids, None)).softmax(1)[0]
 
 
 def quote_change(outcome: Outcome, before: Texts | None, row: int) -> str:
-    """Return how a text begins that an attack changed; nothing of one that moved embeddings."""
+    """Quote the beginning of a changed text; empty for attacks on embeddings."""
     if outcome.drafts is None or before is None:
         return ""
     return _cut(BETWEEN.join(_texts(outcome.drafts[row])))
 
 
 def table(parts: Sequence[Part]) -> bytes:
-    """Write the changed texts as a .jsonl file that --data reads: text and label come first."""
+    """Write the changed texts as a .jsonl file for `--data`: text and label come first."""
     lines = []
     for part in parts:
         labels = dict(zip(part.ids, part.values["label"].tolist(), strict=True))
@@ -169,7 +169,7 @@ def table(parts: Sequence[Part]) -> bytes:
 
 
 def remarks(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
-    """Say what changed texts keep of the original, what they do not, and show one of each."""
+    """Note what changed texts keep of the original and what they do not, and show examples."""
     counted = sorted((t for t in trials if t.norm in COUNTED), key=lambda t: t.radius.value)
     if not counted:
         return
@@ -192,7 +192,7 @@ def remarks(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
 
 
 def _example(lines: Sequence[dict[str, Any]]) -> Iterator[Note]:
-    """Show a text that an attack broke, at the smallest of its budgets that broke any."""
+    """Show a text that an attack broke, at the smallest budget that broke one."""
     broken = next((line for line in lines if line["changes"] and not line["robust"]), None)
     if broken is not None:
         after = _cut(BETWEEN.join(broken[name] for name in COLUMNS if name in broken))
@@ -202,7 +202,7 @@ def _example(lines: Sequence[dict[str, Any]]) -> Iterator[Note]:
 
 
 def _large_budgets(parts: Sequence[Part], counted: Sequence[Trial]) -> Iterator[Note]:
-    """Warn of numbers of changes that let an attack rewrite most of the texts from end to end."""
+    """Warn of budgets with which an attack can rewrite most texts from end to end."""
     largest = {trial.norm: int(trial.radius.value) for trial in counted}  # the smallest come first
     for norm, budget in largest.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
@@ -221,7 +221,7 @@ def _cut(text: str) -> str:
 
 
 def count_units(before: Texts) -> dict[str, list[int]]:
-    """Count, text by text, the words that can be changed and the characters."""
+    """Count the words and characters of each text that can be changed."""
     fixed = before.reader.lexicon.fixed
     return {
         "words": [sum(not fixed(word) for word in draft.words) for draft in before.drafts],
@@ -235,12 +235,12 @@ SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Continued:
-    """The continuations of a chunk, of which the first score is log p.
+    """The scored continuations of a chunk; the first score is log p.
 
     Attributes:
-        net: what scores them (see `models.scoring`).
+        net: the model that scores them (see `models.scoring`).
         batch: the samples.
-        size: how many are on the device at a time.
+        size: number of samples on the device at a time.
     """
 
     net: Net
@@ -249,22 +249,22 @@ class Continued:
 
     @torch.no_grad()
     def scores(self, z: Tensor) -> Tensor:
-        """Return the scores of every sample, moved to z."""
+        """Return the scores of every sample, with its input replaced by z."""
         rows = torch.split(torch.arange(len(z), device=z.device), self.size)
         return torch.cat([self.net.forward(z[i], self.batch.without_ids(i)) for i in rows])
 
     def raised(self, chunk: Chunk, outcomes: Sequence[Outcome], seed: int) -> Iterator[Outcome]:
-        """Let the attacks of each trial raise the loss of every continuation, right or wrong.
+        """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
 
-        They climb softplus(c - log p), c just below log p at the sample: in the direction of the
-        gradient of the loss -log p, to the iterate where that is highest. A sample stands if it
-        is right there too. Each trial gets one outcome more: at the point that broke the sample,
-        else at that of the higher loss.
+        The attacks maximise softplus(c - log p) with c just below log p at the sample; its
+        gradient has the direction of the gradient of the loss -log p. The iterate with the highest
+        loss counts. A sample is robust if it is right there, too. Each trial gets one more
+        outcome: at the point that broke the sample, else at the point with the higher loss.
 
         Args:
-            chunk: the samples as they were attacked.
-            outcomes: what the attacks did to them, the clean samples first.
-            seed: of the attacks.
+            chunk: the samples.
+            outcomes: outcomes of the attacks before, the clean samples first.
+            seed: seed of the attacks.
         """
         floor = self.scores(chunk.x)[:, 0]
         floor = floor - SMALL * (1 + floor.abs())
@@ -283,7 +283,7 @@ class Continued:
     def _further(
         self, chunk: Chunk, correct: Tensor, end: Outcome, climbs: Sequence[Outcome]
     ) -> Outcome:
-        """Return the end of a trial, moved on to where a climb broke a sample or led higher."""
+        """Return the end point of a trial, replaced if a climb broke the sample or went higher."""
         top = climbs[-1]
         own, other = self.scores(end.x_adv), self.scores(top.x_adv)
         right = other.argmax(1) == chunk.y
@@ -306,10 +306,11 @@ class Continued:
 
 
 def remark(losses: dict[str, Values]) -> Note:
-    """Say what the losses are on average.
+    """Note the mean losses.
 
     Args:
-        losses: of every sample, as it is (`loss`), and under each attack (`loss@ATTACK,NORM,EPS`).
+        losses: loss of every sample without change (`loss`) and under each attack
+            (`loss@ATTACK,NORM,EPS`).
     """
     parsed = [(parse_column(name)[1], values.mean()) for name, values in losses.items()]
     clean = next(mean for key, mean in parsed if key is None)

@@ -1,4 +1,4 @@
-"""The tokens of samples: what they are called, where they lie, how a gradient falls on them."""
+"""The tokens of samples: their text, their place in an image, their share of a gradient."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CLASS_TOKENS = {"cls_token", "class_token", "class_embedding"}
 
 
 def names(net: Net, batch: Batch) -> list[tuple[str, ...]]:
-    """Return how the tokens of each sample are written, without padding.
+    """Return the tokens of each sample as text, without padding.
 
-    Token ids that cannot be spelled are numbers; of tokens that are no text, their positions.
+    Token ids without text become numbers; tokens of other inputs become positions.
     """
     if net.kind != "text":
         return [tuple(map(str, range(batch.x.shape[1])))] * len(batch)
@@ -47,11 +47,11 @@ def shares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
     """Return per sample ||g_t||^2 / sum_s ||g_s||^2 of a gradient g over its tokens t.
 
     Args:
-        batch: the samples; what is padded has no share.
+        batch: the samples; padding has no share.
         gradient: (batch, tokens, ...), of any length.
 
     Returns:
-        The shares of each sample; nothing where its gradient is 0 or no number.
+        The shares of each sample; empty if its gradient is 0 or NaN.
     """
     rows = gradient.flatten(2)
     largest = rows.abs().amax((1, 2), keepdim=True)
@@ -61,9 +61,9 @@ def shares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
 
 
 def gradients(net: Net, batch: Batch, gradient: Tensor, of: str) -> dict[str, dict[str, Any]]:
-    """Describe, by sample id, how a gradient is shared out among tokens, in plain values.
+    """Describe, by sample id, each token's share of a gradient, as plain values.
 
-    Of prompts with what follows them only the prompts are written: nothing else moves.
+    For prompts with continuations, only the tokens of the prompt are listed.
     """
     if batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
         return {}
@@ -82,7 +82,7 @@ def gradients(net: Net, batch: Batch, gradient: Tensor, of: str) -> dict[str, di
 
 
 def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
-    """Return of each sample what belongs to tokens that are not padded."""
+    """Return the values of each sample at tokens that are not padding."""
     values = values.cpu()
     if batch.mask is None:
         return list(values)
@@ -90,13 +90,13 @@ def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
 
 
 def describe_tokens(net: Net, batch: Batch) -> dict[str, Any]:
-    """Describe the tokens of the first sample and where they lie, in plain values."""
+    """Describe the tokens of the first sample and their places, as plain values."""
     first = batch[:1].trim()
     if net.kind == "text":
         return {"sample": first.ids[0], "tokens": names(net, first)[0]}
     if net.kind != "image":
         return {"sample": first.ids[0], "tokens": ()}
-    with suppress(LipauditError):  # no figure depends on it
+    with suppress(LipauditError):  # only for display
         return {"sample": first.ids[0]} | _of_picture(net, first)
     return {"sample": first.ids[0], "tokens": ()}
 
@@ -118,11 +118,11 @@ def _of_picture(net: Net, sample: Batch) -> dict[str, Any]:
 
 
 def patches(net: Net, sample: Batch) -> tuple[int, int, int, int] | None:
-    """Find out where the tokens of the first layer lie in a picture, by changing its corners.
+    """Find the image patches behind the tokens of the first layer, by changing the corners.
 
     Returns:
-        How many tokens there are, rows and columns of patches, and which token is the first
-        patch; None where tokens are no patches row by row.
+        The number of tokens, rows and columns of patches, and the index of the first patch token;
+        None if the tokens are not patches in row order.
     """
     site = find_layers(net, sample)[0]
     count = _queries(net, sample, site.index).shape[2]
@@ -151,7 +151,7 @@ def _queries(net: Net, batch: Batch, layer: int) -> Tensor:
 
 
 def _grids(count: int, height: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the grids of square patches of a picture that so many tokens may be."""
+    """Yield the possible grids of square patches for a number of tokens."""
     for side in range(1, min(height, width) + 1):
         rows, columns = height // side, width // side
         whole = side * rows == height and side * columns == width

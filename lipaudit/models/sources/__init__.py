@@ -1,1 +1,1 @@
-"""Names of checkpoints, and the checked `Net` that each gives: `loading.load_net` is the door."""
+"""Load the models that MODEL arguments name: `loading.load_net` returns a checked `Net`."""

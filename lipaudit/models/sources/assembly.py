@@ -1,4 +1,4 @@
-"""From a `ModelSpec` to a `Net`: checked, frozen, moved, hashed, tried on one sample."""
+"""From a `ModelSpec` to a `Net`: check, freeze, move, hash, and run one sample."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ MASKED = 100.0
 def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -> Net:
     """Make a model ready to be measured.
 
-    The module is put in eval mode, its parameters are frozen, and it takes the device and dtype
-    asked for. It runs once, on a blank sample, so that what cannot be run is refused here.
+    Put the module in eval mode, freeze its parameters, and move it to the requested device and
+    dtype. One blank sample runs through it, so a model that cannot run is refused here.
 
     Raises:
-        InputError: weights that are not finite, a model that cannot be run on its own sample.
+        InputError: weights are not finite, or the model cannot run on a blank sample.
         UsageError: a normalisation that does not fit the images, an unknown dtype or device.
     """
     module = unwrap(spec.module)
@@ -59,12 +59,12 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         raise UsageError(f"dtype {options.dtype!r} is not supported", f"Use one of {names}.")
     placement = _plan_placement(module, options)
     notes: tuple[Note, ...] = ()
-    if options.weights != "stored":  # nothing can be measured in half precision
+    if options.weights != "stored":  # half-precision arithmetic is too coarse for norms
         notes = note_half_precision(p.dtype for p in module.parameters())
-        if notes and placement is None:  # else each weight is converted where it is to lie
+        if notes and placement is None:  # else weights are converted on their way to the device
             module = module.float()
     require_finite_weights(module, name)
-    # Before weights take the precision of the run: the hash names the checkpoint.
+    # Before conversion to the dtype of the run: the hash identifies the checkpoint.
     digest = hash_weights(module)
     module.eval().requires_grad_(False)
     spec = replace(spec, module=module)
@@ -95,7 +95,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     reading: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(Reading)}
     reading["entry"] = spec.entry or entry
     if image and spec.prepare is None:
-        shape = spec.input_shape  # not the whole spec: it would keep the module alive
+        shape = spec.input_shape  # not the whole spec, which would keep the module alive
         reading["prepare"] = lambda picture: resize(picture, shape)
     return Net(
         info=info,
@@ -110,15 +110,15 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
 
 
 def unwrap(module: Any) -> Any:
-    """Return the module that `torch.compile` wraps: the same function, of the same weights."""
+    """Return the module that `torch.compile` wraps: same function, same weights."""
     return getattr(module, "_orig_mod", module)
 
 
 def find_main_output(result: Any) -> Tensor:
-    """Find the output tensor in what a model returned: itself, its logits, or its first item.
+    """Find the output tensor in the result of a model: itself, its logits, or its first item.
 
     Raises:
-        InputError: there is none.
+        InputError: the result holds no tensor.
     """
     if isinstance(result, Mapping) and "logits" in result:
         result = result["logits"]
@@ -135,7 +135,7 @@ def find_main_output(result: Any) -> Tensor:
 
 
 def _note_others(result: Any, output: Tensor) -> tuple[Note, ...]:
-    """Say which of several tensors is measured."""
+    """Note which of several output tensors is measured."""
     several = isinstance(result, tuple | list) and not hasattr(result, "logits")
     others = [t for t in result[1:] if isinstance(t, Tensor)] if several else []
     if not others:
@@ -150,7 +150,7 @@ def _note_others(result: Any, output: Tensor) -> tuple[Note, ...]:
 
 
 def require_values(module: nn.Module, name: str) -> None:
-    """Refuse a module that is no Python to be watched, or has tensors without values.
+    """Refuse TorchScript modules and modules with tensors without values.
 
     Raises:
         InputError: TorchScript, the meta device, or a lazy module that never ran.
@@ -168,7 +168,7 @@ def require_values(module: nn.Module, name: str) -> None:
 
 
 def _plan_placement(module: nn.Module, options: LoadOptions) -> Placement | None:
-    """Return how weights are to be spread, if that is asked for."""
+    """Return the placement of the weights over devices, if the options request one."""
     if options.device_map is None:
         return None
     if options.device != "auto":
@@ -183,7 +183,7 @@ def _plan_placement(module: nn.Module, options: LoadOptions) -> Placement | None
 def _place_weights(
     module: nn.Module, call: Call, options: LoadOptions, placement: Placement | None
 ) -> tuple[Call, tuple[Note, ...]]:
-    """Put the weights where and in which precision they are to be, and say what is held."""
+    """Put the weights on their devices in their precision, and note what is stored."""
     dtype, stored = DTYPES[options.dtype], options.weights == "stored"
     if placement is None:
         module.to(find_device(options.device))
@@ -198,7 +198,7 @@ def _place_weights(
 
 
 def _note_storage(kinds: tuple[torch.dtype, ...], dtype: torch.dtype) -> Note:
-    """Say which function is measured where weights are kept as they are stored."""
+    """Note which function is measured if weights stay in the stored precision."""
     to = str(dtype).removeprefix("torch.")
     text = (
         f"weights stay in {few([str(k).removeprefix('torch.') for k in kinds])}, as stored, "
@@ -211,7 +211,7 @@ def _note_storage(kinds: tuple[torch.dtype, ...], dtype: torch.dtype) -> Note:
 
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
-    """Return what runs the model on samples, and the facts on what it does to them first."""
+    """Return a function that preprocesses samples and runs the model, and facts about it."""
     given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
     named = [name for name, value in given.items() if value is not None]
     if named and spec.kind != "image":
@@ -220,7 +220,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
         )
     module, facts = spec.module, dict(spec.preprocess)
     call = spec.call or (lambda x, mask: module(x) if mask is None else module(x, mask))
-    if spec.kind == "tokens":  # a copy, which the module may write to
+    if spec.kind == "tokens":  # a copy, because the module may write to it
         return (lambda x, mask: call(x.clone(), mask)), facts
     if spec.kind != "image":
         return call, facts
@@ -235,7 +235,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
 
     @cache
     def constants(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        with torch.inference_mode(False):  # they may be part of a graph later
+        with torch.inference_mode(False):  # the tensors may become part of a graph later
             return [torch.tensor(v, device=device, dtype=dtype) for v in (mean, std)]
 
     def normalise(x: Tensor, mask: Tensor | None) -> Any:
@@ -257,14 +257,14 @@ def _spread_channels(name: str, values: tuple[float, ...], channels: int) -> tup
 def _probe(
     spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
 ) -> tuple[Any, Tensor, nn.Module | None]:
-    """Run one blank sample: the result, its output, and the embedding module on the way."""
+    """Run one blank sample; return the result, its output tensor and the embedding module."""
     module = spec.module
     x = _make_blank(spec, torch.empty(0, device=next(devices(module)), dtype=precision(module)))
     try:
         with eager(), torch.no_grad(), _watch_entries(module, spec.kind, x) as entries:
             result = call(x, None)
             output = read(result)
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's own code may raise anything
         if isinstance(error, LipauditError) or of_machine(error):
             raise
         check = "--input-size and --model-kwargs" if spec.kind == "image" else "--model-kwargs"
@@ -293,7 +293,7 @@ def _probe(
 
 
 def _find_masked(output: Tensor) -> Tensor:
-    """Tell which classes are masked: those at minus infinity, beside others that are not."""
+    """Return which classes are masked: logits of minus infinity beside finite ones."""
     some = output.isfinite().any(-1, keepdim=True)
     return output.isneginf() & some & (output.ndim == 2)
 
@@ -301,10 +301,10 @@ def _find_masked(output: Tensor) -> Tensor:
 def _classify(
     spec: ModelSpec, output: Tensor
 ) -> tuple[Callable[[Tensor], Tensor], tuple[Note, ...]]:
-    """Return what makes finite logits of two classes or more of an output, and says so.
+    """Return a function that turns an output into finite logits of at least two classes.
 
-    One logit z of two labels becomes (0, z). A masked class gets a finite logit, so far below
-    the others that its probability is 0.
+    One logit z of two labels becomes (0, z). A masked class gets a finite logit far below the
+    others, so that its probability is 0. A note says so.
     """
     if spec.classifier and spec.labels and len(spec.labels) == 2 and output.numel() == 1:
         text = f"one logit is read as two classes: {spec.labels[1]!r} if it is positive"
@@ -335,13 +335,13 @@ def _make_blank(spec: ModelSpec, like: Tensor) -> Tensor:
         ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
         return torch.tensor([ids], device=like.device)
     middle = 0.5 if spec.kind == "image" else 0.0
-    # Grey pixels, and zeros for floats: what every model should stand.
+    # Grey pixels, and zeros for floats: inputs that every model should accept.
     return torch.full((1, *spec.input_shape), middle, device=like.device, dtype=like.dtype)
 
 
 @contextmanager
 def _watch_entries(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Module]]:
-    """Collect the embedding modules that the model runs meanwhile, in order."""
+    """Collect the embedding modules that run inside the block, in order."""
     entries: list[nn.Module] = []
 
     def watch(candidate: nn.Module, args: tuple[Any, ...], output: Any) -> None:

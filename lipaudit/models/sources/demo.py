@@ -96,7 +96,7 @@ class PatchEmbed(nn.Module):
 class DigitsViT(nn.Module):
     """A vision transformer for 8x8 digits: 17 tokens, 58,570 parameters, class token read out.
 
-    Square images of other sizes are taken too, with interpolated position embeddings.
+    Square images of other sizes work, too, with interpolated position embeddings.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def load_demo(name: str = "standard") -> ModelSpec:
     """Load a shipped checkpoint.
 
     Raises:
-        InputError: there is no demo of that name.
+        InputError: no demo has this name.
     """
     if name not in DEMOS:
         raise InputError(f"there is no demo {name!r}", suggestion(name, DEMOS))
@@ -139,7 +139,7 @@ def load_demo(name: str = "standard") -> ModelSpec:
 
 
 def describe_demo(module: DigitsViT, history: str) -> ModelSpec:
-    """Say how a demo model is fed, and what became of it."""
+    """Describe the input of a demo model and its training."""
     return ModelSpec(
         module,
         (1, SIZE, SIZE),

@@ -50,12 +50,12 @@ HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def fetch_repository(name: str, revision: str | None, options: LoadOptions) -> tuple[Path, Commit]:
-    """Return the directory that holds a repository of the Hub, and the commit it was read at.
+    """Return the directory of a repository of the Hub, and the commit.
 
-    Only settings, tokenizer and the weights to load are fetched: no code, no other formats.
+    Download only settings, tokenizer and one set of weights: no code, no other formats.
 
     Raises:
-        InputError: it cannot be fetched, or has no weights.
+        InputError: the repository cannot be downloaded, or has no weights.
     """
     from huggingface_hub import snapshot_download
 
@@ -83,23 +83,23 @@ def fetch_repository(name: str, revision: str | None, options: LoadOptions) -> t
             allow_patterns=wanted,
             local_files_only=bool(commit.unasked),
         )
-    except Exception as error:  # every HTTP library has exceptions of its own
+    except Exception as error:  # every HTTP library has its own exceptions
         raise explain_refusal(error, repository) from error
     commit.remember()
     return Path(path), commit
 
 
 def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None) -> ModelSpec:
-    """Load a directory in the format of transformers, completely or not at all.
+    """Load a directory in the format of transformers; missing or surplus weights are an error.
 
     Args:
         path: the directory.
-        options: what the user says of it.
-        adapter: a directory of peft's, to merge into the model.
+        options: the user's options.
+        adapter: directory of a peft adapter to merge into the model.
 
     Raises:
-        InputError: unsupported or incomplete; the message names the tensors that do not fit.
-        UsageError: other classes than those of the adapter are asked for.
+        InputError: the model is not supported or incomplete; the message names the tensors.
+        UsageError: `classes` differs from the number of classes of the adapter.
     """
     with silence_transformers():
         config = _read_config(path, options)
@@ -132,13 +132,13 @@ def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None
 def describe_transformers(
     module: Any, options: LoadOptions, *, path: Path | None = None
 ) -> ModelSpec:
-    """Say how a model of transformers is fed, and which of its outputs is read.
+    """Describe the input of a model of transformers, and the output that is measured.
 
-    Tokenizer, image processor and pooling are looked for in `path`.
+    Tokenizer, image processor and pooling are read from `path`.
 
     Raises:
-        InputError: it takes something else than images, text or sound.
-        UsageError: it has two towers, and none is asked for, or not the one asked for.
+        InputError: the model takes other inputs than images, text or sound.
+        UsageError: a model with two towers needs the option `tower`, or lacks that tower.
     """
     for config in (module.config, find_text_config(module.config)):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -163,7 +163,7 @@ def _read_config(path: Path, options: LoadOptions) -> Any:
     from transformers import AutoConfig
 
     overrides = options.building
-    if options.dtype == "float64":  # grouped products of experts take no double precision
+    if options.dtype == "float64":  # grouped products of experts do not support float64
         overrides = {"experts_implementation": "eager"} | overrides
     with explain_failure(
         f"{path} is not a model that transformers knows",
@@ -177,14 +177,14 @@ def _read_config(path: Path, options: LoadOptions) -> Any:
 
 
 def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
-    """Name what a newer transformers wrote into a configuration and the installed one ignores."""
+    """Name the fields of a configuration that the installed transformers ignores."""
     import transformers
 
     stored = read_json(path / "config.json")
     written, installed = str(stored.get("transformers_version")), transformers.__version__
     try:
         newer = Version(written) > Version(installed)
-    except InvalidVersion:  # nobody knows who wrote it
+    except InvalidVersion:  # the version that wrote it is unknown
         newer = False
     kind = type(config)
     known = {*dir(kind), *inspect.signature(kind).parameters, *kind.attribute_map, "torch_dtype"}
@@ -201,9 +201,9 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
 
 
 def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, ...]]:
-    """Return the class that loads a model, by what the checkpoint says it is.
+    """Return the class that loads a model, by the architecture in its configuration.
 
-    No head is made up, but for a new classifier where another number of classes is asked for.
+    No head is invented, except a new classifier for another number of classes.
     """
     import transformers
 
@@ -215,7 +215,7 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
     if name.endswith("EncoderModel"):
         auto = ENCODER
     if auto == SEQUENCES and not knows(SEQUENCES):
-        auto = SOUNDS  # Wav2Vec2ForSequenceClassification is a classifier of sounds
+        auto = SOUNDS  # Wav2Vec2ForSequenceClassification classifies sounds
     added: tuple[Note, ...] = ()
     trained = len(config.id2label or ()) if auto in CLASSIFIERS.values() else None
     if classes not in (None, trained):
@@ -233,7 +233,7 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
 def _load_weights(
     loader: Any, path: Path, config: Any, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
-    """Load the weights; return the model, and what transformers reports of names and shapes."""
+    """Load the weights; return the model, and the report of transformers on names and shapes."""
 
     def load(attention: str) -> Any:
         return loader.from_pretrained(
@@ -242,7 +242,7 @@ def _load_weights(
             dtype=dtype,
             attn_implementation=attention,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named, and refused
+            ignore_mismatched_sizes=True,  # so that they are named in the error
             trust_remote_code=False,
             local_files_only=True,
         )
@@ -265,8 +265,8 @@ def _build(loader: Any, config: Any) -> Any:
 
 
 def _with_attention(config: Any, build: Callable[[str], Any]) -> Any:
-    """Build with fused attention, or eager where a model has no other or caps its logits."""
-    # Fused kernels leave the cap out without a word.
+    """Build with fused attention, or eager if the model has no other or caps its logits."""
+    # Fused kernels leave out the cap without a warning.
     if getattr(find_text_config(config), "attn_logit_softcapping", None):
         return build("eager")
     try:
@@ -278,15 +278,15 @@ def _with_attention(config: Any, build: Callable[[str], Any]) -> Any:
 
 
 def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[Note, ...]:
-    """Refuse missing and surplus weights; heads of a model read for its features may be left."""
+    """Refuse missing and surplus weights, except heads that the measured features do not use."""
     features = not has_head(module)
-    # Checkpoints of Swin by newer versions lack WINDOWS: transformers 5.4 computes it then.
+    # Checkpoints of Swin by newer versions lack WINDOWS: transformers 5.4 computes these.
     optional = (WINDOWS, POOLER) if features else (WINDOWS,)
     missing = sorted(k for k in report["missing_keys"] if not _has_part(k, *optional))
-    # Older checkpoints hold constants, such as position_ids, that the model computes today.
+    # Older checkpoints store constants, such as position_ids, that the model now computes.
     constants = {key for part in module.modules() for key in part._non_persistent_buffers_set}
     surplus = sorted(k for k in report["unexpected_keys"] if k.split(".")[-1] not in constants)
-    # Features never meet heads, pooler and mask.
+    # Features do not depend on heads, pooler and mask.
     unused = [
         k
         for k in surplus
@@ -299,7 +299,7 @@ def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[
             "Check `architectures` in config.json and that the fine-tuned head was saved.",
         )
     if features and any(_has_part(key, POOLER) for key in report["missing_keys"]):
-        module.pooler = None  # random, and not read
+        module.pooler = None  # random, and not used
     text = f"not read: {few(unused)} (the output is features)"
     return (remark("features", text),) if unused else ()
 
@@ -309,7 +309,7 @@ def _list_wrong_shapes(report: dict[str, Any]) -> list[str]:
 
 
 def _below_classifier(module: Any, report: dict[str, Any]) -> dict[str, Any]:
-    """Return what a report says of the weights below a new classifier and its pooler."""
+    """Restrict a loading report to the weights below a new classifier and its pooler."""
 
     def below(key: Any) -> bool:
         name = key if isinstance(key, str) else str(key[0])
@@ -323,18 +323,18 @@ def _has_part(key: str, *parts: str) -> bool:
 
 
 def _is_inside(module: Any, key: str) -> bool:
-    """Say whether a key belongs to the backbone, in either way of naming it."""
+    """Say whether a key belongs to the backbone, with or without its prefix."""
     parts = {name for name, _ in module.named_children()}
     prefix = module.base_model_prefix
     return key.split(".")[0] in parts or bool(prefix and key.startswith(f"{prefix}."))
 
 
 def _take_buffers(module: Any, loader: Any, config: Any) -> None:
-    """Give a model that was loaded in half precision the constants of one in float32.
+    """Give a model that was loaded in half precision the constants of a float32 model.
 
-    They are no weights: the model computes them when it is built, in the type it is built in.
+    The model computes these constants on construction, in the dtype of construction.
     """
-    # Sizes alone are built: a second copy of the weights would not fit.
+    # Build without values: a second copy of the weights would not fit into memory.
     with _without_weights():
         built = dict(_build(loader, config).named_modules())
     for name, part in module.named_modules():
@@ -344,7 +344,7 @@ def _take_buffers(module: Any, loader: Any, config: Any) -> None:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Give the parameters of what is built meanwhile no values, and no memory."""
+    """Inside the block, give parameters of new modules no values and no memory."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
@@ -359,9 +359,9 @@ def _without_weights() -> Iterator[None]:
 
 
 def _list_dtypes(path: Path) -> set[str]:
-    """Return in which types the safetensors of a directory hold their floating-point weights.
+    """Return the floating-point dtypes of the safetensors of a directory.
 
-    None of those that cannot be read: loading says what is wrong with them.
+    Unreadable files are skipped: loading reports them.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -375,7 +375,7 @@ def _list_dtypes(path: Path) -> set[str]:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Silence the tables and bars of transformers while the block runs."""
+    """Silence the tables and progress bars of transformers inside the block."""
     from transformers.utils import logging
 
     with hub_bars(), ExitStack() as undo:
@@ -398,7 +398,7 @@ HEAD = re.compile(re.escape(PREFIX) + r"(classifier|score)\.(\w+\.)?weight")
 
 
 def is_adapter(folder: Path) -> bool:
-    """Say whether a directory holds an adapter and no model."""
+    """Say whether a directory holds an adapter without a model."""
     names = {file.name for file in folder.iterdir()}
     stored = list_weight_files(names) or ["" if "config.json" in names else "adapter"]
     return ADAPTER in names and stored[0].startswith("adapter")
@@ -408,7 +408,7 @@ def load_adapter(folder: Path, options: LoadOptions) -> ModelSpec:
     """Load the base model that an adapter names, a directory or a repository, and merge both.
 
     Raises:
-        InputError: there is no such base model, or the adapter does not fit it.
+        InputError: the base model does not exist, or the adapter does not fit it.
     """
     base, revision = _find_base(folder)
     where, commit = Path(base), None
@@ -449,14 +449,14 @@ def _find_base(folder: Path) -> tuple[str, str | None]:
 
 
 def _count_adapter_classes(folder: Path) -> int | None:
-    """Return the number of classes of the classifier that an adapter brings; None without one."""
+    """Return the number of classes of an adapter's classifier; None without one."""
     stored = _read_adapter(folder)
     heads = sorted(name for name in stored if HEAD.fullmatch(name))
     return len(stored[heads[-1]]) if heads else None
 
 
 def _merge_adapter(module: Any, folder: Path, random: Iterable[str]) -> Any:
-    """Merge an adapter into its base model, of which the tensors `random` have no weights."""
+    """Merge an adapter into its base model, whose tensors `random` have no weights."""
     peft, stored = _import_peft(folder), _read_adapter(folder)
     if left := [name for name in random if PREFIX + name not in stored]:
         raise InputError(
@@ -469,9 +469,9 @@ def _merge_adapter(module: Any, folder: Path, random: Iterable[str]) -> Any:
         explain_failure(misfit, advice, ValueError, RuntimeError, KeyError, TypeError),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # of what is missing: it is refused below
+        warnings.simplefilter("ignore")  # warnings about missing weights: these are refused below
         model = peft.PeftModel.from_pretrained(module, str(folder))
-        # left to itself, it asks the Hub whether the vocabulary was changed
+        # by default it asks the Hub whether the vocabulary changed
         taken = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     missing, surplus = taken.keys() - stored.keys(), stored.keys() - taken.keys()
     if strange := sorted(missing | (surplus - set(model.state_dict()))):

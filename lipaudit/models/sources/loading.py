@@ -1,4 +1,4 @@
-"""The MODEL argument: which source it names, and the `Net` it gives."""
+"""The MODEL argument: find its source, and load the `Net`."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ CONVERTED = (".gguf", ".onnx", ".tflite", ".mlmodel", ".engine")
 def load_net(spec: str, options: LoadOptions | None = None) -> Net:
     """Load the model that a MODEL argument names.
 
-    The forms: `demo[:NAME]`; `timm:NAME`; `hf:ORG/NAME[@REVISION]` (`hf-hub:` is the same); a
+    Forms of a MODEL: `demo[:NAME]`; `timm:NAME`; `hf:ORG/NAME[@REVISION]` (`hf-hub:` is the same);
+        a
     directory with config.json in the format of timm or transformers; a file of weights with
-    `arch`; `py:FILE_OR_MODULE:FACTORY`. A bare name is looked for among the demos, the paths,
-    timm's models and the Hub, in that order, and a note says where it was found. Weights are read
-    without running code (`py:` apart), missing and surplus tensors are errors, and random weights
-    come only with `model_kwargs={"pretrained": False}` and a loud note.
+    `arch`; `py:FILE_OR_MODULE:FACTORY`. A bare name is searched among demos, paths, timm's models
+    and the Hub, in that order; a note says where it was found. Only `py:` runs code. Missing and
+    surplus tensors are errors. Random weights need `model_kwargs={"pretrained": False}` and give a
+    warning.
 
-    The module comes back in eval mode with frozen parameters. The global random state is left as
-    it was.
+    The module is returned in eval mode with frozen parameters. The global random state does not
+    change.
 
     Raises:
-        UsageError: the request makes no sense (a file of weights without `arch`).
+        UsageError: the options do not fit (a file of weights without `arch`).
         InputError: the model is missing, damaged or not supported.
     """
     require_versions()
     options = options or LoadOptions()
     place = find_device(options.device)
-    # Random weights, where asked for, are the same each time; the caller keeps their state.
+    # Random weights are the same each time; the caller's random state is restored.
     with seed_device(SEED, place):
         source, model = _load(spec, options)
         _refuse_options(spec, source, options)
@@ -55,9 +56,9 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
 
 
 def _load(spec: str, options: LoadOptions) -> tuple[str, ModelSpec]:
-    """Return the source that a MODEL argument names, and the model that it gives."""
+    """Return the source of a MODEL argument, and the model."""
     prefix, colon, name = spec.partition(":")
-    if prefix == "timm" and name.startswith(("hf_hub:", "hf-hub:")):  # as timm spells it
+    if prefix == "timm" and name.startswith(("hf_hub:", "hf-hub:")):  # the spelling of timm
         prefix, name = "hf", name.partition(":")[2]
     if prefix == "timm" and name.startswith("local-dir:"):
         return _load_directory(Path(name.partition(":")[2]), options)
@@ -74,7 +75,7 @@ def _load(spec: str, options: LoadOptions) -> tuple[str, ModelSpec]:
 
 
 def _load_bare(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
-    """Load what a name without a source stands for, and say what it was taken for."""
+    """Load a name without a prefix, and note which source was found."""
     path = Path(name)
     if name in DEMOS:
         meant, what = f"demo:{name}", "demo checkpoint"
@@ -107,7 +108,7 @@ def _explain_unknown(name: str) -> InputError:
 
     families = "|".join(map(re.escape, CONFIG_MAPPING_NAMES))
     family = re.match(rf"({families})([-.0-9]|$)", name.casefold())
-    # A bare name of a repository of transformers has no `_`.
+    # Repositories of transformers without an owner have no `_` in their name.
     close = [f"hf:{name}"] if family and "_" not in name else []
     close += similar_models(name)
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
@@ -126,7 +127,7 @@ def _load_repository(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
 
 
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
-    """Read a directory by the keys of its config.json: timm's, or those of transformers."""
+    """Load a directory in the format of timm or transformers, by the keys of its config.json."""
     if huggingface.is_adapter(path):
         return "hf", huggingface.load_adapter(path, options)
     file = path / "config.json"
@@ -158,7 +159,7 @@ def _load_file(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
 
 
 def _suggest_checkpoint(path: Path) -> str:
-    """Say what to give in place of a file or a folder that PyTorch finds no weights in."""
+    """Suggest what to pass in place of a path without weights for PyTorch."""
     files = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
     if path.suffix == ".py":
         return f"A function in it that returns the model is py:{path}:FUNCTION."
@@ -173,7 +174,7 @@ def _suggest_checkpoint(path: Path) -> str:
 
 
 def _refuse_options(spec: str, source: str, options: LoadOptions) -> None:
-    """Refuse options that the source of a model has no use for."""
+    """Refuse options that the source of a model does not use."""
     if options.arch is not None and source != "file":
         raise UsageError(
             f"--arch is only for weights files; {spec} already names its architecture", "Drop it."

@@ -1,4 +1,4 @@
-"""Names of checkpoints, told without loading any: no torch and no timm is imported."""
+"""Names of checkpoints, listed without importing torch or timm."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n)*def (\w+)", re.MULTIL
 
 @cache
 def timm_names() -> tuple[str, ...]:
-    """Return the architectures of timm in order, read in its source: importing it takes seconds.
+    """Return timm's architectures in order, read from its source: an import takes seconds.
 
-    They are those of `timm.list_models()`; none where timm is not installed.
+    The list equals `timm.list_models()`; it is empty if timm is not installed.
     """
     package = find_spec("timm")
     folders = (package and package.submodule_search_locations) or ()

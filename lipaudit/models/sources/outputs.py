@@ -1,15 +1,15 @@
-"""What a model of transformers takes besides text, and which of its outputs is read.
+"""Inputs of a model of transformers other than text, and which output is measured.
 
-What the output is:
+The output:
 
 * ``...ForImageClassification`` and ``...ForSequenceClassification``: the logits.
 * Causal language models: the logits of the next token, at the last real token.
-* Models with a tower for images and one for text: the features of the tower asked for, with their
-  projection, as `get_image_features` and `get_text_features` give them.
+* Models with an image tower and a text tower: the projected features of the tower that `--tower`
+names, as `get_image_features` and `get_text_features` return them.
 * Models of sound that decode to text: the encoder's features.
-* Everything else, encoders above all: features, the mean of the last hidden state over the real
-  tokens (for sentence encoders the pooling and normalisation their own files prescribe). Heads
-  that stand in the file but are not read are named in a note.
+* All others, mostly encoders: features, the mean of the last hidden state over the real tokens
+(for sentence encoders the pooling and normalisation of their own files). A note names heads in the
+file that are not used.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ TOWERS = {"image": "pixel_values", "text": "input_ids"}
 
 
 def has_head(module: Any) -> bool:
-    """Say whether a model's output is that of a head, not features."""
+    """Say whether a model's output comes from a head; otherwise it is features."""
     return type(module).__name__.endswith(tuple(HEADS))
 
 
 def is_classifier(module: Any) -> bool:
-    """Say whether a model's output is the logits of classes."""
+    """Say whether a model's output is class logits."""
     return type(module).__name__.endswith(tuple(CLASSIFIERS))
 
 
 def is_language_model(module: Any) -> bool:
-    """Say whether a model's output is the logits of tokens."""
+    """Say whether a model's output is token logits."""
     return type(module).__name__.endswith(tuple(LANGUAGE_MODELS))
 
 
 def describe_classes(module: Any) -> dict[str, Any]:
-    """Return the fields of a `ModelSpec` on classes: whether there are any, names, architecture.
+    """Return the fields of a `ModelSpec` about classes: their presence, names, architecture.
 
-    The placeholders LABEL_0, LABEL_1, ... are no names. Scores of which the largest is no
-    decision are features, and a note says so.
+    The placeholders LABEL_0, LABEL_1, ... are not names. Scores whose largest entry is not a
+    decision count as features, and a note says so.
     """
     name = type(module).__name__
     classifier, problem = is_classifier(module), str(getattr(module.config, "problem_type", None))
@@ -82,7 +82,7 @@ def describe_classes(module: Any) -> dict[str, Any]:
             "accuracy and no margins. Its outputs are measured as features"
         )
         return facts | {"classifier": False, "notes": (warning(NO_DECISION, text),)}
-    known = module.config.id2label or {}  # one file's writer may leave it null
+    known = module.config.id2label or {}  # a file may hold null
     names = [str(known.get(i, f"LABEL_{i}")) for i in range(len(known))]
     if classifier and not all(name.startswith("LABEL_") for name in names):
         facts["labels"] = tuple(names)
@@ -90,10 +90,10 @@ def describe_classes(module: Any) -> dict[str, Any]:
 
 
 def choose_tower(module: Any, asked: str | None) -> str | None:
-    """Return the tower to read; None for a model that is read as a whole.
+    """Return the tower to measure; None for a model without towers.
 
     Raises:
-        UsageError: there are two and none is asked for, or not the one asked for.
+        UsageError: the model has two towers and none is chosen, or it lacks the chosen one.
     """
     towers = [name for name in TOWERS if hasattr(module, f"get_{name}_features")]
     name = type(module).__name__
@@ -109,12 +109,12 @@ def choose_tower(module: Any, asked: str | None) -> str | None:
 
 
 def name_input(module: Any, tower: str | None) -> str:
-    """Name the argument that a model, or one of its towers, takes samples by."""
+    """Name the argument through which a model, or one of its towers, takes samples."""
     return str(module.main_input_name) if tower is None else TOWERS[tower]
 
 
 def read_tower(result: Any) -> Tensor:
-    """Return the projected features of what a tower gave, not normalised."""
+    """Return the projected features in the result of a tower, not normalised."""
     if isinstance(result, Tensor):
         return result
     pooled: Tensor | None = getattr(result, "pooler_output", None)
@@ -122,18 +122,18 @@ def read_tower(result: Any) -> Tensor:
 
 
 def _choose_features(module: Any, tower: str | None) -> Callable[[Any], Tensor] | None:
-    """Return how features are read of a result without a mask; None where there is a head."""
+    """Return a function from a result without a mask to features; None for models with a head."""
     if tower is not None:
         return read_tower
-    # `read` finds the logits of a head by itself.
+    # `read` finds the logits of a head itself.
     return None if has_head(module) else lambda out: mean_pooling(out, None)
 
 
 def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
-    """Average the last hidden state over its real tokens, or over space for feature maps.
+    """Average the last hidden state over the real tokens, or over space for feature maps.
 
     Raises:
-        InputError: there is no last hidden state, or padding cannot be told apart in it.
+        InputError: the result has no last hidden state, or its padding is unknown.
     """
     hidden = getattr(result, "last_hidden_state", None)
     if hidden is None:
@@ -141,7 +141,7 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
             f"a {type(result).__name__} has no last hidden state to use as features",
             "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
         )
-    if hidden.ndim == 4:  # a feature map: its two equal axes are those of space
+    if hidden.ndim == 4:  # a feature map: its two equal axes are spatial
         channels_last = hidden.shape[1] == hidden.shape[2] != hidden.shape[3]
         hidden = hidden.flatten(1, 2) if channels_last else hidden.flatten(2).transpose(1, 2)
     if mask is None:
@@ -160,13 +160,13 @@ def choose_pooling(path: Path | None) -> Pooling:
     """Return the pooling that a directory of sentence-transformers prescribes, else the mean.
 
     Raises:
-        InputError: the directory prescribes something else than the mean or the first token.
+        InputError: the pooling is neither the mean nor the first token.
     """
     if path is None or not (path / "modules.json").is_file():
         return mean_pooling
     modules = read_json(path / "modules.json")
     modules = modules if isinstance(modules, list) else [modules]
-    # A step that does not say its type is of no kind that is supported.
+    # A step without a type is not supported.
     types = [module.get("type") if isinstance(module, dict) else None for module in modules]
     steps = {str(kind).rpartition(".")[2] for kind in types}
     unknown = steps - {"Transformer", "Pooling", "Normalize"}
@@ -206,10 +206,10 @@ FRAMES = 100
 
 
 def describe_sounds(module: Any) -> ModelSpec:
-    """Say how a model is fed waveforms or spectrograms.
+    """Describe the input of a model of waveforms or spectrograms.
 
     Raises:
-        InputError: its configuration does not say what shape they have.
+        InputError: the configuration does not give their shape.
     """
     takes = module.main_input_name
     whole = has_head(module) or not module.config.is_encoder_decoder
@@ -237,7 +237,7 @@ def _sound_shape(module: Any) -> tuple[int, ...]:
         return config.max_length, config.num_mel_bins
     if takes == "input_values":
         return (SECOND,)
-    if bands and positions:  # as Whisper: bands first, two frames to a position
+    if bands and positions:  # like Whisper: bands first, two frames per position
         return bands, 2 * positions
     width = size("feature_projection_input_dim")
     width = width or size("input_feat_per_channel") * (size("input_channels") or 1)
@@ -259,10 +259,10 @@ RAW_PIXELS = warning(
 def describe_images(
     module: Any, options: LoadOptions, path: Path | None, tower: str | None
 ) -> ModelSpec:
-    """Say how a model is fed images, looking for its processor in `path`.
+    """Describe the image input of a model; its processor is read from `path`.
 
     Raises:
-        InputError: it takes videos, or patches that its processor cuts.
+        InputError: the model takes videos, or patches cut by its processor.
     """
     config = module.config
     frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
@@ -275,7 +275,7 @@ def describe_images(
     shape = options.image_shape(_image_shape(module, processor))
     normalisation: dict[str, Any] = {}
     if processor is not None:
-        # The processor's steps on pixels in [0, 1]: 255 x factor, then mean and std.
+        # Steps of the processor on pixels in [0, 1]: 255 x factor, then mean and std.
         # Nearly always 1: the factor is 1/255.
         scale = 255 * processor.rescale_factor if processor.do_rescale else 255.0
         for name, neutral in (("mean", 0.0), ("std", 1.0)):
@@ -328,7 +328,7 @@ def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
                 "Write a py: factory that returns a ModelSpec of kind tokens.",
             )
         return shape
-    parts = ("vision_config", "backbone_config")  # of the part that sees
+    parts = ("vision_config", "backbone_config")  # the configuration of the vision part
     configs = [module.config, *(getattr(module.config, part, None) for part in parts)]
 
     def setting(*names: str, default: Any) -> Any:
@@ -347,7 +347,7 @@ def _process(processor: Any, image: Any) -> Tensor:
 
 
 def _list_synsets(labels: tuple[str, ...] | None) -> dict[str, int]:
-    """Return the synsets of a model of the 1000 classes of ImageNet, known by the first one."""
+    """Return the synsets of a model with ImageNet's 1000 classes, recognised by the first one."""
     if labels is None or len(labels) != 1000 or not labels[0].startswith("tench"):
         return {}
     from lipaudit.models.sources.timm import list_synsets

@@ -1,4 +1,4 @@
-"""Models of the user's own: modules at hand, and those that a factory makes."""
+"""The user's own models: module objects, and modules that a factory returns."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
 
 
 class UnknownInputError(UsageError):
-    """Nothing says what a module takes: no data, no shape, no ModelSpec."""
+    """The input of a module is unknown: no data, no shape, no ModelSpec."""
 
 
 def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
-    """Call a factory and take its model.
+    """Call a factory and prepare its model.
 
-    The factory gets --model-kwargs as its keyword arguments, and returns a `ModelSpec` or an
-    `nn.Module`. It is the user's own code: this is the one kind of MODEL that runs any.
+    The factory gets --model-kwargs as keyword arguments, and returns a `ModelSpec` or an
+    `nn.Module`. This is the only kind of MODEL that runs the user's code.
 
     Raises:
-        UsageError: the reference is malformed, or nothing says what the module takes.
-        InputError: there is no such file or function, or it fails.
+        UsageError: the reference is malformed, or the input of the module is unknown.
+        InputError: the file or function does not exist, or the function fails.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -87,11 +87,11 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
 
 
 def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
-    """Load a file of weights into the model that a factory makes.
+    """Load a file of weights into the model that a factory returns.
 
     Raises:
-        UsageError: as of `load_factory`.
-        InputError: the same, or weights that do not fit.
+        UsageError: as in `load_factory`.
+        InputError: as in `load_factory`, or the weights do not fit.
     """
     if options.classes is not None:
         raise UsageError(f"py:{reference} has a fixed number of classes", "Leave --classes out.")
@@ -104,7 +104,7 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
 
 
 def _find_factory(place: str, name: str) -> Any:
-    """Return a function of a module, or of a file of Python."""
+    """Return a function of a module, or of a Python file."""
     with explain_failure(f"{place} cannot be imported", f"Write {EXAMPLE}."):
         if place.endswith(".py"):
             module = _import_file(Path(place))
@@ -124,17 +124,17 @@ def _import_file(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look up their module
     spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
 def _import_path(place: str) -> Iterator[None]:
-    """Let the user's module import its neighbours, as `python FILE` or `python -m` would."""
+    """Let the user's module import its neighbours, like `python FILE` and `python -m`."""
     root = str(Path(place).resolve().parent) if place.endswith(".py") else str(Path.cwd())
     before = list(sys.path)
-    # First, as Python itself puts the folder of a script.
+    # First, as Python puts the folder of a script.
     sys.path.insert(0, root)
     try:
         yield
@@ -143,18 +143,18 @@ def _import_path(place: str) -> Iterator[None]:
 
 
 def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec | None:
-    """Return how to feed a model of the user's.
+    """Return the input description of a user's model.
 
-    A `ModelSpec` says it. A module of timm or transformers is recognised. Any other takes images
-    of --input-size, else samples as those of the data; where the shape of the data can be read in
-    several ways, the module runs on each of them.
+    A `ModelSpec` describes itself. Modules of timm and transformers are recognised. Any other
+    module takes images of --input-size, or else samples of the shape of the data. If that shape
+    has several readings, the module is tried on each.
 
     Returns:
-        None if nothing says what the module takes.
+        The description, or None if the input is unknown.
 
     Raises:
-        UsageError: the module runs on more than one reading, and the values fit both.
-        InputError: it runs on none.
+        UsageError: the module runs on several readings, and the values fit each.
+        InputError: the module runs on no reading.
     """
     if isinstance(model, ModelSpec):
         return replace(model, module=unwrap(model.module))
@@ -190,7 +190,7 @@ def _try_forms(module: nn.Module, forms: Sequence[SampleForm]) -> ModelSpec:
             + "; ".join(f"{form} ({error})" for form, error in errors.items()),
             "Check the shape of the data, or give a lipaudit.ModelSpec that defines the input.",
         )
-    # Where values rule one reading out, the other is meant.
+    # If the values rule out one reading, the other one is right.
     ran = [form for form in ran if form.fits] or ran
     if len(ran) > 1:
         sizes = [",".join(map(str, form.shape)) for form in ran if form.kind == "image"]
@@ -206,11 +206,11 @@ def _try_forms(module: nn.Module, forms: Sequence[SampleForm]) -> ModelSpec:
 
 
 def _run_blank(module: nn.Module, form: SampleForm) -> str | None:
-    """Run two blank samples, one could pass as an image without its batch; return what failed."""
+    """Run two blank samples, as one could pass for an image without a batch; return the error."""
     x = torch.full((2, *form.shape), 0.5, device=next(devices(module)), dtype=precision(module))
     try:
         shape = tuple(find_main_output(module(x)).shape)
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's own code may raise anything
         if of_machine(error):
             raise
         return f"{type(error).__name__}: {first_line(error)}"
@@ -221,21 +221,21 @@ def _run_blank(module: nn.Module, form: SampleForm) -> str | None:
 def borrow(
     model: nn.Module | ModelSpec, options: LoadOptions, input_shape: Sequence[int] | None = None
 ) -> Iterator[Net]:
-    """Make a module ready to be measured while the block runs, and put it back as it was.
+    """Make a module ready to be measured inside the block, and restore it afterwards.
 
-    Flags (training, requires_grad), dtype and device come back, and every tensor with the very
-    storage it had. No copy could stand in for it: functions of a `ModelSpec` may refer to the
-    module itself, and tensors that a forward pass left on it cannot be copied.
+    Restores flags (training, requires_grad), dtype, device, and every tensor with its own storage.
+    A copy would not do: functions of a `ModelSpec` may refer to the module itself, and tensors
+    that a forward pass left on the module cannot be copied.
 
     Args:
-        model: a module, or a `ModelSpec` that says how to feed one.
-        options: device (auto is the module's own) and dtype, and how images are normalised.
-        input_shape: of one sample, where the module does not say itself: (channels, height,
+        model: a module, or a `ModelSpec`, which also describes the input.
+        options: device (auto keeps the module's device), dtype and normalisation of images.
+        input_shape: shape of one sample, if the module does not declare it: (channels, height,
             width), (tokens, width), or (samples,) of a waveform.
 
     Raises:
-        UsageError: nothing says what the module takes.
-        InputError: it is no module, or cannot be run on its own sample.
+        UsageError: the input of the module is unknown.
+        InputError: the object is no module, or cannot run on a blank sample.
     """
     name = type(unwrap(model)).__name__
     if options.device_map is not None:
@@ -274,10 +274,10 @@ def borrow(
 
 @contextmanager
 def freeze_net(net: Net) -> Iterator[Net]:
-    """Make a model that is being trained ready to be measured, with the weights it has now.
+    """Make a model in training ready to be measured, with its current weights.
 
-    Its flags, weights and gradients are put back when the block ends; what was learnt of the
-    model at earlier weights is forgotten.
+    Flags, weights and gradients are restored when the block ends; anything cached for earlier
+    weights is dropped.
     """
     with restore(net.module):
         net.module.eval().requires_grad_(False)
@@ -287,7 +287,7 @@ def freeze_net(net: Net) -> Iterator[Net]:
 
 @contextmanager
 def restore(module: nn.Module) -> Iterator[None]:
-    """Put back, when the block ends, all that `assemble` changes of a module."""
+    """Undo, when the block ends, all changes that `assemble` made to a module."""
     modes = {each: each.training for each in module.modules()}
     tables: list[dict[str, Any]] = []
     for each in module.modules():

@@ -21,19 +21,19 @@ WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.h5", "*.onnx", "*.msg
 
 
 def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
-    """Write the weights of a model and, where its library has a format for it, its configuration.
+    """Write the weights of a model and, if its library has a format for it, its configuration.
 
-    Models of transformers are written in their format, with all but the weights of the directory
-    they came from (tokenizer, pooling); models of timm and the demos in timm's, with the
-    normalisation they were used with.
+    Models of transformers are written in their format, with all other files of their directory
+    (tokenizer, pooling). Models of timm and the demos are written in timm's format, with their
+    normalisation.
 
     Args:
         net: the model.
-        folder: made if it is not there.
-        options: what the model was loaded with.
+        folder: created if missing.
+        options: the options the model was loaded with.
 
     Returns:
-        Whether the folder is a MODEL argument; else it holds weights only.
+        True if the folder is a MODEL argument, False if it holds weights only.
     """
     folder.mkdir(parents=True, exist_ok=True)
     module: Any = net.module
@@ -45,7 +45,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
             module.save_pretrained(folder)
         return True
     weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
-    (folder / "model.safetensors").write_bytes(save(weights))  # a full disk is an OSError here
+    (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
     config = _timm_config(module, net, options or LoadOptions())
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -53,9 +53,9 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
 
 
 def _list_ignored(folder: Path) -> Callable[[str, list[str]], set[str]]:
-    """Leave out weights, and the copy itself where it lies inside what is copied."""
+    """Leave out weights, and the copy itself if it lies inside the copied folder."""
     weights = shutil.ignore_patterns(*WEIGHTS)
-    # A checkpoint may be saved into a folder of the model it was trained from.
+    # A checkpoint may be saved into a subfolder of its model.
     around = {folder.resolve(), *folder.resolve().parents}
 
     def ignored(directory: str, names: list[str]) -> set[str]:
@@ -66,7 +66,7 @@ def _list_ignored(folder: Path) -> Callable[[str, list[str]], set[str]]:
 
 
 def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str, Any] | None:
-    """Return timm's description of a model, None for a model that is not timm's."""
+    """Return timm's configuration of a model, None if the model is not timm's."""
     how = {key: net.info.preprocess[key] for key in ("mean", "std") if key in net.info.preprocess}
     how |= {"input_size": list(net.sample_shape), "num_classes": net.classes or 0}
     own = getattr(module, "pretrained_cfg", None)
@@ -89,7 +89,7 @@ def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str,
 
 
 def _collect_arguments(source: Path, options: LoadOptions) -> dict[str, Any]:
-    """Return what the model was built with: by its directory, then by the options."""
+    """Return the arguments a model was built with, from its directory and the options."""
     config = source / "config.json"
     own = read_json(config).get("model_args", {}) if config.is_file() else {}
     arguments = own | dict(options.model_kwargs)

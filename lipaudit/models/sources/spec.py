@@ -1,4 +1,4 @@
-"""What a source of models hands over, and what a user may say about it."""
+"""The description of a model by its source, and the user's options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANDOM = warning(
 
 
 def new_classifier(classes: int) -> Note:
-    """Return the note on a model whose classifier is random, as was asked for."""
+    """Return the note on a requested new classifier with random weights."""
     return warning(
         "new-classifier", f"the classifier for {classes} classes is new and random: train it first"
     )
@@ -31,7 +31,7 @@ def new_classifier(classes: int) -> Note:
 
 @dataclass(frozen=True)
 class ModelSpec(Reading):
-    """A model and what one must know to feed it; a `py:` factory may return one.
+    """A model and the description of its input and output; a `py:` factory may return one.
 
     Attributes:
         module: the model. Loading puts it in eval mode, freezes its parameters and may move it to
@@ -40,34 +40,34 @@ class ModelSpec(Reading):
             (samples,) of a waveform, or (most tokens,) for text. A number n stands for
             (3, n, n) of an image, else for (n,).
         kind: image, tokens (a float sequence) or text (token ids).
-        mean: what is subtracted from the pixels, per channel or one for all; images only.
-        std: what they are then divided by.
+        mean: subtracted from the pixels, per channel or one for all; images only.
+        std: divides the pixels after that.
         box: smallest and largest value of an input; images default to (0, 1), others to None.
         classifier: whether the columns of the output are classes; else they are features.
         labels: class names by index.
-        aliases: further names of classes, by which a data set may call them.
+        aliases: other names of the classes that data sets may use.
         vocabulary: number of token ids; text only.
-        next_token: how it scores the next token; causal language models only.
+        next_token: how the model scores the next token; causal language models only.
         tokenize: text -> token ids with special tokens, cut to a number of tokens; text only.
         tokenize_pair: two texts -> token ids of both, likewise; text only.
         pad_id: the id that fills shorter samples; text only.
-        end_id: the id that every text must end with, where the model needs one; text only.
-        unknown_id: the id of whatever the vocabulary does not have, where it has one; text only.
-        lexicon: makes what is known of the token ids, for attacks that change texts; by default
-            every id but pad_id and end_id is a word.
-        next_logits: of a causal language model, what scores continuations: (embeddings,
-            first) -> logits of the token behind each position from `first` on; text only.
+        end_id: the id that every text must end with, if the model needs one; text only.
+        unknown_id: the id of unknown tokens, if the vocabulary has one; text only.
+        lexicon: returns the words of the token ids, for attacks that change texts; by default
+            every id except pad_id and end_id is a word.
+        next_logits: scores continuations with a causal language model: (embeddings, first) ->
+            logits of the token behind each position from `first` on; text only.
         prepare: PIL image -> (channels, height, width) in [0, 1]; by default resized and cropped
             to the input shape.
-        call: runs the module on (x, mask), x normalised; by default `module(x)`, with the mask as
-            second argument where there is one.
-        read: the output tensor of that result; by default itself or its `logits`.
-        entry: the embedding module; by default the first `nn.Embedding` that meets the ids of a
-            text model, `patch_embed` of an image model.
+        call: runs the module on (x, mask), x normalised; by default `module(x)`, or `module(x,
+            mask)` if there is a mask.
+        read: returns the output tensor of a result; by default the result or its `logits`.
+        entry: the embedding module; by default the first `nn.Embedding` that takes the ids of a
+            text model, or `patch_embed` of an image model.
         architecture: name for the report; by default the class of the module.
         preprocess: further facts on preprocessing, for the report.
         notes: remarks on loading, shown with the results.
-        commit: the state of a repository of the Hub that it was read from.
+        commit: the commit of the repository of the Hub.
     """
 
     module: nn.Module
@@ -94,7 +94,7 @@ class ModelSpec(Reading):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the user says about a model beyond its name.
+    """The user's options for a model, beyond its name.
 
     Attributes:
         arch: architecture of a file of weights, `timm:NAME` or `py:FILE:FACTORY`.
@@ -105,16 +105,15 @@ class LoadOptions:
             (channels, height, width).
         device: where to run; "auto" is the CUDA device if there is one, else the CPU.
         dtype: precision of the parameters.
-        weights: whether they are converted to `dtype` on loading, or kept as they are stored and
-            lifted where they are read.
-        device_map: how they are spread over devices, the CPU and the disk: auto, balanced or a
-            file of JSON (module name -> device, cpu or disk); None: `device` holds all.
+        weights: converted (to `dtype` on loading) or stored (converted layer by layer when used).
+        device_map: placement of the weights over devices, CPU and disk: auto, balanced or a JSON
+            file (module name -> device, cpu or disk); None: `device` holds all.
         offline: never open a connection; only what is on this machine.
-        classes: number of classes; a model that has another number gets a random classifier in
-            place of its own (to be trained; timm and transformers).
-        tower: which tower of a model with one for images and one for text: image or text.
-        forms: says what the samples can be that will be measured: a module that does not say what
-            it takes takes those.
+        classes: number of classes; a model with another number gets a new random classifier (to be
+            trained; timm and transformers).
+        tower: image or text, for models with two towers.
+        forms: returns the possible readings of the data, for modules that do not declare their
+            input.
     """
 
     arch: str | None = None
@@ -142,10 +141,10 @@ class LoadOptions:
         return {key: v for key, v in self.model_kwargs.items() if key != "pretrained"}
 
     def image_shape(self, known: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return (channels, height, width), given what the source of the model says.
+        """Return (channels, height, width), given the shape that the source of the model declares.
 
         Raises:
-            UsageError: `input_size` has no reading as a shape.
+            UsageError: `input_size` is not a shape.
         """
         size = self.input_size
         if size is None:

@@ -1,9 +1,9 @@
-"""Texts for models of transformers: words of a vocabulary, pairs, padding, and how a model is run.
+"""Texts for models of transformers: vocabulary, pairs, padding, and the call of the model.
 
-Many classifiers look for the last token of a text by its id: the last that is not
-`config.pad_token_id`. A text is read here as the model reads it alone. Where the configuration
-names a padding id, that fills the batch. Where it names none, the model reads the very last token,
-and an id is taken for padding that no text of the batch ends with.
+Many classifiers find the last token of a text by its id: the last one that is not
+    `config.pad_token_id`. A text in a batch has to give the same output as alone. If the
+    configuration names a padding id, it fills the batch. If not, the model reads the very last
+    token, and padding is an id that no text of the batch ends with.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ BEGINS_MARKS = ("\u0120", "\u2581")
 def read_lexicon(
     tokenizer: Any, vocabulary: int, encode: Callable[..., Mapping[str, Any]]
 ) -> Lexicon:
-    """Read the vocabulary of a tokenizer of transformers that says where its tokens stand.
+    """Read the vocabulary of a tokenizer of transformers that returns character offsets.
 
-    Special ids, ids that the tokenizer does not know, and what has no letter or digit (signs,
-    single bytes) are fixed. In a vocabulary without marks every id begins a word. Spelled texts
-    have no special tokens but that of unknown words.
+    Attacks may not change special ids, ids unknown to the tokenizer, and tokens without a letter
+    or digit (signs, single bytes). In a vocabulary without marks every id begins a word. Spelled
+    texts have no special tokens except unknown words.
 
     Args:
-        tokenizer: of transformers.
-        vocabulary: how many ids the model has an embedding for.
-        encode: (texts, most tokens, further options) -> what the tokenizer makes of them.
+        tokenizer: a tokenizer of transformers.
+        vocabulary: number of ids that the model has an embedding for.
+        encode: (texts, most tokens, further options) -> the tokenizer's encoding.
     """
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(range(count)))]
@@ -104,7 +104,7 @@ def _strip_span(texts: Sequence[str], piece: int | None, start: int, end: int) -
 
 
 def _find_mark(tokenizer: Any) -> str | None:
-    """Return the mark of a tokenizer's kind: WordPiece, byte-level BPE, SentencePiece or none."""
+    """Return the mark of the tokenizer: of WordPiece, byte-level BPE, SentencePiece, or none."""
     kind = json.loads(tokenizer.backend_tokenizer.to_str())
     if kind["model"].get("type") == "WordPiece":
         return str(kind["model"].get("continuing_subword_prefix") or GOES_ON_MARK)
@@ -132,15 +132,15 @@ ORDINARY = -1
 class Feed:
     """A tokenizer in front of a model.
 
-    Types of tokens follow from the ids: a type belongs to a stretch between separators, of one
-    text or of two, and within it to a special id. The rules are read off two examples, and checked
-    on every text. Of a text on which they fail, as where it holds "[SEP]" as a word, the types are
-    kept, and found again by its ids.
+    Token types follow from the ids: each stretch between separators has a type, and special ids
+        within it may have another. The rules are read off two examples, and checked on every text.
+        If they fail on a text (one that contains the word "[SEP]"), its types are stored by its
+        ids.
 
     Attributes:
-        rules: (of a pair, separators before, special id or `ORDINARY`) -> type; None where the
-            model takes no types, or the tokenizer returns none.
-        exceptions: token ids -> their types, where these are not what the rules say.
+        rules: (is a pair, separators before, special id or `ORDINARY`) -> type; None if the model
+            takes no types, or the tokenizer returns none.
+        exceptions: token ids -> types, for texts on which the rules fail.
     """
 
     def __init__(self, module: Any, tokenizer: Any, size: int) -> None:
@@ -149,7 +149,7 @@ class Feed:
         Args:
             module: the model.
             tokenizer: a tokenizer of transformers.
-            size: how many ids the model has an embedding for.
+            size: number of ids that the model has an embedding for.
         """
         self.tokenizer, self.size = tokenizer, size
         self.separator: int | None = getattr(tokenizer, "sep_token_id", None)
@@ -172,14 +172,14 @@ class Feed:
 
     @property
     def unknown(self) -> int | None:
-        """The id of unknown tokens alone; GPT-2's is also that of the end of a text."""
+        """The id of unknown tokens; None if another special token shares it, as in GPT-2."""
         named = self.tokenizer.special_tokens_map
         others = {token for name, token in named.items() if name != "unk_token"}
         known = named.get("unk_token") in {None, *others}
         return None if known else self.tokenizer.unk_token_id
 
     def types(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the types of tokens as the model takes them; nothing where it takes none."""
+        """Return the token types for the model; None if it takes none."""
         if self.rules is None:
             return {}
         ends = (x == self.separator).long() if self.separator is not None else torch.zeros_like(x)
@@ -197,10 +197,10 @@ class Feed:
         return {"token_type_ids": types}
 
     def ids(self, *texts: str, most: int) -> list[int]:
-        """Return the ids of a text, or of two that are read together, cut to a number of tokens.
+        """Return the ids of a text, or of a pair, cut to a number of tokens.
 
         Raises:
-            InputError: the model has no embedding for one of them.
+            InputError: the model has no embedding for one of the ids.
         """
         ids = list(self.encode(texts, most)["input_ids"])
         if ids and max(ids) >= self.size:
@@ -215,10 +215,10 @@ class Feed:
         return ids
 
     def encode(self, texts: Sequence[str], most: int, **more: bool) -> Mapping[str, Any]:
-        """Return what the tokenizer makes of a text, or of two, cut to a number of tokens.
+        """Return the encoding of a text, or of a pair, cut to a number of tokens.
 
         Raises:
-            InputError: the same ids have had other types.
+            InputError: the same ids had other types before.
         """
         encoded = self.tokenizer(*texts, truncation=True, max_length=most, **more)
         if self.rules is None or not encoded["input_ids"]:
@@ -237,7 +237,7 @@ class Feed:
 def _read_rules(
     encoded: Mapping[str, Any], separator: int | None, *, pair: bool
 ) -> dict[tuple[bool, int, int], int] | None:
-    """Read off an example which type a token has; None where one rule would give two."""
+    """Derive the type of each token from an example; None if one rule would give two types."""
     rules: dict[tuple[bool, int, int], int] = {}
     section = 0
     ids = encoded["input_ids"]
@@ -254,7 +254,7 @@ READS_IDS = ("cohere_compass", "dpr", "flaubert", "xlm")
 
 
 def find_text_config(config: Any) -> Any:
-    """Return the settings of the part that reads text; of all where none, or several, do."""
+    """Return the settings of the part that reads text, or all settings if none or several do."""
     try:
         return config.get_text_config()
     except ValueError:
@@ -262,7 +262,7 @@ def find_text_config(config: Any) -> Any:
 
 
 def find_pad(config: Any) -> int | None:
-    """Return the padding id of a configuration; None where it names none of the vocabulary."""
+    """Return the padding id of a configuration; None if it is not in the vocabulary."""
     pad = getattr(config, "pad_token_id", None)
     return pad if pad is not None and 0 <= pad < config.vocab_size else None
 
@@ -271,16 +271,16 @@ def find_pad(config: Any) -> int | None:
 def pad_inputs(
     module: Any, x: Tensor, mask: Tensor | None, end: int | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the ids and the mask to run a model on; it reads each text as if it were alone.
+    """Yield the ids and the mask to run a model on, so that each text is read as if alone.
 
     Args:
         module: the model.
         x: token ids (batch, tokens), padded behind each text.
-        mask: True at the tokens of the texts; None where nothing is padded.
-        end: the id whose state is read, where a model does that: never to be padded with.
+        mask: True at the tokens of the texts; None without padding.
+        end: the id whose state the model reads, if it does that; never used for padding.
 
     Raises:
-        InputError: every id of the vocabulary ends some text of the batch.
+        InputError: every id of the vocabulary ends a text of the batch.
     """
     config = find_text_config(module.config)
     own = find_pad(config)
@@ -300,7 +300,7 @@ def pad_inputs(
 
 
 def _keep_last(mask: Tensor) -> Any:
-    """Return a hook that hands a module the hidden states of the last token of every text."""
+    """Return a hook that passes a module the hidden states of the last token of every text."""
     last = mask.long().cumsum(1).argmax(1)
 
     def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -311,8 +311,8 @@ def _keep_last(mask: Tensor) -> Any:
 
 
 def _find_free_id(config: Any, x: Tensor, mask: Tensor | None, end: int | None) -> int:
-    """Return an id that ends no text; without padding one that is not in the vocabulary."""
-    # Behind the vocabulary no id can be met by chance.
+    """Return an id that ends no text; without padding, one outside the vocabulary."""
+    # Ids beyond the vocabulary cannot occur by chance.
     size: int = config.vocab_size
     if mask is None:
         return size
@@ -333,10 +333,10 @@ ENDLESS = 2**20
 
 
 def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
-    """Say how a model is fed text, looking for its tokenizer and pooling in `path`.
+    """Describe the text input of a model; tokenizer and pooling are read from `path`.
 
     Raises:
-        InputError: it has no vocabulary, or pools its tokens in a way that is not supported.
+        InputError: the model has no vocabulary, or pools its tokens in an unsupported way.
     """
     config = find_text_config(module.config)
     if not getattr(config, "vocab_size", None):
@@ -391,19 +391,19 @@ def _load_tokenizer(path: Path | None) -> Any:
 
 
 def _count_ids(module: Any, config: Any) -> int:
-    """Return how many token ids the model has an embedding for."""
+    """Return the number of token ids that the model has an embedding for."""
     try:
         table = getattr(module.get_input_embeddings(), "weight", None)
-    except NotImplementedError:  # of a model with two towers
+    except NotImplementedError:  # for a model with two towers
         table = None
     size: int = config.vocab_size
     return min(len(table), size) if isinstance(table, Tensor) and table.ndim == 2 else size
 
 
 def _limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
-    """Return how many tokens the model takes; tokenizers without a limit say 1e30.
+    """Return the largest number of tokens; tokenizers without a limit say 1e30.
 
-    Relative positions, as T5's, end nowhere, whatever a tokenizer says.
+    Relative positions, as in T5, have no limit, whatever the tokenizer says.
     """
     positions = getattr(config, "max_position_embeddings", None)
     if not positions and hasattr(config, "relative_attention_num_buckets"):
@@ -411,7 +411,7 @@ def _limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
     limits = [getattr(tokenizer, "model_max_length", None), getattr(config, "n_positions", None)]
     limits.append(positions)
     tables = [m for n, m in module.named_modules() if n.endswith("position_embeddings")]
-    limits += [  # RoBERTa's positions begin behind the padding id
+    limits += [  # RoBERTa counts positions from behind the padding id
         table.num_embeddings - 1 - table.padding_idx
         for table in tables
         if isinstance(table, nn.Embedding) and table.padding_idx is not None
@@ -420,7 +420,7 @@ def _limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
 
 
 def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
-    """Return the id whose state alone is read, where a model does that: every text must end so."""
+    """Return the id whose state the model reads, if it does that: every text must end with it."""
     if tower is None and not (is_classifier(module) and module.config.is_encoder_decoder):
         return None
     end = getattr(config, "eos_token_id", None)
@@ -429,14 +429,14 @@ def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
 
 
 def _is_tokens_first(module: Any) -> bool:
-    """Say whether a model turns its ids to (tokens, batch): a row is then no sample."""
+    """Say whether a model transposes its ids to (tokens, batch): a row is then no sample."""
     return str(module.config.model_type) == "xlnet"
 
 
 def _make_call(
     module: Any, tower: str | None, feed: Feed | None, end: int | None
 ) -> Callable[[Tensor, Tensor | None], Any]:
-    """Return what runs a model on ids and their mask, and passes the mask on."""
+    """Return a function that runs a model on ids and their mask, and passes the mask on."""
     run = module if tower is None else getattr(module, f"get_{tower}_features")
     embed = module.get_input_embeddings() if _is_tokens_first(module) else None
     decoder = tower is None and module.config.is_encoder_decoder and not has_head(module)
@@ -445,7 +445,7 @@ def _make_call(
         with pad_inputs(module, x, mask, end) as (ids, attention):
             inputs: dict[str, Any] = {} if feed is None else feed.types(ids, mask)
             if embed is not None:
-                # Looked up here, one sample per row; the model turns embeddings as it does ids.
+                # Embed here, one sample per row: the model transposes embeddings as it does ids.
                 return run(attention_mask=attention, inputs_embeds=embed(ids), **inputs), mask
             if end is not None and tower is None:
                 _require_ends(module, ids, mask, end)
@@ -459,7 +459,7 @@ def _make_call(
 
 
 def _make_read(module: Any, path: Path | None, tower: str | None) -> Callable[[Any], Tensor]:
-    """Return what reads the output of a result and its mask."""
+    """Return a function from a result and its mask to the output."""
     pooling = choose_pooling(path)
     if tower is not None:
         return lambda out: read_tower(out[0])
@@ -471,7 +471,7 @@ def _make_read(module: Any, path: Path | None, tower: str | None) -> Callable[[A
 
 
 def _require_ends(module: Any, x: Tensor, mask: Tensor | None, end: int) -> None:
-    """Refuse what the model's own code refuses: it reads the state of the last end of a text."""
+    """Refuse texts that the model's code refuses: it reads the state of the last end id."""
     ends = ((x == end) if mask is None else (x == end) & mask).sum(1)
     if int(ends.min()) == 0 or int(ends.max()) != int(ends.min()):
         raise InputError(
@@ -482,7 +482,7 @@ def _require_ends(module: Any, x: Tensor, mask: Tensor | None, end: int) -> None
 
 
 def _refuse_padding(module: Any) -> None:
-    """Refuse padded texts where a tower reads the last position, padding or not."""
+    """Refuse padded texts if a tower reads the last position, padding or not."""
     if str(module.config.model_type).startswith("siglip"):
         raise InputError(
             f"the text tower of {type(module).__name__} reads the last position even if it is "
@@ -492,7 +492,7 @@ def _refuse_padding(module: Any) -> None:
 
 
 def _make_decoder_inputs(module: Any, x: Tensor, mask: Tensor | None) -> dict[str, Any]:
-    """Let the decoder of a model without a head read the same text, one token later."""
+    """Feed the decoder of a model without a head the same text, shifted by one token."""
     known = (getattr(module.config, "decoder_start_token_id", None), find_pad(module.config), 0)
     start = next(i for i in known if i is not None)
     shifted = torch.cat([torch.full_like(x[:, :1], start), x[:, :-1]], 1)
@@ -503,14 +503,14 @@ def _make_decoder_inputs(module: Any, x: Tensor, mask: Tensor | None) -> dict[st
 
 
 def _make_next_logits(module: Any, feed: Feed | None) -> Callable[[Tensor, int], Tensor] | None:
-    """Return the logits behind embeddings; None where a model takes no embeddings."""
+    """Return a function from embeddings to next-token logits, if the model takes embeddings."""
     known = inspect.signature(module.forward).parameters
     if "inputs_embeds" not in known:
         return None
 
     def run(z: Tensor, first: int) -> Tensor:
         last = z.shape[1] - first
-        # The logits of a prompt are large, and nothing is read of them.
+        # The logits of a prompt are large, and not needed.
         few = {"logits_to_keep": last} if "logits_to_keep" in known else {}
         types = {} if feed is None else feed.types(z.new_full(z.shape[:2], -1, dtype=torch.long))
         out = module(inputs_embeds=z, **types, **few)

@@ -1,4 +1,4 @@
-"""Models of timm: by name with its pretrained weights, a directory in timm's format, or a file."""
+"""Models of timm: pretrained by name, a directory in timm's format, or a file."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def is_timm(name: str) -> bool:
 
 
 def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
-    """Load a registry model with the weights timm names for it, or with random ones on request.
+    """Load a registry model with timm's weights, or with random ones on request.
 
     Raises:
-        InputError: unknown name, or weights that cannot be had.
-        UsageError: arguments that would leave a part of the weights random.
+        InputError: the name is unknown, or the weights cannot be downloaded.
+        UsageError: with these arguments a part of the weights would be random.
     """
     _require_known(name)
     if not options.pretrained:
@@ -80,7 +80,7 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
 
 
 def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
-    """Load a directory whose config.json has timm's keys (a repository of timm's on the Hub)."""
+    """Load a directory whose config.json has timm's keys (as timm's repositories on the Hub)."""
     _require_directories()
     module = _create(f"local-dir:{path}", options.building)
     if not options.pretrained:
@@ -93,16 +93,16 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
 def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     """Load a file of weights into an architecture of timm.
 
-    The number of classes is read off the classifier's weights unless --model-kwargs says it.
+    The number of classes follows from the classifier's weights unless --model-kwargs gives it.
 
     Raises:
-        InputError: unknown architecture, or weights that do not fit it.
+        InputError: the architecture is unknown, or the weights do not fit it.
     """
     import timm.models
 
     _require_known(arch)
     state, notes = read_weights(path)
-    state = strip_prefix(state)  # every model of timm has more than one part
+    state = strip_prefix(state)  # every timm model has several parts
     config = timm.models.get_pretrained_cfg(arch)
     head = config.classifier if config is not None else None
     weight = state.get(f"{head[0] if isinstance(head, tuple) else head}.weight")
@@ -121,9 +121,9 @@ def describe_timm(
     notes: tuple[Note, ...] = (),
     known_labels: bool = True,
 ) -> ModelSpec:
-    """Say how a timm model is fed: size, normalisation, resizing, labels.
+    """Describe the input of a timm model: size, normalisation, resizing, labels.
 
-    Its classifier is replaced first where another number of classes is asked for.
+    If another number of classes is requested, the classifier is replaced first.
     """
     import timm.data
 
@@ -132,11 +132,11 @@ def describe_timm(
         notes, known_labels = (*notes, new_classifier(options.classes)), False
     config = timm.data.resolve_model_data_config(module)
     shape = options.image_shape(_image_shape(module, config, options.model_kwargs))
-    # The transform is built for the size that was asked for.
+    # The transform is built for the requested size.
     config["input_size"] = shape
     labels, aliases = _read_labels(module) if known_labels else (None, {})
     steps = timm.data.create_transform(**config, is_training=False).transforms
-    before = [step for step in steps if type(step).__name__ != "Normalize"]  # it is in `call`
+    before = [step for step in steps if type(step).__name__ != "Normalize"]  # `call` does it
     return ModelSpec(
         module,
         shape,
@@ -164,18 +164,18 @@ def _require_known(name: str) -> None:
 def _require_directories() -> None:
     import timm
 
-    if Version(timm.__version__) < Version("1.0.16"):  # the first that loads `local-dir:`
+    if Version(timm.__version__) < Version("1.0.16"):  # the first version that loads `local-dir:`
         text = f"timm {timm.__version__} cannot read directories in timm's format"
         raise InputError(text, "pip install 'timm>=1.0.16'")
 
 
 def _create(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any] | None = None) -> Any:
-    """Build a model, its attention on the fused path where timm has one.
+    """Build a model, with fused attention if timm has it.
 
     Args:
-        name: of timm's registry, or `local-dir:PATH`.
-        kwargs: what the user gives.
-        weights: where timm's own weights are; None for random ones.
+        name: a name of timm's registry, or `local-dir:PATH`.
+        kwargs: the user's arguments.
+        weights: the place of timm's weights; None for random ones.
     """
     import timm
 
@@ -194,7 +194,7 @@ def _create(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any] | N
 
 
 def _download(name: str, options: LoadOptions) -> tuple[Any, Commit | None]:
-    """Build a model with timm's own weights; return their commit where they are on the Hub."""
+    """Build a model with timm's weights; return their commit if they are on the Hub."""
     import timm.models
 
     config: Any = timm.models.get_pretrained_cfg(name)
@@ -221,7 +221,7 @@ def _download(name: str, options: LoadOptions) -> tuple[Any, Commit | None]:
 def _create_from_hub(
     name: str, repository: Repository, options: LoadOptions
 ) -> tuple[Any, Commit]:
-    """Build a model with weights of the commit that its repository is at."""
+    """Build a model with the weights of its repository's current commit."""
     import timm.models
 
     commit = find_commit(repository, offline=options.offline)
@@ -231,7 +231,7 @@ def _create_from_hub(
         module = _create(name, options.building, {"pretrained_cfg_overlay": at})
     except UsageError:
         raise
-    except Exception as error:  # every HTTP library has exceptions of its own
+    except Exception as error:  # every HTTP library has its own exceptions
         if out_of_memory(error):
             raise
         raise explain_refusal(error, repository) from error
@@ -240,7 +240,7 @@ def _create_from_hub(
 
 
 def _create_from_address(name: str, url: str, options: LoadOptions) -> Any:
-    """Build a model with weights that timm has elsewhere than on the Hub."""
+    """Build a model with weights that timm stores outside the Hub."""
     cached = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
     if is_offline(asked=options.offline) and not cached.is_file():
         raise InputError(
@@ -249,13 +249,13 @@ def _create_from_address(name: str, url: str, options: LoadOptions) -> Any:
         )
     with (
         explain_failure(f"{url} cannot be fetched", "Check the network."),
-        redirect_stdout(sys.stderr),  # torch.hub says there what it downloads
+        redirect_stdout(sys.stderr),  # torch.hub prints its downloads to stderr
     ):
         return _create(name, options.building, {})
 
 
 def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
-    """Load strictly; weights in another layout go through the conversion of timm's own family."""
+    """Load strictly; weights in another layout are converted by timm."""
     convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
     if not find_misfit(module, state) or convert is None:
         load_strictly(module, state, origin=str(path))
@@ -273,7 +273,7 @@ def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
 def _image_shape(
     module: Any, config: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> tuple[int, int, int]:
-    """Read channels and size off the built model, where --model-kwargs may have changed them."""
+    """Read channels and size off the built model: --model-kwargs may have changed them."""
     size = getattr(getattr(module, "patch_embed", None), "img_size", None)
     size = size or kwargs.get("img_size") or config["input_size"][1:]
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
@@ -298,7 +298,7 @@ def _takes(module: Any, shape: tuple[int, int, int]) -> bool:
 
 
 def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
-    """Return class names and their aliases (ImageNet synsets), where timm knows them."""
+    """Return class names and aliases (ImageNet synsets) known to timm."""
     import timm.data
 
     names = module.pretrained_cfg.get("label_names")
@@ -315,7 +315,7 @@ def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
 
 
 def list_synsets(subset: str = "imagenet-1k") -> dict[str, int]:
-    """Return the WordNet names of ImageNet's classes, by which its folders are named."""
+    """Return the WordNet names of ImageNet's classes, which its folders use."""
     import timm.data
 
     return {name: i for i, name in enumerate(timm.data.ImageNetInfo(subset).label_names())}
@@ -323,7 +323,7 @@ def list_synsets(subset: str = "imagenet-1k") -> dict[str, int]:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Let timm put every attention it can on scaled_dot_product_attention while building."""
+    """While building, let timm use scaled_dot_product_attention wherever it can."""
     from timm.layers import set_fused_attn, use_fused_attn
 
     before = use_fused_attn(), use_fused_attn(experimental=True)

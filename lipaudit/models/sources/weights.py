@@ -1,4 +1,4 @@
-"""Weights in files: read without running any code they may hold, and loaded strictly."""
+"""Files of weights: read without running code, and loaded strictly."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ State = dict[str, Tensor]
 
 
 def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
-    """Read a file of weights: the tensors by name, and remarks on what was done to get at them.
+    """Read a file of weights: the tensors by name, and notes on how they were found.
 
-    A training checkpoint is opened as far as its state dict, an exponential moving average before
-    the last weights; prefixes left by wrappers (DataParallel, compile, Lightning) are removed.
+    In a training checkpoint, the exponential moving average is preferred to the last weights.
+    Prefixes of wrappers (DataParallel, compile, Lightning) are removed.
 
     Raises:
         InputError: the file is damaged, holds code, or holds no weights.
@@ -75,10 +75,10 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
 
 
 def list_weight_files(names: Iterable[str]) -> list[str]:
-    """Return which files of a directory are loaded for its weights, of all that it holds.
+    """Return the files of a directory that hold its weights.
 
-    That is the first of the usual names, whole or in shards with their index; where there is none,
-    what else may hold weights: safetensors before pickled files, no state of a training run.
+    The first of the usual names wins, whole or as shards with their index. Otherwise other files
+    that may hold weights: safetensors before pickled files, without states of a training run.
     """
     top = {name for name in names if "/" not in name}
     for name in PREFERRED:
@@ -96,7 +96,7 @@ def find_weights(directory: Path) -> Path:
     """Return the file of weights of a directory.
 
     Raises:
-        InputError: there is none, or several and none has the usual name.
+        InputError: there is no such file, or several without the usual name.
     """
     files = list_weight_files(path.name for path in directory.iterdir())
     if len(files) == 1:
@@ -108,7 +108,7 @@ def find_weights(directory: Path) -> Path:
 
 
 def find_misfit(module: nn.Module, state: Mapping[str, Tensor]) -> str:
-    """Say how a state dict differs from what a module takes; empty when it fits."""
+    """Describe how a state dict differs from a module's; empty if it fits."""
     takes = module.state_dict()
     shapes = [
         f"{k} {tuple(state[k].shape)} for {tuple(takes[k].shape)}"
@@ -140,32 +140,32 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
 
 
 def strip_prefix(state: State) -> State:
-    """Return weights without the first part of their names, where all share it.
+    """Remove the first part of all names, if all weights share it.
 
-    It is the attribute of something around the model that was saved: `vit.` of a LightningModule.
+    It names the model as an attribute of a larger module: `vit.` of a LightningModule.
     """
     first = {name.partition(".")[0] for name in state}
     return state if len(first) > 1 else {k.partition(".")[2]: v for k, v in state.items()}
 
 
 def few(names: Sequence[str], most: int = 4) -> str:
-    """Join names, the first few of them."""
+    """Join the first few names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
-    """Return the note on weights that are stored in half precision, if any are."""
+    """Return the note on weights stored in half precision, if there are any."""
     names = sorted(str(d).removeprefix("torch.") for d in set(dtypes) & HALF)
     text = f"weights stored in {' and '.join(names)} were converted to float32"
     return (remark("half-precision", text),) if names else ()
 
 
 def require_finite_weights(module: nn.Module, origin: str) -> None:
-    """Refuse weights that are NaN or infinite, and a model without any.
+    """Refuse weights that are NaN or infinite, and a model without weights.
 
     Raises:
-        InputError: naming the first tensors that are.
+        InputError: the message names the first such tensors.
     """
     if next(module.parameters(), None) is None:
         raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
@@ -183,7 +183,7 @@ def hash_weights(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         value = tensor.detach().cpu().contiguous()
-        # Half precision is hashed as float32: the same, however it is kept.
+        # Half precision is hashed as float32, so the hash does not depend on `weights`.
         dtype = torch.float32 if value.dtype in HALF else value.dtype
         digest.update(f"{name} {dtype} {tuple(value.shape)}".encode())
         # In pieces: a second copy of the largest weight would double the memory.
@@ -194,13 +194,13 @@ def hash_weights(module: nn.Module) -> str:
 
 def _read_pickle(path: Path) -> Any:
     try:
-        # timm's training checkpoints keep their arguments beside the weights
+        # timm's training checkpoints store their arguments beside the weights
         with torch.serialization.safe_globals([argparse.Namespace]), catch_warnings():
-            simplefilter("ignore")  # of a TorchScript archive, which is refused
+            simplefilter("ignore")  # a warning about TorchScript archives, refused below
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of zip files, of pickles and of PyTorch: what junk may hold
+    except Exception as error:  # junk may raise anything
         asked = re.search(r"allocate (\d+) bytes", str(error))
-        # A damaged file may ask for more memory than it has bytes: that is no lack of memory.
+        # A damaged file may ask for more memory than it has bytes: memory is not short then.
         lies = asked is not None and int(asked[1]) > path.stat().st_size
         if out_of_memory(error) and not lies:
             raise
@@ -208,7 +208,7 @@ def _read_pickle(path: Path) -> Any:
 
 
 def _explain_unreadable(path: Path, error: Exception) -> InputError:
-    """Say why a file cannot be opened without running code, and what to do about it."""
+    """Explain why a file cannot be opened without running code, and what to do."""
     if "TorchScript" in str(error):
         return InputError(
             f"{path} is TorchScript (a program), not a weights file",
@@ -232,7 +232,7 @@ def _explain_unreadable(path: Path, error: Exception) -> InputError:
 
 
 def _is_pickle(path: Path) -> bool:
-    """Say whether a file is a whole pickle, by its grammar alone: nothing of it runs."""
+    """Say whether a file is a whole pickle, by its grammar alone, without running it."""
     with suppress(ValueError), path.open("rb") as content:
         return len(list(pickletools.genops(content))) > 0
     return False

@@ -1,1 +1,1 @@
-"""Samples to audit on: images, arrays and text, read into batches."""
+"""Samples to audit: images, arrays and text, read into batches."""

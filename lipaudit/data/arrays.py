@@ -51,19 +51,20 @@ MADE_OF = "made_of"
 
 
 def holds_arrays(path: Path) -> bool:
-    """Tell by its name whether a file is one of arrays."""
+    """Say whether a file holds arrays, by its name."""
     return path.suffix in SUFFIXES or bool(NAME.search(path.name))
 
 
 def read_arrays(path: Path, net: Net, options: DataOptions) -> Samples:
-    """Read x (or images, inputs) and, where there are any, y (or labels).
+    """Read x (or images, inputs) and y (or labels), if present.
 
-    Images are (samples, channels, height, width) or channels last, uint8 in 0..255, which is
-    mapped to the box of the model, or floats in that box; float sequences (samples, tokens,
-    width); token ids integers (samples, tokens).
+    Images are (samples, channels, height, width) or channels last: uint8 in 0..255, mapped to the
+    box of the model, or floats in that box. Float sequences are (samples, tokens, width), token
+    ids are integers (samples, tokens).
 
     Raises:
-        InputError: damaged, of another shape than the model takes, or values out of range.
+        InputError: the file is damaged, the shape does not fit the model, or values are out of
+            range.
     """
     arrays = load_arrays(path)
     x, y = find_array(arrays, INPUTS), find_array(arrays, LABELS)
@@ -84,19 +85,19 @@ def draw_arrays(
     origin: str,
     names: Sequence[str] = (),
 ) -> Samples:
-    """Draw samples from tensors, in the forms that `read_arrays` takes.
+    """Draw samples from tensors, in the layouts of `read_arrays`.
 
     Args:
         x: the inputs.
         y: the labels, or None.
         net: the model.
-        options: how many, and by which seed.
-        origin: what messages call them.
-        names: what the file calls each of them; empty: nothing.
+        options: number of samples and seed.
+        origin: name of the data in messages.
+        names: the name of each sample in the file; empty without names.
 
     Raises:
-        InputError: of another shape than the model takes, or values out of range; it says of
-            what origin.
+        InputError: the shape does not fit the model, or values are out of range; the message names
+            the origin.
     """
     if x.ndim == 0 or len(x) == 0:
         raise InputError(
@@ -125,7 +126,7 @@ def load_arrays(path: Path) -> dict[str, Tensor]:
     """Return the arrays of a file by name.
 
     Raises:
-        InputError: it is damaged.
+        InputError: the file is damaged.
     """
     if path.suffix not in SUFFIXES:
         return read_idx(path)
@@ -147,22 +148,22 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray | None:
-    """Read an array of numbers once its size is known to fit; None if it holds no numbers.
+    """Read an array after checking that its size fits the file; None if it holds no numbers.
 
     Raises:
-        ValueError: the array claims more than the file holds, or it holds Python objects.
+        ValueError: the array claims more bytes than the file has, or it holds Python objects.
     """
-    # The header alone first: memory is taken only for what can be in the file.
+    # Read the header first: memory is allocated only for sizes that fit the file.
     with archive.open(entry) as file:
         start = io.BytesIO(file.read(HEADER))
     read_header = {1: npy.read_array_header_1_0, 2: npy.read_array_header_2_0}
     shape, _, kind = read_header[npy.read_magic(start)[0]](start)
     if kind.hasobject:
         raise ValueError(f"{entry.filename} holds Python objects")
-    # Texts beside the numbers (a credit, say) are passed over.
+    # Skip texts beside the numbers (such as a credit).
     if kind.kind not in "uif":
         return None
-    # The directory of an archive may lie about sizes; that of the file itself does not.
+    # The directory of an archive may state wrong sizes; the size of the file is true.
     stored = min(entry.compress_size, Path(str(archive.filename)).stat().st_size)
     packed = 1 if entry.compress_type == zipfile.ZIP_STORED else DEFLATED
     check_size(shape, kind.itemsize, min(entry.file_size, packed * stored))
@@ -171,7 +172,7 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray 
 
 
 def _read_names(path: Path) -> list[str]:
-    """Return which samples adversarial examples were made of, where a file says so."""
+    """Return the ids of the samples behind adversarial examples, if the file has them."""
     if path.suffix != ".safetensors":
         return []
     with safe_open(path, "pt") as file:
@@ -202,7 +203,7 @@ def _check_shape(x: Tensor, net: Net, origin: str) -> Tensor:
 
 
 def _lay_out(x: Tensor, net: Net, origin: str) -> Tensor:
-    """Bring images to channels first; a grey image may come without its channel."""
+    """Convert images to channels first; grey images may lack the channel axis."""
     wanted, shape = tuple(net.sample_shape), tuple(x.shape[1:])
     if shape == wanted:
         return x
@@ -234,12 +235,12 @@ def _check_token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
 
 
 def read_idx(path: Path) -> dict[str, Tensor]:
-    """Read a file of inputs as x and, where one lies beside it, the file of labels as y.
+    """Read a file of inputs as x and the file of labels beside it, if any, as y.
 
-    The labels of `t10k-images-idx3-ubyte.gz` are those of `t10k-labels-idx1-ubyte.gz`.
+    The labels of `t10k-images-idx3-ubyte.gz` are in `t10k-labels-idx1-ubyte.gz`.
 
     Raises:
-        InputError: a file is damaged, or one of labels was named.
+        InputError: a file is damaged, or the named file holds labels.
     """
     x = _read_idx_array(path)
     if x.ndim == 1:
@@ -255,7 +256,7 @@ def read_idx(path: Path) -> dict[str, Tensor]:
 
 
 def _read_idx_array(path: Path) -> Tensor:
-    """Read one array: 0, 0, type, number of axes; the size of each, big-endian; the numbers."""
+    """Read one array: 0, 0, type, number of axes; then the sizes, big-endian; then the numbers."""
     with refuse_damage(path, "IDX file", "Copy or download it again."), path.open("rb") as file:
         packed = file.peek(2)[:2] == b"\x1f\x8b"
         data = gzip.GzipFile(fileobj=file) if packed else file
@@ -269,12 +270,12 @@ def _read_idx_array(path: Path) -> Tensor:
 
 @dataclass(frozen=True)
 class SampleForm:
-    """A kind of samples and the shape of one, as a model takes it.
+    """A kind of samples, and the shape of one sample.
 
     Attributes:
-        kind: images have values in [0, 1], tokens are sequences of any floats, text token ids.
-        shape: of one sample.
-        fits: whether the values of the data are such.
+        kind: image (values in [0, 1]), tokens (sequences of floats) or text (token ids).
+        shape: shape of one sample.
+        fits: whether the values of the data suit the kind.
     """
 
     kind: Literal["image", "tokens", "text"]
@@ -289,7 +290,7 @@ class SampleForm:
 
 
 def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
-    """Return what the samples of an array can be by their shape: more than one if it is ambiguous.
+    """Return the possible readings of an array's shape; several if it is ambiguous.
 
     >>> list_forms(torch.zeros(5, 3, 32, 32))
     (SampleForm(kind='image', shape=(3, 32, 32)),)
@@ -304,14 +305,14 @@ def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
     """
     shape = tuple(x.shape[1:])
     if len(shape) == 3:
-        # (8, 5, 4) may be 8 channels first or 4 channels last; (3, 32, 32) only the first.
+        # (8, 5, 4) is 8 channels first or 4 channels last; (3, 32, 32) can only be channels first.
         last = shape[2] in CHANNELS and shape[0] not in CHANNELS
         first = SampleForm("image", shape)
         return (first, SampleForm("image", (shape[2], *shape[:2]))) if last else (first,)
     if len(shape) == 2:
         if x.dtype == torch.uint8:
             return (SampleForm("image", (1, *shape)),)
-        # Values beyond [0, 1] are no pixels: then the samples are sequences.
+        # Values outside [0, 1] are not pixels: then the samples are sequences.
         inside = not x.is_complex() and bool(((x >= 0) & (x <= 1)).all())
         return SampleForm("tokens", shape), SampleForm("image", (1, *shape), fits=inside)
     if len(shape) == 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples in the form a `Net` takes.
+    """Samples in the form that a `Net` takes.
 
     Attributes:
         x: images (batch, channels, height, width) in [0, 1], float tokens (batch, tokens, width),
@@ -21,9 +21,9 @@ class Batch:
         y: labels (batch,), -1 where unknown, or None when the data have none at all.
         ids: one stable identity per sample (see `sample_ids`).
         mask: for text, True at real tokens (batch, tokens); None when nothing is padded.
-        start: the place of the first of them among the samples of the run.
-        texts: for text that was read as characters, each sample's text, or the two of a pair.
-        limit: the tokens after which such texts are cut; 0 where none are.
+        start: index of the first sample among the samples of the run.
+        texts: the characters of each text, or of the two texts of a pair, if known.
+        limit: number of tokens after which texts are cut; 0 without texts.
     """
 
     x: Tensor
@@ -55,7 +55,7 @@ class Batch:
         return Batch(self.x[index], y, ids, mask, texts=texts, limit=self.limit)
 
     def without_ids(self, index: Tensor) -> Batch:
-        """Return the samples at these positions without ids: the host need not know which."""
+        """Return the samples at these positions without ids: no transfer to the host is needed."""
         mask = None if self.mask is None else self.mask[index]
         return Batch(self.x[index], None, (), mask)
 
@@ -67,20 +67,20 @@ class Batch:
         return replace(self, x=x, y=y, mask=mask)
 
     def split(self, size: int) -> Iterator[Batch]:
-        """Cut into batches of at most `size` samples, in order, without needless padding."""
+        """Split into batches of at most `size` samples, in order, without superfluous padding."""
         for start in range(0, len(self), size):
             yield self[start : start + size].trim()
 
     def by_length(self, size: int) -> Iterator[Batch]:
-        """Cut into batches of at most `size` samples of one length: nothing is padded.
+        """Split into batches of at most `size` samples of equal length, without padding.
 
-        They come in the order of their first samples, so that the first few are a fair draw.
+        Batches are ordered by their first samples, so the first few are a fair sample.
         """
         if self.mask is None:
             yield from self.split(size)
             return
         lengths = self.mask.sum(1).tolist()
-        # Sorting is stable: of one length the order of the samples stays.
+        # Sorting is stable: samples of one length keep their order.
         order = sorted(range(len(self)), key=lengths.__getitem__)
         alike = [[*run] for _, run in groupby(order, key=lengths.__getitem__)]
         for rows in sorted(run[i : i + size] for run in alike for i in range(0, len(run), size)):
@@ -89,7 +89,7 @@ class Batch:
             yield part if padded else replace(part, mask=None)
 
     def trim(self) -> Batch:
-        """Return the same samples without the last columns, where all of them are padded."""
+        """Return the same samples without trailing columns that are padding in every sample."""
         if self.mask is None or bool(self.mask[:, -1].any()):
             return self
         length = int(self.mask.any(0).nonzero().max()) + 1
@@ -98,34 +98,34 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """The batches of a run that are measured here: all of them, what is left of them, or some.
+    """The batches of a run that this process measures: all, the unfinished ones, or a shard.
 
     Attributes:
-        first: the first batch of the run, measured here or not: what holds for all samples is
-            learnt from it, so that it is the same wherever they are measured.
-        batches: those that are measured here.
+        first: the first batch of the run, measured here or not. Facts about all samples come from
+            it, so that every process has the same.
+        batches: the batches that this process measures.
     """
 
     first: Batch
     batches: Iterable[Batch]
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches that are measured here."""
+        """Yield the batches that this process measures."""
         return iter(self.batches)
 
 
 def find_first(batches: Iterable[Batch], met: Batch) -> Batch:
-    """Return the first batch of a run; that which is met first, where no share says it."""
+    """Return the first batch of a run: of the `Share`, else the first one that is yielded."""
     return batches.first if isinstance(batches, Share) else met
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a sample is found.
+    """The place of a sample in the data.
 
     Attributes:
-        place: within the data: a file of a folder, a line of a table, an index of an array.
-        text: of a text, its beginning.
+        place: a file of a folder, a line of a table, or an index of an array.
+        text: the beginning of a text.
     """
 
     place: str
@@ -135,7 +135,7 @@ class Origin:
 def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str, ...]:
     """Identify each sample by the sha256 of its preprocessed tensor and label.
 
-    A repeat gets a running number, so ids are unique and do not depend on the batch size.
+    Repeated samples get a running number, so ids are unique and do not depend on the batch size.
     """
     seen: dict[str, int] = {}
     return tuple(
@@ -145,7 +145,7 @@ def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str,
 
 def _digest(sample: Tensor, label: int | None) -> str:
     array = sample.detach().cpu().contiguous().numpy()
-    # Equal bytes of another shape or label are another sample.
+    # Equal bytes with another shape or label are another sample.
     head = f"{array.dtype}{array.shape}{label}".encode()
     return hashlib.sha256(head + array.tobytes()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Prompts and what may follow them: rows of a table that a language model scores."""
+"""Prompts and continuations: rows of a table that a language model scores."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ANSWERS = ("answer", "answerKey", "gold")
 """Further names of the column of the right choice, in addition to those of labels."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 WHOLE = 2**20
-"""More tokens than any text has: texts are cut only later, when the limit is known."""
+"""More tokens than any text has: texts are cut later, when the limit is known."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a row asks: a prompt, what may follow it, and which of that is right."""
+    """A prompt, its possible continuations, and the index of the right one."""
 
     prompt: str
     continuations: tuple[str, ...]
@@ -49,7 +49,7 @@ class Question:
 
 @dataclass(frozen=True)
 class _Columns:
-    """What the columns of a table are, and what is asked by them."""
+    """The columns of a table, and the kind of question that they ask."""
 
     kind: Literal["continuation", "choices", "labels"]
     prompt: tuple[str, ...]
@@ -58,7 +58,7 @@ class _Columns:
 
 
 def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
-    """Put a prompt and its continuations into one row: id + i * vocabulary in the i-th of them.
+    """Pack a prompt and its continuations into one row: id + i * vocabulary in continuation i.
 
     >>> pack([7, 3], [[5], [5, 6]], 10)
     tensor([ 7,  3, 15, 25, 26])
@@ -75,23 +75,23 @@ def read_continuations(
     origin: str,
     classes: Sequence[str] | None = None,
 ) -> Samples:
-    """Read prompts and what a language model is to score behind each.
+    """Read prompts, and the continuations that a language model scores behind each.
 
-    By the columns there are: a prompt and its continuation; a question, its choices and the
-    answer; or a text (or a pair, on two lines) and its label, whose words are the continuations.
-    A blank stands between prompt and continuation, unless one of them has it; it belongs to the
-    continuation, and the ids of this are what the prompt's are followed by in the ids of both (as
-    lm-evaluation-harness does it). What does not fit is cut from the prompt's beginning.
+    The columns decide: a prompt and its continuation; a question, its choices and the answer; or a
+    text (or a pair, on two lines) and its label, whose name is the continuation. A blank separates
+    prompt and continuation and belongs to the continuation. As in lm-evaluation-harness, prompt
+    and continuation are tokenized together, and the ids behind the prompt's ids are the
+    continuation's. A prompt that is too long loses its beginning.
 
     Args:
-        rows: of the table.
+        rows: rows of the table.
         net: the model.
-        options: how many rows, and which columns.
+        options: number of rows, and names of columns.
         origin: the table, for messages.
-        classes: names of the numbers in the column of labels, where the table has them.
+        classes: class names of the numbers in the label column, if the table has them.
 
     Raises:
-        InputError: columns missing, rows that ask nothing, or a model without a tokenizer.
+        InputError: columns are missing, rows have no question, or the model has no tokenizer.
     """
     limit, notes = limit_tokens(net, options)
     if net.tokenize is None or not net.vocabulary:
@@ -145,7 +145,7 @@ def read_continuations(
 def _ask(
     rows: Sequence[Row], columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
 ) -> tuple[list[tuple[Row, Question | None]], int]:
-    """Return each row with what it asks, or with its fault, and how many answers most have."""
+    """Return each row with its question or its fault, and the most frequent number of choices."""
     asked: list[tuple[Row, Question | None]] = []
     for row in rows:
         try:
@@ -155,7 +155,7 @@ def _ask(
     usual = Counter(len(q.continuations) for _, q in asked if q is not None).most_common(1)
     count = usual[0][0] if usual else 0
     for k, (row, question) in enumerate(asked):
-        # The classes of a batch are the choices: all rows must have as many.
+        # The classes of a batch are the choices, so all rows need the same number.
         if question is not None and len(question.continuations) != count:
             fault = f"has {len(question.continuations)} choices, most rows have {count}"
             asked[k] = replace(row, fault=fault), None
@@ -165,11 +165,11 @@ def _ask(
 def _encode_pair(
     prompt: str, text: str, tokenize: Callable[[str, int], list[int]]
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of a prompt and of what follows it."""
+    """Return the ids of a prompt and of its continuation."""
     start = prompt.rstrip()
     blank = prompt[len(start) :] or ("" if text[:1].isspace() else " ")
     before, both = tokenize(start, WHOLE), tokenize(start + blank + text, WHOLE)
-    # Some tokenizers end every text with a token, which is no part of a prompt.
+    # Some tokenizers end every text with a token, which does not belong to a prompt.
     closed = before and both[-1:] == before[-1:] and both[: len(before)] != before
     if closed and both[: len(before) - 1] == before[:-1]:  # a token ends every text
         before, both = before[:-1], both[:-1]
@@ -184,7 +184,7 @@ def _name_classes(kind: str, labels: Sequence[str], count: int) -> tuple[str, ..
 
 
 def _choose_columns(columns: Sequence[str], options: DataOptions, origin: str) -> _Columns:
-    """Find out from its columns what a table asks."""
+    """Derive the kind of question from the columns of a table."""
     choices = next((name for name in CHOICES if name in columns), None)
     if choices is not None:
         right = choose_label_column(columns, options, origin=origin, usual=ANSWERS)
@@ -217,10 +217,10 @@ def _choose_prompt(columns: Sequence[str], options: DataOptions, origin: str) ->
 def _list_label_words(
     rows: Sequence[Row], columns: _Columns, classes: Sequence[str] | None, origin: str
 ) -> tuple[str, ...]:
-    """Return the class names, which are what is scored.
+    """Return the class names, which are the continuations to score.
 
     Raises:
-        InputError: labels are numbers, and no names are known.
+        InputError: labels are numbers without known names.
     """
     if classes is not None:
         return tuple(classes)
@@ -238,7 +238,7 @@ def _list_label_words(
 
 
 def _find_empty(row: Row, columns: _Columns) -> str | None:
-    """Return the first column that a row has nothing in, of those it needs."""
+    """Return the first needed column that is empty in a row."""
     needed = (*columns.prompt, columns.follows, *([columns.right] if columns.right else []))
     given = {name: row.values.get(name) for name in needed}
     return next((n for n, v in given.items() if v is None or not str(v).strip()), None)
@@ -247,10 +247,10 @@ def _find_empty(row: Row, columns: _Columns) -> str | None:
 def _read_question(
     row: Row, columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
 ) -> Question:
-    """Return what a row asks.
+    """Return the question of a row.
 
     Raises:
-        ValueError: nothing, with its fault.
+        ValueError: the row has no question; the message gives the fault.
     """
     if empty := _find_empty(row, columns):
         raise ValueError(f"has no {empty!r}")
@@ -274,7 +274,7 @@ def _read_question(
 
 
 def _read_choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return choices and the labels they are given: of a list, its text, or a record of two."""
+    """Return choices and their labels, from a list, its text, or a record of two lists."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -293,14 +293,14 @@ def _read_choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _find_answer(value: Any, choices: Sequence[str], letters: Sequence[str]) -> int:
-    """Return which choice is right: by the label it is given, else by what may be meant.
+    """Return the index of the right choice: by its label, else by an index, text or letter.
 
-    That is an index from 0; of an answer that is no number also a choice's text, or its letter.
+    An answer may be an index from 0; if it is not a number, also the text or letter of a choice.
     """
     text = str(value).strip()
     if text in letters:
         return letters.index(text)
-    # 1 is an index; "1" may be one, or the text of a choice.
+    # 1 is an index; "1" may be an index or the text of a choice.
     known = [[str(i) for i in range(len(choices))]]
     if not isinstance(value, int) or isinstance(value, bool):
         known += [[choice.strip() for choice in choices], [*LETTERS[: len(choices)]]]

@@ -1,4 +1,4 @@
-"""Data sets and models of the Hugging Face Hub: references, commits, and why one cannot be had."""
+"""Data sets and models of the Hugging Face Hub: references, commits, and errors of access."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ HUB = "the Hugging Face Hub"
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 OFFLINE = "--offline (or HF_HUB_OFFLINE) forbids the download"
 
-# Names of exceptions of any HTTP library that the client has had.
+# Names of exceptions in all HTTP libraries that the client has used.
 TIMEOUTS = {"TimeoutException", "TimeoutError", "Timeout"}
 BROKEN = {"TransportError", "NetworkError", "ConnectionError", "RequestException", "URLError"}
 
 
 @dataclass(frozen=True)
 class Repository:
-    """What is asked of the Hub.
+    """A repository of the Hub.
 
     Attributes:
         name: ORG/NAME.
@@ -43,7 +43,7 @@ class Repository:
 
     @property
     def page(self) -> str:
-        """Its address for a browser."""
+        """Return the address of its web page."""
         from huggingface_hub import constants
 
         folder = "datasets/" if self.kind == "dataset" else ""
@@ -55,13 +55,13 @@ Words = tuple[str, str]
 
 
 def explain_refusal(error: Exception, repository: Repository) -> InputError:
-    """Return the error that says why a repository cannot be had, by what its client raised."""
-    causes: list[BaseException] = []  # clients wrap what happened, often twice
+    """Return the error that explains, from the client's exception, why access failed."""
+    causes: list[BaseException] = []  # clients often wrap an exception twice
     cause: BaseException | None = error
     while cause is not None:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    # By name: the client's HTTP library has changed twice, and its exceptions with it.
+    # By name: the client has changed its HTTP library twice, and the exceptions with it.
     names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
     words = _word_denial(names, repository) or _word_answer(causes)
     words = words or _word_silence(causes, names, repository)
@@ -75,7 +75,7 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
 
 
 def _word_absence(repository: Repository, why: str) -> Words:
-    """Say that something is not on this machine, and may not or cannot be asked for."""
+    """Explain that a file is not on this machine, and that the Hub may not or cannot be asked."""
     option = "" if repository.kind == "model" else " --repo-type dataset"
     elsewhere = {
         "model": "give its directory as MODEL",
@@ -90,7 +90,7 @@ def _word_absence(repository: Repository, why: str) -> Words:
 
 
 def _word_denial(names: set[str], repository: Repository) -> Words | None:
-    """Say that there is no such thing, or none for this user."""
+    """Explain that the repository does not exist, or that this user has no access."""
     from huggingface_hub import get_token
 
     what, page = f"{KINDS[repository.kind]} {repository.name}", repository.page
@@ -110,7 +110,7 @@ def _word_denial(names: set[str], repository: Repository) -> Words | None:
 
 
 def _word_answer(causes: list[BaseException]) -> Words | None:
-    """Say which status the Hub answered with."""
+    """Explain the status code that the Hub answered."""
     error: Any = next((each for each in causes if hasattr(each, "response")), None)
     status = getattr(error and error.response, "status_code", None)
     if status is None:
@@ -133,7 +133,7 @@ def _word_answer(causes: list[BaseException]) -> Words | None:
 def _word_silence(
     causes: list[BaseException], names: set[str], repository: Repository
 ) -> Words | None:
-    """Say that nothing came back, or not all of it, or that there was no room for it."""
+    """Explain a missing or incomplete answer, or a full disk."""
     from huggingface_hub import constants
 
     if names & TIMEOUTS:
@@ -163,13 +163,13 @@ HASH = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Commit:
-    """A state of a repository.
+    """A commit of a repository.
 
     Attributes:
-        repository: whose, and the revision that was asked for.
+        repository: the repository, with the requested revision.
         sha: the commit.
-        files: the names of its files; of those on this machine where the Hub did not answer.
-        unasked: why the Hub was not asked, or did not answer; empty where it did.
+        files: names of its files; if the Hub did not answer, of those on this machine.
+        unasked: why the Hub was not asked or did not answer; empty if it answered.
     """
 
     repository: Repository
@@ -179,7 +179,7 @@ class Commit:
 
     @property
     def note(self) -> Note:
-        """What must be said of it: a warning where the cache may be behind the Hub."""
+        """Return a warning if the cache may be older than the Hub."""
         name, revision, short = self.repository.name, self.repository.revision, self.sha[:12]
         of = "" if HASH.fullmatch(revision) else f" of {revision}"
         if self.unasked and of:
@@ -189,31 +189,31 @@ class Commit:
         return Note(level="info", code="hub-commit", text=text)
 
     def remember(self) -> None:
-        """Let the cache know the commit of a branch or tag, as its clients do for their own."""
+        """Record the commit of a branch or tag in the cache, as the clients of the Hub do."""
         revision = self.repository.revision
         if self.unasked or HASH.fullmatch(revision):
             return
-        # Files are fetched by commit, which tells the cache nothing of the branch.
+        # Files are downloaded by commit, so the cache does not learn the branch.
         reference = _find_cache(self.repository) / "refs" / revision
-        with suppress(OSError):  # a cache that cannot be written is read all the same
+        with suppress(OSError):  # a read-only cache still works for reading
             reference.parent.mkdir(parents=True, exist_ok=True)
             reference.write_text(self.sha)
 
 
 def is_offline(*, asked: bool) -> bool:
-    """Say whether no connection may be opened: by the option, or by the environment."""
+    """Say whether connections are forbidden, by the option or by the environment."""
     from huggingface_hub import constants
 
     return asked or constants.HF_HUB_OFFLINE
 
 
 def find_commit(repository: Repository, *, offline: bool) -> Commit:
-    """Ask for the commit of a revision.
+    """Return the commit of a revision.
 
-    Where the Hub does not answer, and what was fetched before is in the cache, that is taken.
+    If the Hub does not answer, the commit in the cache is used.
 
     Raises:
-        InputError: it cannot be had, with the reason.
+        InputError: access failed; the message gives the reason.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
@@ -230,10 +230,10 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             revision=repository.revision,
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )
-    except Exception as error:  # every HTTP library has exceptions of its own
+    except Exception as error:  # every HTTP library has its own exceptions
         refused = explain_refusal(error, repository)
         cached = _find_cached(repository, refused.message)
-        # A revision that the Hub denies is no matter of a connection: no cache stands in for it.
+        # If the Hub denies a revision, the connection works: the cache is not used instead.
         if cached is None or isinstance(error, (HFValidationError, RevisionNotFoundError)):
             raise refused from error
         return cached
@@ -242,7 +242,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
 
 
 def _find_cached(repository: Repository, unasked: str) -> Commit | None:
-    """Return the commit that the cache knows for a revision."""
+    """Return the commit that the cache holds for a revision."""
     folder, revision = _find_cache(repository), repository.revision
     reference = folder / "refs" / revision
     sha = reference.read_text().strip() if reference.is_file() else revision
@@ -262,7 +262,7 @@ def _find_cache(repository: Repository) -> Path:
 
 @contextmanager
 def silence_clients() -> Iterator[None]:
-    """Silence what the clients of the Hub draw and warn of while the block runs."""
+    """Silence progress bars and warnings of the Hub's clients inside the block."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     level = logging.root.manager.disable
@@ -278,7 +278,7 @@ def silence_clients() -> Iterator[None]:
 
 @contextmanager
 def hub_bars() -> Iterator[None]:
-    """Have bars drawn or not as before when the block ends: other libraries switch them too."""
+    """Restore the setting of progress bars after the block: other libraries change it, too."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -294,7 +294,7 @@ def hub_bars() -> Iterator[None]:
 
 @contextmanager
 def hub_access(*, offline: bool) -> Iterator[None]:
-    """Forbid connections to the Hub, where asked to, while the block runs."""
+    """Inside the block, forbid connections to the Hub if the options say so."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -311,12 +311,12 @@ FORM = "hf:ORG/NAME[SPLIT], hf:ORG/NAME/CONFIGURATION[SPLIT] or hf:ORG/NAME[SPLI
 
 @dataclass(frozen=True)
 class Reference:
-    """What `NAME[/CONFIGURATION][[SPLIT]][@REVISION]` names.
+    """The parts of `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`.
 
     Attributes:
         place: ORG/NAME, or a directory.
-        config: which of its configurations; None for its own choice.
-        split: one or several splits, perhaps in part, as `datasets` writes them: test[:10%].
+        config: a configuration; None for the default one.
+        split: one or several splits, or parts of them, in the syntax of `datasets`: test[:10%].
         revision: a branch, a tag or a commit.
     """
 
@@ -326,7 +326,7 @@ class Reference:
     revision: str = "main"
 
     def spell(self, **changes: str) -> str:
-        """Write a reference as it is typed, with changes."""
+        """Write a reference as the user types it, with changes."""
         of = {"config": self.config, "split": self.split} | changes
         config = f"/{of['config']}" if of["config"] else ""
         at = "" if self.revision == "main" else f"@{self.revision}"
@@ -334,10 +334,10 @@ class Reference:
 
 
 def parse_reference(text: str) -> Reference:
-    """Read a reference; a revision may stand before or after the split.
+    """Read a reference; a revision may precede or follow the split.
 
     Raises:
-        InputError: it names no data set.
+        InputError: the text names no data set.
     """
     match = re.fullmatch(r"([^\[\]]+)(?:\[(.+)\])?(?:@([^\[\]]+))?", text)
     if match is None:
@@ -351,10 +351,10 @@ def parse_reference(text: str) -> Reference:
 
 
 def open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | None]:
-    """Return the table of a split, and the commit that it is of.
+    """Return the table of a split, and its commit.
 
     Raises:
-        InputError: it cannot be had, with the reason.
+        InputError: access failed; the message gives the reason.
     """
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
@@ -367,7 +367,7 @@ def open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | No
         ) from error
     with ExitStack() as undo:
         if are_progress_bars_disabled() and datasets.is_progress_bar_enabled():
-            datasets.disable_progress_bars()  # where the client of the Hub draws none either
+            datasets.disable_progress_bars()  # no bar if the Hub's client draws none
             undo.callback(datasets.enable_progress_bars)
         if Path(reference.place).is_dir():
             return _open_local(reference), None
@@ -381,12 +381,12 @@ def open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | No
 
 
 def _list_splits(reference: Reference) -> list[str]:
-    """Return the splits that are read: `train[:10%]+test` has two."""
+    """List the splits of a reference: `train[:10%]+test` has two."""
     return [part.partition("[")[0].strip() for part in reference.split.split("+")]
 
 
 def _select_rows(reference: Reference, tables: dict[str, Any]) -> Any:
-    """Return the rows that are asked for, of the splits that they are in."""
+    """Return the requested rows of the splits."""
     import datasets
 
     with explain_failure(
@@ -402,7 +402,7 @@ def _select_rows(reference: Reference, tables: dict[str, Any]) -> Any:
 
 
 def _open_local(reference: Reference) -> Any:
-    """Read a directory: one that `save_to_disk` wrote, or one of files of data."""
+    """Read a directory: one written by `save_to_disk`, or one of data files."""
     import datasets
 
     path = Path(reference.place)
@@ -420,10 +420,10 @@ def _open_local(reference: Reference) -> Any:
 
 
 def _open_table(reference: Reference, commit: Commit, split: str) -> Any:
-    """Return a whole split, downloaded and made into a table where that was not done before."""
+    """Return a whole split; download it and make a table if that is not done yet."""
     import datasets
 
-    # Apart from the tables of `datasets`, which hold every split.
+    # Beside the tables of `datasets`, which hold every split.
     tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit"
     name = commit.repository.name.replace("/", "___")
     folder = tables / name / commit.sha / (reference.config or "default") / split
@@ -435,7 +435,7 @@ def _open_table(reference: Reference, commit: Commit, split: str) -> Any:
             _build_table(reference, commit, split, folder)
         except InputError:
             raise
-        except Exception as error:  # every HTTP library has exceptions of its own
+        except Exception as error:  # every HTTP library has its own exceptions
             raise explain_refusal(
                 _find_denial(commit.repository) or error, commit.repository
             ) from error
@@ -444,7 +444,7 @@ def _open_table(reference: Reference, commit: Commit, split: str) -> Any:
 
 
 def _build_table(reference: Reference, commit: Commit, split: str, folder: Path) -> None:
-    """Download the files of a split and make them a table, in a folder."""
+    """Download the files of a split and make a table in a folder."""
     import datasets
 
     name = commit.repository.name
@@ -456,29 +456,29 @@ def _build_table(reference: Reference, commit: Commit, split: str, folder: Path)
         raise
     files = builder.config.data_files
     _require_known("split", split, [str(name) for name in files], reference)
-    # All splits would be downloaded; of a large data set that is hours.
+    # `datasets` would download all splits: for a large data set that takes hours.
     builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
     builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")
 
 
 def _find_denial(repository: Repository) -> Exception | None:
-    """Return why a data set is not for this user: `datasets` drops what the Hub answered."""
+    """Return why this user has no access to a data set: `datasets` drops the Hub's answer."""
     from huggingface_hub import HfApi, errors
 
     try:
         HfApi().auth_check(repository.name, repo_type=repository.kind)
     except errors.RepositoryNotFoundError as error:
         return error
-    except Exception:  # then it is what the caller has met already
+    except Exception:  # the caller then reports its own exception
         return None
     return None
 
 
 def _require_known(what: str, name: str, names: Iterable[str], reference: Reference) -> None:
-    """Refuse a split or configuration that there is not, and name those that there are.
+    """Refuse an unknown split or configuration, and list the known ones.
 
     Raises:
-        InputError: with what may have been meant.
+        InputError: the message suggests similar names.
     """
     if name in names:
         return

@@ -1,4 +1,4 @@
-"""The --data argument: which source it names, and the samples it gives."""
+"""The --data argument: find its source, and load the samples."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ CONTRAST = 0.2
 SOME_TOKENS = 16
 """More tokens than the special tokens that a tokenizer adds to a text."""
 MOST_UNKNOWN = 1 / 3
-"""Share of unknown tokens above which a warning says so. SentencePiece gives an unknown word two
-tokens, of which one is the space: half of the tokens are all of the words there."""
+"""Share of unknown tokens that gives a warning. SentencePiece splits an unknown word into two
+tokens, one of which is the space: if all words are unknown, half of the tokens are."""
 FORMS = (
     "demo, demo:train, random, a folder of images, .npz, .safetensors, an IDX file, .csv, "
     ".tsv, .jsonl, .parquet, .txt, hf:NAME[SPLIT]"
@@ -50,18 +50,18 @@ FORMS = (
 
 
 def load_data(spec: str | None, net: Net, options: DataOptions | None = None) -> Samples:
-    """Load the samples that a --data argument names, in the form the model takes.
+    """Load the samples of a --data argument, in the form that the model takes.
 
-    The forms: `demo` (360 handwritten digits); `demo:train` (the 1437 that the demo models were
-    trained on); `random`; a folder of images, sub-folders being classes; `.npz` or `.safetensors`
-    with x and perhaps y; an IDX file of images (`t10k-images-idx3-ubyte.gz`), the labels beside
-    it; `.csv`, `.tsv`, `.jsonl`, `.parquet` with a column of texts or two of pairs; `.txt`;
-    `hf:NAME[/CONFIGURATION][[SPLIT]][@REVISION]`. None is `demo` for the demo
-    models and `random` for others.
+    Forms of --data: `demo` (360 handwritten digits); `demo:train` (the 1437 digits that the demo
+    models were trained on); `random`; a folder of images with one sub-folder per class; `.npz` or
+    `.safetensors` with x and optionally y; an IDX file of images (`t10k-images-idx3-ubyte.gz`)
+    with its labels beside it; `.csv`, `.tsv`, `.jsonl`, `.parquet` with a column of texts, or two
+    columns of pairs; `.txt`; `hf:NAME[/CONFIGURATION][[SPLIT]][@REVISION]`. None means `demo` for
+    the demo models and `random` for others.
 
     Raises:
-        UsageError: no samples are asked for.
-        InputError: the data are missing, damaged, or not what the model takes.
+        UsageError: the number of samples is 0.
+        InputError: the data are missing, damaged, or do not fit the model.
     """
     options = options or DataOptions()
     if options.samples < 1:
@@ -73,25 +73,25 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
 
 
 def draw_tensors(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> Samples:
-    """Draw samples from tensors that are at hand, in the form the model takes.
+    """Draw samples from tensors in memory, in the form that the model takes.
 
     Args:
         x: images (samples, channels, height, width), float sequences (samples, tokens, width) or
             token ids (samples, tokens).
         y: labels (samples,), or None.
         net: the model.
-        options: how many, and by which seed.
+        options: number of samples and seed.
 
     Raises:
-        InputError: of another shape than the model takes, or values out of range.
+        InputError: the shape does not fit the model, or values are out of range.
     """
     return _add_notes(draw_arrays(x, y, net, options, origin="x"), "tensors", net, options)
 
 
 def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
-    """Return what the samples can be that a --data argument names; nothing if it does not say.
+    """Return the possible kinds and shapes of the samples of a --data argument; empty if unknown.
 
-    Arrays have a shape; so has a folder of images that are all of one size.
+    Known for arrays, and for folders of images of one size.
 
     Raises:
         InputError: the file is damaged.
@@ -107,7 +107,7 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
 
 
 def _add_notes(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samples:
-    """Name the DATA argument of samples, and say what holds for any of them."""
+    """Set the DATA argument of samples, and add the notes that hold for all kinds of data."""
     notes, count = samples.notes + _note_unknown(samples.batch, net), len(samples.batch)
     if count < options.samples:
         text = f"{spec} has {count} samples, fewer than the {options.samples} requested"
@@ -118,11 +118,11 @@ def _add_notes(samples: Samples, spec: str, net: Net, options: DataOptions) -> S
 
 
 def _note_unknown(batch: Batch, net: Net) -> tuple[Note, ...]:
-    """Warn where most tokens of the texts are unknown to the tokenizer."""
+    """Warn if most tokens of the texts are unknown to the tokenizer."""
     if net.unknown_id is None or net.tokenize is None:
         return ()
     real = torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
-    # Special tokens around a text are known, and count neither as known nor as unknown.
+    # Special tokens around a text do not count, neither as known nor as unknown.
     around = len(net.tokenize("", SOME_TOKENS))
     count = int((real.sum(1) - around).clamp_min(0).sum())
     # Continuations are packed as id + i * vocabulary: the remainder is the id.
@@ -174,7 +174,7 @@ def _read(spec: str, net: Net, options: DataOptions) -> Samples:
 
 
 def _make_random(net: Net, options: DataOptions) -> Samples:
-    """Make samples without labels: 1/f noise for images, a text of ours, or Gaussian tokens."""
+    """Make samples without labels: 1/f noise for images, a fixed text, or Gaussian tokens."""
     rng = torch.Generator().manual_seed(options.seed)
     notes: tuple[Note, ...] = ()
     origins: list[Origin] = []
@@ -190,7 +190,7 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
     else:
         size, length = net.vocabulary or 1, min(options.max_tokens, *shape)
         ids, what = torch.randint(size, (count, length), generator=rng), "random token ids"
-        if net.end_id is not None:  # once, and at the end, as a tokenizer puts it
+        if net.end_id is not None:  # once, at the end, where tokenizers put it
             ids[ids == net.end_id] = (net.end_id + 1) % size
             ids[:, -1] = net.end_id
         x = list(ids)
@@ -204,12 +204,12 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
 def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     """Draw an image whose amplitude falls with frequency as 1/f, as in photographs.
 
-    Mean 0.5 and standard deviation 0.2 before what leaves [0, 1] is cut off.
+    Mean 0.5 and standard deviation 0.2, then clipped to [0, 1].
     """
     _, height, width = shape
     spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
     rows, columns = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)
-    # The constant has frequency 0, and the amplitude of the lowest one.
+    # The constant has frequency 0; it gets the amplitude of the lowest frequency.
     frequency = torch.hypot(rows, columns).clamp_min(1 / max(height, width))
     image = torch.fft.irfft2(spectrum / frequency, s=(height, width))
     spread = image.std(unbiased=False).clamp_min(torch.finfo(image.dtype).tiny)

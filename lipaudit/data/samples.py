@@ -1,4 +1,4 @@
-"""Samples of a run: which are drawn, how their labels are matched, and how they become a batch."""
+"""Samples of a run: drawing them, matching their labels, and making a batch."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ T = TypeVar("T")
 SHOWN = 5
 """Number of classes listed in a message."""
 DEFLATED = 1032
-"""Largest number of bytes to which one byte of a deflated file can unpack."""
+"""Largest size in bytes to which one byte of a deflated file can unpack."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What the user says about the data beyond their name.
+    """The user's options for the data.
 
     Attributes:
-        samples: how many to take.
-        seed: which ones: they are drawn without replacement from a stream of this seed.
-        max_tokens: longest text, in tokens with the special ones.
-        text_column: column of a table that holds the text, or two of pairs with a comma between;
-            by default the first usual name.
-        label_column: column that holds the labels; by default the first usual name.
+        samples: number of samples.
+        seed: seed of the random draw, without replacement.
+        max_tokens: largest number of tokens of a text, with special tokens.
+        text_column: table column of the texts, or two columns with a comma between; by default the
+            first usual name.
+        label_column: table column of the labels; by default the first usual name.
         offline: never open a connection; only what is on this machine.
-        skip_bad: leave out samples that cannot be read, with a note, where they would be refused.
-        scored: read prompts with what a language model is to score behind them.
+        skip_bad: leave out samples that cannot be read, with a note, instead of an error.
+        scored: read prompts with continuations for a language model to score.
     """
 
     samples: int = 32
@@ -56,11 +56,11 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Task:
-    """What a language model is asked by scoring continuations.
+    """The question that a language model answers by scoring continuations.
 
     Attributes:
-        kind: how likely a continuation is; which of several choices; which label.
-        classes: what the classes are called: a continuation and its rival, letters, labels.
+        kind: one continuation, several choices, or labels.
+        classes: names of the classes: a continuation and its rival, letters, or labels.
     """
 
     kind: Literal["continuation", "choices", "labels"]
@@ -72,12 +72,12 @@ class Samples:
     """All the samples of one run.
 
     Attributes:
-        batch: the samples; text is padded to the longest of them.
-        notes: what must be said of them: how labels were matched, texts that were cut.
-        commit: the state of a repository of the Hub that they were read from.
-        origins: where each of them is found, in the order of the batch; empty where none is.
-        task: what they ask, where they are prompts with continuations to be scored.
-        spec: the DATA argument they came from.
+        batch: the samples; texts are padded to the longest one.
+        notes: notes on the data: how labels were matched, texts that were cut.
+        commit: the commit of a repository of the Hub.
+        origins: the place of each sample in the data, in the order of the batch; empty if unknown.
+        task: the question, for prompts with continuations.
+        spec: the DATA argument.
     """
 
     batch: Batch
@@ -89,23 +89,23 @@ class Samples:
 
     @property
     def suite_id(self) -> str:
-        """Identity of the set of samples, whatever their order."""
+        """Return the identity of the set of samples, independent of their order."""
         return hashlib.sha256("\n".join(sorted(self.batch.ids)).encode()).hexdigest()[:16]
 
 
 def remark(code: str, text: str) -> Note:
-    """Make a note that informs."""
+    """Return a note of level info."""
     return Note(level="info", code=code, text=text)
 
 
 def warning(code: str, text: str) -> Note:
-    """Make a note that warns."""
+    """Return a note of level warning."""
     return Note(level="warning", code=code, text=text)
 
 
 def draw_indices(total: int, samples: int, seed: int) -> list[int]:
-    """Draw without replacement; a larger number of samples only adds to a smaller one."""
-    # Always the whole permutation: n + 1 samples are n and one more.
+    """Draw indices without replacement; a larger draw contains every smaller one."""
+    # Always permute all: then n + 1 samples are n samples and one more.
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return order[:samples].tolist()
 
@@ -113,12 +113,12 @@ def draw_indices(total: int, samples: int, seed: int) -> list[int]:
 def draw(
     total: int, options: DataOptions, read: Callable[[int], T], *, what: str
 ) -> tuple[list[tuple[int, T]], tuple[Note, ...]]:
-    """Read as many samples as are asked for, in the order of `picks`, each with its position.
+    """Read the requested number of samples in random order, each with its position.
 
-    With `skip_bad`, the next ones take the place of those that cannot be read.
+    With `skip_bad`, unreadable samples are replaced by the next ones.
 
     Raises:
-        InputError: one cannot be read; with `skip_bad`, none can.
+        InputError: a sample cannot be read; with `skip_bad`, no sample can.
     """
     drawn: list[tuple[int, T]] = []
     faults: list[str] = []
@@ -137,7 +137,7 @@ def draw(
 
 
 def note_left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
-    """Say how many samples were left out for their faults, and the first of those."""
+    """Note how many samples were left out for their faults, and the first of them."""
     if not faults:
         return ()
     text = f"unreadable {what} were left out: {len(faults)} (the first: {faults[0]})"
@@ -155,17 +155,17 @@ def make_samples(
     notes: tuple[Note, ...] = (),
     task: Task | None = None,
 ) -> Samples:
-    """Put samples together, texts padded to the longest; ids do not depend on the padding.
+    """Make the samples of a run; texts are padded, and ids do not depend on the padding.
 
     Args:
-        x: samples as the model takes them; token ids of their own length for text.
+        x: samples in the form that the model takes; for texts, token ids of any length.
         net: the model.
-        y: labels as the model numbers its classes, or None.
-        texts: the text of each, or the two of a pair; empty where they are no texts.
-        limit: the tokens after which texts are cut; 0 where they are no texts.
-        origins: where each of them is found; empty of samples that are made up.
-        notes: what must be said of them.
-        task: what they ask, where they are prompts with continuations to be scored.
+        y: class numbers of the model, or None.
+        texts: the text or pair of texts of each sample; empty for other data.
+        limit: number of tokens after which texts are cut; 0 for other data.
+        origins: the place of each sample in the data; empty for random samples.
+        notes: notes on the data.
+        task: the question, for prompts with continuations.
     """
     ids, labels = identify_samples(x, y), None if y is None else torch.as_tensor(y)
     if net.kind != "text":
@@ -174,14 +174,14 @@ def make_samples(
     padded = pad_sequence(list(x), batch_first=True, padding_value=net.pad_id)
     mask = torch.arange(padded.shape[1]) < torch.as_tensor([len(row) for row in x])[:, None]
     written = tuple((text,) if isinstance(text, str) else text for text in texts)
-    # Without a mask models take their faster path.
+    # Without a mask, models take their faster path.
     needed = None if bool(mask.all()) else mask
     batch = Batch(padded, labels, ids, needed, texts=written, limit=limit)
     return Samples(batch, notes, None, tuple(origins), task)
 
 
 class LabelError(InputError):
-    """The labels of the data are not classes of the model; `name` is the first of them."""
+    """Labels of the data that are not classes of the model; `name` is the first one."""
 
     def __init__(self, message: str, advice: str = "", *, name: str = "") -> None:
         super().__init__(message, advice)
@@ -193,18 +193,18 @@ def match_classes(
 ) -> tuple[dict[str, int], tuple[Note, ...]]:
     """Match the class names of a data set with the model's classes.
 
-    By name first, whatever its case: one of several names separated by commas, or an alias (an
-    ImageNet synset). Where no name is known, as numbers of classes. Else in their order, where the
-    counts agree; a warning then lists the whole map.
+    First by name, ignoring case: one of several names separated by commas, or an alias (an
+    ImageNet synset). If no name is known, as class numbers. Else by order, if the counts agree; a
+    warning then lists the whole map.
 
     Args:
         names: every class of the data set, in the data set's order (folders: sorted).
         net: the model.
-        order: match numbers that are no classes by their order, too.
+        order: whether numbers that are not classes may be matched by order, too.
 
     Raises:
-        LabelError: nothing works: an accuracy on such labels would mean nothing. Its `name` is the
-            first class that the model does not have.
+        LabelError: no match, so an accuracy would be meaningless; `name` is the first unknown
+            class.
     """
     known = _list_known_names(net)
     index = {
@@ -212,7 +212,7 @@ def match_classes(
     }
     if None not in index.values():
         return {name: i for name, i in index.items() if i is not None}, ()
-    # Numbers and order only where no name is known: half a match is a mistake.
+    # Numbers and order only if no name is known: a partial match is a mistake.
     if not any(i is not None for i in index.values()):
         numbers = {name: number for name in names if (number := _read_number(name)) is not None}
         if len(numbers) == len(names) and (
@@ -220,7 +220,7 @@ def match_classes(
         ):
             require_labels(numbers, net)
             return numbers, ()
-        # As many names as classes: the order is the last resort, and is said.
+        # As many names as classes: match by order as a last resort, with a warning.
         if net.classes == len(names):
             order_of = {name: i for i, name in enumerate(_sort_names(names))}
             labels = net.info.labels
@@ -244,20 +244,20 @@ def match_classes(
 def match_labels(
     values: Sequence[Any], net: Net, places: Sequence[str], *, origin: str
 ) -> tuple[list[int], tuple[Note, ...]]:
-    """Return labels as the model's class numbers, from class names or numbers.
+    """Return the model's class numbers for labels that are class names or numbers.
 
     Args:
-        values: the labels of the whole data set, so that its classes are known.
+        values: labels of the whole data set, which define its classes.
         net: the model.
         places: where each label is, for messages: `line 7`.
         origin: the data set, for messages.
 
     Raises:
-        LabelError: a label is no class; the message says where it is.
+        LabelError: a label is not a class; the message gives its place.
     """
     names = [str(value).strip() for value in values]
     try:
-        # Labels of rows are never numbered by their order where they are numbers.
+        # Labels of rows that are numbers are never matched by order.
         index, notes = match_classes(sorted(set(names)), net, order=False)
     except LabelError as error:
         place = places[names.index(error.name)]
@@ -266,7 +266,7 @@ def match_labels(
 
 
 def _read_number(name: str) -> int | None:
-    """Read a class number; a share like 0.7 is none, and must not become class 0."""
+    """Read a class number; a share like 0.7 is not one, and must not become class 0."""
     head, _, decimals = name.partition(".")
     if name in ("True", "False"):
         return int(name == "True")
@@ -275,7 +275,7 @@ def _read_number(name: str) -> int | None:
 
 
 def _sort_names(names: Sequence[str]) -> Sequence[str]:
-    """Return names in the data set's order, but numbers by their size: 2.0 before 10.0."""
+    """Sort names in the data set's order, but numbers by size: 2.0 before 10.0."""
     try:
         return sorted(names, key=float)
     except ValueError:
@@ -283,10 +283,10 @@ def _sort_names(names: Sequence[str]) -> Sequence[str]:
 
 
 def require_labels(numbers: Mapping[str, int], net: Net, origin: str = "") -> None:
-    """Refuse labels, by how they are written, that are no class of the model.
+    """Refuse labels that are not class numbers of the model.
 
     Raises:
-        LabelError: with the first such label.
+        LabelError: the message names the first such label.
     """
     classes = net.classes
     wrong = [name for name, i in numbers.items() if classes and not 0 <= i < classes]
@@ -300,7 +300,7 @@ def require_labels(numbers: Mapping[str, int], net: Net, origin: str = "") -> No
 
 
 def _list_first(names: Sequence[str]) -> str:
-    """Name the first of some classes.
+    """List the first of some class names.
 
     >>> _list_first("abcdefg")
     "'a', 'b', 'c', 'd', 'e', ..."
@@ -310,7 +310,7 @@ def _list_first(names: Sequence[str]) -> str:
 
 def _list_known_names(net: Net) -> dict[str, int]:
     names = {_normalise(alias): i for alias, i in net.aliases.items()}
-    if net.info.labels is None:  # transformers calls classes so that have no names
+    if net.info.labels is None:  # the placeholder names of transformers
         names |= {f"label {i}": i for i in range(net.classes or 0)}
     for i, label in enumerate(net.info.labels or ()):
         for name in (*label.split(","), label):
@@ -322,17 +322,17 @@ def _normalise(name: str) -> str:
     return name.strip().replace("_", " ").casefold()
 
 
-# Damaged and hostile files: one error for each, and sizes are checked before memory is taken.
+# Damaged and hostile files give one kind of error; sizes are checked before allocation.
 
 
 @contextmanager
 def refuse_damage(name: object, kind: str, advice: str) -> Iterator[None]:
-    """Turn whatever a library raises at a damaged file into one error.
+    """Turn any exception of a library on a damaged file into one error.
 
     Args:
-        name: the file, for the message.
-        kind: what it should be: `.npz file`, `image`.
-        advice: what to do about it.
+        name: the file.
+        kind: the expected kind of file: `.npz file`, `image`.
+        advice: the hint of the error.
 
     Raises:
         InputError: the block raised an exception that is not lipaudit's.
@@ -341,22 +341,22 @@ def refuse_damage(name: object, kind: str, advice: str) -> Iterator[None]:
         yield
     except LipauditError:
         raise
-    except Exception as error:  # every format's library has exceptions of its own
+    except Exception as error:  # every format's library has its own exceptions
         reason = first_line(error) or type(error).__name__
         reason = "it needs more memory than is available" if out_of_memory(error) else reason
         raise InputError(f"{name} is not a readable {kind} ({reason})", advice) from error
 
 
 def check_size(shape: Sequence[int], width: int, most: int) -> int:
-    """Return the bytes of an array whose header gives its shape.
+    """Return the size in bytes of an array, from the shape in its header.
 
     Args:
-        shape: as the header claims it.
-        width: bytes of a number.
-        most: bytes that the file can hold.
+        shape: the shape in the header.
+        width: bytes per number.
+        most: largest number of bytes that the file can hold.
 
     Raises:
-        ValueError: the array cannot be in the file.
+        ValueError: the array does not fit the file.
     """
     size = math.prod(map(int, shape)) * width
     if min(shape, default=0) < 0 or size > most:

@@ -38,9 +38,9 @@ class Row:
     """A row of a table.
 
     Attributes:
-        place: where it is, for messages: `line 7`.
-        values: by the names of their columns.
-        fault: why it cannot be read; empty where it can.
+        place: place of the row in messages: `line 7`.
+        values: values by column name.
+        fault: why the row cannot be read; empty if it can.
     """
 
     place: str
@@ -49,16 +49,16 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Its place, and the id that the file gives it where there is one."""
+        """Return its place, with the id of the row in the file if there is one."""
         given = self.values.get("id")
         return self.place if given is None else f"{self.place}, id {str(given)[:LONGEST]}"
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read every row of a file; one that is no row says so by its `fault`.
+    """Read every row of a file; unreadable rows have a `fault`.
 
     Raises:
-        InputError: the file cannot be read at all, or has no rows.
+        InputError: the file cannot be read, or has no rows.
     """
     readers = {".jsonl": _read_json_lines, ".parquet": _read_parquet}
     with refuse_damage(path, f"{path.suffix} file", "Save it as UTF-8, with one row per sample."):
@@ -72,8 +72,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _read_separated(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file whose first line names the columns; empty lines are none."""
-    # A byte order mark, as spreadsheets write it, is no part of the first name.
+    """Yield the rows of a file whose first line has the column names; skip empty lines."""
+    # Spreadsheets write a byte order mark, which is not part of the first name.
     with path.open(encoding="utf-8-sig", newline="") as lines:
         table = csv.reader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
         names: list[str] = []
@@ -115,10 +115,10 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             "pip install pyarrow, or save the table as .csv or .jsonl.",
         ) from error
     size = path.stat().st_size
-    # A dictionary of one value may stand for a million rows of it.
+    # A dictionary of one value may encode a million rows.
     room, number = DEFLATED * size, 0
     with parquet.ParquetFile(path) as file:
-        check_size([file.metadata.num_rows], 1, size)  # a row takes a byte at least
+        check_size([file.metadata.num_rows], 1, size)  # a row takes at least one byte
         for batch in file.iter_batches(BATCH):
             room -= batch.nbytes
             if room < 0:
@@ -129,12 +129,12 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def list_columns(rows: Sequence[Row]) -> list[str]:
-    """Return the columns that any row has, in the order in which they come."""
+    """Return all columns that occur in some row, in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in row.values))
 
 
 def check_row(row: Row, texts: Sequence[str], label: str | None = None) -> Row:
-    """Note where a row has no text or label, or something that is neither."""
+    """Set a fault on a row without text or label, or with a value of the wrong type."""
     for name in (*texts, *([] if label is None else [label])):
         value = row.values.get(name)
         if value is None or (name == label and str(value).strip().lower() in ("", "nan")):
@@ -148,16 +148,16 @@ def check_row(row: Row, texts: Sequence[str], label: str | None = None) -> Row:
 def choose_text_columns(
     columns: Sequence[str], options: DataOptions, *, origin: str, usual: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Choose the column of the texts, or the two of pairs of texts.
+    """Choose the column of the texts, or the two columns of pairs.
 
     Args:
-        columns: of the table.
-        options: which were asked for.
+        columns: columns of the table.
+        options: hold the requested columns.
         origin: the table, for messages.
-        usual: further names of a column of texts, looked for first.
+        usual: further usual names of a text column, tried first.
 
     Raises:
-        InputError: none has a usual name, or not the one asked for.
+        InputError: no column has a usual name, or the requested one is missing.
     """
     if options.text_column is not None:
         asked = tuple(name.strip() for name in options.text_column.split(","))
@@ -183,9 +183,9 @@ def choose_text_columns(
 def choose_label_column(
     columns: Sequence[str], options: DataOptions, *, origin: str, usual: Sequence[str] = ()
 ) -> str | None:
-    """Choose the column of the labels; None where none has a usual name.
+    """Choose the column of the labels; None if no column has a usual name.
 
-    `usual` are further names, looked for first.
+    `usual` holds further usual names, tried first.
     """
     if options.label_column is not None:
         return _check_columns((options.label_column,), columns, origin)[0]

@@ -44,12 +44,13 @@ SHOWN = 120
 
 
 def read_table(path: Path, net: Net, options: DataOptions) -> Samples:
-    """Read a table: a column of texts, or two of pairs of texts, perhaps one of labels.
+    """Read a table with a column of texts (or two of pairs) and optionally one of labels.
 
-    Labels are class names of the model, or its numbers.
+    Labels are class names or class numbers of the model.
 
     Raises:
-        InputError: damaged, empty, a column missing, or labels the model does not have.
+        InputError: the table is damaged or empty, lacks a column, or has labels unknown to the
+            model.
     """
     origin = str(path)
     rows, notes = leave_out_faulty(read_rows(path), options, origin)
@@ -86,12 +87,12 @@ def draw_texts(
     """Draw texts, or pairs of texts, from the rows of a table.
 
     Args:
-        rows: all of them.
-        columns: of the text, or of the two of a pair.
-        labels: of all rows, or None.
+        rows: all rows.
+        columns: the text column, or the two columns of pairs.
+        labels: labels of all rows, or None.
         net: the model.
-        options: how many, by which seed, and how long.
-        origin: the table, for messages.
+        options: number of samples, seed and largest length.
+        origin: name of the table in messages.
 
     Raises:
         InputError: one cannot be read; with `skip_bad`, none can.
@@ -102,7 +103,7 @@ def draw_texts(
         row = check_row(rows[i], columns)
         require_sound(row, origin)
         text = join_row(row.values, columns)
-        # One token more than allowed tells a text that is cut from one that just fits.
+        # One token more than allowed distinguishes a text that is cut from one that just fits.
         return row, text, _encode(text, net, limit + 1, f"{origin}: {row.place}")
 
     drawn, skipped = draw(len(rows), options, read, what="texts")
@@ -126,13 +127,13 @@ def draw_texts(
 
 
 def join_row(values: Mapping[str, Any], columns: Sequence[str]) -> Text:
-    """Return the text of a row: of one column, or of the two of a pair."""
+    """Return the text of a row, or its two texts."""
     first, *second = (str(values[name]) for name in columns)
     return (first, second[0]) if second else first
 
 
 def shorten(text: Text) -> str:
-    """Return how a text, or a pair of them, begins, on one line."""
+    """Return the beginning of a text, or of a pair, on one line."""
     whole = text if isinstance(text, str) else " | ".join(text)
     line = " ".join(whole.split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
@@ -142,7 +143,7 @@ def require_sound(row: Row, origin: str) -> None:
     """Refuse a row that cannot be read.
 
     Raises:
-        InputError: with its place and fault.
+        InputError: the message gives place and fault.
     """
     if row.fault:
         raise InputError(
@@ -154,7 +155,7 @@ def require_sound(row: Row, origin: str) -> None:
 def leave_out_faulty(
     rows: Sequence[Row], options: DataOptions, origin: str
 ) -> tuple[list[Row], tuple[Note, ...]]:
-    """Return the rows that can be read; the others are refused, or left out if that was asked.
+    """Return the readable rows; refuse the others, or with `skip_bad` leave them out.
 
     Raises:
         InputError: one cannot be read; with `skip_bad`, none can.
@@ -168,7 +169,7 @@ def leave_out_faulty(
 
 
 def _note_pairs(net: Net, columns: Sequence[str]) -> tuple[Note, ...]:
-    """Say that a tokenizer puts nothing between the two texts of a pair, if it does not."""
+    """Note if a tokenizer puts nothing between the two texts of a pair."""
     if len(columns) < 2 or net.tokenize is None or net.tokenize_pair is None:
         return ()
     # Pairs that begin alike share ids up to the separator; without one, only up to the text.
@@ -185,7 +186,7 @@ def _note_pairs(net: Net, columns: Sequence[str]) -> tuple[Note, ...]:
 
 
 def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
-    """Cut a plain file into equal parts and take the beginning of each (see `windows`)."""
+    """Cut a plain file into equal parts and use the beginning of each (see `cut_windows`)."""
     notes: tuple[Note, ...] = ()
     try:
         text = path.read_text("utf-8")
@@ -206,11 +207,11 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
 def cut_windows(
     text: str, net: Net, options: DataOptions, *, origin: str, after: str = ""
 ) -> tuple[list[Tensor], list[Origin], tuple[Note, ...]]:
-    """Return as many windows as samples are asked for, spread evenly over a text, and their place.
+    """Return windows of a text, evenly spread, as many as samples are requested, with places.
 
-    The text is cut into equal parts; a sample is the first `max_tokens` tokens from the first word
-    that begins in a part, special tokens included. The last ones may be shorter, unless some text
-    comes `after`.
+    The text is cut into equal parts. A sample is the first `max_tokens` tokens from the first word
+    that begins in a part, special tokens included. The last samples may be shorter, unless `after`
+    adds more text.
     """
     limit, notes = limit_tokens(net, options)
     # Equal parts of the whole text: its end is as likely as its beginning.
@@ -228,7 +229,7 @@ def cut_windows(
 
 
 def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
-    """Return the most tokens of a sample: what was asked for, or what the model can take."""
+    """Return the largest number of tokens of a sample: the option's, or the model's limit."""
     if options.max_tokens < 1:
         raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "Give at least 1.")
     most = net.sample_shape[0]

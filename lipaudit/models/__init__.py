@@ -1,6 +1,6 @@
-"""Checkpoints. Three functions matter, each the door of a room.
+"""Checkpoints as functions that can be differentiated.
 
-`sources.loading.load_net` turns a name into a checked `Net`; `attention.capture.capture` reads
-the attention of its layers, which `attention.survey.find_layers` finds once;
-`derivative.linearize.linearize` runs it as a linear map.
+`sources.loading.load_net` turns a name into a checked `Net`. `attention.capture.capture` reads the
+attention of the layers that `attention.survey.find_layers` finds once.
+`derivative.linearize.linearize` returns the products of a model's Jacobian.
 """

@@ -1,8 +1,8 @@
-"""What is proven of a model's decision on a ball around one sample, between attacks and proofs.
+"""Certificates of a model's decision on a ball around a sample, and attacks on the same ball.
 
-Proven of the function of real numbers that the stored weights define (`certify`): rounding in a
-program that runs it in floating point is no part of it. `Bracket` searches for the smallest ball
-that an attack breaks and the largest that is certified.
+A certificate holds for the real-valued function that the stored weights define (see `certify`). A
+program that runs the model in floating point adds its own rounding. `Bracket` searches the
+smallest ball that an attack breaks and the largest ball that is certified.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MOST_PAIRS = 10_000
 
 @dataclass(frozen=True)
 class Proof:
-    """How a proof is tried.
+    """The settings of a proof.
 
     Attributes:
-        norm: of the ball.
+        norm: norm of the ball.
         order: 1 for affine forms, 2 for quadratic ones.
-        nodes: parts of a ball that branch and bound looks at, at most.
-        deadline: of `time.monotonic`, after which nothing is begun.
+        nodes: largest number of parts of a ball in branch and bound.
+        deadline: time (of `time.monotonic`) after which no new step begins.
     """
 
     norm: Norm = "linf"
@@ -59,21 +59,21 @@ class Proof:
 
     @property
     def seconds(self) -> float:
-        """What is left of the time."""
+        """Return the seconds left until the deadline."""
         return self.deadline - time.monotonic()
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is proven of one ball.
+    """The outcome of a proof on one ball.
 
     Attributes:
-        certified: no input of the ball is classified otherwise.
-        why: what ended the proof where it is not: "bound" (no ReLU is left to decide), "signs"
-            (those of all ReLUs are), "nodes" or "seconds" (the limits), or "unbounded" (the
-            bounds overflowed: the ball is too large).
-        bound: least margin of a part, or that times a positive number; proven where certified.
-        nodes: parts of the ball that were looked at.
+        certified: every input of the ball is proven to get the label.
+        why: why the proof failed: "bound" (no ReLU of unknown sign is left), "signs" (the signs of
+            all ReLUs are fixed), "nodes" or "seconds" (the limits), or "unbounded" (the bounds
+            overflowed: the ball is too large).
+        bound: smallest margin of a part, up to a positive factor; proven if certified.
+        nodes: number of parts of the ball that were examined.
     """
 
     certified: bool
@@ -85,17 +85,17 @@ class Certificate:
 def certificate(
     net: Net, sample: Batch, label: int, eps: float, proof: Proof | None = None
 ) -> Certificate:
-    """Try to prove that the whole ball around a sample gets its label.
+    """Try to prove that every input in a ball around a sample gets its label.
 
     Args:
         net: a classifier.
-        sample: one sample; texts move in their embeddings.
-        label: the class that is to stand.
-        eps: radius of the ball, in the attacked space; the L-inf ball is cut by its box.
-        proof: how it is tried.
+        sample: one sample; for texts the ball is in the embeddings.
+        label: the class to prove.
+        eps: radius of the ball in the attacked space; the L-inf ball is intersected with the box.
+        proof: the settings of the proof.
 
     Raises:
-        NoRuleError: the model uses an operation that nothing is known of on balls.
+        NoRuleError: the model uses an operation that has no rule.
     """
     proof = proof or Proof()
     if proof.seconds <= 0:
@@ -123,7 +123,7 @@ def certificate(
 
 
 def choose_order(net: Net, sample: Batch, asked: str = "auto") -> int:
-    """Return the order of forms: the one asked for, or what inputs of this size allow."""
+    """Return the order of forms: the requested one, or the default for this size of input."""
     if asked != "auto":
         return int(asked)
     inputs = _count_inputs(net, sample)
@@ -131,15 +131,16 @@ def choose_order(net: Net, sample: Batch, asked: str = "auto") -> int:
 
 
 def _count_inputs(net: Net, sample: Batch) -> int:
-    """Count the numbers of a sample that may move."""
+    """Count the entries of a sample that may change."""
     free, point = net.free(sample), net.point(sample)
     return point.numel() if free is None else int(free.sum()) * point.shape[-1]
 
 
 def count_rows(net: Net, sample: Batch, order: int) -> int:
-    """Return about how many rows of symbols a pass ends with: it costs as many forwards.
+    """Return the approximate number of symbol rows at the end of a pass: its cost in forwards.
 
-    One per input (and pair of inputs at order 2), and one per number that a module returns.
+    One row per input (at order 2 also per pair of inputs), and one per number that a module
+    returns.
     """
     inputs = _count_inputs(net, sample)
     pairs = inputs * (inputs + 1) // 2 if order == 2 else 0
@@ -149,10 +150,10 @@ def count_rows(net: Net, sample: Batch, order: int) -> int:
 def require_room(net: Net, sample: Batch, order: int) -> None:
     """Refuse a pass that does not fit into the memory of its device.
 
-    Each row of symbols is as wide as the widest tensor; some tensors are held at once.
+    Each row of symbols is as wide as the widest tensor, and several tensors exist at once.
 
     Raises:
-        InputError: with the memory that it would take.
+        InputError: the message states the memory needed.
     """
     widest = max([net.point(sample).numel(), *_count_numbers(net, sample)])
     rows = count_rows(net, sample, order)
@@ -169,7 +170,7 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
 
 
 def _count_numbers(net: Net, sample: Batch) -> list[int]:
-    """Count the numbers of each tensor that an innermost module returns on a sample."""
+    """Count the entries of each tensor that an innermost module returns on a sample."""
     counts: list[int] = []
     note = lambda _name, out: counts.append(out.numel())  # noqa: E731
     with watch_outputs(net.module, note), eager(), torch.no_grad():
@@ -178,19 +179,20 @@ def _count_numbers(net: Net, sample: Batch) -> list[int]:
 
 
 def _read_memory(device: torch.device) -> int:
-    """Return the bytes that a device has in all."""
+    """Return the total memory of a device in bytes."""
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def require_rules(net: Net, sample: Batch) -> None:
-    """Refuse a model with an operation that has no rule, for the price of a few forwards.
+    """Refuse a model with an operation that has no rule, at the cost of a few forwards.
 
-    One entry moves by nothing, and rounding stays slack: no symbols are born.
+    The trial ball has radius 0 in one entry, and rounding errors stay in the slack, so no symbols
+    are added.
 
     Raises:
-        NoRuleError: with the operation and its module.
+        NoRuleError: the message names the operation and its module.
     """
     point = net.point(sample)
     first = torch.zeros(point.shape, dtype=torch.bool, device=point.device)
@@ -200,7 +202,7 @@ def require_rules(net: Net, sample: Batch) -> None:
         with eager():
             run(lambda z: net.forward(z, sample), start, module=net.module)
     except UnboundedError:
-        return  # slack grows faster than symbols do: what comes later is met when it is run
+        return  # slack grows faster than symbols: later operations are checked in the run
 
 
 START = 2.0**-8
@@ -214,27 +216,27 @@ LEAST = 2.0**-12
 
 
 class Bracket:
-    """What is known of the balls around one sample.
+    """Attacks and proofs on the balls around one sample.
 
     Args:
         net: a classifier.
         sample: one sample.
-        proof: how proofs are tried.
-        trials: makes the attacks of a ball.
-        seed: of their random numbers.
+        proof: the settings of proofs.
+        trials: returns the attacks for a ball.
+        seed: seed of the attacks.
 
     Attributes:
-        label: the true class, -1 where it is unknown.
-        predicted: the class that the model gives it.
-        clean: how the sample fares without attack.
-        correct: whether it is classified rightly; an unknown class is the predicted one.
+        label: the true class, -1 if unknown.
+        predicted: the class that the model predicts.
+        clean: the outcome without an attack.
+        correct: whether the prediction is right; without a label it counts as right.
         stood: largest radius at which attacks found nothing.
-        nearest: distance of the nearest adversarial example that they found.
-        example: the last one that they found.
-        certified: largest radius that was certified; -1 for none.
-        tried: what came of the proof at each radius.
-        seconds: wall time of it.
-        notes: what attacks remark.
+        nearest: distance of the nearest adversarial example found.
+        example: the last adversarial example found.
+        certified: largest certified radius; -1 for none.
+        tried: the certificate of each radius.
+        seconds: wall time.
+        notes: notes of the attacks.
     """
 
     def __init__(
@@ -261,14 +263,14 @@ class Bracket:
 
     @property
     def wanted(self) -> int:
-        """The class that is to stand."""
+        """Return the class to prove: the label, or without one the prediction."""
         return self.label if self.label >= 0 else self.predicted
 
     def settle(self, radii: Sequence[Radius]) -> Iterator[None]:
-        """Settle some balls, and yield after each.
+        """Decide some balls, and yield after each.
 
-        Attacks go outwards until one succeeds, which breaks all larger balls; proofs go inwards
-        until one succeeds, which holds for all smaller ones.
+        Attacks begin with the smallest ball; a success breaks all larger balls. Proofs begin with
+        the largest ball; a success holds for all smaller ones.
         """
         ordered = sorted(radii, key=float)
         for radius in ordered:
@@ -280,7 +282,7 @@ class Bracket:
             yield
 
     def search(self, tol: float) -> None:
-        """Search for the smallest adversarial radius, then for the largest certified one."""
+        """Search the smallest adversarial radius, then the largest certified one."""
         if not self.correct:
             return
         most = self._find_largest_radius()
@@ -294,7 +296,7 @@ class Bracket:
         _search(self.prove, self._find_proven, (SHARE * reach, reach), tol)
 
     def attack(self, radius: Radius) -> None:
-        """Attack one ball, until something breaks it."""
+        """Attack one ball until an attack succeeds."""
         _, *outcomes = self._run_attacks(self.trials([radius]))
         for outcome in outcomes:
             self.notes += outcome.notes
@@ -313,14 +315,14 @@ class Bracket:
             self.certified = max(self.certified, eps)
 
     def _attack_and_approach(self, eps: float) -> None:
-        """Attack a ball, and move what is found towards the sample while it stays broken."""
+        """Attack a ball, and move the example towards the sample while it stays broken."""
         known = self.nearest
         self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
         if self.nearest < known:
             self.nearest = min(self.nearest, self._approach())
 
     def _approach(self) -> float:
-        """Return how near on the line to the sample the example that was found still is one."""
+        """Return the smallest distance on the line to the sample with a broken point."""
         x, low, high = self.net.point(self.sample), 0.0, 1.0
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -330,12 +332,12 @@ class Bracket:
         return float(distance(torch.lerp(x, self.example, high), x, self.proof.norm))
 
     def _find_proven(self) -> tuple[float, float]:
-        """Return the largest certified radius, and the smallest that is not."""
+        """Return the largest certified radius, and the smallest radius without a certificate."""
         refused = (eps for eps, each in self.tried.items() if not each.certified)
         return max(self.certified, 0.0), min([self.nearest, *refused])
 
     def _find_largest_radius(self) -> float:
-        """Return the largest radius in question: the space's width, or the sample's size."""
+        """Return the largest radius to search: the width of the box, or the size of the sample."""
         point, linf = self.net.point(self.sample), self.proof.norm == "linf"
         if self.net.box is None:
             return float(point.abs().max() if linf else torch.linalg.vector_norm(point))
@@ -343,7 +345,7 @@ class Bracket:
         return width if linf else width * math.sqrt(point.numel())
 
     def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
-        """Run attacks, the sample without attack first; its random numbers are its own."""
+        """Run attacks, first the sample without attack; each sample has its own random stream."""
         y = torch.tensor([self.wanted], device=self.sample.x.device)
         chunk = Chunk(0, self.net.point(self.sample), y, self.net.free(self.sample))
         model = self.net.classifier(self.sample)
@@ -356,14 +358,14 @@ def _search(
     reach: tuple[float, float],
     tol: float,
 ) -> None:
-    """Search for the radius up to which something holds: doubling or halving, then bisection.
+    """Search the radius up to which a property holds: doubling or halving, then bisection.
 
     Args:
-        look: looks at a radius.
-        known: returns the largest radius at which it is known to hold, or 0, and the smallest at
-            which it is known not to.
-        reach: where to begin, and the largest radius in question.
-        tol: relative width at which it ends.
+        look: examines a radius.
+        known: returns the largest radius at which the property is known to hold, or 0, and the
+            smallest radius at which it is known not to hold.
+        reach: the first and the largest radius to examine.
+        tol: relative width at which the search ends.
     """
     first, most = reach
     low, high = known()

@@ -1,7 +1,7 @@
-"""Points at which nothing is equal, zero or constant by accident: what a model is shows there.
+"""Generic points: inputs at which nothing is equal, zero or constant by accident.
 
-On a black image all tokens are alike: a norm of queries looks affine, heads look repeated, two
-inputs look like one, and a model that mixes samples looks as if it did not.
+On a black image all tokens are equal: a normalisation of queries looks affine, heads look
+repeated, two inputs look like one, and mixing of samples stays invisible.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import Net
 
-FEWEST_TOKENS = 16  # one token says nothing: a rotary position of 0 is no rotation
-MOST_TOKENS = 1024  # autograd keeps whole maps: a layer is what it is at this length too
+FEWEST_TOKENS = 16  # with one token, a rotary position of 0 is no rotation
+MOST_TOKENS = 1024  # long enough to show the structure, short enough: autograd keeps whole maps
 
 
 def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
-    """Return a net, one generic sample beside a companion, and beside another companion.
+    """Return a net, and two pairs of samples: a generic sample beside each of two companions.
 
-    Both come of the first sample of the batch (of text: the longest), moved by seeded noise: half
-    of it noise inside the box, or noise of its own size where there is none. Text keeps its token
-    ids, and so its special tokens and masks; the returned net moves their embeddings instead.
+    All come from the first sample of the batch (for texts: the longest) plus seeded noise: half
+    noise inside the box, or noise of the sample's size without a box. Texts keep their token ids,
+    and so their special tokens and masks; the returned net adds noise to the embeddings instead.
     """
     if net.kind == "text":
         ids = _take_longest(net, batch)
@@ -41,7 +41,7 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
 
 
 def shape_at(net: Net, batch: Batch) -> torch.Size:
-    """Return the shape of the sample that `make_generic` makes of a batch."""
+    """Return the shape of the generic sample of a batch."""
     return (_take_longest(net, batch) if net.kind == "text" else batch.x[:1]).shape[1:]
 
 
@@ -87,7 +87,7 @@ def _measure_size(x: Tensor) -> Tensor:
 
 
 def _move_embeddings(net: Net) -> Net:
-    """Return the same model with noise on its token embeddings, the same in every pass."""
+    """Return the same model with noise on its token embeddings, equal in every pass."""
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         seeds = count()

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Past = MutableMapping[Tensor, Collection[Node]]
-"""For each leaf at which a graph was cut: the nodes on which it depended before."""
+"""For each leaf at which a graph was cut: the nodes that it depended on before the cut."""
 
 _roots: MutableMapping[Tensor, object] = WeakTensorKeyDictionary()
 """Marks of leaves."""
@@ -38,16 +38,17 @@ values."""
 
 
 def vjp(out: Tensor, inp: Tensor | GradientEdge, cotangent: Tensor) -> Tensor | None:
-    """Return J^T u of `out` with respect to `inp`; None where nothing leads there."""
+    """Return J^T u of `out` with respect to `inp`; None if `out` does not depend on `inp`."""
     return torch.autograd.grad(out, inp, cotangent, retain_graph=True, allow_unused=True)[0]
 
 
 def leaves(
     t: Tensor, stop: Collection[Node] = (), past: Past | None = None
 ) -> tuple[list[Tensor], list[Node]]:
-    """Return the leaf tensors behind t, and the nodes of `stop` that t depends on.
+    """Return the leaf tensors that t depends on, and the nodes of `stop` that t depends on.
 
-    The walk ends at those nodes; across a cut it goes on by what `past` says of the leaf there.
+    The walk ends at the nodes of `stop`. At a cut it continues with the nodes that `past` lists
+    for the leaf.
     """
     if t.grad_fn is None:
         return ([t] if t.requires_grad else []), []
@@ -64,14 +65,14 @@ def leaves(
 
 
 def op(node: Node) -> str:
-    """Return the name of an op: `Mul` of `MulBackward0`."""
+    """Return the name of an operation: `Mul` for `MulBackward0`."""
     return node.name().partition("Backward")[0]
 
 
 def is_affine(t: Tensor) -> bool:
-    """Say whether t is an affine function of its leaves by the ops it is made of.
+    """Say whether t is an affine function of its leaves, judged by its operations.
 
-    Values cannot prove that: of tokens that are all alike every function looks affine.
+    Values cannot show this: on equal tokens every function looks affine.
     """
     return all(hasattr(node, "variable") or _is_affine_op(node) for node in nodes(t))
 
@@ -82,25 +83,24 @@ def _is_affine_op(node: Node) -> bool:
 
 
 def root(t: Tensor) -> object:
-    """Return a mark of what t is a rearrangement of: the graph node, or leaf, behind its views.
+    """Return a mark of the tensor behind t's views: equal marks mean parts of one tensor.
 
-    Two tensors with the same root are parts of one tensor, whatever its values are. Two results
-    of the same computation have two roots. The mark is not the node, which would keep all that
-    its graph has saved for as long as somebody remembers it.
+    Two results of the same computation have different roots. The mark is not the graph node
+    itself, because a stored node keeps its whole graph in memory.
     """
     node = t.grad_fn
     while node is not None and op(node) in SHAPE_OPS - {"Cat"}:
         node = next((parent for parent, _ in node.next_functions if parent is not None), None)
     if node is None or hasattr(node, "variable"):
         return _roots.setdefault(getattr(node, "variable", t), object())
-    marks = cast("dict[str, object]", node.metadata)  # torch declares a method, and it is a dict
+    marks = cast("dict[str, object]", node.metadata)  # torch declares a method, but it is a dict
     return marks.setdefault("root", object())
 
 
 def divides_channels(t: Tensor) -> bool:
-    """Say whether rows of t are parts of one vector of the tensor that it is a rearrangement of.
+    """Say whether the rows of t are parts of one vector of the tensor behind t's views.
 
-    Windows of tokens are whole vectors; heads that one small map is to read are not.
+    Windows of tokens contain whole vectors; heads that share one small map are parts of a vector.
     """
     node, joined = t.grad_fn, False
     while node is not None and op(node) in SHAPE_OPS | _PARTS:
@@ -114,7 +114,7 @@ def divides_channels(t: Tensor) -> bool:
 
 
 def nodes(t: Tensor, stop: Collection[Node] = ()) -> Iterator[Node]:
-    """Yield every node behind t once, without going past those of `stop`."""
+    """Yield every node behind t once, without going beyond the nodes of `stop`."""
     seen: set[Node] = set()
     todo = [t.grad_fn]
     while todo:

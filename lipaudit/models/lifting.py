@@ -1,9 +1,9 @@
-"""Weights as and where they are stored, lifted to the precision and device of a run when read.
+"""Weights in their stored precision and place, converted ("lifted") when a layer reads them.
 
-A module that is held keeps its parameters as they are stored (in half precision, on the CPU, in a
-file that is mapped): `parameters()` gives those, and `module.weight` gives a copy as the run needs
-it, which lives as long as something reads it. While the model runs, `parameters()` gives such
-copies too: some models ask their own type and device.
+A held module keeps its parameters as stored (in half precision, on the CPU, in a mapped file).
+`parameters()` returns the stored tensors. `module.weight` returns a copy in the precision and on
+the device of the run; the copy is freed after use. While the model runs, `parameters()` returns
+such copies, too, because some models read their own dtype and device.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _stored: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True)
 class Kept:
-    """A weight, or a view of one, that is lifted again where it is read.
+    """A weight, or a view of one, that is converted again whenever it is read.
 
     Attributes:
-        stored: the weight as it is stored.
-        dtype: what it is lifted to.
-        device: where it is lifted to.
-        view: size, stride and offset of the view in the lifted weight.
+        stored: the stored weight.
+        dtype: dtype of the copy.
+        device: device of the copy.
+        view: size, stride and offset of the view in the copy.
     """
 
     stored: Tensor
@@ -45,16 +45,16 @@ class Kept:
 
     @property
     def shape(self) -> torch.Size:
-        """Return its size, for which nothing is lifted."""
+        """Return the size, without a conversion."""
         return self.view[0]
 
     def lifted(self) -> Tensor:
-        """Return it as the run needs it."""
+        """Return the converted weight or view."""
         return _lift(self.stored, self.dtype, self.device).detach().as_strided(*self.view)
 
 
 def keep(weight: Tensor) -> Tensor | Kept:
-    """Return what to remember of a weight beyond its layer: never the copy that was lifted."""
+    """Return a reference to a weight for use beyond its layer; it never keeps the copy alive."""
     stored = _stored.get(weight if weight._base is None else weight._base)
     if stored is None:
         return weight.detach()
@@ -63,7 +63,7 @@ def keep(weight: Tensor) -> Tensor | Kept:
 
 
 def read(kept: Tensor | Kept) -> Tensor:
-    """Return a weight that was kept."""
+    """Return the weight behind a reference made by `keep`."""
     return kept if isinstance(kept, Tensor) else kept.lifted()
 
 
@@ -72,21 +72,21 @@ def hold(
     dtype: torch.dtype,
     place: Callable[[str], torch.device | None] = lambda _path: None,
 ) -> tuple[torch.dtype, ...]:
-    """Keep the parameters of a module as they are, and lift each where it is read.
+    """Keep the parameters of a module as stored, and convert each when it is read.
 
-    Buffers, and parameters that are wider than `dtype`, are converted; buffers are moved, too.
+    Buffers, and parameters wider than `dtype`, are converted at once; buffers are also moved.
 
     Args:
         module: the model.
-        dtype: what its parts read.
-        place: where the part of a path reads; None: where its tensors are.
+        dtype: dtype of the copies.
+        place: returns the device of a module path; None: the device of its tensors.
 
     Returns:
-        the types that are lifted, sorted by name.
+        the stored dtypes that need conversion, sorted by name.
     """
     for path, part in module.named_modules():
         device = place(path)
-        if isinstance(part, nn.RNNBase):  # it hands its weights to torch without reading them
+        if isinstance(part, nn.RNNBase):  # it passes its weights to torch without reading them
             part.to(device=device, dtype=dtype)
         for name, buffer in part._buffers.items():
             if buffer is not None:
@@ -103,7 +103,7 @@ def hold(
 
 
 def precision(module: nn.Module) -> torch.dtype:
-    """Return the type of a module's parameters where the module reads them."""
+    """Return the dtype of a module's parameters as the module reads them."""
     for part in module.modules():
         if isinstance(part._parameters, _Parameters):
             return part._parameters.dtype
@@ -111,7 +111,7 @@ def precision(module: nn.Module) -> torch.dtype:
 
 
 def devices(module: nn.Module) -> Iterator[torch.device]:
-    """Yield where the parts of a module read each of their parameters, the first one first."""
+    """Yield the devices on which the parts of a module read their parameters, in order."""
     for part in module.modules():
         table = part._parameters
         given = table.device if isinstance(table, _Parameters) else None
@@ -119,12 +119,12 @@ def devices(module: nn.Module) -> Iterator[torch.device]:
 
 
 def has_lifted_weights(module: nn.Module) -> bool:
-    """Say whether weights are lifted where they are read: what is stored has no gradient."""
+    """Say whether weights are converted on reading: stored weights have no gradient."""
     return any(isinstance(part._parameters, _Parameters) for part in module.modules())
 
 
 def lifting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call of a model that is held, in which `parameters()` gives lifted weights."""
+    """Return a call of a held model in which `parameters()` returns converted weights."""
 
     def run(*args: Any) -> Any:
         with _running():
@@ -134,7 +134,7 @@ def lifting(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Parameters(dict[str, Any]):
-    """The parameters of one module by name: stored, and lifted where they are read."""
+    """The parameters of one module by name: stored, and converted on reading."""
 
     running = 0
     """Number of running model calls."""
@@ -149,7 +149,7 @@ class _Parameters(dict[str, Any]):
         return self._lifted(super().__getitem__(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set what is stored: who puts back what was read changes nothing."""
+        """Set the stored weight; setting the copy that was read changes nothing."""
         super().__setitem__(name, value if value is None else _stored.get(value, value))
 
     def items(self) -> Any:
@@ -174,7 +174,7 @@ def _running() -> Iterator[None]:
 
 
 def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Return the copy of a stored weight that a run needs: the one that is alive, if any."""
+    """Return the converted copy of a stored weight; an existing copy is reused."""
     if not _lifts(stored, dtype, device):
         return stored
     kind = dtype if _narrower(stored, dtype) else stored.dtype
@@ -189,10 +189,10 @@ def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Te
 
 
 def _room(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for a copy that goes back to the system with it.
+    """Return memory for a copy that the system gets back when the copy is freed.
 
-    The C library keeps what it is handed back by the megabyte between things that live longer:
-    the heap would grow to several times the model.
+    The C library does not return blocks of megabytes that lie between longer-lived ones: the heap
+    would grow to several times the model.
     """
     count = like.numel()
     if device.type != "cpu" or count < LARGE or not like.is_contiguous():

@@ -1,4 +1,4 @@
-"""How much memory tensors take while something runs, this process has, and is free."""
+"""Memory: bytes of tensors during a run, of this process, and free on a device."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _CACHES = ("inactive_file ", "total_inactive_file ")
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that a measure takes beyond what is there, whatever its batch and for each sample."""
+    """Bytes that a measure needs beyond the loaded model: fixed, and per sample."""
 
     fixed: int
     sample: int
 
     def of(self, samples: int) -> int:
-        """Return what so many samples take at a time."""
+        """Return the bytes for a number of samples at a time."""
         return self.fixed + samples * self.sample
 
 
 class Held(EagerMode):
-    """Counts the bytes of tensors that operations make while it is active, and somebody holds.
+    """Counts the bytes of live tensors made by operations while it is active.
 
-    Temporary memory of an operation is not seen, nor is what it does without torch.
+    Temporary memory inside an operation and memory outside torch are not counted.
 
     Args:
-        module: whose parameters are not counted.
+        module: a module; its parameters are not counted.
 
     Attributes:
-        most: the most bytes there were at a time.
+        most: the largest number of bytes at a time.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -80,7 +80,7 @@ class Held(EagerMode):
 
 
 def format_size(count: int) -> str:
-    """Write a number of bytes.
+    """Format a number of bytes.
 
     >>> format_size(1_260_000_000), format_size(45_300_000)
     ('1.3 GB', '45 MB')
@@ -89,9 +89,9 @@ def format_size(count: int) -> str:
 
 
 def read_used_memory(device: torch.device) -> int | None:
-    """Return how many bytes this process has on a device; None where that is not known.
+    """Return the bytes that this process uses on a device; None if unknown.
 
-    On a CPU they are all of its memory: libraries, weights and whatever else.
+    On a CPU this is the whole memory of the process, with libraries and weights.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -103,13 +103,13 @@ def read_used_memory(device: torch.device) -> int | None:
 
 
 def find_free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Return how many bytes this process can still have on a device; None: that is not known.
+    """Return the bytes that this process can still allocate on a device; None if unknown.
 
-    On a CPU the machine may have more than the control groups of a container allow.
+    On a CPU, limits of control groups (containers) count, too.
 
     Args:
         device: the device.
-        root: where the files of the system are.
+        root: root folder of the system's files.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -126,7 +126,7 @@ def _available(root: Path) -> Iterator[int]:
 
 
 def _read_limits(root: Path) -> Iterator[int]:
-    """Yield what each control group of this process, and each around it, leaves."""
+    """Yield the free memory of each control group around this process."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -142,7 +142,7 @@ def _read_free(group: Path) -> Iterator[int]:
     for limit, usage in _LIMITS:
         allowed, used = _read(group / limit).strip(), _read(group / usage).strip()
         if allowed.isdigit() and used.isdigit():
-            # What files have been read is given back where memory is short.
+            # File caches are freed if memory is short.
             yield max(0, int(allowed) - int(used) + _read_cached(group))
 
 

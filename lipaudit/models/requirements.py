@@ -1,8 +1,8 @@
-"""What a model has to be before any number: a fixed, differentiable function of each sample.
+"""Requirements before any measurement: a fixed, differentiable function of each sample.
 
-A model that mixes samples, reads padding, is randomised or changes when it is observed is refused.
-A gradient that is not the derivative (a straight-through estimator, `detach`, a part under
-`no_grad`, a wrong backward pass) is a warning: what autograd measures is then another function.
+A model is refused if it mixes samples, reads padding, is random, or changes when it is observed. A
+gradient that is not the derivative (a straight-through estimator, `detach`, a part under
+`no_grad`, a wrong backward pass) gives a warning: autograd then describes another function.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ SAME = 1e-5
 """Largest difference between two equal results, relative to the largest entry (float32
 rounding)."""
 AGREES = 1e-4
-"""Largest difference between two ways to compute a result, whose rounding differs."""
+"""Largest relative difference between two ways to compute a result, with different rounding."""
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
-    """Compare two tensors, relative to the largest entry of the first.
+    """Compare two tensors, relative to the largest entry of the first one.
 
-    With `each`, every slice along that axis by itself: a large head must not hide a small one.
+    With `each`, slices along that axis are compared separately, so a large head cannot hide a
+    small one.
     """
     if a.shape != b.shape:
         return False
@@ -40,7 +41,7 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
 
 
 def _find_largest(t: Tensor, each: int | None = None) -> Tensor:
-    """Return the largest entry, or that of every slice along an axis."""
+    """Return the largest entry, or the largest entry of every slice along an axis."""
     axes = [axis for axis in range(t.ndim) if axis != each]
     return (t.abs().amax(axes) if axes else t.abs()).double()
 
@@ -49,8 +50,8 @@ def compute_output_rows(net: Net, batch: Batch) -> Tensor:
     """Return the model's output, one row per sample.
 
     Raises:
-        EvaluationError: it is not finite.
-        InputError: it has not one row per sample.
+        EvaluationError: the output is not finite.
+        InputError: the output does not have one row per sample.
     """
     with torch.no_grad():
         output = net.output(batch)
@@ -69,10 +70,10 @@ def compute_output_rows(net: Net, batch: Batch) -> Tensor:
 
 
 def require_fixed(net: Net, batch: Batch, output: Tensor) -> None:
-    """Check that another pass gives the same output.
+    """Check that a second pass gives the same output.
 
     Raises:
-        InputError: it does not: the model is random.
+        InputError: the output differs: the model is random.
     """
     with torch.no_grad():
         again = net.output(batch)
@@ -91,7 +92,7 @@ def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> N
     """Check that the first sample's output does not depend on the second sample.
 
     Raises:
-        InputError: it does.
+        InputError: the output depends on the other sample.
     """
     with torch.no_grad():
         alone = net.output(other)
@@ -106,12 +107,13 @@ def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> N
 
 
 def require_padding_is_ignored(net: Net, batch: Batch) -> None:
-    """Check that the sample with the most padding is the same without it, token by token.
+    """Check that the sample with the most padding gives the same vectors without padding.
 
-    Every module that gives a vector per token is compared: the model's output may hide it.
+    Every module that returns a vector per token is compared: the model's output may hide a
+    difference.
 
     Raises:
-        InputError: it is not: its figures would depend on what it is batched with.
+        InputError: the vectors differ, so figures would depend on the batch.
     """
     if batch.mask is None or bool(batch.mask.all()):
         return
@@ -131,13 +133,13 @@ def require_padding_is_ignored(net: Net, batch: Batch) -> None:
 
 
 def _collect_token_vectors(net: Net, sample: Batch) -> list[tuple[str, Tensor]]:
-    """Run one sample; return what each innermost module makes of its real tokens."""
+    """Run one sample; return the real tokens of each innermost module's output."""
     seen: list[tuple[str, Tensor]] = []
     real = slice(None) if sample.mask is None else sample.mask[0]
 
     def note(name: str, out: Tensor) -> None:
         if out.ndim == 3 and out.is_floating_point() and out.shape[:2] == sample.x.shape[:2]:
-            # A copy: some models scale their embeddings in place, and would do so to what is kept.
+            # A copy: some models scale their embeddings in place.
             seen.append((name, out[:, real].clone()))
 
     with watch_outputs(net.module, note), torch.no_grad():
@@ -163,7 +165,7 @@ def require_same(captured: Tensor, output: Tensor) -> None:
     """Check that observing the model did not change its output.
 
     Raises:
-        InputError: it did.
+        InputError: the output changed.
     """
     if not agree(output, captured, AGREES, each=0):
         gap = (captured - output).abs().amax() / output.abs().amax()
@@ -183,7 +185,7 @@ def _find_first_difference(
 
 
 def _collect_outputs(module: nn.Module, forward: Callable[[], object]) -> list[tuple[str, Tensor]]:
-    """Run a model on two samples; return what each innermost module gives for the first."""
+    """Run a model on two samples; return each innermost module's output for the first."""
     seen: list[tuple[str, Tensor]] = []
 
     def note(name: str, out: Tensor) -> None:
@@ -196,17 +198,17 @@ def _collect_outputs(module: nn.Module, forward: Callable[[], object]) -> list[t
 
 
 def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
-    """Run a model by itself on each sample of a batch, up to the first on which it fails.
+    """Run a model on each sample of a batch alone, up to the first failure.
 
     Returns:
-        The place of that sample in the batch, what happens there, and what the model raised, if
-        anything; None where nothing happens, or a fault of the machine is in the way.
+        The index of that sample in the batch, a description of the failure, and the exception of
+        the model, if any; None without a failure, or if the machine fails.
     """
     for i in range(len(batch)):
         try:
             with torch.no_grad():
                 output = net.output(batch[i : i + 1].trim())
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # the model's own code may raise anything
             if of_machine(error):
                 return None
             said = str(error).partition("\n")[0]
@@ -217,19 +219,19 @@ def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | No
 
 
 def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
-    """Refuse a model that does not give every sample an output of its own.
+    """Refuse a model whose outputs are not one per sample.
 
-    The first and the last sample are run alone and together. A model that gives other outputs
-    from one pass to the next is not refused: measures say so by themselves.
+    The first and the last sample run alone and together. A random model is not refused here: the
+    measures note it.
 
     Args:
         net: the model.
-        batch: samples; nothing is compared where there is only one.
+        batch: samples; a single sample is not compared.
         singly: whether samples are measured one at a time.
 
     Raises:
-        InputError: it fails on two samples, gives another number of outputs, or outputs that
-            depend on both.
+        InputError: the model fails on two samples, returns another number of outputs, or outputs
+            that depend on both samples.
     """
     if len(batch) < 2:
         return
@@ -238,7 +240,7 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     try:
         alone, again = (_run_batches(net, singles) for _ in range(2))
     except InputError:
-        return  # the measure names the sample
+        return  # the measure will name the sample
     try:
         together = _run_batches(net, [pair])
     except InputError as error:
@@ -267,14 +269,14 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
 
 
 def require_padding_is_unread(net: Net, batch: Batch) -> None:
-    """Refuse a model to whose outputs padding matters: the shortest text beside the longest.
+    """Refuse a model whose outputs depend on padding: run the shortest text beside the longest.
 
     Args:
         net: the model.
         batch: texts with their mask.
 
     Raises:
-        InputError: an output beside the other text is not the output alone.
+        InputError: an output in the batch differs from the output alone.
     """
     assert batch.mask is not None
     lengths = batch.mask.sum(1)
@@ -290,15 +292,15 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
 
 
 def _run_batches(net: Net, batches: Sequence[Batch]) -> Tensor:
-    """Return the outputs of batches, joined.
+    """Return the outputs of several batches, joined.
 
     Raises:
-        InputError: the model's own code fails, with what it said.
+        InputError: the model's own code fails; the message quotes it.
     """
     try:
         with torch.no_grad():
             return torch.cat([net.output(batch) for batch in batches])
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's own code may raise anything
         if of_machine(error):
             raise
         said = str(error).partition("\n")[0]
@@ -319,14 +321,14 @@ WIDENED = 2**28
 
 
 def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
-    """Warn of a model whose gradient is not its derivative.
+    """Warn if the gradient of a model is not its derivative.
 
-    Two samples are moved along one random direction each, in float64 where the model is not too
-    large; otherwise, and where the model's own code fails, nothing is compared.
+    Compares differences along one random direction at two samples, in float64. If the model is too
+    large for float64, or its own code fails, nothing is compared.
 
     Args:
         net: the model.
-        batch: samples of it.
+        batch: samples.
 
     Returns:
         A warning that names a sample, or nothing.
@@ -338,7 +340,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     try:
         with _in_float64(net), exact_arithmetic(net.device), Widening():
             shares = _measure_differences(net, pair.to(net.device, torch.float64))
-    except Exception as error:  # whatever the model's own code raises: the measures say so
+    except Exception as error:  # the model's own code may raise anything: the measures report it
         if of_machine(error):
             raise
         return ()
@@ -354,7 +356,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
 
 
 def _measure_differences(net: Net, batch: Batch) -> Tensor:
-    """Return |D(h) - J u . w| as a share of the derivative, the smallest over h; per sample."""
+    """Return |D(h) - J u . w| relative to the derivative, the smallest over h, per sample."""
     x = net.point(batch)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
@@ -370,13 +372,14 @@ def _measure_differences(net: Net, batch: Batch) -> Tensor:
         w = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
         pulled = _compute_gradient((output * w).sum(), point)
     slope = (pulled * u).sum(flat)
-    # Of a random u the slope is about ||J^T w|| ||u|| / sqrt(n): chance may make one far smaller.
+    # For a random u the slope is about ||J^T w|| ||u|| / sqrt(n), but may be far smaller by
+    # chance.
     entries = u.count_nonzero() / len(u)
     usual = torch.linalg.vector_norm(pulled, dim=flat) * length.flatten() / entries.sqrt()
     with torch.no_grad():
         found = torch.stack([_central_difference(net, batch, x, u, w, h) for h in STEPS])
     scale = torch.stack([slope.abs(), usual]).amax(0).clamp_min(found.abs())
-    # What rounding may make of g, where the derivative itself vanishes.
+    # Rounding of g, for directions in which the derivative vanishes.
     eps = torch.finfo(torch.float64).eps
     rounding = eps * (output.detach() * w).abs().flatten(1).sum(1) / min(STEPS)
     apart = ((found - slope).abs() - rounding).clamp_min(0) / scale.clamp_min(1e-300)
@@ -391,7 +394,7 @@ def _central_difference(
 
 
 def _compute_gradient(value: Tensor, point: Tensor) -> Tensor:
-    """Return the gradient; zeros where no graph leads to the point."""
+    """Return the gradient; zeros if the value does not depend on the point."""
     if not value.requires_grad:
         return torch.zeros_like(point)
     (gradient,) = torch.autograd.grad(value, point, allow_unused=True)
@@ -400,7 +403,7 @@ def _compute_gradient(value: Tensor, point: Tensor) -> Tensor:
 
 @contextmanager
 def _in_float64(net: Net) -> Iterator[None]:
-    """Widen all weights while the block runs; they come back as they were, in the same memory."""
+    """Widen all weights inside the block; afterwards they are restored, in the same memory."""
     tensors = [*net.module.parameters(), *net.module.buffers()]
     narrow = {id(t): (t, t.data) for t in tensors if t.is_floating_point()}
     try:

@@ -1,4 +1,4 @@
-"""Language models that score continuations: a score where a classifier has a logit."""
+"""Language models that score continuations: each score acts as the logit of a class."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ TRIED = 6
 
 
 def score_continuations(net: Net, task: Task, how: Score) -> Net:
-    """Return a language model as a classifier of what may follow a prompt.
+    """Return a language model as a classifier of the possible continuations of a prompt.
 
-    A score is log p(continuation | prompt): the sum over its tokens t of log p(t | what is before
-    t), or their mean. A continuation alone has a rival: the score that it would have if its
-    weakest token, which is least ahead of the likeliest other one, had the probability of that
-    one. It is ahead of its rival exactly where greedy decoding gives every token of it.
+    A score is log p(continuation | prompt): the sum, or the mean, over its tokens t of log p(t |
+    tokens before t). A single continuation gets a rival: the same continuation with its weakest
+    token (the one least ahead of the likeliest other token) replaced by that other token. The
+    continuation is ahead of its rival exactly if greedy decoding gives all of its tokens.
 
-    Samples are packed (see `data.continuations.packed`); the attacked space is the embeddings of
-    the prompt. What follows keeps its own.
+    Samples are packed (see `data.continuations.pack`). The attacked space is the embeddings of the
+    prompt; the embeddings of the continuation do not change.
 
     Raises:
-        InputError: the model looks at more than the embeddings of a token and of those before it.
+        InputError: the logits of a token depend on more than the embeddings up to that token.
     """
     _require_causal(net)
     alone = task.kind == "continuation"
@@ -69,14 +69,14 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Packed samples, taken apart: a row of the model for each continuation.
+    """Unpacked samples: one row of the model for each continuation.
 
     Attributes:
         ids: token ids of the samples, (batch, tokens).
-        prompt: where they are of the prompt, (batch, tokens).
-        order: where the tokens of each row stand in its sample, (batch, rows, length).
-        follows: where these are of the continuation, (batch, rows, length). Behind that stands
-            what the continuation does not see.
+        prompt: mask of the prompt's tokens, (batch, tokens).
+        order: index in the sample of each row's tokens, (batch, rows, length).
+        follows: mask of the continuation's tokens, (batch, rows, length); tokens after them are
+            not seen by the continuation.
     """
 
     ids: Tensor
@@ -86,7 +86,7 @@ class _Rows:
 
 
 def _unpack_rows(x: Tensor, mask: Tensor | None, vocabulary: int, count: int) -> _Rows:
-    """Take packed samples apart, each into a prompt with one of its continuations per row."""
+    """Unpack samples: each row has the prompt and one of its continuations."""
     part = x // vocabulary if mask is None else (x // vocabulary).masked_fill(~mask, -1)
     each = torch.arange(1, count + 1, device=x.device)[:, None]
     wanted = (part[:, None] == 0) | (part[:, None] == each)
@@ -98,12 +98,12 @@ def _unpack_rows(x: Tensor, mask: Tensor | None, vocabulary: int, count: int) ->
 
 @dataclass(frozen=True)
 class _Given:
-    """What a model gives the tokens of continuations.
+    """The model's probabilities at the tokens of continuations.
 
     Attributes:
         logs: log p of every token of the vocabulary, (tokens, vocabulary).
-        tokens: those of the continuations, (tokens, 1).
-        where: their places, a row for each continuation, (rows, length).
+        tokens: ids of the continuations' tokens, (tokens, 1).
+        where: mask of their places, a row for each continuation, (rows, length).
     """
 
     logs: Tensor
@@ -111,12 +111,12 @@ class _Given:
     where: Tensor
 
     def scores(self, how: Score) -> Tensor:
-        """Return log p of each continuation, or the mean of its tokens, (rows,)."""
+        """Return log p of each continuation, or its mean per token, (rows,)."""
         own = self._spread_values(self.logs.gather(1, self.tokens)[:, 0], 0.0)
         return own.sum(1) / self._find_divisor(how)
 
     def ahead(self, how: Score) -> Tensor:
-        """Return how far each is ahead of its rival, in the same terms, (rows,)."""
+        """Return how far each continuation is ahead of its rival, on the same scale, (rows,)."""
         own = self.logs.gather(1, self.tokens)[:, 0]
         other = self.logs.scatter(1, self.tokens, -math.inf).amax(1)
         return self._spread_values(own - other, math.inf).amin(1) / self._find_divisor(how)
@@ -130,7 +130,7 @@ class _Given:
 
 
 def _run_rows(net: Net, rows: _Rows) -> _Given:
-    """Run a model on prompts with their continuations, and read the tokens of these."""
+    """Run a model on prompts with continuations; return the latter's token probabilities."""
     assert net.next_logits is not None
     z = _embed_rows(net, rows)
     follows = rows.follows.flatten(0, 1)
@@ -145,7 +145,8 @@ def _run_rows(net: Net, rows: _Rows) -> _Given:
 def _embed_rows(net: Net, rows: _Rows) -> Tensor:
     """Return the embeddings of every row: (batch rows, length, width).
 
-    They are looked up twice: who replaces the first output of `entry` moves prompts alone.
+    Prompts and continuations are embedded separately, so that replacing the first output of
+    `entry` changes prompts only.
     """
     entry = _require_entry(net)
     moving, still = entry(rows.ids), entry(rows.ids)
@@ -164,7 +165,7 @@ def _require_entry(net: Net) -> nn.Module:
 
 
 def _require_causal(net: Net) -> None:
-    """Check that a token's logits depend on the embeddings up to it alone, and on all of that."""
+    """Check that a token's logits depend on the embeddings up to that token, and on no others."""
     size = min(TRIED, *net.sample_shape)
     ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
 

@@ -31,8 +31,7 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
     """Load the model that a MODEL argument names.
 
     Forms of a MODEL: `demo[:NAME]`; `timm:NAME`; `hf:ORG/NAME[@REVISION]` (`hf-hub:` is the same);
-        a
-    directory with config.json in the format of timm or transformers; a file of weights with
+    a directory with config.json in the format of timm or transformers; a file of weights with
     `arch`; `py:FILE_OR_MODULE:FACTORY`. A bare name is searched among demos, paths, timm's models
     and the Hub, in that order; a note says where it was found. Only `py:` runs code. Missing and
     surplus tensors are errors. Random weights need `model_kwargs={"pretrained": False}` and give a

@@ -41,7 +41,7 @@ def demo_names() -> tuple[str, ...]:
 
 
 def similar_models(spec: str) -> list[str]:
-    """Return MODEL arguments that may have been meant by one that names nothing."""
+    """Return MODEL arguments similar to a name that was not found."""
     source, colon, name = spec.partition(":")
     if not colon:
         source, name = "", spec

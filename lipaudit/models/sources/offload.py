@@ -1,8 +1,8 @@
-"""Weights over several devices, the CPU and the disk: as Accelerate or a file says.
+"""Placement of weights on several devices, CPU and disk, by Accelerate or by a file.
 
-Accelerate plans what lies where and moves samples from device to device. Weights that lie where
-nothing is computed (on the disk; on the CPU beside a GPU) are held there, see `models.lifting`,
-and lifted where they are read: not only within the forward pass of their own module.
+Accelerate plans the placement and moves samples from device to device. Weights on the disk, or on
+the CPU beside a GPU, stay there (see `models.lifting`) and are converted whenever they are read,
+also outside the forward pass of their own module.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the weights of a model lie and where each of its parts computes.
+    """The place of each weight, and the device on which each part of a model computes.
 
     Attributes:
-        places: a device, or disk, by the name of a module or tensor; "" is the whole model.
-        devices: the device of each such word but disk.
-        main: where samples go, and where is computed what lies where nothing is.
-        mapped: the parameters that are views of a file as they were loaded.
+        places: device or disk, by the name of a module or tensor; "" is the whole model.
+        devices: the device behind each name of a device.
+        main: the device of samples, and of modules whose weights are on the CPU or the disk.
+        mapped: the parameters that are views of a file since loading.
     """
 
     places: Mapping[str, str]
@@ -54,24 +54,24 @@ class Placement:
 
     @cached_property
     def computing(self) -> set[torch.device]:
-        """The devices that compute: the CPU only where there is no other."""
+        """Return the devices that compute: the CPU only if there is no other."""
         return {self.main, *(d for d in self.devices.values() if d.type != CPU)}
 
     def place(self, name: str) -> str:
-        """Return where a module or tensor lies."""
+        """Return the place of a module or tensor."""
         return str(_look_up(self.places, name) or self.main)
 
     def computes_at(self, path: str) -> torch.device:
-        """Return where a module computes."""
+        """Return the device on which a module computes."""
         place = self.devices.get(self.place(path), self.main)
         return place if place in self.computing else self.main
 
     def place_weights(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Put every parameter where it is to lie.
+        """Put every parameter in its place.
 
         Args:
             module: the model.
-            dtype: what those become that lie where they are read; None: as they are stored.
+            dtype: dtype of parameters on computing devices; None: as stored.
 
         Raises:
             EvaluationError: the disk is full.
@@ -94,10 +94,10 @@ class Placement:
         return p.data.to(device, dtype if converted else None)
 
     def connect(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Let samples follow the parts of a model to their devices, and come back from there.
+        """Move samples to the device of each part of a model, and the outputs back.
 
-        What a part gives comes back to the module around it; what an element of a list gives, to
-        that which takes it next.
+        The output of a part returns to the device of the enclosing module; the output of an
+        element of a list goes to the next element.
         """
         if len(self.computing) == 1:
             return call
@@ -112,7 +112,7 @@ class Placement:
         return lambda *args: send_to_device(call(*args), self.main)
 
     def note(self, module: nn.Module) -> Note:
-        """Say what lies where."""
+        """Note the placement."""
         sizes = Counter[str]()
         for name, p in module.named_parameters():
             sizes[self.place(name)] += p.numel()
@@ -130,7 +130,7 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         wanted = torch.device(name)
-        torch.empty(1, device=wanted).item()  # the meta device has no values
+        torch.empty(1, device=wanted).item()  # the meta device holds no values
     except (RuntimeError, AssertionError, ImportError) as error:
         if out_of_memory(error):
             raise
@@ -139,7 +139,7 @@ def find_device(name: str) -> torch.device:
         ) from error
     try:
         torch.empty(1, device=wanted, dtype=torch.float64)
-    except TypeError as error:  # of mps
+    except TypeError as error:  # for mps
         raise UsageError(
             f"device {str(wanted)!r} has no float64, which bounds and statistics need",
             "Use --device cpu.",
@@ -148,12 +148,12 @@ def find_device(name: str) -> torch.device:
 
 
 def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) -> Placement:
-    """Return where the weights of a model are to lie.
+    """Return the placement of the weights of a model.
 
     Args:
-        module: the model, as it was loaded.
+        module: the loaded model.
         wanted: auto, balanced, or a JSON file of module names and devices.
-        dtype: what weights are converted to; None: nothing.
+        dtype: dtype of converted weights; None: no conversion.
 
     Raises:
         InputError: Accelerate is not installed, or the file does not fit the model.
@@ -167,16 +167,16 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
             "pip install 'lipaudit[accelerate]'",
         ) from error
     planned = wanted in PLANNED
-    # Accelerate numbers devices, and so may a file.
+    # Accelerate names devices by numbers, and a file may do so, too.
     places = _plan_devices(module, dtype) if planned else _read_device_map(module, wanted)
     places = {name: _name_device(place) for name, place in places.items()}
     try:
         words = [word for word in dict.fromkeys(places.values()) if word != DISK]
-        # As tensors name it: cuda is one of several.
+        # The device of a tensor: "cuda" means one of several.
         devices = {word: torch.empty(0, device=find_device(word)).device for word in words}
     except UsageError as error:
         raise UsageError(error.message, f"Choose another --device-map than {wanted}.") from error
-    # Samples begin where the first parameter, the embedding, lies.
+    # Samples start on the device of the first parameter, the embedding.
     owner = next(module.named_parameters())[0].rpartition(".")[0]
     first = [_look_up(places, owner), *words]
     computing = [devices[w] for w in first if w in devices and devices[w].type != CPU]
@@ -185,9 +185,9 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
 
 
 def _list_views(module: nn.Module) -> Iterator[str]:
-    """Yield the parameters whose memory is not torch's own: safetensors are mapped when loaded.
+    """Yield the parameters in memory that torch does not own: mapped safetensors.
 
-    To be asked before anything takes a weight as an array, which lends its memory out as well.
+    Call this before any weight is used as an array: that shares its memory as well.
     """
     for name, p in module.named_parameters():
         if p.device.type == CPU and not p.untyped_storage().resizable():
@@ -195,14 +195,14 @@ def _list_views(module: nn.Module) -> Iterator[str]:
 
 
 def _look_up(places: Mapping[str, Any], name: str) -> Any:
-    """Return the place of a module or tensor: that of the nearest module around it with one."""
+    """Return the place of a module or tensor: its own, or its nearest enclosing module's."""
     while name not in places and name:
         name = name.rpartition(".")[0]
     return places.get(name)
 
 
 def _plan_devices(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Let Accelerate spread a model over the memory that is free; it cuts no block."""
+    """Let Accelerate distribute a model over the free memory, whole blocks at a time."""
     from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
     floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
@@ -221,11 +221,11 @@ def _plan_devices(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any
 
 
 def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
-    """Read the map of a file.
+    """Read a device map from a file.
 
     Raises:
-        UsageError: there is no such file.
-        InputError: it does not fit the model.
+        UsageError: the file does not exist.
+        InputError: the map does not fit the model.
     """
     path = Path(wanted)
     if not path.is_file():
@@ -251,16 +251,16 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
 
 
 def _name_device(place: Any) -> str:
-    """Name a device: Accelerate numbers those of the accelerator."""
+    """Return the name of a device: Accelerate numbers accelerators."""
     if isinstance(place, int):
-        there = torch.accelerator.is_available()  # older torch raises when it is asked for none
+        there = torch.accelerator.is_available()  # older torch raises here without an accelerator
         accelerator = torch.accelerator.current_accelerator() if there else None
         return f"{accelerator.type if accelerator else 'cuda'}:{place}"
     return str(place)
 
 
 def _list_users(module: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]]]]:
-    """Return the name of every parameter, and which modules have it under which name."""
+    """Return, for each parameter, its name and the modules that own it with the local name."""
     users: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for path, part in module.named_modules():
         for key, p in part._parameters.items():
@@ -271,10 +271,10 @@ def _list_users(module: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]
 
 
 def _map_weight(values: Tensor, path: Path) -> Tensor:
-    """Write a weight to a file, and return it as it is mapped from there.
+    """Write a weight to a file, and return a tensor that maps the file.
 
-    What is mapped takes no memory that the system could not have back. The file has no name any
-    more once its folder is left, and is gone with the process.
+    The system can reclaim mapped memory. The file is deleted when its folder is closed; its
+    content stays until the process ends.
     """
     try:
         whole = values.cpu().contiguous().view(-1)

@@ -1,9 +1,9 @@
 """Texts for models of transformers: vocabulary, pairs, padding, and the call of the model.
 
 Many classifiers find the last token of a text by its id: the last one that is not
-    `config.pad_token_id`. A text in a batch has to give the same output as alone. If the
-    configuration names a padding id, it fills the batch. If not, the model reads the very last
-    token, and padding is an id that no text of the batch ends with.
+`config.pad_token_id`. A text in a batch has to give the same output as alone. If the configuration
+names a padding id, it fills the batch. If not, the model reads the very last token, and padding is
+an id that no text of the batch ends with.
 """
 
 from __future__ import annotations
@@ -133,9 +133,8 @@ class Feed:
     """A tokenizer in front of a model.
 
     Token types follow from the ids: each stretch between separators has a type, and special ids
-        within it may have another. The rules are read off two examples, and checked on every text.
-        If they fail on a text (one that contains the word "[SEP]"), its types are stored by its
-        ids.
+    within it may have another. The rules are read off two examples, and checked on every text. If
+    they fail on a text (one that contains the word "[SEP]"), its types are stored by its ids.
 
     Attributes:
         rules: (is a pair, separators before, special id or `ORDINARY`) -> type; None if the model

@@ -1,1 +1,1 @@
-"""From a `Request` to a `Report`: load, measure, keep what is finished; it prints nothing."""
+"""From a `Request` to a `Report`: load, measure, store finished parts; prints nothing."""

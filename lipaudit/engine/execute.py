@@ -1,4 +1,4 @@
-"""Run the measures of a job: part by part, each part kept on disk, then the report."""
+"""Run the measures of a job part by part, store each part on disk, and make the report."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ from lipaudit.tables import Note, Report, Section
 from lipaudit.tables.summary import steepest
 
 CANDIDATES = 8
-"""Number of heads whose maps a shard stores; one of them is probably the steepest over all
-shards."""
+"""Number of heads whose maps a shard stores; the steepest head over all shards is probably one of
+them."""
 
 
 class Observer:
-    """Is told of progress and remarks, and does nothing; a command line draws them."""
+    """Receives progress and notes, and does nothing; a command line overrides it to draw them."""
 
     def note(self, note: Note) -> None:
-        """A remark arises."""
+        """Receive a note."""
 
     def begins(self, measure: str, samples: int) -> None:
-        """A measure begins, with so many samples before it."""
+        """Called when a measure begins, with its number of samples."""
 
     def advances(self, measure: str, samples: int) -> None:
-        """So many more samples are measured."""
+        """Called when more samples are measured."""
 
     def moves(self, measure: str, samples: float) -> None:
-        """So many samples' worth of those that `advances` will tell of next are measured."""
+        """Called within a part, with its number of finished samples; `advances` follows."""
 
     def fails(self, measure: str, error: Exception) -> None:
-        """A measure has failed; the others go on."""
+        """Called when a measure fails; the others continue."""
 
     def ends(self, measure: str) -> None:
-        """A measure has ended."""
+        """Called when a measure ends."""
 
 
 def execute(job: Job, observer: Observer | None = None) -> Report:
-    """Run the measures of a job in this process alone, as `run_job` does, and return the report.
+    """Run the measures of a job in this process, as `run_job` does, and return the report.
 
     Raises:
-        LipauditError: whatever goes wrong, with the exit code it deserves.
+        LipauditError: any failure, with its exit code.
     """
     with run_job(job, observer) as report:
         assert report is not None, "a job of one process has a report"
@@ -75,29 +75,29 @@ def execute(job: Job, observer: Observer | None = None) -> Report:
 def run_job(
     job: Job, observer: Observer | None = None, journals: list[Journal] | None = None
 ) -> Iterator[Report | None]:
-    """Run the measures of a job; the block writes the report.
+    """Run the measures of a job; the caller writes the report inside the block.
 
-    What is measured is kept on disk until the block has ended well and the report is complete:
-    neither a full disk nor a measure that fails in another process loses anything.
-    Where the request takes a partial report, a measure that fails leaves its reason in its place
-    and the others run; only where all fail, the first error is raised. Once the time of the
-    request is up no further batch is begun: the report is partial, and of what is measured.
+    Finished parts stay on disk until the block ends without an error and the report is complete,
+    so neither a full disk nor a failure in another process loses them. If the request allows a
+    partial report, a measure that fails leaves its reason in the report and the others run; the
+    first error is raised only if all fail. After the time limit no further batch begins: the
+    report is partial and holds the finished batches.
 
     Args:
         job: from `prepare`.
-        observer: is told what happens.
-        journals: gets what is kept, for the caller to delete; None: it is deleted here.
+        observer: receives progress and notes.
+        journals: receives the journals, for the caller to delete; None: they are deleted here.
 
     Yields:
-        The report; of several processes that a launcher started, rank 0 has the report of all and
+        The report. With several processes of a launcher, rank 0 yields the report of all samples,
         the others None.
 
     Raises:
-        LipauditError: whatever goes wrong, with the exit code it deserves.
+        LipauditError: any failure, with its exit code.
     """
     place = job.request.place
     if observer is None or (place is not None and place.rank > 0):
-        # Only rank 0 talks: the notes of all are the same.
+        # Only rank 0 reports: the notes of all processes are equal.
         observer = Observer()
     for note in job.notes:
         observer.note(note)
@@ -106,13 +106,13 @@ def run_job(
         own = _measure(job, observer, kept)
         report: Report | None = own
         if place is not None:
-            # Shards travel as JSON, as between machines: one format, and nothing is unpickled.
+            # Shards travel as JSON, as between machines: one format, and no pickles.
             texts = gather_texts(dumps(own), place)
             reports = [loads(text) for text in texts or ()]
             report = merge(reports, command=job.request.command) if texts else None
         yield report
         complete = (report or own).status == "complete"
-        if place is not None:  # of all shards, and once rank 0 has written the report
+        if place is not None:  # delete the parts of all shards, once rank 0 has written the report
             complete = share_verdict(complete, place)
         if journals is not None:
             journals += kept.values()
@@ -122,12 +122,12 @@ def run_job(
 
 
 def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Report:
-    """Run every measure on the samples of this process, and make their report."""
+    """Run every measure on the samples of this process, and make its report."""
     sections: list[Section] = []
     errors: list[Exception] = []
     measured: dict[str, list[Part]] = {}
     with eager(), exact_arithmetic(job.net.device):
-        # In this order: the map of attention is that of the head which bounds found to be the
+        # In this order: the attention map is drawn for the head that bounds found to be the
         # steepest.
         for name, options in job.request.measures.items():
             if job.request.draws_steepest:
@@ -135,7 +135,8 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
                 heads = steepest(sections, CANDIDATES if some else 1)
                 options = options.draw_steepest(heads, some=some)
             task = Task(job, name, options, observer)
-            # What makes a module of one's own give its numbers has no name: it keeps nothing.
+            # The code of a module object is unknown: its runs cannot be recognised, so nothing is
+            # stored.
             journals[name] = Journal(task.identity(), keeps=job.net.info.source != OWN)
             try:
                 measured[name] = task.run(journals[name])
@@ -146,7 +147,7 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
                 observer.fails(name, error)
                 errors.append(error)
                 sections.append(make_failed(name, options.model_dump(), error, job.notes))
-    # A report without any figures helps nobody: the first error ends the run.
+    # A report without any figures is useless: raise the first error.
     if len(errors) == len(job.request.measures):
         raise errors[0]
     shard = make_shard(job, measured) if job.request.run.shard else None
@@ -155,7 +156,7 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
 
 @contextmanager
 def _note_kept(job: Job, observer: Observer, journals: Mapping[str, Journal]) -> Iterator[None]:
-    """Say what is kept of a run that is cut short, and how to go on with it."""
+    """Note which parts of an interrupted run are stored, and how to continue."""
     try:
         yield
     except (Exception, KeyboardInterrupt):
@@ -171,7 +172,7 @@ def _note_kept(job: Job, observer: Observer, journals: Mapping[str, Journal]) ->
 
 
 class Task:
-    """One measure of a job, on the samples of this process."""
+    """One measure of a job on the samples of this process."""
 
     def __init__(self, job: Job, name: str, options: MeasureOptions, observer: Observer) -> None:
         self.job, self.name, self.options, self.observer = job, name, options, observer
@@ -180,7 +181,7 @@ class Task:
         self.ids = tuple(chain.from_iterable(batch.ids for batch in self.batches))
 
     def identity(self) -> dict[str, object]:
-        """Return all that decides the numbers, but for how samples are batched."""
+        """Return everything that determines the numbers, except the batch size."""
         net, run = self.job.net, self.job.request.run
         return {
             "measure": self.name,
@@ -193,7 +194,7 @@ class Task:
         }
 
     def run(self, journal: Journal) -> list[Part]:
-        """Return the parts in order, those of an interrupted run among them if it is to go on."""
+        """Return the parts in order, with those of an interrupted run if it is continued."""
         parts = journal.parts(self.ids)
         if parts:
             self.observer.note(self._note_found(len(sample_ids(parts))))
@@ -208,7 +209,7 @@ class Task:
                 self.observer.advances(self.name, len(part.ids))
                 parts.append(part)
         self.observer.ends(self.name)
-        # Texts are batched by length: their parts come out of order.
+        # Texts are batched by length: their parts come in another order.
         return in_order(parts, self.job.samples.batch.ids)
 
     def _note_found(self, done: int) -> Note:
@@ -219,7 +220,7 @@ class Task:
         return Note(level="info", code="kept", text=text)
 
     def summarise(self, parts: Sequence[Part]) -> list[Section]:
-        """Write the files of the options, and return the sections of what was measured."""
+        """Write the files of the options, and return the sections of the measure."""
         left = len(self.ids) - len(sample_ids(parts))
         if parts:
             contents = self.measure.written(parts, self.options)
@@ -245,7 +246,7 @@ class Task:
             yield Note(level="warning", code="cut-short", text=text)
 
     def _list_left(self, finished: Collection[str], size: int | None = None) -> list[Batch]:
-        """Return the batches without what is finished, each of so many samples at most."""
+        """Return the unfinished samples of each batch, in batches of at most `size`."""
         done = {*finished}
         left = [rest for batch in self.batches for rest in _leave_out(batch, done)]
         if size is None or self.measure.chunk is not None:
@@ -253,9 +254,9 @@ class Task:
         return [piece for batch in left for piece in batch.split(size)]
 
     def _measure_left(self, finished: Collection[str]) -> Iterator[Part]:
-        """Yield the parts of what is not finished, of half as many samples where memory runs out.
+        """Yield the parts of unfinished batches; halve the batch if memory runs out.
 
-        Once time is up no further batch is taken.
+        After the time limit no further batch begins.
         """
         done, size = {*finished}, self.job.size(self.name)
         while left := self._list_left(done, size):
@@ -272,30 +273,30 @@ class Task:
                 if size == 1:
                     text = "out of memory with one sample at a time"
                     raise EvaluationError(text, advise_on_memory(self.job)) from None
-                # The largest batch that is left may be smaller than the size: halve that.
+                # The largest remaining batch may be smaller than the size: halve that one.
                 size = max(1, min(size, max(map(len, left))) // 2)
 
     def _measure_batches(self, batches: Sequence[Batch], size: int) -> Iterator[Part]:
         net, first, options = self.job.net, self.job.first(self.name), self.options
-        # The first batch is where layers are surveyed: it must fit in memory, too.
+        # Layers are surveyed on the first batch, which must fit into memory, too.
         if size < self.job.size(self.name):
             first = first[:size].trim()
-        if self.measure.chunk is not None:  # chunks are fixed: the options say how to cut them
+        if self.measure.chunk is not None:  # chunks are fixed by the options
             options = options.model_copy(update={"batch_size": size})
         end = self.job.request.end
         units = takewhile(lambda _: time.monotonic() < end, batches)
-        for begun in islice(units, 1):  # nothing is run once time is up
+        for begun in islice(units, 1):  # nothing runs after the time limit
             moved = (b.to(net.device, net.dtype) for b in chain([begun], units))
             share = Share(first.to(net.device, net.dtype), moved)
             yield from self.measure.parts(net, share, options)
 
     def _blame_sample(self, error: Exception, batches: Sequence[Batch]) -> None:
-        """Find the sample on which the model fails, if it does.
+        """Find the sample on which the model fails, if there is one.
 
         Raises:
-            EvaluationError: with the sample.
+            EvaluationError: the message names the sample.
         """
-        # Faults of the machine or of the user are explained already; the rest may be the model's.
+        # Faults of the machine or the user are already explained; others may come from the model.
         if type(error) is not EvaluationError and find_user_error(error) is not None:
             return
         net, samples = self.job.net, self.job.samples
@@ -315,7 +316,7 @@ class Task:
 
 
 def advise_on_memory(job: Job) -> str:
-    """Say what to type where memory ran out for a single sample."""
+    """Return the hint for a single sample that does not fit into memory."""
     ways = {
         "--weights stored": any(n.code == "half-precision" for n in job.net.info.notes),
         "--max-tokens": job.net.kind == "text",
@@ -330,8 +331,8 @@ def advise_on_memory(job: Job) -> str:
 
 
 def _leave_out(batch: Batch, finished: set[str]) -> Iterator[Batch]:
-    """Yield the runs of a batch's samples that are not finished."""
-    # Runs of neighbours: index minus position is constant within one.
+    """Yield the runs of unfinished samples in a batch."""
+    # Neighbours form a run: index minus position is constant within it.
     left = [i for i, name in enumerate(batch.ids) if name not in finished]
     for _, run in groupby(enumerate(left), key=lambda pair: pair[1] - pair[0]):
         places = [place for _, place in run]

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all; imports no torch."""
+"""Files that are written completely or not at all; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lipaudit.errors import EvaluationError, UsageError
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file atomically: under another name, then renamed.
+    """Write a file atomically: under another name, then rename it.
 
     Raises:
-        EvaluationError: when the file cannot be written.
+        EvaluationError: the file cannot be written.
     """
     temporary = None
     try:
-        # In the same folder: a rename is atomic within one file system only.
+        # In the same folder: a rename is atomic only within one file system.
         with tempfile.NamedTemporaryFile(dir=path.resolve().parent, delete=False) as file:
             temporary = Path(file.name)
             file.write(content)
@@ -30,15 +30,15 @@ def write(path: Path, content: bytes) -> None:
             f"cannot write {path}: {error.strerror}", "Free disk space, or choose another place."
         ) from None
     finally:
-        if temporary is not None:  # half a file: the disk is full, or somebody stopped the run
+        if temporary is not None:  # an incomplete file: the disk is full, or the run was stopped
             temporary.unlink(missing_ok=True)
 
 
 def require_writable(path: Path) -> None:
-    """Refuse a file that cannot be written, before the work that would be lost.
+    """Refuse a file that cannot be written, before the measurement.
 
     Raises:
-        UsageError: it is a folder, or there is no folder for it that can be written to.
+        UsageError: the path is a folder, or its folder is missing or not writable.
     """
     folder = path.resolve().parent
     if path.is_dir():
@@ -52,10 +52,10 @@ def require_writable(path: Path) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """Refuse a directory that can neither be written to nor made.
+    """Refuse a directory that can be neither written to nor created.
 
     Raises:
-        UsageError: it is a file, or what it would be made in cannot be written to.
+        UsageError: the path is a file, or its parent is not writable.
     """
     there = path.resolve()
     while not there.exists() and there != there.parent:
@@ -70,8 +70,8 @@ def require_folder(path: Path) -> None:
 
 
 def ordinary_mode() -> int:
-    """Return the permissions that a new file gets here: temporary ones are their owner's alone."""
-    # There is no way to read the mask but to set it.
+    """Return the permissions of an ordinary new file; temporary files are private."""
+    # The mask can only be read by setting it.
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask

@@ -1,4 +1,4 @@
-"""The finished parts of a run on disk, one file each: what a stopped run had finished is kept."""
+"""The finished parts of a run on disk, one file each, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ MAKERS: dict[str, Callable[..., Any]] = {
 
 
 class Journal:
-    """The finished parts of one measure on one list of samples: a file of arrays each.
+    """The finished parts of one measure on one list of samples, one file each.
 
-    Two equal runs at once write equal files, and each deletes only its own at its end.
+    Two equal runs at the same time write equal files; each deletes only its own at its end.
 
     Args:
-        facts: everything that decides the numbers; another run with the same facts finds them.
-        root: where journals are kept; the user's cache directory when None.
-        keeps: whether anything is kept.
+        facts: everything that determines the numbers; a run with the same facts finds the parts.
+        root: folder of all journals; None: the user's cache directory.
+        keeps: whether parts are stored.
 
     Attributes:
-        folder: where the parts are.
-        refusal: why parts could not be kept; empty where they are.
+        folder: folder of the parts.
+        refusal: why parts could not be stored; empty if they could.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Journal:
         self._own: set[Path] = set()
 
     def parts(self, ids: Sequence[str]) -> list[Part]:
-        """Return what an earlier run finished of these samples, in the order of their first ones.
+        """Return the parts of an earlier run on these samples, ordered by their first samples.
 
-        A file that is damaged, or of other samples, is left out.
+        Damaged files, and files of other samples, are left out.
         """
         place = {name: i for i, name in enumerate(ids)}
         finished: list[Part] = []
@@ -72,7 +72,7 @@ class Journal:
         for path in sorted(self.folder.glob("*.npz")) if self.keeps else ():
             with suppress(OSError, ValueError):
                 part = decode_part(path.read_bytes())
-                # A file is named by its first sample; of parts that overlap the first one counts.
+                # A file is named by its first sample; of overlapping parts the first one counts.
                 if part.ids[:1] == (path.stem,) and left.issuperset(part.ids):
                     finished.append(part)
                     left.difference_update(part.ids)
@@ -80,9 +80,9 @@ class Journal:
         return sorted(finished, key=lambda part: place[part.ids[0]])
 
     def record(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """Yield the parts, each once it is kept.
+        """Store each part, then yield it.
 
-        A full disk does not end the run: `refusal` says so.
+        A full disk does not end the run: `refusal` has the reason.
         """
         for part in parts:
             if self.keeps:
@@ -92,7 +92,7 @@ class Journal:
                     OSError,
                     EvaluationError,
                     TypeError,
-                ) as error:  # a plug-in may give any fact
+                ) as error:  # a plug-in may return any fact
                     self.refusal = str(error)
             yield part
 
@@ -100,7 +100,7 @@ class Journal:
         """Delete the parts that this run read or wrote."""
         for path in self._own:
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # another run has parts there, or nothing was kept
+        with suppress(OSError):  # another run has parts here, or nothing was stored
             self.folder.rmdir()
 
     def _keep(self, part: Part) -> None:
@@ -113,7 +113,7 @@ class Journal:
 
 
 def encode_part(part: Part) -> bytes:
-    """Write a part as an .npz file: its arrays, and all else as JSON in the array `header`."""
+    """Write a part as an .npz file: its arrays, and the rest as JSON in the array `header`."""
     arrays: list[np.ndarray[Any, Any]] = []
     header = {
         "ids": part.ids,
@@ -129,13 +129,13 @@ def encode_part(part: Part) -> bytes:
 
 
 def decode_part(content: bytes) -> Part:
-    """Read what `encode_part` wrote.
+    """Read a file of `encode_part`.
 
     Raises:
-        ValueError: it is damaged, or something else.
+        ValueError: the content is damaged, or of another kind.
     """
     try:
-        # numpy checks the sums of the arrays that it reads, not those of the whole file.
+        # numpy checks the checksums of the arrays that it reads, not of the whole file.
         if zipfile.ZipFile(io.BytesIO(content)).testzip() is not None:
             raise ValueError("a checksum is wrong")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
@@ -144,7 +144,7 @@ def decode_part(content: bytes) -> Part:
             return Part(
                 tuple(header["ids"]), known["values"], known["facts"], tuple(known["notes"])
             )
-    except Exception as error:  # zip, zlib, numpy and json have exceptions of their own
+    except Exception as error:  # zip, zlib, numpy and json have their own exceptions
         if out_of_memory(error):
             raise
         raise ValueError(f"damaged parts ({error})") from error
@@ -156,16 +156,16 @@ def pack_parts(parts: Sequence[Part]) -> str:
 
 
 def unpack_parts(text: str) -> list[Part]:
-    """Read what `pack_parts` wrote.
+    """Read a text of `pack_parts`.
 
     Raises:
-        ValueError: it is damaged, or something else.
+        ValueError: the text is damaged, or of another kind.
     """
     return [decode_part(base64.b64decode(part, validate=True)) for part in text.split(" ") if part]
 
 
 def _pack(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
-    """Return a value as JSON, its arrays by their number."""
+    """Return a value as JSON, with arrays replaced by their numbers."""
     if isinstance(value, np.ndarray):
         arrays.append(value)
         return {"array": len(arrays) - 1}
@@ -173,7 +173,7 @@ def _pack(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
         return value.item()
     if isinstance(value, list):
         return [_pack(each, arrays) for each in value]
-    # As pairs: keys of JSON are text, and those of facts may be numbers.
+    # As pairs: JSON keys are text, but keys of facts may be numbers.
     if isinstance(value, dict):
         return {"dict": [_pack([*pair], arrays) for pair in value.items()]}
     if isinstance(value, tuple):
@@ -190,7 +190,7 @@ def _pack(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
 
 
 def _unpack(value: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return what `_pack` made JSON of."""
+    """Return the value behind the JSON of `_pack`."""
     if isinstance(value, list):
         return [_unpack(each, arrays) for each in value]
     if not isinstance(value, dict):
@@ -200,7 +200,7 @@ def _unpack(value: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _find_cache() -> Path:
-    # In the user's cache: the same command finds it from another folder, too.
+    # In the user's cache, so that the same command finds it from any folder.
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "lipaudit" / "journal"
 

@@ -1,6 +1,6 @@
-"""The processes that a launcher starts for one run: which one this is, and how they meet.
+"""The processes of a launcher: find this one, connect them, and gather their shards.
 
-Process r of n measures every n-th batch, as `--shard` does; rank 0 gathers the shards.
+Process r of n measures every n-th batch, like `--shard`; rank 0 gathers the shards.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PAUSE = 0.05
 
 @dataclass(frozen=True)
 class Place:
-    """Which process of how many this is, and where they meet.
+    """The rank of this process, and the address at which the processes meet.
 
     Attributes:
-        rank: from 0.
-        size: how many there are.
-        local: which on its machine: it takes that device.
-        host: where rank 0, or the launcher, keeps the store.
-        port: of the store.
+        rank: number of the process, from 0.
+        size: number of processes.
+        local: number of the process on its machine, and of its device.
+        host: host of the store, which rank 0 or the launcher runs.
+        port: port of the store.
     """
 
     rank: int
@@ -46,20 +46,21 @@ class Place:
 
 
 def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
-    """Return what a launcher says of this process; None where it is alone.
+    """Return what a launcher's environment variables say; None for a single process.
 
-    torchrun and `accelerate launch` set RANK and WORLD_SIZE. A step of srun is known by its
-    number of tasks: a batch script has SLURM_NTASKS, too, and is one process.
+    torchrun and `accelerate launch` set RANK and WORLD_SIZE. A step of srun is recognised by its
+    number of tasks; SLURM_NTASKS would not do, because a batch script has it, too, and is one
+    process.
 
     Raises:
-        UsageError: it does not say where the processes meet.
+        UsageError: the address of the store is missing.
     """
     if "RANK" in env and int(env.get("WORLD_SIZE", "1")) > 1:
         names, host, port = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), "", ""
     elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         host = "127.0.0.1" if env.get("SLURM_STEP_NUM_NODES") == "1" else ""
-        # Two jobs on one machine need two ports: the job's number tells them apart.
+        # Two jobs on one machine need two ports, derived from the job's number.
         port = f"{20000 + int(env.get('SLURM_JOB_ID', '0')) % 20000}"
     else:
         return None
@@ -69,13 +70,13 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place | None:
             "several processes were started, but no address for their communication is set",
             "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.",
         )
-    # torchrun always sets LOCAL_RANK; a hand-made launcher may not.
+    # torchrun always sets LOCAL_RANK; other launchers may not.
     rank, size, local = (int(env.get(name, "0")) for name in names)
     return Place(rank, size, local, host, int(port))
 
 
 def share_run(run: RunOptions, place: Place) -> RunOptions:
-    """Return the options of one process: its shard of the samples, on a device of its own.
+    """Return the options of one process: its shard of the samples, on its own device.
 
     Raises:
         UsageError: every process would spread its model over all devices, or the run is a shard.
@@ -103,10 +104,10 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
 
 @contextmanager
 def join_processes(place: Place | None) -> Iterator[None]:
-    """Meet the other processes of a run, if any, and leave once all of them are done.
+    """Connect to the other processes of a run, if any; at the end wait for all of them.
 
     Raises:
-        EvaluationError: they do not come, or one of them ends before.
+        EvaluationError: a process does not connect, or ends early.
     """
     if place is None:
         yield
@@ -117,14 +118,14 @@ def join_processes(place: Place | None) -> Iterator[None]:
     try:
         yield
         with _require_others(place):
-            # The store lives in rank 0: leaving first would cut off the others.
+            # The store runs in rank 0: if rank 0 left first, the others would be cut off.
             torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
 
 
 def gather_texts(text: str, place: Place) -> list[str] | None:
-    """Return the texts that all processes give, in their order: rank 0; the others None.
+    """Gather the texts of all processes, in order, on rank 0; the others get None.
 
     Raises:
         EvaluationError: another process has ended.
@@ -138,7 +139,7 @@ def gather_texts(text: str, place: Place) -> list[str] | None:
 
 
 def share_verdict(verdict: bool, place: Place) -> bool:
-    """Return what rank 0 says, once it has said so.
+    """Return the value of rank 0 on every process, once rank 0 has it.
 
     Raises:
         EvaluationError: another process has ended.
@@ -152,7 +153,7 @@ def share_verdict(verdict: bool, place: Place) -> bool:
 
 
 def _connect(place: Place) -> None:
-    """Make the process group, over sockets, that gathers the shards."""
+    """Create the process group that gathers the shards over sockets."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -162,17 +163,17 @@ def _connect(place: Place) -> None:
     while True:
         try:
             store, *_ = next(rendezvous(url, timeout=JOIN))
-            # A launcher's own store outlives a command: each command has keys of its own.
+            # A launcher's store outlives a command, so each command uses its own keys.
             number = (store.add("joined", 1) - 1) // place.size
             store = PrefixStore(f"lipaudit-{number}", store)
             store.set(f"{place.rank}", "here")
             store.wait([f"{rank}" for rank in range(place.size)], JOIN)
-            # gloo runs everywhere, and a few kilobytes at the end need nothing faster.
+            # gloo runs everywhere, and a few kilobytes at the end need no speed.
             dist.init_process_group(
                 "gloo", store=store, rank=place.rank, world_size=place.size, timeout=MEASURING
             )
         except RuntimeError as error:
-            # Until the store of the command before has closed, rank 0 finds its port taken and
+            # Until the store of the previous command has closed, rank 0 finds its port taken and
             # the others are cut off.
             if time.monotonic() > end:
                 raise EvaluationError(
@@ -188,7 +189,7 @@ def _connect(place: Place) -> None:
 
 @contextmanager
 def _require_others(place: Place) -> Iterator[None]:
-    """Say in words that the connection to another process has closed."""
+    """Explain that the connection to another process was closed."""
     try:
         yield
     except RuntimeError as error:

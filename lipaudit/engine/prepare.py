@@ -1,4 +1,4 @@
-"""A request, and the job it becomes: a loaded model, its samples, what is measured on how many."""
+"""A request, and the job made from it: a loaded model, its samples, and the measures to run."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ LEFT_OUT = "left-out"
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured: plain values only.
+    """A request to measure: plain values only.
 
     Attributes:
         model: the MODEL argument.
-        measures: the options of every measure that is to run, by its name, in this order.
-        run: what they share.
-        counts: how many samples each measure takes where `run` does not say.
-        optional: measures to leave out, with a note, where model or samples do not allow them.
-        partial: whether the others go on where a measure fails, and the report says so.
-        command: what the report says it was made by.
+        measures: the options of every measure to run, by its name, in order.
+        run: the shared options.
+        counts: number of samples of each measure, unless `run` sets it.
+        optional: measures that are left out, with a note, if model or samples do not allow them.
+        partial: whether the other measures continue if one fails; the report is then partial.
+        command: the command that the report records.
         draws_steepest: whether the attention map of the head with the largest norm is drawn.
-        place: which process this is, where a launcher started several: it measures a shard.
-        started: when the time that `run` limits began, by the monotonic clock.
+        place: the process among those of a launcher; it measures a shard.
+        started: start of the time limit, by the monotonic clock.
     """
 
     model: str
@@ -61,29 +61,29 @@ class Request:
 
     @property
     def end(self) -> float:
-        """When no further batch is begun, by the monotonic clock."""
+        """Return the end of the time limit, by the monotonic clock."""
         return self.started + (self.run.time_limit or math.inf)
 
     @property
     def continuation(self) -> str:
-        """How a run that is stopped is continued, with the command where it is known."""
+        """Return how to continue a stopped run, with the command if it is known."""
         command = self.command and f": {self.command}{'' if self.run.resume else ' --resume'}"
         return f"run the same command with --resume to continue{command}"
 
     def count(self, name: str) -> int:
-        """Return how many samples a measure is to take."""
+        """Return the number of samples of a measure."""
         return self.run.samples or self.counts.get(name, self.measures[name].samples)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request with its model and samples at hand.
+    """A request with its model and samples loaded.
 
     Attributes:
-        request: with what follows from model and samples filled in.
+        request: the request, completed with defaults that depend on model and samples.
         net: the model.
-        samples: enough for every measure.
-        counts: how many of them each measure takes.
+        samples: enough samples for every measure.
+        counts: number of samples of each measure.
         notes: remarks on loading.
     """
 
@@ -94,24 +94,24 @@ class Job:
     notes: tuple[Note, ...]
 
     def size(self, name: str) -> int:
-        """Return how many samples a measure has on the device at a time."""
+        """Return the number of samples of a measure that are on the device at a time."""
         return self.request.run.batch_size or MEASURES[name].batch
 
     def cut(self, name: str) -> int:
-        """Return how many samples of a measure make one part."""
+        """Return the number of samples of a measure that make one part."""
         return MEASURES[name].chunk or self.size(name)
 
     def first(self, name: str) -> Batch:
-        """Return the first batch of a measure, wherever it is measured."""
+        """Return the first batch of a measure, also if another process measures it."""
         return self.samples.batch[: min(self.cut(name), self.counts[name])].trim()
 
     def batches(self, name: str) -> list[Batch]:
-        """Return the batches of a measure that are measured here: all, or every n-th.
+        """Return the batches of a measure for this process: all, or every n-th one.
 
-        A shard has whole batches of the run, so that its numbers are those of one process. The
-        texts of a batch have one length, but for measures whose chunks are fixed: no figure can
-        depend on the padding that a text gets from others. They are not in the order of the
-        samples then: `in_order` puts their parts there.
+        A shard has whole batches of the run, so its numbers equal those of a single process. The
+        texts of a batch have one length (except for measures with fixed chunks), so no figure
+        depends on padding. Such batches are not in the order of the samples; `in_order` sorts
+        their parts.
         """
         number, of = self.request.run.shard or (1, 1)
         whole, size = self.samples.batch[: self.counts[name]], self.cut(name)
@@ -120,26 +120,26 @@ class Job:
 
     @property
     def announced(self) -> Mapping[str, int]:
-        """The samples of each measure: of the run, or of the shard that was asked for."""
+        """Return the number of samples of each measure, in the run or in its shard."""
         if self.request.place is not None:
             return self.counts
         return {name: sum(map(len, self.batches(name))) for name in self.counts}
 
 
 def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:
-    """Load what a request names.
+    """Load the model and the samples of a request.
 
     Args:
-        request: what is to be measured.
-        net: a model that is loaded already.
-        samples: samples that are at hand already.
+        request: the request.
+        net: a model that is already loaded.
+        samples: samples that are already loaded.
 
     Raises:
-        LipauditError: whatever goes wrong, with the exit code it deserves.
+        LipauditError: any failure, with its exit code.
     """
     if request.place is not None:
         request = replace(request, run=share_run(request.run, request.place))
-    # What can be refused without the model is refused before it is loaded.
+    # Refuse what can be refused before the model is loaded.
     for path in (path for options in request.measures.values() for path in options.files):
         require_writable(path)
         if request.run.shard:
@@ -157,7 +157,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     unscored: tuple[Note, ...] = ()
     if score is not None:
         request, unscored = _leave_out_refused(request, _require_scorable)
-    # Words are changed of texts that a model reads alone, not of prompts.
+    # Word attacks change texts that a model reads alone, not prompts.
     changes = net.changes if score is None else ()
     why = net.why_unchanged if score is None else "it scores continuations"
     request, unsuited = _leave_out_refused(
@@ -183,10 +183,10 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
 def _leave_out_refused(
     request: Request, check: Callable[[str, MeasureOptions], MeasureOptions]
 ) -> tuple[Request, tuple[Note, ...]]:
-    """Leave out the optional measures that a check refuses, each with a note.
+    """Leave out the optional measures that a check refuses, with a note each.
 
     Raises:
-        LipauditError: it refuses one that is wanted, or all.
+        LipauditError: a required measure is refused, or all are.
     """
     kept: dict[str, MeasureOptions] = {}
     notes: list[Note] = []
@@ -205,7 +205,7 @@ def _fill_in(request: Request) -> Request:
     """Give every measure the seed of the run, and texts the length that the measures need."""
     run = request.run
     needed = [options.tokens for options in request.measures.values() if options.tokens]
-    # The longest that any measure needs: all of them share the samples.
+    # The largest length that any measure needs: all measures share the samples.
     if run.max_tokens is None and needed:
         run = run.model_copy(update={"max_tokens": max(needed)})
     measures = {
@@ -216,10 +216,10 @@ def _fill_in(request: Request) -> Request:
 
 
 def _choose_score(request: Request, net: Net) -> Request:
-    """Say how continuations are scored, where no other way is left to measure a language model.
+    """Choose how continuations are scored, if a language model can be attacked in no other way.
 
     Raises:
-        UsageError: it was asked for, and the model cannot do it.
+        UsageError: `--score` is set, and the model cannot score.
     """
     when = {name: options.scores for name, options in request.measures.items()}
     if request.run.score is None:
@@ -235,10 +235,10 @@ def _choose_score(request: Request, net: Net) -> Request:
 
 
 def _require_scorable(name: str, options: MeasureOptions) -> MeasureOptions:
-    """Return the options of a measure that works on the scores of continuations.
+    """Return the options of a measure; refuse a measure that cannot use scores.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the measure does not work on scores.
     """
     if options.scores == "never":
         raise UsageError(
@@ -249,10 +249,10 @@ def _require_scorable(name: str, options: MeasureOptions) -> MeasureOptions:
 
 
 def _score_continuations(net: Net, samples: Samples, how: Literal["sum", "mean"]) -> Net:
-    """Return the model as it scores what follows each sample.
+    """Return the model as a scorer of each sample's continuations.
 
     Raises:
-        InputError: nothing follows them.
+        InputError: the samples have no continuations.
     """
     if samples.task is None:
         raise InputError(
@@ -264,10 +264,10 @@ def _score_continuations(net: Net, samples: Samples, how: Literal["sum", "mean"]
 
 
 def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:
-    """Return the options of a measure that can work with the model and the samples.
+    """Return the options of a measure, after checking them against model and samples.
 
     Raises:
-        LipauditError: it cannot.
+        LipauditError: the measure cannot run.
     """
     if options.labelled and net.classes is not None and batch.y is None:
         raise _make_label_error(name)
@@ -303,7 +303,7 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
 
 
 def _load_without_labels(spec: str, net: Net, options: DataOptions, error: LabelError) -> Samples:
-    """Return samples whose labels are no classes of the model as if they had none."""
+    """Return samples without labels, if the labels are not classes of the model."""
     samples = load_data(spec, replace(net, classes=None), options)
     text = f"labels are not used: {error.message}"
     note = Note(level="warning", code="labels-unused", text=text)
@@ -312,7 +312,7 @@ def _load_without_labels(spec: str, net: Net, options: DataOptions, error: Label
 
 
 def data_options(run: RunOptions, samples: int) -> DataOptions:
-    """Return how to read so many samples."""
+    """Return the options for reading a number of samples."""
     return DataOptions(
         samples=samples,
         seed=run.seed,
@@ -326,7 +326,7 @@ def data_options(run: RunOptions, samples: int) -> DataOptions:
 
 
 def load_options(run: RunOptions) -> LoadOptions:
-    """Return how to load the model."""
+    """Return the options for loading the model."""
     return LoadOptions(
         arch=run.arch,
         model_kwargs=run.model_kwargs or {},

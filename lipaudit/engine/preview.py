@@ -1,4 +1,4 @@
-"""What an audit would read and measure, in how much memory: looked at, not measured."""
+"""Preview of an audit: model, data, attention layers and memory, without measuring."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ TIMED = 8
 
 
 def preview(request: Request) -> dict[str, Any]:
-    """Return what is read of a model and its data, what each measure takes, and what it lacks.
+    """Describe model and data, the needs of each measure, and the measures that cannot run.
 
     Args:
-        request: what an audit would measure.
+        request: the request of the audit.
 
     Raises:
         LipauditError: the model or the data cannot be read, or the model does not run.
@@ -84,7 +84,7 @@ def preview(request: Request) -> dict[str, Any]:
 
 
 def _prepare(request: Request, net: Net) -> tuple[Job, dict[str, str]]:
-    """Prepare what can be measured, and say what the other measures need."""
+    """Prepare the measures that can run, and return what the others need."""
     needs: dict[str, str] = {}
     try:
         job = prepare(request, net=net)
@@ -98,8 +98,8 @@ def _prepare(request: Request, net: Net) -> tuple[Job, dict[str, str]]:
 
 
 def _survey(job: Job, first: Batch) -> tuple[tuple[Site, ...], dict[str, str]]:
-    """Return the attention layers; where there are none, what the measures of heads need."""
-    if job.net.scored:  # several texts for each sample: no layer is read
+    """Return the attention layers; without any, what measures of heads need."""
+    if job.net.scored:  # several texts per sample: no layer is read
         return (), {}
     try:
         return find_layers(job.net, first), {}
@@ -109,7 +109,7 @@ def _survey(job: Job, first: Batch) -> tuple[tuple[Site, ...], dict[str, str]]:
 
 
 def _check_certify(job: Job, first: Batch) -> dict[str, str]:
-    """Say what certificates need, if they cannot be computed: an audit has them on request."""
+    """Return what certificates need if they cannot be computed: an audit has them on request."""
     options = CertifyOptions.checked({"eps": "1/255"})
     try:
         MEASURES["certify"].check(job.net, first, options.suited(job.net.kind))
@@ -125,7 +125,7 @@ def _write_sentence(error: LipauditError) -> str:
 
 
 def _plan_measure(job: Job, name: str) -> dict[str, Any]:
-    """Return how many samples a measure takes, at a time too, and in how much memory."""
+    """Return the samples of a measure, in total and at a time, and its memory."""
     size = min(job.size(name), job.counts[name])
     known, why = None, "no layer has a closed form: trying one sample would take long"
     try:
@@ -165,18 +165,18 @@ def _describe_first(job: Job) -> list[dict[str, Any]]:
 
 
 def time_batch(job: Job) -> tuple[int, float] | None:
-    """Time a forward pass of a batch, after one that is not timed.
+    """Time one forward pass of a batch, after a pass that is not timed.
 
     Returns:
-        The samples of the batch and the seconds it takes; None where memory runs out for it.
+        The number of samples of the batch and its seconds; None if memory runs out.
     """
     batch = job.samples.batch[:TIMED].to(job.net.device, job.net.dtype)
     try:
         with eager(), torch.no_grad():
-            # The first pass also compiles kernels and fills caches.
+            # The first pass compiles kernels and fills caches.
             job.net.output(batch).sum().item()
             start = time.perf_counter()
-            job.net.output(batch).sum().item()  # waits for the device
+            job.net.output(batch).sum().item()  # wait for the device
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -185,26 +185,26 @@ def time_batch(job: Job) -> tuple[int, float] | None:
 
 
 def footprint(job: Job, name: str) -> Footprint | None:
-    """Try a measure on one sample, and on two: in two of its layers, or some of its steps.
+    """Estimate the memory of a measure from one and from two samples, in a shortened run.
 
     Args:
-        job: with the measure.
-        name: of the measure.
+        job: the job.
+        name: name of the measure.
 
     Returns:
-        What it takes; None where it cannot be tried in seconds.
+        The memory; None if a trial would take longer than seconds.
     """
     options = _shorten(job, name)
     if options is None:
         return None
     one, two = (_find_peak(job, name, options, samples) for samples in (1, 2))
-    # What the second sample adds is the price of one; the rest is there anyway.
+    # The second sample adds the memory of one sample; the rest is fixed.
     sample = max(two - one, 0)
     return Footprint(max(one - sample, 0), sample)
 
 
 def _shorten(job: Job, name: str) -> MeasureOptions | None:
-    """Return options with which a measure takes its memory in a small part of its time."""
+    """Return options with which a measure needs its full memory in little time."""
     options, net = job.request.measures[name], job.net
     sites: tuple[Site, ...] = ()
     if options.reads_heads:
@@ -214,15 +214,15 @@ def _shorten(job: Job, name: str) -> MeasureOptions | None:
 
 
 def _find_peak(job: Job, name: str, options: MeasureOptions, samples: int) -> int:
-    """Return the most bytes that a measure holds of so many copies of the longest sample."""
+    """Return the peak memory of a measure on copies of the longest sample."""
     batch, net = job.samples.batch, job.net
-    # The longest text decides what a batch takes.
+    # The longest text determines the memory of a batch.
     longest = 0 if batch.mask is None else int(batch.mask.sum(1).argmax())
     copies = batch.rows(torch.full((samples,), longest)).trim()
     copies = replace(copies, ids=tuple(f"{i}-{k}" for k, i in enumerate(copies.ids)))
     with seed_device(0, net.device), Held(net.module) as taken:
         copies = copies.to(net.device, net.dtype)
-        if name == "attack":  # of its many steps each takes what one gradient takes
+        if name == "attack":  # each of its many steps needs the memory of one gradient
             with torch.enable_grad():
                 z = net.point(copies).requires_grad_()
                 torch.autograd.grad(net.forward(z, copies).sum(), z)

@@ -1,4 +1,4 @@
-"""Where the numbers of a report come from: all that is needed to repeat them."""
+"""The origin of a report's numbers: everything needed to repeat them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def make_report(
     samples: Mapping[str, tuple[Cell, ...]],
     shard: Shard | None = None,
 ) -> Report:
-    """Return the report of a run: partial if a measure failed or a time limit ended it.
+    """Return the report of a run; it is partial if a measure failed or a time limit ended it.
 
-    It keeps the pictures and the tokens of the worst samples alone: a report stays small.
+    It holds pictures and tokens of the worst samples only, to stay small.
     """
     cut = any(section.failure or section.unmeasured for section in sections)
     report = Report(
@@ -63,7 +63,7 @@ def make_report(
 def make_failed(
     name: str, settings: Mapping[str, Any], error: Exception, notes: tuple[Note, ...] = ()
 ) -> Section:
-    """Return the section of a measure that failed: the reason in place of figures."""
+    """Return the section of a failed measure, with the reason in place of figures."""
     fault = explain_error(error)
     failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
     return layouts()[name].section(settings=settings, notes=notes, failure=failure)
@@ -101,7 +101,7 @@ def describe_run(job: Job) -> Run:
 
 
 def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
-    """Return where each sample is found, by columns; nothing where they are made up."""
+    """Return the places of the samples in the data, by columns; empty for random samples."""
     if not samples.origins:
         return {}
     places = tuple(origin.place for origin in samples.origins)
@@ -111,19 +111,19 @@ def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
 
 
 def _name_state(commit: Commit | None) -> dict[str, str]:
-    """Return which state of a repository of the Hub was read."""
+    """Return the commit of a repository of the Hub, as a field of the report."""
     if commit is None:
         return {}
     return {"revision": commit.repository.revision, "commit": commit.sha}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that can change a number."""
+    """Return the versions of packages that can change a number."""
     installed = {"python": platform.python_version(), "lipaudit": __version__}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             installed[name] = version(name)
-    # A plug-in computes figures as well: its version belongs to them.
+    # Plug-ins compute figures, too.
     plugins = [point.dist for group in GROUPS for point in entry_points(group=group)]
     return installed | {dist.name: dist.version for dist in plugins if dist is not None}
 

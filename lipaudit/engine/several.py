@@ -1,4 +1,4 @@
-"""Several models on the same samples: what is known of each before any is measured."""
+"""Several models on the same samples: check them before any is measured."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ APART = "Audit them separately."
 
 @dataclass(frozen=True)
 class Outline:
-    """What is kept of a job while the models of others are in memory.
+    """Facts about a job that stay in memory while other models are loaded.
 
     Attributes:
-        model: as it was named.
-        kind: of its inputs.
-        classes: how many it has; None: none.
-        names: of the classes, where the checkpoint knows them.
-        labels: of the samples, as the model numbers its classes; None: they have none.
-        ids: of the samples.
-        origins: where they are found; empty of samples that are made up.
-        counts: how many of them each measure takes.
-        measures: the options of each, as its section has them.
-        run: as the report will have it.
-        samples: where they are found, as the report will have it.
+        model: the MODEL argument.
+        kind: kind of its inputs.
+        classes: number of classes; None without classes.
+        names: class names, if the checkpoint has them.
+        labels: class numbers of the samples; None without labels.
+        ids: ids of the samples.
+        origins: places of the samples in the data; empty for random samples.
+        counts: number of samples of each measure.
+        measures: options of each measure, as in its section.
+        run: the run, as in the report.
+        samples: places of the samples, as in the report.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Outline:
 
 
 def outline_job(job: Job) -> Outline:
-    """Keep what several models are compared by."""
+    """Return the facts by which several models are compared."""
     net, batch = job.net, job.samples.batch
     return Outline(
         model=job.request.model,
@@ -70,10 +70,10 @@ def outline_job(job: Job) -> Outline:
 
 @contextmanager
 def name_errors(model: str) -> Iterator[None]:
-    """Say in errors which of several models they are of; free the memory of it at the end.
+    """Name the model in every error of the block, and free its memory at the end.
 
     Raises:
-        LipauditError: what the block raises, with the model's name in front.
+        LipauditError: the error of the block, with the model's name in front.
     """
     try:
         yield
@@ -81,7 +81,7 @@ def name_errors(model: str) -> Iterator[None]:
         error.message = f"{visible(model)}: {error.message}"
         raise
     finally:
-        gc.collect()  # a module may hold itself, and the next one takes its place
+        gc.collect()  # a module may reference itself, and the next model needs its memory
 
 
 def require_shared(outlines: Sequence[Outline]) -> None:
@@ -89,7 +89,7 @@ def require_shared(outlines: Sequence[Outline]) -> None:
 
     Raises:
         UsageError: a model is named twice.
-        InputError: they take other inputs, have other classes, or do not see the same samples.
+        InputError: inputs, classes or samples of the models differ.
     """
     first, *others = outlines
     for i, other in enumerate(others, start=1):
@@ -121,7 +121,7 @@ def _require_same_samples(first: Outline, other: Outline) -> None:
 
 
 def _require_same_classes(first: Outline, other: Outline) -> None:
-    """Refuse labels that mean other classes in each model; equal numbers alone say nothing."""
+    """Refuse labels with a different meaning in each model; equal numbers do not suffice."""
     if first.labels is None or first.labels != other.labels:
         return
     said = ""
@@ -141,16 +141,16 @@ def _require_same_classes(first: Outline, other: Outline) -> None:
 
 
 def _list_names(outline: Outline, label: int) -> list[str]:
-    """Return what a class is called; nothing where it has no name but its number."""
+    """Return the names of a class; empty if it has only a number."""
     if not outline.names or label >= len(outline.names):
         return []
-    # ImageNet has names like `tabby, tabby cat`: one name in common is enough.
+    # ImageNet has names like `tabby, tabby cat`: one common name suffices.
     name = outline.names[label].casefold().replace("_", " ")
     words = (word.strip() for word in name.split(","))
     return [word for word in words if word and word != f"label {label}"]
 
 
 def make_failed_report(outline: Outline, error: Exception) -> Report:
-    """Return the report of a model that could not be measured: every section says why."""
+    """Return the report of a model that could not be measured: every section has the reason."""
     sections = tuple(make_failed(*each, error) for each in outline.measures.items())
     return Report(run=outline.run, status="partial", samples=outline.samples, sections=sections)

@@ -1,4 +1,4 @@
-"""Shards of a run, and the report that one process would have written, made of all of them."""
+"""Shards of a run, and the merged report, which equals the report of a single process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OWN = frozenset({"command", "created", "device", "device_map"})
 
 
 def make_shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard:
-    """Return what `merge` makes the whole run of, where a job measures some of its samples."""
+    """Return the data of a shard for `merge`, if a job measures some of the samples."""
     number, of = job.request.run.shard or (1, 1)
     return Shard(
         number=number,
@@ -46,11 +46,11 @@ def summarise(
     """Return the sections of a measure.
 
     Args:
-        name: of the measure.
-        parts: in the order of the samples.
-        options: it ran with.
-        notes: remarks on loading, which come first.
-        unmeasured: samples that a time limit left.
+        name: name of the measure.
+        parts: its parts, in the order of the samples.
+        options: its options.
+        notes: notes on loading, which come first.
+        unmeasured: number of samples that a time limit left out.
     """
     if not parts:
         settings = options.model_dump()
@@ -61,17 +61,17 @@ def summarise(
 
 
 def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Report:
-    """Make one report of those of all shards of a run: what `lipaudit merge` does.
+    """Merge the reports of all shards of a run into one, for `lipaudit merge`.
 
-    It is the report that one process would have written, to the last digit where the shards ran
-    on a CPU; times are sums. A measure that failed in a shard has failed.
+    The result equals the report of a single process, to the last digit if the shards ran on a CPU;
+    times are sums. A measure that failed in one shard has failed.
 
     Args:
-        reports: of the shards, in any order.
-        command: what the report says it was made by.
+        reports: reports of the shards, in any order.
+        command: the command that the report records.
 
     Raises:
-        InputError: they do not belong together, one is missing or there twice, or damaged.
+        InputError: the shards do not belong together, or one is missing, repeated or damaged.
     """
     whole = sorted(reports, key=lambda report: _require_shard(report).number)
     _require_complete([_require_shard(report) for report in whole])
@@ -98,10 +98,10 @@ def _require_shard(report: Report) -> Shard:
 
 
 def _require_complete(shards: Sequence[Shard]) -> None:
-    """Refuse shards of which one is missing, or there twice.
+    """Refuse a missing or repeated shard.
 
     Raises:
-        InputError: with its number.
+        InputError: the message gives its number.
     """
     if not shards:
         raise InputError("no reports were given to merge", "Give the reports of all shards.")
@@ -133,7 +133,7 @@ def _require_alike(first: Report, other: Report) -> None:
     """Refuse a shard of another run than the first.
 
     Raises:
-        InputError: with all in which they differ.
+        InputError: the message lists all differences.
     """
     pairs = dict(_list_conditions(first)), dict(_list_conditions(other))
     names = dict.fromkeys([*pairs[0], *pairs[1]])
@@ -151,9 +151,9 @@ def _require_alike(first: Report, other: Report) -> None:
 
 
 def _list_conditions(report: Report) -> Iterator[tuple[str, Any]]:
-    """Yield all that decides the numbers, by its name."""
+    """Yield everything that determines the numbers, by name."""
     shard, run = _require_shard(report), report.run.model_dump(mode="json")
-    # Cards of one kind may differ by name; a CPU and a GPU may not be mixed.
+    # GPUs of one kind may differ by name; a CPU and a GPU may not be mixed.
     yield "device", report.run.device.split(" ")[0]
     yield from _flatten({name: value for name, value in run.items() if name not in OWN})
     yield "samples", shard.ids
@@ -163,7 +163,7 @@ def _list_conditions(report: Report) -> Iterator[tuple[str, Any]]:
 
 
 def _list_settings(report: Report, measure: str) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a measure, as JSON has them: settings of its section, and others."""
+    """Yield the options of a measure as JSON: settings of its section, and others."""
     section = report.section(measure)
     settings = {} if section is None else section.settings
     both = settings | _require_shard(report).options.get(measure, {})
@@ -190,7 +190,7 @@ def _shorten(value: Any) -> str:
 def _merge_sections(
     measure: str, reports: Sequence[Report], before: Sequence[Section]
 ) -> list[Section]:
-    """Return the sections of a measure over all samples; the first failure, where there is one."""
+    """Return the sections of a measure over all samples, or its first failure."""
     failed = [s for r in reports if (s := r.section(measure)) is not None and s.failure]
     if failed:
         return failed[:1]
@@ -209,7 +209,7 @@ def _merge_sections(
 def _choose_map(
     options: MeasureOptions, parts: Sequence[Part], before: Sequence[Section]
 ) -> tuple[MeasureOptions, tuple[Note, ...]]:
-    """Let the map of the most amplifying head be drawn, if the shards kept maps for that."""
+    """Choose the map of the head with the largest norm, if the shards stored maps for it."""
     maps = parts[0].facts.get("maps") if parts else None
     if not maps or not (heads := steepest(before, 1)):
         return options, ()
@@ -225,10 +225,10 @@ def _choose_map(
 def _collect_parts(
     measure: str, reports: Sequence[Report], ids: Sequence[str], left: int
 ) -> list[Part]:
-    """Return the parts of all shards in the order of the samples, of which some may be left.
+    """Return the parts of all shards in the order of the samples; some samples may be missing.
 
     Raises:
-        InputError: they are damaged, or cut differently.
+        InputError: parts are damaged, or batched differently.
     """
     parts: list[Part] = []
     for report in reports:
@@ -241,7 +241,7 @@ def _collect_parts(
                 "Copy the file again, or measure the shard again.",
             ) from error
     names = sample_ids(parts)
-    # A batch size of its own cuts a shard in other places: samples are then there twice or not.
+    # With another batch size a shard has other batches: samples are then repeated or missing.
     doubled = len({*names}) < len(names)
     if doubled or not {*names} <= {*ids} or len(names) + left != len(ids):
         raise InputError(

@@ -1,1 +1,1 @@
-"""Adversarial attacks: a callable f, samples x, labels y and a radius in; x_adv out."""
+"""Adversarial attacks: from a function f, samples x, labels y and a radius to x_adv."""

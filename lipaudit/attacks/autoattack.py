@@ -1,11 +1,11 @@
 """The attacks of AutoAttack (Croce & Hein, arXiv 2003.01690), as pyautoattack runs them.
 
-APGD takes projected gradient steps whose size is halved where they no longer help. FAB steps onto
-the boundary of one other class, as close to the sample as it gets. Square is in `square`.
+APGD takes projected gradient steps and halves their size when they stop helping. FAB steps onto
+the boundary of one other class, as close to the sample as possible. Square is in `square`.
 
-The loops are ours: the same steps from the same draws, so that the same samples stand, without
-the passes whose outcome is known. A sample leaves an attack once it is broken, turns may share a
-batch, and the last step takes no gradient.
+The loops are ours: the same steps from the same random draws, so the same samples survive, without
+passes whose outcome is known. A sample leaves an attack once it is broken, turns may share a
+batch, and the last step needs no gradient.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from lipaudit.attacks.oracle import (
 from lipaudit.tables.trials import Norm
 
 CLOSE = 0.1
-"""lean stops on a sample only if it is farther from success than this share of the whole way."""
+"""lean gives up a sample only if its remaining distance to success is more than this share of the
+whole."""
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logits, labels, classes aimed at) -> the loss of each row."""
+"""(logits, labels, target classes) -> the loss of each row."""
 
 
 @dataclass(frozen=True)
 class Cube:
-    """Samples of [0, 1], of which f gives float32 logits.
+    """Samples in [0, 1], for a model with float32 logits.
 
     Attributes:
-        f: the model, in the unit of the cube.
-        x: samples, as often as turns are run together.
+        f: the model on the unit cube.
+        x: the samples, repeated for each turn that runs in the batch.
         y: their labels.
         norm: linf or l2.
         eps: the radius.
-        size: most rows that f is given at once where a gradient is taken.
+        size: largest number of rows of f at once when a gradient is computed.
     """
 
     f: Callable[[Tensor], Tensor]
@@ -61,7 +62,7 @@ class Cube:
     def ascend(
         self, z: Tensor, loss: Loss, y: Tensor, target: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits, losses and the gradient of each row's loss, piece by piece."""
+        """Return logits, losses and the gradient of each row's loss, computed in pieces."""
         cuts = [slice(i, i + self.size) for i in range(0, len(z), self.size)]
         parts = [self._piece(z[cut], loss, y[cut], target[cut]) for cut in cuts]
         logits, losses, gradients = zip(*parts, strict=True)
@@ -79,7 +80,7 @@ class Cube:
         return logits.detach(), values.detach(), gradient
 
     def lengths(self, delta: Tensor) -> Tensor:
-        """Return the norm of each row, ready to broadcast."""
+        """Return the norm of each row, shaped for broadcasting."""
         flat = delta.flatten(1)
         length = flat.abs().amax(1) if self.norm == "linf" else (flat**2).sum(1).sqrt()
         return column(length, delta)
@@ -89,12 +90,11 @@ _Run = Callable[[Cube, Turn], Tensor]
 
 
 def in_unit_cube(run: _Run) -> AttackFunction:
-    """Make an attack on samples in [0, 1] one on any samples.
+    """Adapt an attack on samples in [0, 1] to samples of any box.
 
-    Samples of another box are mapped there, embeddings (box None) with room to spare on both
-    sides, so that clipping never binds. The attack returns, for each sample, an adversarial
-    example or else the best point the run came to (x itself for FAB), inside the ball up to
-    rounding.
+    Samples of another box are mapped to [0, 1]; embeddings (box None) get a margin on both sides,
+    so that clipping never acts. The attack returns, for each sample, an adversarial example or
+    else the best point of the run (x itself for FAB), inside the ball up to rounding.
     """
 
     @functools.wraps(run)
@@ -125,15 +125,15 @@ def _read_box(x: Tensor, ball: Ball) -> tuple[float, float]:
 
 
 def select_targets(cube: Cube, turn: Turn) -> Tensor:
-    """Return the class that each row aims at: of the rank of its turn on the clean sample."""
+    """Return the target class of each row: the class of the turn's rank on the clean sample."""
     order = _clean_logits(cube, turn).sort(dim=1)[1]
     return torch.cat([order[:, -each.target] for each in turn.each()])
 
 
 def close_margins(cube: Cube, turn: Turn) -> Tensor:
-    """Return the margin below which each row is not given up; infinite where it was there before.
+    """Return the margin below which a row is not given up; infinite if it was reached before.
 
-    All turns of a sample count: on its way to one class an attack may come upon another.
+    All turns of a sample count: on the way to one class an attack may reach another.
     """
     if math.isinf(turn.attack.hope):
         return torch.full_like(cube.y, torch.inf, dtype=torch.float32)
@@ -154,7 +154,7 @@ def draw_seed(turn: Turn) -> int:
 
 
 def draw_starts(turn: Turn) -> Tensor:
-    """Draw the starts of all turns. Each draws a seed before, for attacks that go by one."""
+    """Draw the starts of all turns, each after a seed for attacks that use one."""
     drawn = []
     for each in turn.each():
         draw_seed(each)
@@ -163,28 +163,28 @@ def draw_starts(turn: Turn) -> Tensor:
 
 
 def column(values: Tensor, x: Tensor) -> Tensor:
-    """Shape a value per row so that it broadcasts over samples."""
+    """Reshape a value per row for broadcasting over samples."""
     return values.reshape(-1, *[1] * (x.ndim - 1))
 
 
 CLEAR = 2.0**-10
-"""A sample leaves once it is misclassified by this share of its largest logit: other rounding,
-on another device or in another batch, then judges it alike."""
+"""A sample leaves once it is misclassified by this share of its largest logit: rounding on another
+device or in another batch then does not change the verdict."""
 _KEPT = 0.75
-"""Share of a step's own direction; the rest is that of the step before. Also the share of steps
-that must rise lest the step size be halved."""
+"""Weight of a step's own direction; the rest is the direction of the step before. Also the share
+of steps that must rise, or the step size is halved."""
 
 
 @in_unit_cube
 def apgd(cube: Cube, turn: Turn) -> Tensor:
-    """Climb the cross-entropy (apgd-ce) or the untargeted DLR loss (apgd-dlr)."""
+    """Maximise the cross-entropy (apgd-ce) or the untargeted DLR loss (apgd-dlr)."""
     loss = _cross_entropy if turn.attack.name == "apgd-ce" else _dlr
     return _climb(cube, turn, loss, cube.y)
 
 
 @in_unit_cube
 def apgd_targeted(cube: Cube, turn: Turn) -> Tensor:
-    """Climb the targeted DLR loss, against the class of the turn's rank."""
+    """Maximise the targeted DLR loss against the class of the turn's rank."""
     return _climb(cube, turn, _dlr_targeted, select_targets(cube, turn))
 
 
@@ -193,7 +193,7 @@ def _cross_entropy(logits: Tensor, y: Tensor, _target: Tensor) -> Tensor:
 
 
 def _dlr(logits: Tensor, y: Tensor, _target: Tensor) -> Tensor:
-    """-(z_y - max_{j != y} z_j) / (z_(1) - z_(3)), of the logits in falling order."""
+    """Return -(z_y - max_{j != y} z_j) / (z_(1) - z_(3)), with the logits z sorted downwards."""
     top, which = logits.topk(3, dim=1)
     first = (which[:, 0] == y).to(logits)
     own = logits.gather(1, y[:, None])[:, 0]
@@ -202,14 +202,14 @@ def _dlr(logits: Tensor, y: Tensor, _target: Tensor) -> Tensor:
 
 
 def _dlr_targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
-    """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2)."""
+    """Return -(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), with the logits z sorted downwards."""
     top = logits.topk(4, dim=1)[0]
     rise = logits.gather(1, y[:, None]) - logits.gather(1, target[:, None])
     return -rise[:, 0] / (top[:, 0] - 0.5 * (top[:, 2] + top[:, 3]) + 1e-12)
 
 
 class _Paths(NamedTuple):
-    """Where each row is, and what it must remember: of `margin` the smallest."""
+    """The state of each row: its point, gradient, step size, and its smallest margin."""
 
     row: Tensor
     x: Tensor
@@ -234,12 +234,12 @@ class _Paths(NamedTuple):
     checked_loss: Tensor
 
     def at(self, rows: Tensor) -> _Paths:
-        """Return the paths of some of the rows."""
+        """Return the paths of a selection of rows."""
         return _Paths(*(tensor[rows] for tensor in self))
 
 
 def _climb(cube: Cube, turn: Turn, loss: Loss, target: Tensor) -> Tensor:
-    """Take the steps; return each row's last adversarial point, else its point of highest loss."""
+    """Run the steps; return each row's last adversarial point, else its point of highest loss."""
     steps = turn.attack.steps
     begin = draw_starts(turn).clamp(0.0, 1.0)
     paths = _begin(cube, begin, loss, target, close_margins(cube, turn))
@@ -291,13 +291,13 @@ def _begin(cube: Cube, z: Tensor, loss: Loss, target: Tensor, close: Tensor) -> 
 
 
 def _find_wrong(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tell which rows are misclassified, which of them whatever the rounding, and the margins."""
+    """Return which rows are misclassified, which of them beyond rounding, and the margins."""
     margin = margins(logits, y)
     return logits.argmax(1) != y, margin < -CLEAR * logits.abs().amax(1), margin
 
 
 def _move(cube: Cube, paths: _Paths, share: float) -> Tensor:
-    """Step along the gradient, and on in the direction of the step before, inside the ball."""
+    """Step along the gradient plus a share of the step before, inside the ball."""
     x, z, gradient = paths.x, paths.z, paths.gradient
     carried = (z - paths.before) * (1 - share)
     if cube.norm == "linf":
@@ -318,7 +318,7 @@ def _project(cube: Cube, z: Tensor, x: Tensor) -> Tensor:
 
 
 def _judge(cube: Cube, paths: _Paths, z: Tensor, loss: Loss, *, last: bool) -> _Paths:
-    """Take the rows to z; the last step needs no gradient."""
+    """Move the rows to z and evaluate them; the last step needs no gradient."""
     if last:
         logits, gradient = cube.f(z), paths.gradient
         values = loss(logits, paths.y, paths.target)
@@ -344,7 +344,7 @@ def _judge(cube: Cube, paths: _Paths, z: Tensor, loss: Loss, *, last: bool) -> _
 
 
 def _halve_steps(paths: _Paths, period: int) -> _Paths:
-    """Halve the step of rows that rose too seldom or not at all, and take them back."""
+    """Halve the step of rows that rose too seldom, and return them to their best point."""
     stuck = ~paths.halved & (paths.checked_loss >= paths.best_loss)
     halved = (paths.rises <= period * _KEPT) | stuck
     back = column(halved, paths.z)
@@ -359,10 +359,10 @@ def _halve_steps(paths: _Paths, period: int) -> _Paths:
 
 
 def _measure_progress(paths: _Paths, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Return what is missing until a row may be misclassified, and by how much that shrank.
+    """Return the remaining distance to misclassification, and how much it shrank.
 
-    Both losses of DLR are positive where it is; so is log(e^loss - 1) of the cross-entropy, the
-    log-sum-exp of the other logits less the own one, which moves with the logits.
+    Both DLR losses are positive for misclassified rows. So is log(e^loss - 1) of the
+    cross-entropy: the log-sum-exp of the other logits minus the logit of the label.
     """
     now, then = paths.best_loss, paths.checked_loss
     if loss is _cross_entropy:
@@ -371,7 +371,7 @@ def _measure_progress(paths: _Paths, loss: Loss) -> tuple[Tensor, Tensor]:
 
 
 def _leave(paths: _Paths, ends: Tensor, copies: int) -> _Paths:
-    """Let rows go that are given up, and all rows of samples that are broken for sure."""
+    """Remove rows that are given up, and all rows of samples that are broken for sure."""
     out = paths.clear | paths.given
     if not bool(out.any()):
         return paths
@@ -398,7 +398,7 @@ _BACK = 0.9
 
 @in_unit_cube
 def fab_targeted(cube: Cube, turn: Turn) -> Tensor:
-    """Look for the nearest adversarial example: one outside the ball is none."""
+    """Search the nearest adversarial example; examples outside the ball do not count."""
     steps, target, z = turn.attack.steps, select_targets(cube, turn), _draw_fab_starts(cube, turn)
     here, row, stretch = cube, torch.arange(len(z), device=z.device), max(steps // 10, 1)
     nearest, least = cube.x.clone(), torch.full_like(cube.y, torch.inf, dtype=z.dtype)
@@ -421,7 +421,7 @@ def fab_targeted(cube: Cube, turn: Turn) -> Tensor:
 
 
 def _cross(cube: Cube, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Step to the boundary and beyond; tell which rows are misclassified there."""
+    """Step to the boundary and beyond; return which rows are misclassified there."""
     _, rise, slope = cube.ascend(z, _difference, cube.y, target)
     z = _step(cube, z, rise, slope)
     return z, cube.f(z).argmax(1) != cube.y
@@ -432,7 +432,7 @@ def _difference(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
 
 def _draw_fab_starts(cube: Cube, turn: Turn) -> Tensor:
-    """Return the samples for a first start, random points at half the radius for the others."""
+    """Return the samples for a first start, random points at half the radius for further ones."""
     points = []
     for each, x in zip(turn.each(), cube.x.chunk(turn.copies), strict=True):
         draw = torch.Generator().manual_seed(draw_seed(each))
@@ -447,7 +447,7 @@ def _draw_fab_starts(cube: Cube, turn: Turn) -> Tensor:
 
 
 def _step(cube: Cube, z: Tensor, rise: Tensor, slope: Tensor) -> Tensor:
-    """Cross the boundary of the model's linearisation, from where a row is and from its sample."""
+    """Step across the boundary of the linearised model, from the current point and the sample."""
     gap = rise[:, None] + (slope * (cube.x - z)).flatten(1).sum(1, keepdim=True)
     from_z, from_x = (
         step_onto(point, slope, value, cube.norm)
@@ -460,12 +460,13 @@ def _step(cube: Cube, z: Tensor, rise: Tensor, slope: Tensor) -> Tensor:
 
 
 def step_onto(point: Tensor, slope: Tensor, value: Tensor, norm: str) -> Tensor:
-    """Return the least step, in the norm, from a point of [0, 1]^n to where its value is 0.
+    """Return the smallest step, in the norm, from a point of [0, 1]^n to the zero of its value.
 
-    The value is linear, v + <w, d>. With r_i the room in the direction that lowers |v|, the step
-    is min(t s_i, r_i), with speed s = 1 (linf) or |w| (l2) where w is not 0, and t such that
-    sum |w_i| min(t s_i, r_i) = |v|; all the room where that is too little. The sum is concave and
-    piecewise linear in t, so Newton from t = 0 rises to the solution in finitely many steps.
+    The value of a step d is v + <w, d>. Let r_i be the room of coordinate i in the direction that
+    lowers |v|. The step is min(t s_i, r_i) with speed s_i = 1 (linf) or |w_i| (l2) for w_i != 0,
+    and with t such that sum |w_i| min(t s_i, r_i) = |v|; if no t suffices, the step is r. The sum
+    is concave and piecewise linear in t, so Newton's method from t = 0 rises to the solution in
+    finitely many steps.
     """
     w, p = slope.flatten(1), point.flatten(1)
     down = torch.where(value >= 0, 1.0, -1.0).to(w)[:, None] * w.sign()

@@ -1,4 +1,4 @@
-"""Balls: where an attack may go, and the steps that each norm asks for."""
+"""Balls: the points that an attack may reach, and the steps for each norm."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Ball:
     mask: Bool[Tensor, " batch *positions"] | None = None
 
     def __getitem__(self, rows: Shaped[Tensor, " rows"]) -> Ball:
-        """Return the balls of some of the samples."""
+        """Return the balls of a selection of samples."""
         return self if self.mask is None else replace(self, mask=self.mask[rows])
 
     def free(self, delta: Float[Tensor, " batch *sample"]) -> Float[Tensor, " batch *sample"]:
-        """Set a perturbation to zero where a sample may not change."""
+        """Set a perturbation to zero at masked positions."""
         if self.mask is None:
             return delta
         return delta * self.mask.reshape(*self.mask.shape, *[1] * (delta.ndim - self.mask.ndim))
@@ -49,7 +49,7 @@ class Ball:
 def project(
     z: Float[Tensor, " batch *sample"], x: Float[Tensor, " batch *sample"], ball: Ball
 ) -> Float[Tensor, " batch *sample"]:
-    """Move z into the ball around x: onto the norm ball, then into the box.
+    """Project z onto the ball around x: onto the norm ball, then into the box.
 
     For a sample x inside its box the result satisfies both constraints (clipping to the box
     brings every coordinate closer to x). It is the nearest such point for linf, and wherever the
@@ -67,15 +67,14 @@ def project(
 def check_inside(
     z: Any, x: Float[Tensor, " batch *sample"], ball: Ball, attack: str
 ) -> Float[Tensor, " batch *sample"]:
-    """Check that what an attack returned lies in the ball, and remove the rounding error.
+    """Check that the result of an attack is inside the ball, and remove its rounding error.
 
-    An attack may compute in float32, on samples that it moved to another box: every entry then
-    has an error of some 2^-24 times the largest value there is, and an l2 norm adds up those of
-    its entries. ROUNDINGS (the package needs 1.3) and SLACK leave room; further out, z belongs
-    to another ball.
+    An attack may compute in float32, on samples mapped to another box. Every entry then has an
+    error of about 2^-24 times the largest value, and an l2 norm adds up the errors. ROUNDINGS (the
+    package needs 1.3) and SLACK tolerate these errors.
 
     Raises:
-        EvaluationError: it is no tensor like x, not finite, or outside of the ball or box.
+        EvaluationError: z is no tensor of x's shape, not finite, or outside of the ball or box.
     """
     if not isinstance(z, Tensor) or z.shape != x.shape:
         given = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
@@ -100,12 +99,12 @@ def _rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
 
 
 def is_resolved(x: Float[Tensor, " batch *sample"], ball: Ball) -> bool:
-    """Tell whether the radius is larger than the rounding of points in the ball around x."""
+    """Say whether the radius is larger than the rounding of points in the ball around x."""
     return ball.eps == 0 or ball.eps >= _rounding(x, ball, x.dtype)
 
 
 def blame_attack(attack: str, what: str) -> EvaluationError:
-    """Return the error of an attack that breaks its contract."""
+    """Return the error for an attack whose result is invalid."""
     return EvaluationError(
         f"the attack {attack} {what}", "This is a bug in the attack. Leave it out of --attack."
     )
@@ -140,7 +139,7 @@ def random_start(
 ) -> Float[Tensor, " batch *sample"]:
     """Draw a point of each ball: uniform in the cube (linf), in a uniform direction at eps (l2).
 
-    Drawn on the CPU in float32 whatever x is, so that devices and precisions start alike.
+    The draw is on the CPU in float32, so that all devices and precisions have equal starts.
     """
     if ball.norm == "linf":
         noise = 2 * torch.rand(x.shape, generator=generator, dtype=torch.float32) - 1
@@ -154,7 +153,7 @@ def _axes(delta: Tensor, norm: Norm) -> tuple[int, ...]:
 
 
 def _lengths(delta: Tensor, norm: Norm) -> Tensor:
-    """Norm of each sample's perturbation (of each token's for token-l2), ready to broadcast.
+    """Return the norm of each sample's (token-l2: each token's) perturbation, for broadcasting.
 
     Squares are summed in float64: those of 1e20 overflow in float32.
     """

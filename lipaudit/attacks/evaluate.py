@@ -1,9 +1,9 @@
-"""Running a plan: each attack on the samples that still stand, one outcome per chunk and attack.
+"""Run a plan: each attack on the surviving samples, with one outcome per chunk and attack.
 
-Random numbers belong to a chunk of the original samples and to an attack, never to a device batch
-or to the survivors: the start of a sample depends on the seed, the attack, and its place in its
-chunk alone. Only Square draws one window for all survivors of a chunk, so there a sample's result
-may depend on its 63 neighbours (never on the device batch size).
+Random numbers depend on the chunk of the original samples and on the attack, not on the device
+batch or the survivors. So the start of a sample depends only on the seed, the attack, and its
+position in the chunk. Square draws one window for all survivors of a chunk: there a result may
+depend on the 63 other samples (never on the device batch size).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Chunk:
     """At most CHUNK samples that are attacked together.
 
     Attributes:
-        number: which chunk of the data it is, from 0: part of the seed.
+        number: index of the chunk, from 0; part of the seed.
         x: samples, float32 or float64, inside the box.
         y: labels.
         mask: True where a sample may change, over the first axes of x (batch, tokens).
-        texts: the samples as texts, where they are any.
+        texts: the samples as texts, for text models.
     """
 
     number: int
@@ -60,11 +60,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Texts:
-    """Samples as texts, for attacks that change those.
+    """The texts of a chunk, for attacks that change texts.
 
     Attributes:
-        reader: how the model reads them.
-        drafts: each of them, unchanged.
+        reader: how the model reads texts.
+        drafts: the unchanged texts.
     """
 
     reader: Reader
@@ -73,25 +73,26 @@ class Texts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one attack did to one chunk.
+    """The result of one attack on one chunk.
 
     Attributes:
         chunk: the chunk's number.
-        trial: which trial of the plan; None for the clean samples, which come first.
+        trial: the trial of the plan; None for the clean samples, which come first.
         attack: name of the attack, `clean` for the clean samples.
-        seed: of the random numbers used, derived from (seed, attack, chunk).
-        tried: samples it ran on: those that stood before it, at smaller radii too.
-        robust: samples that stand after it, judged by evaluating x_adv as it is given here.
-        x_adv: inside the ball; for a sample that stands, the last point tried. Where texts were
-            changed, x.
-        distance: ||x_adv - x|| in the norm of the trial; where texts were changed, how often.
+        seed: seed of its random numbers, derived from (seed, attack, chunk).
+        tried: samples it ran on: those not broken before, also at smaller radii.
+        robust: samples that are not broken after it, judged by evaluating x_adv.
+        x_adv: points inside the ball; for a robust sample the last point tried, for attacks on
+            texts x.
+        distance: ||x_adv - x|| in the norm of the trial; for attacks on texts the number of
+            changes.
         seconds: wall time.
         forwards: samples passed forward (see `Meter`).
         backwards: samples passed backward.
         nonfinite: gradients that were not finite.
-        notes: what was changed for this model.
-        checks: what the clean samples showed; None for an attack.
-        drafts: the texts as they were last changed, for an attack that changes them.
+        notes: changes of settings for this model.
+        checks: signs in the clean samples; None for an attack.
+        drafts: the last texts, for an attack that changes texts.
     """
 
     chunk: int
@@ -116,7 +117,7 @@ def chunks(
     y: Int[Tensor, " batch"],
     mask: Bool[Tensor, " batch *positions"] | None = None,
 ) -> Iterator[Chunk]:
-    """Cut samples into numbered chunks of CHUNK, in order."""
+    """Split samples into numbered chunks of CHUNK, in order."""
     for number, start in enumerate(range(0, len(x), CHUNK)):
         part = slice(start, start + CHUNK)
         yield Chunk(number, x[part], y[part], None if mask is None else mask[part])
@@ -149,23 +150,22 @@ def evaluate_chunk(
     """Yield the outcome of the clean samples, then one outcome per trial and attack.
 
     Trials run from the smallest radius to the largest. An attack gets the samples that survived
-    the attacks before it: those of its trial, and of the same trial at smaller radii. So what is
-    broken at a radius is broken at every larger one.
+    the earlier attacks of its trial, and of the same trial at smaller radii. So a sample broken at
+    one radius is broken at every larger one.
 
     Args:
         f: x -> logits (batch, classes) in the attacked space, deterministic, in eval mode. A
-            `ByRow` is told which samples of the chunk it gets; only fgsm and pgd can use it.
+            `ByRow` also gets the positions of the samples; only fgsm and pgd can use it.
         chunk: the samples.
         plan: the trials (see `read_plan`).
         box: smallest and largest value of the attacked space; None for embeddings.
-        seed: of all random numbers.
-        batch_size: samples per call of f. It bounds memory and changes nothing else, but for the
-            rounding of f itself.
+        seed: seed of all random numbers.
+        batch_size: samples per call of f. It limits memory, and changes only the rounding of f.
 
     Raises:
-        UsageError: samples outside the box, labels that are no classes, a half-precision sample,
-            a module in training mode, a radius beyond the box, an attack that cannot run here.
-        EvaluationError: f gives no logits, or values that are not finite.
+        UsageError: samples outside the box, labels that are not classes, half-precision samples, a
+            module in training mode, a radius larger than the box, or an unsuitable attack.
+        EvaluationError: f returns no logits, or values that are not finite.
     """
     _refuse(f, chunk, plan, box)
     clean, logits = _classify(f, chunk, seed, batch_size)
@@ -197,7 +197,7 @@ class _Session:
 def _classify(
     f: Classifier | ByRow, chunk: Chunk, seed: int, batch_size: int
 ) -> tuple[Outcome, Tensor]:
-    """Classify the samples; a second pass, with gradient, looks for signs of trouble."""
+    """Classify the samples, and examine a second pass with gradient for signs of trouble."""
     meter = Meter()
     oracle = Oracle(f, torch.arange(len(chunk.x), device=chunk.x.device), batch_size, meter)
     logits = _require_finite(oracle(chunk.x), "clean samples", chunk)
@@ -219,7 +219,7 @@ def _classify(
 
 
 def _count_passes(meter: Meter, **found: Any) -> Outcome:
-    """Return an outcome with what it took."""
+    """Return an outcome with its passes and time."""
     return Outcome(
         seconds=time.perf_counter() - meter.began,
         forwards=meter.forwards,
@@ -230,7 +230,7 @@ def _count_passes(meter: Meter, **found: Any) -> Outcome:
 
 
 def _search(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: Outcome) -> Outcome:
-    """Run all turns of one attack, each on the samples that the one before left standing."""
+    """Run all turns of one attack, each on the samples that survived the turn before."""
     meter, chunk = Meter(), session.chunk
     seed = derive_seed(session.seed, attack.name, chunk.number)
     generator = torch.Generator().manual_seed(seed)
@@ -248,7 +248,7 @@ def _search(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
         turn = Turn(fitted, number, generator, start, copies, *known)
         drawn = generator.get_state()
         z, margin, stands = _search_once(oracle, chunk, ball, turn)
-        if not meter.mends and bool(meter.broken > 0):  # once more, with other values for NaN
+        if not meter.mends and bool(meter.broken > 0):  # again, with other values in place of NaN
             meter.mends = True
             generator.set_state(drawn)
             z, margin, stands = _search_once(oracle, chunk, ball, turn)
@@ -271,7 +271,7 @@ def _search(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
 
 
 def _select_first(z: Tensor, stands: Tensor, copies: int) -> tuple[Tensor, Tensor]:
-    """Return, of turns that were run together, the first that broke a sample, else the last."""
+    """Return, of turns run together, the first one that broke a sample, else the last one."""
     each = stands.reshape(copies, -1)
     turn = torch.where(each.all(0), copies - 1, (~each).int().argmax(0))
     sample = torch.arange(each.shape[1], device=z.device)
@@ -279,7 +279,7 @@ def _select_first(z: Tensor, stands: Tensor, copies: int) -> tuple[Tensor, Tenso
 
 
 def _rewrite(session: _Session, trial: Trial, attack: Attack, last: Outcome) -> Outcome:
-    """Let an attack change the texts that still stand, and judge what it makes of them."""
+    """Let an attack change the texts that are not broken yet, and evaluate the result."""
     meter, chunk = Meter(), session.chunk
     assert chunk.texts is not None  # see _refuse_attack
     seed = derive_seed(session.seed, attack.name, chunk.number)
@@ -309,7 +309,7 @@ def _rewrite(session: _Session, trial: Trial, attack: Attack, last: Outcome) -> 
 def _change_texts(
     oracle: TextOracle, chunk: Chunk, rows: Tensor, budget: int, turn: Turn
 ) -> tuple[list[Draft], Tensor]:
-    """Attack some texts, check what comes back, and judge that by a fresh forward pass."""
+    """Attack texts, check the result, and evaluate it by a fresh forward pass."""
     assert chunk.texts is not None
     function: RewriteFunction = turn.attack.kind.load()
     before, y = [chunk.texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
@@ -321,16 +321,16 @@ def _change_texts(
 
 
 def _draw_starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> Tensor:
-    """Draw for the whole chunk, so that a sample's start does not depend on who still stands."""
+    """Draw for the whole chunk, so that a sample's start does not depend on the survivors."""
     return random_start(x, ball, generator)[rows]
 
 
 def _search_once(
     oracle: Oracle, chunk: Chunk, ball: Ball, turn: Turn
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attack some samples, project what comes back, and judge that by a fresh forward pass.
+    """Attack samples, project the result, and evaluate it by a fresh forward pass.
 
-    Returns the points, their margins, and which of them are classified rightly.
+    Returns the points, their margins, and which of them are classified correctly.
     """
     rows, attack = oracle.rows, turn.attack
     x, y, ball = chunk.x[rows], chunk.y[rows], ball[rows]
@@ -359,7 +359,7 @@ def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
 def _refuse(
     f: Classifier | ByRow, chunk: Chunk, plan: Sequence[Trial], box: tuple[float, float] | None
 ) -> None:
-    """Refuse a training-mode model and what would give wrong numbers without an error."""
+    """Refuse a module in training mode, and inputs that would give wrong numbers."""
     refuse_training(f)
     if chunk.x.dtype not in (torch.float32, torch.float64):
         raise UsageError(
@@ -375,15 +375,15 @@ def _refuse(
 
 
 def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequence[int]) -> None:
-    """Refuse a radius that is larger than the attacked space.
+    """Refuse a radius larger than the attacked space.
 
     Args:
         trial: norm and radius.
         box: smallest and largest value of the space.
-        shape: of one sample.
+        shape: shape of one sample.
 
     Raises:
-        UsageError: it is.
+        UsageError: the radius is too large.
     """
     if box is None or trial.norm in COUNTED:
         return
@@ -398,7 +398,7 @@ def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequenc
 
 
 def _refuse_attack(f: Classifier | ByRow, chunk: Chunk, trial: Trial, attack: Attack) -> None:
-    """Refuse what the attack cannot work on, and an attack that cannot be loaded."""
+    """Refuse a model or samples that the attack cannot handle, and an attack that cannot load."""
     kind, advice = attack.kind, "Use --attack fgsm,pgd."
     if trial.norm in COUNTED and chunk.texts is None:
         raise UsageError(f"{attack.name} changes texts, and the samples are not texts", advice)

@@ -1,4 +1,4 @@
-"""The attacks there are: a table of ours, and those of plug-ins. Nothing here needs torch."""
+"""Kinds of attacks: a table of ours, and those of plug-ins. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ GROUP = "lipaudit.attacks"
 
 @dataclass(frozen=True)
 class AttackKind:
-    """A kind of attack: where it is, and what it can work on.
+    """A kind of attack: its function, and the models and balls it suits.
 
     Its function is called as `function(f, x, y, ball, turn)` and returns x_adv, in the shape of x:
 
-    - f: x -> logits (batch, classes); differentiable in x (see `oracle.logits_and_gradient`), and
-      counted. It evaluates the samples it was made for, in their order, and no others.
-    - x, y: samples (batch, ...) that are still classified rightly, and their int64 labels.
-    - ball: a `balls.Ball`, the norm, radius, box and mask that x_adv must keep to.
+    - f: x -> logits (batch, classes); differentiable in x (see `oracle.logits_and_gradient`); its
+    passes are counted. It evaluates exactly the given samples, in their order.
+    - x, y: samples (batch, ...) that are still classified correctly, and their int64 labels.
+    - ball: a `balls.Ball`: the norm, radius, box and mask that x_adv must respect.
     - turn: an `oracle.Turn`: the settings (`turn.attack.steps`, ...), a seeded generator, a random
-      start, and the target class's rank where there are targets.
+    start, and for targeted attacks the rank of the target class.
 
-    Whatever it returns is checked to lie in the ball and judged by a fresh evaluation of f.
+    The result is checked to be inside the ball, and judged by a fresh evaluation of f.
 
-    An attack whose norm counts changes of a text is called as `function(oracle, drafts, y, budget,
-    turn)` and returns the changed drafts: a `text.TextOracle` in place of f, `text.Draft`s
-    in place of x, and how much may be changed in place of the ball. What it returns is checked to
-    keep to that, and judged by a fresh evaluation, too.
+    An attack that changes words or characters is called as `function(oracle, drafts, y, budget,
+    turn)` and returns the changed drafts. It gets a `text.TextOracle` in place of f, `text.Draft`s
+    in place of x, and the number of changes in place of the ball. The result is checked against
+    that number, and judged by a fresh evaluation, too.
 
     Attributes:
         function: `module:function`; imported when the attack first runs.
-        norms: the norms of the balls it can search.
-        masked: whether it can leave masked positions alone and attack a model that must know
-            which samples it gets (text).
-        targeted: whether it takes a turn per other class.
-        together: whether it can take several turns at once, as rows of one batch (`Turn.copies`).
-        effort: what a turn costs: one gradient, in which case restarts add nothing; `steps`
+        norms: norms of the balls that it supports.
+        masked: whether it respects masked positions, and supports a model that needs to know the
+            samples (text).
+        targeted: whether it has a turn per target class.
+        together: whether several turns can run at once, as rows of one batch (`Turn.copies`).
+        effort: cost of a turn: one gradient, in which case restarts add nothing; `steps`
             gradients; `queries` forward passes; or, for every change of a text (`edits`), a
             gradient and `queries` forward passes, in which case restarts add nothing.
-        steps: iterations where it is asked for by its own name; None: those of `Attack`.
-        queries: forward passes where it is asked for by its own name; None: those of `Attack`.
-        radii: what is tried where nobody gives a radius; empty: one must be given.
+        steps: default iterations; None: those of `Attack`.
+        queries: default forward passes; None: those of `Attack`.
+        radii: default radii; empty: a radius must be given.
     """
 
     function: str
@@ -64,24 +64,24 @@ class AttackKind:
 
     @property
     def counts(self) -> Norm | None:
-        """What changes of a text it counts; None where it searches balls."""
+        """Return the unit of changes of a text; None for attacks on balls."""
         return next((norm for norm in self.norms if norm in COUNTED), None)
 
     def can_attack(self, kind: str) -> bool:
-        """Tell whether it can attack a kind of model: image, tokens or text."""
+        """Say whether it can attack a kind of model: image, tokens or text."""
         able = self.masked or kind != "text"
         return able and any(kind in SPACES[norm] for norm in self.norms)
 
     @property
     def package(self) -> str:
-        """Name the package that its function belongs to."""
+        """Return the name of the package of its function."""
         return self.function.partition(":")[0].partition(".")[0]
 
     def load(self) -> Callable[..., Any]:
         """Import the function.
 
         Raises:
-            UsageError: it is not there, or its module cannot be imported.
+            UsageError: the function does not exist, or its module cannot be imported.
         """
         try:
             function: Callable[..., Any] = pkgutil.resolve_name(self.function)
@@ -94,12 +94,12 @@ class AttackKind:
 
 
 def _auto(function: str, **how: Any) -> AttackKind:
-    """Describe an attack of AutoAttack, which knows no tokens and no masks."""
+    """Return the kind of an attack of AutoAttack, which supports no tokens and no masks."""
     return AttackKind(f"lipaudit.attacks.{function}", norms=("linf", "l2"), masked=False, **how)
 
 
 def _rewriter(name: Norm) -> AttackKind:
-    """Describe an attack of ours that changes texts."""
+    """Return the kind of an attack of ours that changes texts."""
     return AttackKind(
         f"lipaudit.attacks.text:rewrite_{name}",
         norms=(name,),
@@ -130,10 +130,10 @@ RESERVED = frozenset(
 
 @functools.cache
 def attack_kinds() -> Mapping[str, AttackKind]:
-    """Return every attack by its name: ours, then those that installed packages add.
+    """Return every attack by its name: ours, then those of installed packages.
 
     Raises:
-        UsageError: a plug-in that cannot be loaded, or has a name that is in use.
+        UsageError: a plug-in cannot be loaded, or its name is already in use.
     """
     plugins = entries(GROUP, AttackKind, taken=ATTACKS.keys() | RESERVED)
     for name, kind in plugins.items():

@@ -1,6 +1,6 @@
-"""The attacked function, as attacks see it: in pieces that fit the device, counted; and a turn.
+"""The attacked function in pieces that fit the device, with a count of passes; and a turn.
 
-Its gradient is in x alone: `param.grad` is never touched.
+Gradients are with respect to x only: `param.grad` never changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Classifier = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class ByRow:
-    """A model that must know which samples it is given (their token ids and padding).
+    """A model that needs to know which samples it gets (their token ids and padding).
 
     Attributes:
         f: (z, rows) -> logits, with rows the positions of the samples in their chunk.
@@ -40,18 +40,19 @@ class ByRow:
 
 @dataclass
 class Meter:
-    """Samples passed forward and backward, as the attacks asked for them.
+    """Counts samples passed forward and backward.
 
-    A forward pass that is repeated to save memory is not counted: the figures do not depend on
-    the device batch size.
+    Forward passes repeated to save memory do not count, so the figures do not depend on the device
+    batch size.
 
     Attributes:
         forwards: samples passed forward.
         backwards: samples passed backward.
-        broken: those of them whose gradient was not finite, as a tensor: the device need not wait.
-        began: when the count began, in seconds of `time.perf_counter`.
-        mends: whether NaN is looked for, and replaced by what is right beside the point; it waits
-            for the device, so that attacks do it once they have met NaN.
+        broken: number of gradients that were not finite, as a tensor, so that the host does not
+            wait.
+        began: start of the count, in seconds of `time.perf_counter`.
+        mends: whether NaN gradients are replaced by those at a nearby point. This waits for the
+            device, so attacks switch it on after the first NaN.
     """
 
     forwards: int = 0
@@ -61,11 +62,12 @@ class Meter:
     began: float = field(default_factory=time.perf_counter)
 
     def mend(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
-        """Count a gradient that is not finite; make infinity large, and NaN 0 if it is left.
+        """Count gradients that are not finite; make infinity large, and replace NaN.
 
         Args:
-            gradient: of some samples.
-            near: a change of the samples -> their gradient after it, which replaces NaN.
+            gradient: gradient of some samples.
+            near: returns the gradient after a small change of the samples; remaining NaN becomes
+                0.
         """
         self.backwards += len(gradient)
         self.broken = self.broken + (~gradient.isfinite().flatten(1).all(1)).sum()
@@ -83,16 +85,15 @@ class Meter:
 class Oracle:
     """f at given rows of a chunk, evaluated in pieces of at most `batch_size` samples.
 
-    It is differentiable in its argument and in nothing else: `param.grad` is never touched, even
-    by `loss.backward()`. Its gradients are finite, whatever those of f are (see `Meter.mend`).
-    When a chunk takes several pieces the gradient repeats their forward passes, so memory holds
-    the graph of one piece.
+    It is differentiable in its argument only: even `loss.backward()` never changes `param.grad`.
+    Its gradients are always finite (see `Meter.mend`). With several pieces, the gradient repeats
+    their forward passes, so memory holds the graph of one piece.
 
     Attributes:
         f: the model.
-        rows: positions in the chunk of the samples it will be given.
+        rows: positions in the chunk of the samples to evaluate.
         batch_size: the device batch size.
-        meter: where passes are counted.
+        meter: counts the passes.
     """
 
     f: Classifier | ByRow
@@ -109,12 +110,12 @@ class Oracle:
             return self.in_pieces(z)
 
     def in_pieces(self, z: Tensor) -> Tensor:
-        """Return the logits, piece by piece."""
+        """Yield the logits, piece by piece."""
         starts = range(0, len(z), self.batch_size)
         return torch.cat([self.piece(z[i : i + self.batch_size], i) for i in starts])
 
     def piece(self, z: Tensor, start: int) -> Tensor:
-        """Return the logits of samples start, start + 1, ... as f gives them."""
+        """Return the logits of the piece that begins at sample `start`."""
         if isinstance(self.f, ByRow):
             return logits_of(self.f.f(z, self.rows[start : start + len(z)]))
         return logits_of(self.f(z))
@@ -155,7 +156,7 @@ def _graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:
 
 
 def pull(graph: tuple[Tensor, Tensor], above: Tensor) -> Tensor:
-    """J^T times `above`; zero where f does not depend on its argument differentiably."""
+    """Return J^T `above`; zero if f does not depend on its argument differentiably."""
     leaf, out = graph
     if not out.requires_grad:
         return torch.zeros_like(leaf)
@@ -164,10 +165,10 @@ def pull(graph: tuple[Tensor, Tensor], above: Tensor) -> Tensor:
 
 
 def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
-    """Take the logits out of what a model returns: a tensor, `.logits`, or a tuple's first.
+    """Return the logits in the output of a model: a tensor, `.logits`, or a tuple's first item.
 
     Raises:
-        EvaluationError: there is no tensor (batch, classes) in it.
+        EvaluationError: the output holds no tensor (batch, classes).
     """
     logits = getattr(output, "logits", output)
     logits = logits[0] if isinstance(logits, tuple) else logits
@@ -183,9 +184,9 @@ def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
 def logits_and_gradient(
     f: Classifier, x: Float[Tensor, " batch *sample"], y: Int[Tensor, " batch"]
 ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch *sample"]]:
-    """Return the logits at x and the gradient in x of each sample's cross-entropy.
+    """Return the logits at x, and the gradient with respect to x of each cross-entropy.
 
-    An oracle is asked piece by piece, each forward and backward at once: none is repeated.
+    An oracle runs piece by piece, forward and backward, so no pass is repeated.
     """
     if isinstance(f, Oracle) and len(x) > f.batch_size:
         cuts = [slice(i, i + f.batch_size) for i in range(0, len(x), f.batch_size)]
@@ -201,7 +202,7 @@ def logits_and_gradient(
 def margins(
     logits: Float[Tensor, "batch classes"], y: Int[Tensor, " batch"]
 ) -> Float[Tensor, " batch"]:
-    """Return f_y - max_{j != y} f_j: negative exactly where another class is ahead."""
+    """Return f_y - max_{j != y} f_j: negative exactly if another class is ahead."""
     own = logits.gather(1, y[:, None])
     others = logits.scatter(1, y[:, None], -torch.inf)
     return own[:, 0] - others.amax(1)
@@ -209,17 +210,17 @@ def margins(
 
 @dataclass(frozen=True)
 class Turn:
-    """One of the runs that an attack makes: one start, and one target where it has targets.
+    """One run of an attack: one start and, for targeted attacks, one target.
 
     Attributes:
         attack: the attack and its settings.
         number: 0, 1, ... below `attack.turns`.
-        generator: where the run's random numbers come from, on the CPU.
-        start: draws a random point of the ball of each sample.
-        copies: how many turns are run together, this one and those that follow; x and y then hold
-            the samples so many times, turn after turn.
-        logits: of the clean samples, where they are known.
-        closest: the smallest margin of each sample at what attacks of the trial returned.
+        generator: source of the run's random numbers, on the CPU.
+        start: draws a random point in the ball of each sample.
+        copies: number of turns run together: this one and the next ones; x and y then hold the
+            samples once per turn, turn after turn.
+        logits: logits of the clean samples, if known.
+        closest: smallest margin of each sample over the results of earlier attacks of the trial.
     """
 
     attack: Attack
@@ -232,26 +233,26 @@ class Turn:
 
     @property
     def target(self) -> int:
-        """Rank of the class that is aimed at: 2 is the runner-up."""
+        """Return the rank of the target class: 2 is the runner-up."""
         return 2 + self.number // self.attack.restarts
 
     @property
     def restart(self) -> int:
-        """Which start of this target it is, from 0."""
+        """Return the number of this target's start, from 0."""
         return self.number % self.attack.restarts
 
     def each(self) -> tuple[Turn, ...]:
-        """Return the turns that are run together."""
+        """Return the turns that run together."""
         numbers = range(self.number, self.number + self.copies)
         return tuple(replace(self, number=number, copies=1) for number in numbers)
 
     def hopeless(self, gap: Tensor, progress: Tensor, left: float | Tensor) -> Tensor:
-        """Tell which samples to give up.
+        """Return which samples to give up.
 
         Args:
-            gap: what is missing until a sample is broken.
-            progress: by how much that shrank over the last stretch.
-            left: how many such stretches are left.
+            gap: remaining distance until a sample is broken.
+            progress: decrease of the gap over the last stretch of steps.
+            left: number of stretches left.
         """
         return gap > self.attack.hope * progress * left
 

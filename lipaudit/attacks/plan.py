@@ -1,4 +1,4 @@
-"""What `--attack`, `--norm` and `--eps` ask for, read into trials. Nothing here needs torch."""
+"""Read the options `--attack`, `--norm` and `--eps` into trials. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ CHUNK: Final = 64
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack and how hard it tries.
+    """One attack and its settings.
 
     Attributes:
         name: its name in `attack_kinds`.
         steps: iterations per start.
         restarts: starts per sample, or per sample and target.
-        targets: how many other classes are aimed at, the likeliest first.
+        targets: number of target classes, the likeliest first.
         queries: forward passes per sample and start.
-        hope: a sample is given up where not even so many times the progress of its last stretch,
-            step for step, would break it by the end; infinite: never.
+        hope: give a sample up if even this multiple of its last progress per step would not break
+            it by the end; infinite: never.
     """
 
     name: str
@@ -39,18 +39,18 @@ class Attack:
 
     @property
     def kind(self) -> AttackKind:
-        """Where it is and what it can work on."""
+        """Return the kind of the attack."""
         return attack_kinds()[self.name]
 
     @property
     def turns(self) -> int:
-        """How often it runs on a sample that survives every time."""
+        """Return the number of runs on a sample that is never broken."""
         if self.kind.effort in ("gradient", "edits"):
             return 1
         return self.restarts * (self.targets if self.kind.targeted else 1)
 
     def passes(self, radius: Radius) -> tuple[int, int]:
-        """Forward passes without and with a gradient, on a sample that survives every time."""
+        """Return forward passes without and with a gradient, for a sample that is never broken."""
         changes = int(radius.value)
         each = {
             "gradient": (0, 1),
@@ -75,15 +75,15 @@ PRESETS: dict[str, tuple[Attack, ...]] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """Attacks run one after the other in one ball, each on the samples that still stand.
+    """Attacks run one after the other in one ball, each on the surviving samples.
 
     Attributes:
-        label: what the result is called.
+        label: name of the result.
         norm: linf, l2, token-l2 (the largest l2 norm of a token's perturbation), words or
             characters.
-        radius: eps, in units of the attacked space; for words and characters how many.
-        attacks: in the order in which they run.
-        notes: what a reader must know of the choice of settings.
+        radius: eps, in units of the attacked space; for words and characters their number.
+        attacks: the attacks, in order.
+        notes: notes on the choice of settings.
     """
 
     label: str
@@ -94,7 +94,7 @@ class Trial:
 
     @property
     def key(self) -> TrialKey:
-        """What the result is known by in a report."""
+        """Return the key of the trial in a report."""
         return TrialKey(self.label, self.norm, self.radius)
 
 
@@ -107,23 +107,23 @@ def read_plan(
     restarts: int | None = None,
     queries: int | None = None,
 ) -> tuple[Trial, ...]:
-    """Return the trials of the option `--attack`: names of attacks and presets, and commas.
+    """Return the trials of the option `--attack`: names of attacks and presets, with commas.
 
     Every name makes one trial per radius, labelled by the name; `autoattack` is `standard`.
-    `custom:NAME,NAME` is one ensemble. An attack that counts changes of a text takes the radii
-    that name its unit (`2words`); plain ones if every attack counts; else those of its kind. Other
-    attacks take the plain radii.
+    `custom:NAME,NAME` is one ensemble. An attack on words or characters takes the radii with its
+    unit (`2words`), plain radii if all attacks count changes, else its default. Other attacks take
+    the plain radii.
 
     Args:
         attack: names, separated by commas.
-        norm: of the balls; linf if None.
-        radii: `paper` has its own.
+        norm: norm of the balls; None means linf.
+        radii: the radii; `paper` has its own.
         steps: iterations in place of the attack's own.
         restarts: starts in place of the attack's own.
         queries: forward passes of Square, and per change of a text, in place of the attack's own.
 
     Raises:
-        UsageError: an unknown name, no radius, or a norm or a radius that no attack takes.
+        UsageError: a name is unknown, no radius is given, or no attack uses the norm or a radius.
     """
     given = {"steps": steps, "restarts": restarts, "queries": queries}
     changes = {name: value for name, value in given.items() if value is not None}
@@ -169,7 +169,7 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
 
 
 def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
-    """Return what the attacks count; None for those that search balls."""
+    """Return the unit that the attacks count; None for attacks on balls."""
     units = {attack.kind.counts for attack in attacks} or {None}
     if len(units) > 1:
         raise UsageError(
@@ -182,7 +182,7 @@ def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
 def _refuse_units(
     radii: Sequence[Radius], units: Mapping[str, Norm | None], norm: Norm | None
 ) -> None:
-    """Refuse a norm and radii that no attack would look at."""
+    """Refuse a norm and radii that no attack would use."""
     lost = next((r for r in radii if r.unit and r.unit not in units.values()), None)
     if lost is not None:
         raise UsageError(
@@ -208,7 +208,7 @@ def _refuse_units(
 def _select_radii(
     radii: Sequence[Radius], unit: Norm | None, attacks: Sequence[Attack], *, plain: bool
 ) -> Sequence[Radius]:
-    """Return the radii that are meant for an ensemble."""
+    """Return the radii for an ensemble."""
     simple = [radius for radius in radii if not radius.unit]
     if unit is None:
         return simple
@@ -235,7 +235,7 @@ def _plan_radii(
 
 
 def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
-    """Return the attacks of Yudin et al. (arXiv 2507.07814), as far as the paper says."""
+    """Return the attacks of Yudin et al. (arXiv 2507.07814), as far as the paper states them."""
     if radii or norm != "linf":
         raise UsageError(
             "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)",
@@ -252,7 +252,7 @@ def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
 
 
 def _change_settings(trial: Trial, changes: Mapping[str, Any], name: str) -> Trial:
-    """Apply the user's settings; a preset then says that it is no longer itself."""
+    """Apply the user's settings; a changed preset then says so in its label."""
     if not changes:
         return trial
     attacks = tuple(replace(attack, **changes) for attack in trial.attacks)
@@ -288,17 +288,17 @@ _OWN_QUERIES = (
 def require_suitable(
     trials: Sequence[Trial], kind: str, changes: Sequence[Norm] = COUNTED, why: str = ""
 ) -> None:
-    """Refuse what means nothing for a kind of model: image, tokens or text.
+    """Refuse attacks and norms that do not suit a kind of model: image, tokens or text.
 
     Args:
-        trials: what is asked for.
-        kind: of the model.
-        changes: what can be changed of its texts.
-        why: what keeps the rest from being changed.
+        trials: the requested trials.
+        kind: kind of the model.
+        changes: the units of its texts that can be changed.
+        why: why other units cannot be changed.
 
     Raises:
-        UsageError: an attack or a norm that does not, with what there is for such a model; or an
-            attack that cannot be loaded.
+        UsageError: an attack or a norm does not suit the model (the message lists those that do),
+            or an attack cannot be loaded.
     """
     known = [name for name, each in attack_kinds().items() if each.can_attack(kind)]
     for trial in trials:
@@ -326,11 +326,10 @@ def require_suitable(
 
 
 def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
-    """Fit an attack to a number of classes >= 2, and say what was changed.
+    """Adapt an attack to a number of classes >= 2, and note the changes.
 
-    The targeted DLR loss needs four classes and the untargeted one three; with two, the
-    cross-entropy already moves along the only logit difference there is, so nothing is left to
-    run: an attack without restarts.
+    The targeted DLR loss needs four classes, the untargeted one three. With two classes the
+    cross-entropy already uses the only difference of logits, so such an attack gets no restarts.
     """
     if attack.name in ("apgd-t", "apgd-dlr") and classes == 2:
         text = f"{attack.name} did not run: its DLR loss needs 3 classes, and the model has 2"

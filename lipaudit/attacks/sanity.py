@@ -1,4 +1,4 @@
-"""Signs that an attack's success rate says less than it seems to, as counts and as notes.
+"""Signs that an attack is weaker than its success rate suggests, as counts and as notes.
 
 The signs are those of Croce & Hein's AutoAttack (arXiv 2003.01690) and of Carlini et al., *On
 Evaluating Adversarial Robustness* (arXiv 1902.06705). Counts add up over chunks; notes are made
@@ -20,9 +20,9 @@ from lipaudit.errors import UsageError
 from lipaudit.tables import Note
 
 NOISE = 1e-4
-"""Largest change of a logit between two passes of a deterministic model, as a share of how far
-the largest logit of the sample lies above the median one. All changes are relative to the median:
-an offset that all logits share decides nothing, and a class far below all others hides nothing."""
+"""Largest change of a logit between two passes of a deterministic model, as a share of the
+distance of the sample's largest logit from its median. Changes are relative to the median, so
+neither an offset common to all logits nor a class far below the others affects the test."""
 ROUNDINGS = 4
 """Further tolerance, in units of rounding of the logit."""
 SIMPLEX = 1e-5
@@ -33,16 +33,16 @@ SQUARE_GAIN = 0.002
 
 @dataclass(frozen=True)
 class Checks:
-    """What the clean samples showed.
+    """Counts of signs in the clean samples.
 
     Attributes:
         classes: number of classes.
-        samples: how many samples were looked at.
-        correct: how many are classified correctly.
-        zero_gradients: how many of the correct ones have a cross-entropy gradient of exactly 0.
-        random: how many get other logits when asked again.
-        probabilities: how many outputs lie in [0, 1] and sum to 1.
-        nonfinite: how many have a gradient that is not finite.
+        samples: number of samples examined.
+        correct: number of samples classified correctly.
+        zero_gradients: correct samples with a cross-entropy gradient of exactly 0.
+        random: samples whose logits change in a second pass.
+        probabilities: outputs in [0, 1] with sum 1.
+        nonfinite: samples with a gradient that is not finite.
     """
 
     classes: int
@@ -67,14 +67,14 @@ def examine(
     y: Int[Tensor, " batch"],
     nonfinite: int = 0,
 ) -> Checks:
-    """Count the signs in the logits of two passes and in the gradient of the cross-entropy.
+    """Count the signs in the logits of two passes and in the cross-entropy's gradient.
 
     Args:
-        logits: of the first pass.
-        again: of the second.
-        gradient: of the cross-entropy, made finite.
+        logits: logits of the first pass.
+        again: logits of the second pass.
+        gradient: gradient of the cross-entropy, made finite.
         y: labels.
-        nonfinite: how many gradients were not finite.
+        nonfinite: number of gradients that were not finite.
     """
     correct = logits.argmax(1) == y
     flat = gradient.flatten(1).abs().amax(1) == 0
@@ -98,11 +98,12 @@ def examine(
 def note_signs(
     checks: Checks, *, guessing: bool = True, nonfinite: float = 0.0
 ) -> tuple[Note, ...]:
-    """Turn the counts over all samples into warnings.
+    """Return warnings for the counts over all samples.
 
     Args:
         checks: the counts.
-        guessing: whether one of so many samples as there are classes is guessed rightly.
+        guessing: whether accuracy is at chance, one correct sample in as many as there are
+            classes.
         nonfinite: share of the gradients taken by attacks that were not finite.
     """
     signs = {
@@ -134,11 +135,11 @@ def note_signs(
 
 
 def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
-    """Warn where Square, which sees no gradient, broke what the gradient attacks left standing.
+    """Warn if Square, which needs no gradients, broke samples that the gradient attacks did not.
 
     Args:
-        before: samples that stood before Square, after at least one gradient attack.
-        after: samples that stood after it.
+        before: robust samples before Square, after at least one gradient attack.
+        after: robust samples after Square.
         samples: all samples, correct or not.
     """
     if before - after <= SQUARE_GAIN * samples:
@@ -151,7 +152,7 @@ def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
 
 
 def note_resolution(x: Float[Tensor, " batch *sample"], ball: Ball) -> tuple[Note, ...]:
-    """Warn where x + delta loses much of delta, as the samples are too large for the radius."""
+    """Warn if rounding of x + delta loses much of delta, because samples are large."""
     if is_resolved(x, ball):
         return ()
     advice = "use --dtype float64" if x.dtype == torch.float32 else "scale the data down"
@@ -164,7 +165,7 @@ def note_resolution(x: Float[Tensor, " batch *sample"], ball: Ball) -> tuple[Not
 
 
 def refuse_training(f: Any) -> None:
-    """Refuse a module, or a method of one, that is in training mode.
+    """Refuse a module, or a method of a module, in training mode.
 
     Raises:
         UsageError: a part of the module is in training mode.
@@ -179,7 +180,7 @@ def refuse_training(f: Any) -> None:
 
 
 def _count_lucky(checks: Checks) -> float:
-    """Two standard deviations above the expected number of lucky guesses."""
+    """Return two standard deviations above the expected number of lucky guesses."""
     mean = checks.samples / checks.classes
     return mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
 

@@ -1,7 +1,7 @@
-"""Square (Andriushchenko et al., as AutoAttack runs it): random squares, and no gradient.
+"""Square (Andriushchenko et al., as AutoAttack runs it): random squares, no gradients.
 
-The search in L-inf balls is ours and never asks the same query twice; that in L2 balls is the
-package's own.
+The search in L-inf balls is ours and never evaluates the same query twice. The search in L2 balls
+is the package's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PATIENT = 8
 
 @in_unit_cube
 def square(cube: Cube, turn: Turn) -> Tensor:
-    """Search samples laid out as images."""
+    """Search with samples reshaped to images."""
     shape = cube.x.shape
     rows, columns = (1, *shape[1:])[-2:]
     images = cube.x.reshape(shape[0], -1, rows, columns)
@@ -48,7 +48,7 @@ def square(cube: Cube, turn: Turn) -> Tensor:
     signs = _draw_signs(images, draw)
     search = _Search(logits, images, cube, signs, _draw_queries(images, turn.attack.queries, draw))
     close = close_margins(cube, turn)
-    if turn.closest is not None:  # where it gets further than gradients did, they tell too little
+    if turn.closest is not None:  # success here means that gradients mislead
         close = torch.maximum(close, turn.closest.to(close))
     while search.ask():
         search.give_up(turn, close)
@@ -56,21 +56,21 @@ def square(cube: Cube, turn: Turn) -> Tensor:
 
 
 def _draw_signs(images: Tensor, draw: torch.Generator) -> Tensor:
-    """Draw the stripes that the search starts from."""
+    """Draw the stripes at which the search starts."""
     size, channels, _, columns = images.shape
     numbers = torch.rand(size, channels, 1, columns, generator=draw, dtype=torch.float32)
     return torch.sign(2 * numbers - 1).to(images.device)
 
 
 class _Queries(NamedTuple):
-    """What each query changes: a square of some side at (top, left), by 2 eps times a sign.
+    """The change of each query: a square at (top, left), by 2 eps times a sign.
 
     Attributes:
-        side: (queries,), as are top, left and code.
-        top: first row.
-        left: first column.
-        sign: (queries, channels).
-        code: which of all changes it is; -1 where there are too many of its side to meet it again.
+        side: side length, (queries,).
+        top: first row, (queries,).
+        left: first column, (queries,).
+        sign: sign per channel, (queries, channels).
+        code: number of the change, (queries,); -1 if a repeat is unlikely.
     """
 
     side: Tensor
@@ -81,7 +81,7 @@ class _Queries(NamedTuple):
 
 
 def _draw_queries(images: Tensor, queries: int, draw: torch.Generator) -> _Queries:
-    """Draw all queries at once: the numbers that the package draws one by one."""
+    """Draw all queries at once: the same numbers as the package draws one by one."""
     channels, high, wide = images.shape[1:]
     numbers = torch.rand(queries, 2 + channels, generator=draw, dtype=torch.float32)
     side = torch.tensor([_side(i, channels, high, wide) for i in range(queries)])
@@ -108,11 +108,11 @@ def _side(query: int, channels: int, high: int, wide: int) -> int:
 
 
 class _Search:
-    """The search in an L-inf ball, of rows that go through the same queries at their own pace.
+    """The search in an L-inf ball; all rows share the queries, each at its own pace.
 
-    A row passes over queries whose outcome is known: that change nothing, or that were refused
-    since it last moved. Rows that seldom move are asked several queries at a time; what follows
-    one that moves them is asked again.
+    A row skips queries with a known outcome: those that change nothing, and those rejected since
+    its last move. Rows that seldom move evaluate several queries at a time; after a move, the
+    later ones are evaluated again.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class _Search:
         return torch.minimum(torch.maximum(moved, self.low[rows]), self.high[rows])
 
     def ask(self) -> bool:
-        """Ask the next queries of every row that stands; tell whether there are any."""
+        """Evaluate the next queries of every surviving row; return whether there were any."""
         total = len(self.queries.side)
         rows = ((self.margin > 0) & (self.next < total)).nonzero()[:, 0]
         if len(rows) == 0:
@@ -169,7 +169,7 @@ class _Search:
         return True
 
     def give_up(self, turn: Turn, close: Tensor) -> None:
-        """Let rows go that moved too little while their queries doubled."""
+        """Give up rows that moved too little while their queries doubled."""
         due, total = self.next >= self.check, len(self.queries.side)
         doublings = (total / self.check).log2()
         hopeless = turn.hopeless(self.margin, self.checked - self.margin, doublings)
@@ -179,7 +179,7 @@ class _Search:
         self.next = torch.where(due & hopeless, total, self.next)
 
     def _find_known(self, rows: Tensor, ahead: Tensor) -> Tensor:
-        """Tell which queries (rows, _AHEAD) change nothing, or were refused already."""
+        """Return which queries (rows, _AHEAD) change nothing, or were rejected before."""
         q = self.queries
         code = q.code[ahead]
         refused = (code >= 0) & self.refused[rows[:, None], code.clamp_min(0)]
@@ -197,7 +197,7 @@ class _Search:
         return refused | (entries.sum(-1) == 0)
 
     def _judge(self, rows: Tensor, asked: Tensor) -> None:
-        """Ask queries, those of a row in order, and take its first step that helps."""
+        """Evaluate queries, each row's in order, and apply its first one that helps."""
         z = self._candidates(rows, asked)
         margin = margins(self.f(z), self.y[rows])
         helps = (margin < self.margin[rows]) | (margin <= 0)
@@ -226,7 +226,7 @@ class _Search:
 
 
 def _run_package(f: Callable[[Tensor], Tensor], images: Tensor, cube: Cube, turn: Turn) -> Tensor:
-    """Search an L2 ball: the package's own search, on pictures that it can lay its grid on."""
+    """Search an L2 ball with the package, on images large enough for its grid."""
     rows, columns = images.shape[-2:]
     high, wide = find_canvas(rows, columns)
     attack = SquareAttack(
@@ -247,7 +247,7 @@ def _run_package(f: Callable[[Tensor], Tensor], images: Tensor, cube: Cube, turn
 
 @contextmanager
 def _package_state(number: int) -> Iterator[None]:
-    """Seed the global CPU generator, the package's only source, and give it back as it was."""
+    """Seed the global CPU generator, which the package uses, and restore its state."""
     dtype = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -259,7 +259,7 @@ def _package_state(number: int) -> Iterator[None]:
 
 
 def find_canvas(rows: int, columns: int) -> tuple[int, int]:
-    """Smallest image, at least this large, on which the package can lay its L2 starting grid.
+    """Return the smallest image size, at least this large, for the package's L2 starting grid.
 
     It tiles with squares of side s = rows // 5 from an offset, and fails on 4 x 4, 14 x 14 or
     14 x 28, where the last tile crosses the edge.

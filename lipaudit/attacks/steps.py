@@ -1,4 +1,4 @@
-"""Steps along the gradient: FGSM, one to the edge of the ball, and PGD, many small ones."""
+"""Steps along the gradient: FGSM (one step to the edge of the ball) and PGD (many small ones)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fgsm(
 
 
 def fgsm_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, _turn: Turn) -> Tensor:
-    """Run `fgsm` as one of a plan's attacks; nothing about it is random."""
+    """Run `fgsm` as an attack of a plan; it is not random."""
     return fgsm(f, x, y, ball)
 
 
@@ -46,19 +46,20 @@ def pgd(
     steps: int,
     step_size: float,
 ) -> Float[Tensor, " batch *sample"]:
-    """Climb the cross-entropy from `start`; return the iterate closest to success.
+    """Increase the cross-entropy from `start`; return the iterate closest to success.
 
-    z <- project(z + step_size d), d the steepest direction of the norm. Closest to success means
-    the smallest margin f_y - max_{j != y} f_j over all steps + 1 iterates, so a sample that was
-    misclassified on the way is returned misclassified. Deterministic: draw the start with
-    `random_start` and call again for a restart. Madry et al., 2018 (arXiv 1706.06083).
+    z <- project(z + step_size d), with d the steepest direction of the norm. Closest to success
+    means the smallest margin f_y - max_{j != y} f_j over all steps + 1 iterates, so a sample
+    misclassified at some iterate is returned misclassified. The function is deterministic: for a
+    restart, draw a start with `random_start` and call it again. Madry et al., 2018 (arXiv
+    1706.06083).
 
     Args:
         f: x -> logits (batch, classes).
         x: samples, inside the box of the ball.
         y: labels.
         ball: norm, eps, box and mask.
-        start: first iterates, inside the ball (x itself will do).
+        start: first iterates, inside the ball (for example x).
         steps: number of steps; steps + 1 forward and steps backward passes.
         step_size: length of a step in the norm of the ball (see `usual_step`).
     """
@@ -71,14 +72,14 @@ def pgd(
 
 
 def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
-    """Run `pgd` as one of a plan's attacks: from a random start, with the usual step."""
+    """Run `pgd` as an attack of a plan: from a random start, with the usual step."""
     steps = turn.attack.steps
     size = usual_step(ball.eps, steps)
     return pgd(f, x, y, ball, start=turn.start(), steps=steps, step_size=size)
 
 
 def usual_step(eps: float, steps: int) -> float:
-    """Return 2.5 eps / steps, which lets a path reach any point of the ball and come back."""
+    """Return 2.5 eps / steps, with which a path can reach any point of the ball and return."""
     return 2.5 * eps / steps
 
 

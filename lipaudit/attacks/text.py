@@ -1,16 +1,16 @@
-"""Attacks that change texts: what a text is made of, how the model reads it, and a greedy search.
+"""Attacks on words and characters: the parts of a text, its reading by a model, a greedy search.
 
-A text is a row of token ids, cut into words. Token ids that belong to no word (special ones,
-punctuation, padding) stay where they are, whatever an attack does. Where the characters of a text
-are known, a change is cut into them, and the model reads the changed characters.
+A text is a row of token ids, split into words. Attacks never change token ids that belong to no
+word (special tokens, punctuation, padding). If the characters of a text are known, a change is
+made in the characters, and the model reads the changed characters.
 
-*Words* are replaced by near ones. The first-order choice of substitutes is that of HotFlip
-(Ebrahimi et al., 2018, arXiv 1712.06751). That they are the 50 nearest neighbours among word
-embeddings is of Alzantot et al., 2018 (arXiv 1804.07998) and TextFooler (Jin et al., 2020, arXiv
-1907.11932), who take other embeddings and check meaning and grammar; we check neither.
+*Words* are replaced by near ones. The first-order choice of substitutes follows HotFlip (Ebrahimi
+et al., 2018, arXiv 1712.06751). The 50 nearest neighbours among word embeddings follow Alzantot et
+al., 2018 (arXiv 1804.07998) and TextFooler (Jin et al., 2020, arXiv 1907.11932), which use other
+embeddings and check meaning and grammar; we check neither.
 
-*Characters* get typing errors: letters swapped, left out, put in or replaced, and the word
-tokenized anew. The kinds of error are those of Gao et al., 2018 (DeepWordBug, arXiv 1801.04354)
+*Characters* get typing errors: letters are swapped, removed, inserted or replaced, and the word is
+tokenized again. The kinds of errors follow Gao et al., 2018 (DeepWordBug, arXiv 1801.04354)
 and TextBugger (Li et al., 2019, arXiv 1812.05271).
 """
 
@@ -51,9 +51,9 @@ class Source:
 
     Attributes:
         texts: the text, or the two of a pair.
-        spans: per word, where its tokens stand, without the space around them.
-        most: the tokens after which the tokenizer cuts; one more than the model takes for a text
-            that was not cut.
+        spans: per word, the positions of its tokens without the space around them.
+        most: number of tokens after which the tokenizer cuts; one more than the model takes if the
+            text was not cut.
     """
 
     texts: tuple[str, ...]
@@ -66,7 +66,7 @@ class Source:
         return self.texts[piece][start : self.spans[i][-1][2]]
 
     def space(self, i: int) -> str:
-        """Return the space before a word, if it is one character of space."""
+        """Return the space before a word, if it is a single space character."""
         piece, start, _ = self.spans[i][0]
         before = self.texts[piece][max(start - 1, 0) : start]
         return before if before.isspace() else ""
@@ -82,7 +82,7 @@ class Source:
         return text[first:start] + new + text[end:last]
 
     def cut(self, words: Iterable[tuple[int, str]]) -> tuple[str, ...]:
-        """Return the texts with other characters for some words, and every other byte kept."""
+        """Return the texts with other characters for some words; all else stays."""
         texts = list(self.texts)
         for i, new in sorted(words, reverse=True):
             piece, start, _ = self.spans[i][0]
@@ -92,18 +92,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Lexicon:
-    """What is known of a vocabulary.
+    """The vocabulary of a model.
 
     Attributes:
         kinds: FIXED, BEGINS or GOES_ON for every token id.
-        spell: ids -> text; None where there is no tokenizer that could.
-        encode: a piece of text -> ids without special ones; None likewise.
-        read: (a text or the two of a pair, most tokens) -> ids and where each token stands.
-        write: id -> the characters that it adds to a word; nothing where it is no whole one.
-        special: ids that stand around texts, and between two that are read as a pair.
-        tokens: how the vocabulary writes every token id, marks of its own included; or nothing.
-        marked: whether the vocabulary marks what begins a word. Where it does not, as one of
-            characters, tokens without a gap between them are a word.
+        spell: ids -> text; None without a tokenizer.
+        encode: a piece of text -> ids without special tokens; None without a tokenizer.
+        read: (a text or a pair, largest number of tokens) -> ids and the span of each token.
+        write: id -> the characters that it adds to a word; None if they are not whole characters.
+        special: ids around texts, and between the texts of a pair.
+        tokens: the spelling of every token id with the vocabulary's marks, if known.
+        marked: whether the vocabulary marks the beginnings of words; without marks, adjacent
+            tokens form a word.
     """
 
     kinds: Int[Tensor, " vocabulary"]
@@ -116,22 +116,22 @@ class Lexicon:
     marked: bool = True
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Write token ids as a text, or as the two of a pair."""
+        """Write token ids as a text, or as a pair of texts."""
         runs = groupby(ids, key=self.special.__contains__)
         pieces = [self.text(list(run)) for outside, run in runs if not outside]
         return pieces if len(pieces) == 2 else [self.text(ids)]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Write token ids as text, or as numbers where they cannot be spelled."""
+        """Write token ids as text, or as numbers without a tokenizer."""
         return " ".join(map(str, ids)) if self.spell is None else self.spell(ids).strip()
 
     def draft(self, ids: Sequence[int], texts: tuple[str, ...], most: int) -> Draft:
-        """Cut a text into words, each at its characters where the tokenizer finds them.
+        """Split a text into words, with the span of each in the characters if it can be found.
 
         Args:
             ids: the token ids.
-            texts: the text, or the two of a pair; empty for those that the ids spell.
-            most: the tokens that the model takes.
+            texts: the text, or the two of a pair; empty: the texts that the ids spell.
+            most: largest number of tokens of the model.
         """
         written = texts or tuple(self.texts(ids))
         for limit in (most + 1, len(ids)):
@@ -143,15 +143,15 @@ class Lexicon:
         return Draft(self.words(ids))
 
     def name(self, token: int) -> str:
-        """Write one token id for people: as text, or where that shows nothing, as it is kept."""
+        """Write one token id for people: as text, or else in the vocabulary's spelling."""
         kept = self.tokens[token] if token < len(self.tokens) else str(token)
         spelled = "" if self.spell is None else self.spell([token]).strip()
         return kept if not spelled or "\ufffd" in spelled else spelled
 
     def words(self, ids: Sequence[int], spans: Sequence[Span] = ()) -> tuple[Ids, ...]:
-        """Cut a text into words; every fixed id is a piece of its own.
+        """Split a text into words; every fixed id is a separate piece.
 
-        A word goes on only where its next token follows without a gap, if the spans are known.
+        If the spans are known, a word ends at the first gap.
         """
         words: list[list[int]] = []
         before, end = FIXED, NOWHERE
@@ -166,19 +166,19 @@ class Lexicon:
         return tuple(map(tuple, words))
 
     def fixed(self, word: Sequence[int]) -> bool:
-        """Tell whether a piece of a text is no word, and to be left alone."""
+        """Say whether a piece of a text is not a word, and must not change."""
         return int(self.kinds[word[0]]) == FIXED
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A text, word by word, and what was changed of it.
+    """A text as words, with the changes made to it.
 
     Attributes:
         words: token ids of each word (or fixed piece), in order.
-        changed: which word each change was made to.
-        spelled: words as they are written now, where that was changed.
-        source: the characters of the unchanged text, where they are known.
+        changed: the word of each change.
+        spelled: the changed words as characters.
+        source: the characters of the unchanged text, if known.
     """
 
     words: tuple[Ids, ...]
@@ -188,16 +188,16 @@ class Draft:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The characters of the text, or of the two of a pair; empty where they are not known."""
+        """Return the characters of the text, or of the two of a pair; empty if unknown."""
         return () if self.source is None else self.source.cut(self.spelled)
 
     @property
     def ids(self) -> Ids:
-        """The text as token ids, each word tokenized alone."""
+        """Return the text as token ids, each word tokenized alone."""
         return tuple(token for word in self.words for token in word)
 
     def with_word(self, i: int, word: Ids, spelled: str | None = None) -> Draft:
-        """Return the text with another word in place of one: one change more."""
+        """Return the text with one word replaced: one more change."""
         words = (*self.words[:i], word, *self.words[i + 1 :])
         kept = tuple(pair for pair in self.spelled if pair[0] != i)
         written = kept if spelled is None else (*kept, (i, spelled))
@@ -209,15 +209,15 @@ class Reader:
     """How a model reads texts.
 
     Attributes:
-        output: (ids, mask) -> logits, the mask being None where nothing is padded.
+        output: (ids, mask) -> logits; the mask is None without padding.
         point: (ids, mask) -> embeddings (batch, tokens, width).
         forward: (embeddings, ids, mask) -> logits, differentiable in the embeddings.
         table: the embedding of every token id.
-        lexicon: what is known of the ids.
-        most: the longest text that the model takes, in tokens.
+        lexicon: the vocabulary.
+        most: largest number of tokens of the model.
         pad_id: the id that fills shorter texts.
-        near: the neighbours of token ids, as they are asked for.
-        reads_padding: whether the model reads padding: only texts of one length go together then.
+        near: cache of the neighbours of token ids.
+        reads_padding: whether the model reads padding; batches then have texts of one length only.
     """
 
     output: Callable[[Tensor, Tensor | None], Tensor]
@@ -231,7 +231,7 @@ class Reader:
     reads_padding: bool = False
 
     def read(self, draft: Draft) -> Ids:
-        """Return the ids of a text, from its characters; none where the model cannot take it."""
+        """Return the ids of a text, from its characters; empty if it is too long for the model."""
         if draft.source is None or self.lexicon.read is None:
             return draft.ids
         ids, _ = self.lexicon.read(draft.texts, draft.source.most)
@@ -239,7 +239,7 @@ class Reader:
         return ids if fits else ()
 
     def padded(self, texts: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
-        """Return texts as one tensor of ids, and their mask if any is padded."""
+        """Return texts as one tensor of ids, with a mask if any is padded."""
         rows = [torch.tensor(ids, dtype=torch.int64) for ids in texts]
         x = pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
         lengths = torch.tensor([len(row) for row in rows])
@@ -250,12 +250,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class TextOracle:
-    """The model on texts, in pieces that fit the device, counted.
+    """The model on texts, in pieces that fit the device, with a count of passes.
 
     Attributes:
         reader: how the model reads texts.
         batch_size: the device batch size.
-        meter: where passes are counted.
+        meter: counts the passes.
     """
 
     reader: Reader
@@ -274,10 +274,10 @@ class TextOracle:
     def slopes(
         self, texts: Sequence[Ids], y: Int[Tensor, " texts"]
     ) -> list[Float[Tensor, "tokens width"]]:
-        """Return the gradient of each text's margin in the embeddings of its tokens.
+        """Return the gradient of each text's margin with respect to its token embeddings.
 
-        Words that are tokenized alone may be more tokens than the model takes: those before the
-        last one are left out, and have no gradient.
+        Words tokenized alone may have more tokens than the model takes; tokens before the last one
+        are then left out, without gradient.
         """
         whole, most = [len(ids) for ids in texts], self.reader.most
         texts = [ids if len(ids) <= most else (*ids[: most - 1], ids[-1]) for ids in texts]
@@ -296,7 +296,7 @@ class TextOracle:
         return [slopes[i] for i in range(len(texts))]
 
     def _pieces(self, texts: Sequence[Ids]) -> list[list[int]]:
-        """Return which texts go together: as many as fit, of one length if padding is read."""
+        """Yield groups of texts to evaluate together: of one length if the model reads padding."""
         length = (lambda i: len(texts[i])) if self.reader.reads_padding else (lambda _: 0)
         runs = [[*run] for _, run in groupby(sorted(range(len(texts)), key=length), key=length)]
         size = self.batch_size
@@ -304,7 +304,7 @@ class TextOracle:
 
 
 def _places(pieces: Sequence[Sequence[int]]) -> list[int]:
-    """Return where each text is among all pieces."""
+    """Return the index of each text over all pieces."""
     order = [i for rows in pieces for i in rows]
     return sorted(range(len(order)), key=order.__getitem__)
 
@@ -316,10 +316,11 @@ Propose = Callable[[Draft, Tensor], Sequence[Draft]]
 def search(
     oracle: TextOracle, drafts: Sequence[Draft], y: Tensor, budget: int, propose: Propose
 ) -> list[Draft]:
-    """Change texts one by one, each time as the margin falls most, until it is negative.
+    """Change texts one by one, each time by the change that lowers the margin most.
 
-    Every proposal is evaluated from its characters, where they are known. Greedy: k changes are
-    the first k of k + 1. A text that no proposal brings nearer to another class keeps what it has.
+    The search ends when the margin is negative. Every proposal is evaluated from its characters,
+    if known. The search is greedy: k changes are the first k of k + 1. If no proposal lowers the
+    margin, the text keeps its changes so far.
     """
     best = list(drafts)
     read = oracle.reader.read
@@ -352,10 +353,10 @@ RewriteFunction = Callable[[TextOracle, list[Draft], Tensor, int, Turn], list[Dr
 def check_drafts(
     after: Sequence[Draft], before: Sequence[Draft], lexicon: Lexicon, budget: int, attack: str
 ) -> None:
-    """Check that what an attack returned keeps to the budget, and leaves alone what is no word.
+    """Check that the result of an attack respects the budget and changes only words.
 
     Raises:
-        EvaluationError: it does not.
+        EvaluationError: the result breaks these rules.
     """
     for new, old in zip(after, before, strict=True):
         same = len(new.words) == len(old.words)
@@ -382,10 +383,10 @@ BLOCK = 256
 def rewrite_words(
     oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
 ) -> list[Draft]:
-    """Replace at most `budget` words of each text, one token each; nothing about it is random.
+    """Replace at most `budget` words of each text, one token each; the search is not random.
 
-    A step tries the `queries` substitutions, of words that were not changed yet, that lower the
-    margin most to first order: slope . (e(substitute) - e(token)). Each is evaluated as it is.
+    A step tries `queries` substitutions in words not changed yet: those that lower the margin most
+    to first order, slope . (e(substitute) - e(token)). Each one is then evaluated exactly.
     """
     reader, queries = oracle.reader, turn.attack.queries
     near = neighbours(reader, (token for draft in drafts for token in draft.ids))
@@ -399,8 +400,8 @@ def rewrite_words(
 def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     """Return the nearest token ids of the same kind, by the cosine of their embeddings.
 
-    A word begins with what begins words; what is fixed is no neighbour, and has none. They are
-    looked for once, and kept by the reader.
+    First tokens of words have first tokens as neighbours; fixed tokens have none. The reader
+    caches the neighbours.
     """
     kinds, table = reader.lexicon.kinds, reader.table
     own = sorted({t for t in tokens if int(kinds[t]) != FIXED} - reader.near.keys())
@@ -408,7 +409,7 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     there, alike = kinds.to(table.device), kinds.bincount(minlength=FIXED + 1).tolist()
     for start in range(0, len(own), BLOCK):
         ids = torch.tensor(own[start : start + BLOCK], device=table.device)
-        cosine = table[ids] @ table[: len(kinds)].T / lengths  # but for a factor of each row
+        cosine = table[ids] @ table[: len(kinds)].T / lengths  # up to a factor of each row
         cosine[there[ids][:, None] != there] = -torch.inf
         cosine.scatter_(1, ids[:, None], -torch.inf)
         nearest = cosine.topk(min(NEIGHBOURS, len(kinds)), dim=1).indices
@@ -424,7 +425,7 @@ def _steepest(
     near: dict[int, Tensor],
     queries: int,
 ) -> list[Draft]:
-    """Return the texts with one more word replaced whose margin falls most to first order."""
+    """Return the texts with one more word replaced whose margin falls most, to first order."""
     places = [(i, j) for i, word in enumerate(draft.words) for j in range(len(word))]
     tokens, rises, where, what = draft.ids, [], [], []
     for position, (i, j) in enumerate(places):
@@ -445,7 +446,7 @@ def _steepest(
 
 
 def _replace_word(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) -> Draft | None:
-    """Put a token in place of another; None where no characters of a word say that."""
+    """Replace one token; None if the result is not a word."""
     word = (*draft.words[i][:j], token, *draft.words[i][j + 1 :])
     if draft.source is None:
         return draft.with_word(i, word)
@@ -456,14 +457,14 @@ def _replace_word(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) ->
 def rewrite_characters(
     oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
 ) -> list[Draft]:
-    """Make at most `budget` typing errors in each text; deterministic.
+    """Make at most `budget` typing errors in each text; the search is not random.
 
-    A step tries `queries` errors, drawn evenly from the words in the order in which the margin
-    depends on them (the length of its slope, over the word's tokens). A single letter is left
-    alone.
+    A step tries `queries` errors, spread evenly over the words, beginning with the words on which
+    the margin depends most (the norm of its gradient over the word's tokens). Words of a single
+    letter are not changed.
 
     Raises:
-        UsageError: the model came without a tokenizer that can spell.
+        UsageError: the model has no tokenizer that can spell.
     """
     reader, queries = oracle.reader, turn.attack.queries
     lexicon = reader.lexicon
@@ -483,7 +484,7 @@ def rewrite_characters(
 
 
 class _Typist:
-    """Types words with an error, and remembers how they are tokenized."""
+    """Makes typing errors in words, and caches their token ids."""
 
     def __init__(self, lexicon: Lexicon) -> None:
         assert lexicon.encode is not None
@@ -492,7 +493,7 @@ class _Typist:
         self.encode = cache(lambda text: tuple(encode(text)))
 
     def errors(self, draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Draft]:
-        """Yield the text with each error that can be made, words taking turns."""
+        """Yield the text with each possible error, words taking turns."""
         if draft.source is None:
             return
         texts, source = dict(draft.spelled), draft.source
@@ -507,7 +508,7 @@ class _Typist:
 
 
 def _by_slope(draft: Draft, slope: Tensor) -> list[int]:
-    """Return the words, the margin's steepest first."""
+    """Return the words, sorted by the norm of the margin's gradient."""
     lengths = iter(slope.norm(dim=1).tolist())
     steep = [sum(islice(lengths, len(word))) for word in draft.words]
     return sorted(range(len(steep)), key=lambda i: -steep[i])
@@ -521,9 +522,9 @@ def _letters(text: str) -> list[str]:
 
 
 def _errors(word: str, letters: Sequence[str]) -> list[str]:
-    """Return every word that one error makes of this one, in an order of its own.
+    """Return every word with one error, in an order derived from the word.
 
-    The order mixes kinds and places, and is the same on every machine: it comes from the word.
+    The order mixes kinds and places of errors, and is the same on every machine.
     """
     cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
     errors = {a + b[1] + b[0] + b[2:] for a, b in cuts if len(b) > 1}

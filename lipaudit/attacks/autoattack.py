@@ -117,7 +117,7 @@ def in_unit_cube(run: _Run) -> AttackFunction:
 
 
 def _read_box(x: Tensor, ball: Ball) -> tuple[float, float]:
-    """Lowest value and width of the box; for an embedding space, a power of two that has room."""
+    """Return lower end and width of the box; embeddings get a power of two with a margin."""
     if ball.box is not None:
         return ball.box[0], ball.box[1] - ball.box[0]
     reach = 2.0 ** math.ceil(math.log2(float(x.abs().amax()) + 2 * ball.eps))

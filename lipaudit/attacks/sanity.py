@@ -102,8 +102,7 @@ def note_signs(
 
     Args:
         checks: the counts.
-        guessing: whether accuracy is at chance, one correct sample in as many as there are
-            classes.
+        guessing: whether a guess is correct at a rate of 1 / classes; False skips that check.
         nonfinite: share of the gradients taken by attacks that were not finite.
     """
     signs = {

@@ -72,7 +72,7 @@ class Source:
         return before if before.isspace() else ""
 
     def replace_token(self, i: int, j: int, new: str) -> str:
-        """Return a word with other characters for its token j; nothing where that is no word."""
+        """Return a word with other characters for its token j; None if that is not a word."""
         (_, start, end), others = self.spans[i][j], self.spans[i][:j] + self.spans[i][j + 1 :]
         piece, first, _ = self.spans[i][0]
         text, last = self.texts[piece], self.spans[i][-1][2]
@@ -515,7 +515,7 @@ def _by_slope(draft: Draft, slope: Tensor) -> list[int]:
 
 
 def _letters(text: str) -> list[str]:
-    """Return the letters to type: those of the text, and all of the Latin ones if it has any."""
+    """Return the letters for typing errors: the text's, and all Latin ones if it has any."""
     own = {letter for letter in text.lower() if letter.isalnum()}
     latin = set(string.ascii_lowercase)
     return sorted(own | latin if own & latin else own)

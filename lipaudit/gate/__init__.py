@@ -1,4 +1,4 @@
-"""The gate: rules, paired statistics, verdicts, baselines. It never loads torch."""
+"""The gate: rules, paired statistics, verdicts, baselines. Nothing here loads torch."""
 
 from lipaudit.gate.baseline import find_problems as find_problems
 from lipaudit.gate.baseline import load_baseline as load_baseline

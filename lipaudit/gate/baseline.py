@@ -1,4 +1,4 @@
-"""Baselines: ordinary reports, promoted, small enough to live in git."""
+"""Baselines: ordinary reports, reduced so that they fit into git."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_baseline(path: Path) -> Report:
     """Read a baseline.
 
     Raises:
-        BaselineError: when it is missing, damaged or of a newer schema.
+        BaselineError: the file is missing, damaged or of a newer schema.
     """
     try:
         return schema.load(path)
@@ -32,14 +32,14 @@ def load_baseline(path: Path) -> Report:
 
 
 def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
-    """Refuse to measure other samples than the baseline's.
+    """Refuse a measurement on other samples than the baseline's.
 
     Args:
-        baseline: what the report will be compared with.
-        ids: the samples that are to be measured, by the measure.
+        baseline: the baseline.
+        ids: ids of the samples to measure, by measure.
 
     Raises:
-        BaselineError: too few of them are the baseline's.
+        BaselineError: too few samples are in the baseline.
     """
     for section in baseline.sections:
         known = section.ids
@@ -54,18 +54,18 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
 
 
 def promote(report: Report, reason: str) -> Report:
-    """Turn a report into a baseline: what the gate reads, in one order, without timings.
+    """Turn a report into a baseline: only the figures that the gate reads, in a fixed order.
 
-    Arrays that no rule reads (histograms, maps) are left out; sections, settings and versions
-    are sorted, so that a new baseline differs from the last only where a figure does.
+    Wall times and arrays that no rule reads (histograms, maps) are left out. Sections, settings
+    and versions are sorted, so that two baselines differ only in their figures.
 
     Args:
         report: a finished report.
-        reason: why it is the new standard; kept in the run.
+        reason: why the report is accepted; stored in the run.
 
     Raises:
-        UsageError: without a reason.
-        BaselineError: when the report is not fit to be a baseline.
+        UsageError: the reason is missing.
+        BaselineError: the report cannot be a baseline.
     """
     if not reason.strip():
         raise UsageError("a baseline needs a reason", "Add a reason: --reason 'first release'.")
@@ -96,9 +96,9 @@ def promote(report: Report, reason: str) -> Report:
 
 
 def find_problems(report: Report) -> list[str]:
-    """Say why a report cannot serve as a baseline.
+    """Return the reasons why a report cannot be a baseline.
 
-    It must be finished and converged, and finite in what the default rules read.
+    It must be complete and converged, with finite figures for the default rules.
     """
     reasons = [reason for section in report.sections if (reason := find_fault(report, section))]
     for rule in DEFAULT_RULES:
@@ -111,7 +111,7 @@ def find_problems(report: Report) -> list[str]:
 
 
 def _slim_down(section: Section) -> Section:
-    """Keep the arrays that rows are made of; drop wall times and sort the settings."""
+    """Keep only the arrays behind rows; drop wall times and sort the settings."""
     columns = section.columns
     behind = (c.reduction.arrays for c in columns.values() if c.reduction)
     kept = columns.keys() | set(chain.from_iterable(behind))

@@ -1,4 +1,4 @@
-"""Whether a report can be judged, and whether it was made the way its baseline was."""
+"""Checks before a comparison: a report is complete, and both reports used the same settings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline F
 
 
 def find_fault(report: Report, section: Section) -> str:
-    """Say why figures are not to be trusted: unfinished, empty, not converged; or nothing.
+    """Return why figures are not reliable (incomplete, empty, not converged), or nothing.
 
-    Those of a shard are of some of the samples.
+    A shard is incomplete: it has some of the samples.
     """
     if report.shard is not None:
         return f"the report is {report.shard.name}: join all shards with lipaudit merge"
@@ -45,7 +45,7 @@ def find_fault(report: Report, section: Section) -> str:
 
 
 def require_same_conditions(current: Run, baseline: Run) -> None:
-    """Refuse to judge a run against one of another precision, preprocessing or score.
+    """Refuse to compare runs of different precision, preprocessing or score.
 
     Raises:
         BaselineError: with what differs.
@@ -62,13 +62,13 @@ def require_same_conditions(current: Run, baseline: Run) -> None:
 def require_same_protocol(
     current: Report, baseline: Report, section: Section, before: Section
 ) -> None:
-    """Refuse to compare sections that were measured in different ways.
+    """Refuse to compare sections with different settings.
 
     Args:
-        current: the report that is judged.
-        baseline: the report it is compared with.
-        section: the section of the first.
-        before: the section of the second.
+        current: the report to judge.
+        baseline: the report to compare it with.
+        section: the section of the current report.
+        before: the section of the baseline.
 
     Raises:
         BaselineError: with what differs.
@@ -82,23 +82,23 @@ def require_same_protocol(
 
 
 def has_same_weights(current: Report, baseline: Report) -> bool:
-    """Tell whether two reports are of the same weights."""
+    """Say whether two reports have the same weights."""
     new, old = current.run.model.weights_sha256, baseline.run.model.weights_sha256
     return bool(new) and new == old
 
 
 def has_other_starts(current: Section, baseline: Section) -> bool:
-    """Tell whether the attacks of two sections began elsewhere: by seed, or by sample.
+    """Say whether the attacks of two sections have other random starts: by seed or by samples.
 
-    The random start of a sample goes by its place among the others, so that an attack breaks
-    other samples of the same model where they are more, fewer or in another order.
+    The random start of a sample depends on its position. So with more, fewer or reordered samples,
+    an attack may break other samples of the same model.
     """
     new, old = ((s.settings.get("seed"), s.samples.get("ids")) for s in (current, baseline))
     return current.measure == "attack" and new != old
 
 
 def list_differences(current: Report, baseline: Report) -> dict[str, str]:
-    """Return how the conditions of two runs differ, by the name of the condition."""
+    """Return the differences between the conditions of two runs, by name."""
     new, old = current.run, baseline.run
     seen, before = _read_preprocessing(new, old)
     pairs: dict[str, tuple[object, object]] = {
@@ -122,7 +122,7 @@ def list_differences(current: Report, baseline: Report) -> dict[str, str]:
 
 
 def list_warnings(report: Report) -> dict[str, Note]:
-    """Return the warnings of a report, each with the sections that it spoils."""
+    """Return the warnings of a report, each with the sections that it affects."""
     spoiled: dict[Note, list[str]] = {}
     for section in report.sections:
         for note in section.notes:
@@ -132,14 +132,14 @@ def list_warnings(report: Report) -> dict[str, Note]:
 
 
 def word_warnings(current: Report, baseline: Report) -> tuple[str, ...]:
-    """Return what the current report warns of, and the baseline as well or not."""
+    """Return the warnings of the current report, and whether the baseline has them, too."""
     known = {note.code for note in list_warnings(baseline).values()}
     both = {True: "", False: " (not in the baseline)"}
     return tuple(f"{text}{both[n.code in known]}" for text, n in list_warnings(current).items())
 
 
 def _count_repeats(report: Report) -> dict[str, str]:
-    """Say how many samples repeat others: they count once."""
+    """Note how many samples repeat others: each counts once."""
     most = max((sum(map(is_repeat, s.ids)) for s in report.sections), default=0)
     text = f"duplicate samples count once: {most} were left out"
     return {"repeats": text} if most else {}
@@ -185,7 +185,7 @@ def _require_same_settings(current: Section, baseline: Section) -> None:
     single = [{k: v for k, v in s.items() if k not in lists | FREE} for s in (new, old)]
     changes = [_list_changes(*single)]
     for key in sorted(lists - FREE):
-        # Radii are equal however they are written: 1/20 and 0.05.
+        # Radii are equal in any notation: 1/20 and 0.05.
         new[key], old[key] = (
             [parse_budget(item) if key == "eps" else item for item in values[key]]
             for values in (new, old)
@@ -198,7 +198,7 @@ def _require_same_settings(current: Section, baseline: Section) -> None:
 
 
 def _require_same_attacks(current: Section, baseline: Section) -> None:
-    """Refuse weaker attacks than the baseline's: they would look like better robustness."""
+    """Refuse weaker attacks than the baseline's: robustness would look better."""
     if current.measure not in ("attack", "certify"):
         return
     new, old = ({row.key for row in s.rows if "attack" in row} for s in (current, baseline))
@@ -216,7 +216,7 @@ def _require_same_attacks(current: Section, baseline: Section) -> None:
 
 
 def _require_same_map(current: Section, baseline: Section) -> None:
-    """Refuse to compare norms of other maps: those of an encoder with those of a classifier."""
+    """Refuse to compare norms of different outputs, such as an encoder's and a classifier's."""
     new, old = (
         {f"{row.from_} to {row.to}" for row in s.rows if "from" in row}
         for s in (current, baseline)
@@ -229,9 +229,9 @@ def _require_same_map(current: Section, baseline: Section) -> None:
 
 
 def _read_preprocessing(new: Run, old: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what two runs did to pixels, without a resizing that only one of them states.
+    """Return the preprocessing of two runs, without a resizing that only one of them records.
 
-    Samples are known by their pixels before mean and std: another resizing makes other samples.
+    Ids of samples come from pixels before mean and std, so another resizing gives other samples.
     """
     both = {"mean", "std"} | (new.preprocess.keys() & old.preprocess.keys())
     one, two = ({k: v for k, v in run.preprocess.items() if k in both} for run in (new, old))
@@ -239,7 +239,7 @@ def _read_preprocessing(new: Run, old: Run) -> tuple[dict[str, Any], dict[str, A
 
 
 def _list_changes(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
-    """Say which entries differ: `tol 0.0001 became 0.01`."""
+    """List the entries that differ: `tol 0.0001 became 0.01`."""
     new, old = _to_json_values(new), _to_json_values(old)
     ends = {key: [each.get(key, "unset") for each in (old, new)] for key in sorted({**new, **old})}
     return ", ".join(
@@ -250,10 +250,10 @@ def _list_changes(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
 
 
 def _format_setting(value: Any) -> Any:
-    """Return a setting as it is typed: nobody types None."""
+    """Return a setting as the user types it; None is never typed."""
     return "not given" if value is None else value
 
 
 def _to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON reads them back, so that a fresh report equals a stored one."""
+    """Return values as JSON reads them, so that a fresh report equals a stored one."""
     return json.loads(json.dumps(dict(values), default=str))

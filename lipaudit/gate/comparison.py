@@ -1,4 +1,4 @@
-"""Compare reports sample by sample: figures, heads, and the samples that changed sides."""
+"""Compare reports sample by sample: figures, heads, and samples whose verdict changed."""
 
 from __future__ import annotations
 
@@ -46,16 +46,17 @@ Ends = tuple[Float | None, Float | None]
 
 
 class HeadChange(Frozen):
-    """How one head changed in one column.
+    """The change of one head in one column.
 
     Attributes:
-        layer: of the head.
-        head: within the layer.
+        layer: layer of the head.
+        head: number of the head in the layer.
         old: its figure in the first report.
-        new: its figure in the other.
-        change: the paired change over the samples, of the two figures where no samples are kept.
+        new: its figure in the other report.
+        change: the paired change over the samples; without values per sample, the change of the
+            two figures.
         low: lower 95 % limit of the paired change, for this head alone.
-        high: upper one.
+        high: upper 95 % limit.
         p: two-sided p-value of "it has not changed beyond the accuracy of norms" (Student's t).
         p_adjusted: the same after Holm's correction over the heads of this column.
         stands: whether the change is proven after that correction (at 5 %).
@@ -74,13 +75,13 @@ class HeadChange(Frozen):
 
 
 class HeadChanges(Frozen):
-    """How every head changed in one column, in the order of the first report.
+    """The changes of all heads in one column, in the order of the first report.
 
     Attributes:
         metric: e.g. `bounds.exact`.
-        unit: of the changes, as of a `Verdict`: "%" (a share of the old figure), "pp" or "".
-        samples: pairs behind each change; 0 where none are kept.
-        heads: one entry each.
+        unit: unit of the changes, as in `Verdict`: "%" (a share of the old figure), "pp" or "".
+        samples: pairs behind each change; 0 without values per sample.
+        heads: one entry per head.
     """
 
     metric: str
@@ -90,17 +91,17 @@ class HeadChanges(Frozen):
 
 
 class Outcome(Frozen):
-    """How many samples changed sides in one question: right, robust or certified.
+    """The number of samples whose verdict changed: right, robust or certified.
 
     Attributes:
-        kind: of the question.
-        ball: in which ball it is asked; empty without attack.
-        samples: how many both reports have.
-        old: how many of them are on the good side in the first report.
-        new: how many in the other.
-        lost: how many left the good side.
-        gained: how many came to it.
-        mcnemar: exact two-sided p-value of "as many leave as come".
+        kind: kind of verdict.
+        ball: the ball; empty without attack.
+        samples: number of shared samples.
+        old: number with a good verdict in the first report.
+        new: number with a good verdict in the other report.
+        lost: number whose verdict became bad.
+        gained: number whose verdict became good.
+        mcnemar: exact two-sided p-value of "losing and gaining are equally likely".
     """
 
     kind: Kind
@@ -114,7 +115,7 @@ class Outcome(Frozen):
 
     @property
     def name(self) -> str:
-        """What the states of samples name it: `clean`, `linf 0.1`, `certified linf 0.1`."""
+        """Return the name of the verdict in the states of samples: `clean`, `linf 0.1`."""
         kind = "" if self.kind == "attacked" else self.kind
         return " ".join(filter(None, (kind, self.ball)))
 
@@ -124,12 +125,12 @@ class SampleChange(Frozen):
 
     Attributes:
         id: its id.
-        place: where it is found; empty where that is not known.
+        place: its place in the data; empty if unknown.
         figures: the per-sample columns that have a better direction, by metric
             (`jacobian.norm`).
-        states: what became of it, by the name of the outcome: `("robust", "broken")`.
-        lost: the outcomes in which it left the good side.
-        gained: those in which it came to it.
+        states: verdicts in both reports, by the name of the outcome: `("robust", "broken")`.
+        lost: the outcomes that became bad.
+        gained: the outcomes that became good.
     """
 
     id: str
@@ -141,26 +142,24 @@ class SampleChange(Frozen):
 
     @property
     def flipped(self) -> bool:
-        """Whether it changed sides in any outcome."""
+        """Return whether any verdict changed."""
         return bool(self.lost or self.gained)
 
 
 class Pair(Frozen):
-    """One model against the first.
+    """The comparison of one model with the first.
 
     Attributes:
         old: name of the first model.
         new: name of the other.
         verdicts: one per metric: improved, regressed, unchanged, not comparable, or inconclusive
-            (its 95 % interval contains 0). A column of rows is judged by its median over the
-            rows, sample by sample; where no samples are kept it has no interval and is compared
-            as it is.
-        heads: how each head changed, a record per column.
-        outcomes: how many samples changed sides.
-        samples: every sample that both reports have, those that lost most first, those that
-            gained most last.
-        warnings: what spoils the comparison: other data, other samples, other settings.
-        notes: what differs without spoiling it.
+            (its 95 % interval contains 0). A column of rows is judged by its median over the rows,
+            sample by sample; without values per sample it is compared without an interval.
+        heads: changes of heads, a record per column.
+        outcomes: numbers of samples whose verdict changed.
+        samples: the shared samples, those with the most losses first, the most gains last.
+        warnings: differences that invalidate the comparison: other data, samples or settings.
+        notes: other differences.
     """
 
     old: str
@@ -174,11 +173,11 @@ class Pair(Frozen):
 
 
 class Comparison(Frozen):
-    """Everything that `lipaudit compare` shows.
+    """The result of `lipaudit compare`.
 
     Attributes:
         models: names of the models in the order given.
-        pairs: every model but the first, against the first.
+        pairs: every further model, compared with the first.
     """
 
     models: tuple[str, ...]
@@ -191,13 +190,13 @@ UNFINISHED = "Finish the run (same command with --resume), or merge its shards."
 
 
 def compare(reports: Sequence[Report]) -> Comparison:
-    """Compare every report with the first on their shared samples.
+    """Compare every report with the first one on their shared samples.
 
-    Intervals hold for each metric by itself: a comparison explores, the gate decides.
+    Intervals hold for each metric alone: a comparison explores, the gate decides.
 
     Raises:
-        UsageError: for fewer than two reports.
-        BaselineError: when the reports have nothing that can be compared.
+        UsageError: there are fewer than two reports.
+        BaselineError: the reports have nothing in common.
     """
     if len(reports) < 2:
         raise UsageError("compare needs at least two reports", "lipaudit compare A.json B.json")
@@ -263,7 +262,7 @@ def _compare_two(reports: tuple[Report, Report], names: tuple[str, str], by_plac
 
 
 def _list_unshared(old: Report, new: Report, names: tuple[str, str]) -> Iterator[str]:
-    """Say which sections only one of two reports has."""
+    """Note which sections only one of two reports has."""
     for report, other, name in ((old, new, names[0]), (new, old, names[1])):
         for section in report.sections:
             if other.section(section.measure) is None:
@@ -271,7 +270,7 @@ def _list_unshared(old: Report, new: Report, names: tuple[str, str]) -> Iterator
 
 
 def _list_partial(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
-    """Say which sections are compared over some of their samples."""
+    """Note which sections are compared on a part of their samples."""
     for sections in both:
         old, new = (set(section.ids) for section in sections)
         if old != new and old & new:
@@ -312,7 +311,7 @@ def _judge_columns(
 
 
 def _list_incomplete(sections: Sections) -> Iterator[str]:
-    """Say which columns not every shared sample has a figure of in both reports."""
+    """Note which columns lack a figure of a shared sample in one report."""
     measure = sections[0].measure
     both = set(sections[0].ids) & set(sections[1].ids)
     for name, column in sections[0].sample_columns.items():
@@ -325,9 +324,9 @@ def _list_incomplete(sections: Sections) -> Iterator[str]:
 
 
 def _read_rows(section: Section, name: str) -> list[float]:
-    """Return the figures of a column that is compared by its rows.
+    """Return the figures of a column that is compared by rows.
 
-    It is so where rows are of layers, or no samples are kept.
+    This applies to rows of layers, and to sections without values per sample.
     """
     sampled = bool(section.sample_columns)
     shown = [row.get(name) for row in section.rows if "layer" in row or not sampled]
@@ -347,13 +346,13 @@ NAMED = 6
 def _leave_out_unsettled(
     reports: tuple[Report, Report],
 ) -> tuple[tuple[Report, Report], list[str]]:
-    """Leave out of both reports what failed or did not converge in one, and say what.
+    """Remove from both reports the rows and samples that failed or did not converge in one.
 
-    A gate refuses such a report whole; a comparison shows what can be seen. A section of which
-    nothing would be left stays, and is refused.
+    A gate refuses such a report; a comparison shows the rest. A section that would become empty
+    stays, and is refused later.
 
     Returns:
-        Both reports, and a sentence for each section of which something was left out.
+        Both reports, and a note for each section that lost something.
     """
     old, new = (keep_sections(r, lambda section: section.failure is None) for r in reports)
     said = []
@@ -377,7 +376,7 @@ def _leave_out_unsettled(
 def _leave_out(section: Section, rows: Collection[str], samples: Collection[str]) -> Section:
     """Return a section without some rows and samples.
 
-    What it keeps of each sample over all of its rows goes with any of these.
+    Removing a row also removes the values of each sample over all rows.
     """
     down = [i for i, name in enumerate(name_rows(section)) if name not in rows]
     across = [i for i, name in enumerate(section.ids) if name not in samples]
@@ -410,7 +409,7 @@ MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermedi
 
 
 def _list_head_metrics(report: Report) -> Iterator[str]:
-    """Return the columns of heads whose changes are followed."""
+    """Return the columns of heads to compare head by head."""
     for section in report.sections:
         columns = section.columns
         if {"layer", "head"} <= columns.keys():
@@ -420,7 +419,7 @@ def _list_head_metrics(report: Report) -> Iterator[str]:
 
 
 def compute_head_changes(metric: str, old: Report, new: Report) -> HeadChanges | None:
-    """Return the change of every head, nothing where the two models do not compare."""
+    """Return the change of every head; None if the two models cannot be compared."""
     measure, _, name = metric.rpartition(".")
     before, after = old.section(measure), new.section(measure)
     if before is None or after is None:
@@ -457,7 +456,7 @@ def compute_head_changes(metric: str, old: Report, new: Report) -> HeadChanges |
 def _describe(
     rule: Rule, contrast: Contrast, p: float | None, adjusted: float | None
 ) -> dict[str, object]:
-    """Return the change of a head: over its samples, of its two figures where none are kept."""
+    """Return the change of a head: over its samples, or of its two figures."""
     evidence, old, new = contrast.evidence, contrast.old, contrast.new
     if evidence is None or adjusted is None:
         relative = rule.limit.kind == "relative"
@@ -485,7 +484,7 @@ BAD: dict[Kind, str] = {"clean": "wrong", "attacked": "broken", "certified": "no
 
 @dataclass(frozen=True)
 class Flips:
-    """One outcome, and the sides on which each sample stands in both reports."""
+    """One verdict, and its value for each sample in both reports."""
 
     outcome: Outcome
     states: dict[str, tuple[str, str]]
@@ -494,7 +493,7 @@ class Flips:
 
 
 def _find_flips(old: Report, new: Report) -> list[Flips]:
-    """Return who changed sides: in every ball that both reports ask about."""
+    """Return the verdicts that changed, for every ball in both reports."""
     asked: dict[tuple[Kind, TrialKey | None], Flips] = {}
     for kind, column, measures in ASKED:
         for measure in measures:
@@ -511,7 +510,7 @@ def _find_flips(old: Report, new: Report) -> list[Flips]:
 
 
 def _list_sample_changes(old: Report, new: Report, flips: list[Flips]) -> tuple[SampleChange, ...]:
-    """Return every sample that both reports have, the worst change first."""
+    """Return all shared samples, the worst change first."""
     figures: dict[str, dict[str, Ends]] = {sample: {} for f in flips for sample in f.states}
     for metric, values in _read_figures(old, new):
         for sample, ends in values.items():
@@ -532,13 +531,13 @@ def _list_sample_changes(old: Report, new: Report, flips: list[Flips]) -> tuple[
 
 
 def _make_sort_key(change: SampleChange) -> tuple[int, float]:
-    """Sort those first that lost most, of equal ones that with the larger norm."""
+    """Sort by losses, then by norm, largest first."""
     norm = change.figures.get("jacobian.norm", (None, None))[1]
     return len(change.gained) - len(change.lost), -order(norm)
 
 
 def _find_comparable(measure: str, old: Report, new: Report) -> Iterator[tuple[Section, Section]]:
-    """Yield a section of both reports, nothing where it was not measured alike."""
+    """Yield a section of both reports, if both measured it with equal settings."""
     before, after = old.section(measure), new.section(measure)
     if before is None or after is None or find_fault(old, before) or find_fault(new, after):
         return
@@ -565,7 +564,7 @@ def _name_columns(column: str, section: Section) -> dict[TrialKey | None, str]:
 
 
 def _read_states(kind: Kind, column: str, section: Section) -> dict[str, tuple[bool, str]]:
-    """Return whether each sample is on the good side, and what it is called where it stands."""
+    """Return whether each sample has a good verdict, and the name of its verdict."""
     flags = section.samples[column]
     right = section.samples.get("correct", (1,) * len(flags))
     verdicts = section.samples.get(
@@ -629,7 +628,7 @@ def _read_figures(old: Report, new: Report) -> Iterator[tuple[str, dict[str, End
 
 
 def _has_direction(name: str, columns: Mapping[str, Column]) -> bool:
-    """Tell whether a per-sample column holds figures of which less, or more, is better."""
+    """Say whether a per-sample column has a better direction."""
     kind = parse_column(name)[0]
     return kind in columns and columns[kind].better is not None and kind not in FLAGS
 

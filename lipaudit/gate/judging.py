@@ -1,7 +1,7 @@
-"""Judge what changed between two reports: one contrast for each row or column of a rule.
+"""Judge the changes between two reports: one contrast for each row or column of a rule.
 
-`judge` asks of each rule whether its limit is exceeded, `judge_change` whether there is a change
-at all. Both read the same contrasts, so that one change has one interval.
+`judge` tests whether the limit of a rule is exceeded, `judge_change` whether there is a change at
+all. Both use the same contrasts, so a change has one interval.
 """
 
 from __future__ import annotations
@@ -64,19 +64,17 @@ SHOWN = parse_rule("attack.correct >= -0pp")
 
 @dataclass(frozen=True)
 class Contrast:
-    """What one rule finds for one row or column.
+    """The comparison that a rule makes for one row or column.
 
     Attributes:
-        name: the row or column; empty where there is only one.
-        old: the baseline's value, None where the rule needs none.
+        name: the row or column; empty if there is only one.
+        old: the baseline's value; None for absolute limits.
         new: the current value.
-        evidence: of the change; None where the values are compared as they are.
-        changes: the paired change for the worse of each sample, which the evidence rests on; None
-            where the values are compared as they are.
-        moved: the samples that changed most for the worse, the worst first; few of them.
-        same: whether weights and values are the baseline's, to the accuracy at which they were
-            measured, and the rule asks for no improvement. Of an attack that began elsewhere the
-            weights alone decide.
+        evidence: statistics of the change; None if the values are compared without a test.
+        changes: the paired change for the worse of each sample; None without a test.
+        moved: the few samples that changed most for the worse, the worst first.
+        same: whether weights and values equal the baseline's within their accuracy, and the rule
+            requires no improvement. For attacks with other random starts the weights decide.
     """
 
     name: str
@@ -99,20 +97,20 @@ def judge(
     """Judge a report against a baseline.
 
     Absolute limits are judged on the current report alone. Changes are judged on the shared
-    samples, pair by pair: Holm's procedure over the rules keeps the chance of flagging any rule
-    that holds at alpha. A rule over several rows enters it with the smallest p-value of its
-    rows, corrected by Holm over those rows.
+    samples, pair by pair. Holm's procedure over the rules limits the chance of flagging any rule
+    that holds to alpha. A rule over several rows enters with the smallest p-value of its rows,
+    corrected by Holm over these rows.
 
     Args:
         current: the report to judge.
         baseline: the report to compare it with.
-        rules: `DEFAULT_RULES` where empty, less those whose section neither report has; which
-            these are is noted, as far as an audit usually has it.
+        rules: the rules; empty: `DEFAULT_RULES` for the sections that a report has. A note names
+            the others, if an audit usually has their section.
         alpha: chance of a false alarm of the whole gate.
         strict: whether `inconclusive` and `pass (not proven)` fail.
 
     Raises:
-        UsageError: when a rule matches nothing or makes no sense for its metric.
+        UsageError: a rule matches nothing, or does not suit its metric.
     """
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
@@ -145,9 +143,9 @@ def judge(
 def judge_change(
     rule: Rule, current: Report, baseline: Report, level: float = LEVEL
 ) -> list[Verdict]:
-    """Say of each row of a rule without a margin whether it changed, at a level for itself.
+    """Return for each row of a rule without a margin whether it changed, at its own level.
 
-    Precision and preprocessing may differ, and few samples may be shared.
+    Precision and preprocessing may differ, and few shared samples suffice.
     """
     examined = _examine(rule, current, baseline, alone=True)
     if isinstance(examined, Verdict):
@@ -179,7 +177,7 @@ def _choose_rules(current: Report, baseline: Report) -> tuple[Rule, ...]:
 
 
 def _suggest_rule(report: Report) -> str:
-    """Write a rule on what a report has."""
+    """Write a rule for a section that the report has."""
     rules = (
         f"Such as --fail-on '{section.measure}.{name} {sign}5%'; "
         for section in report.sections
@@ -192,7 +190,7 @@ def _suggest_rule(report: Report) -> str:
 
 
 def _judge_clean_accuracy(current: Report, baseline: Report) -> tuple[Verdict, ...]:
-    """Return the clean accuracies, where both reports have them."""
+    """Return the clean accuracies, if both reports have them."""
     sections = [report.section(SHOWN.measure) for report in (current, baseline)]
     if not all(section and SHOWN.column in section.samples for section in sections):
         return ()
@@ -204,10 +202,10 @@ def _judge_clean_accuracy(current: Report, baseline: Report) -> tuple[Verdict, .
 def _examine(
     rule: Rule, current: Report, baseline: Report, *, alone: bool = False, typed: bool = False
 ) -> list[Contrast] | Verdict:
-    """Return what a rule contrasts, or the verdict that it could not be judged.
+    """Return the contrasts of a rule, or a verdict that it cannot be judged.
 
     Raises:
-        UsageError: the rule was typed, and matches nothing or makes no sense for its metric.
+        UsageError: a rule of the user matches nothing, or does not suit its metric.
     """
     try:
         if alone:
@@ -225,7 +223,7 @@ def _examine(
 
 
 def refuse(rule: Rule, reason: str, status: VerdictStatus = "not comparable") -> Verdict:
-    """Return the verdict on what cannot be judged."""
+    """Return the verdict on a rule that cannot be judged."""
     return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=reason)
 
 
@@ -238,15 +236,15 @@ def contrast_values(
     """Return the contrasts of a rule over the shared samples, in the order of the baseline.
 
     Args:
-        rule: what is compared.
-        current: the report that is judged.
-        baseline: the report it is compared with.
-        least: the share of the baseline's samples that has to be shared.
+        rule: the rule.
+        current: the report to judge.
+        baseline: the report to compare it with.
+        least: smallest share of the baseline's samples that both reports need.
 
     Raises:
-        EvaluationError: when the current report is not finished, finite and converged.
-        BaselineError: when the two reports are not comparable.
-        UsageError: when the rule matches nothing or makes no sense for its metric.
+        EvaluationError: the current report is not complete, finite and converged.
+        BaselineError: the two reports are not comparable.
+        UsageError: the rule matches nothing, or does not suit its metric.
     """
     new, old = current.section(rule.measure), baseline.section(rule.measure)
     if new is None and old is None:
@@ -282,11 +280,11 @@ def contrast_values(
 
 
 def read_trusted(rule: Rule, report: Report, section: Section) -> RuleValues:
-    """Read the values of a rule from a report's section, or refuse them.
+    """Read the values of a rule from a report's section; refuse unreliable ones.
 
     Raises:
-        EvaluationError: when they are not finished, finite and converged.
-        UsageError: when the rule matches nothing.
+        EvaluationError: the values are not complete, finite and converged.
+        UsageError: the rule matches nothing.
     """
     if reason := find_fault(report, section):
         raise EvaluationError(reason, "Let the run finish, or raise --tol.")
@@ -331,7 +329,7 @@ def _contrast(rule: Rule, name: str, old: RuleValues, new: RuleValues, tol: floa
         _require_positive(rule, before, now)
         evidence = judge_mean(_compute_change(rule, before, now))
     worse = _compute_change(rule, before, now)
-    # The values of a stored array may be of no sample: then none is named.
+    # If a stored array belongs to no samples, no sample is named.
     most = np.argsort(-worse, kind="stable")[:MOVED] if worse.size == len(old.ids) else ()
     return Contrast(
         name,
@@ -345,9 +343,9 @@ def _contrast(rule: Rule, name: str, old: RuleValues, new: RuleValues, tol: floa
 
 
 def _find_medians(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | None:
-    """Return the median over the rows of each sample, before and now; None where none is kept.
+    """Return each sample's median over the rows, before and now; None without values per sample.
 
-    A row with a sample that either report has no figure of counts for nothing.
+    Rows that lack a figure of some sample in either report are left out.
     """
     both = [(line, new.pairs[row]) for row, line in old.pairs.items() if row in new.pairs]
     known = [lines for lines in both if np.isfinite(lines).all()]
@@ -358,7 +356,7 @@ def _find_medians(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | N
 
 
 def _is_same(rule: Rule, old: Values, new: Values, tol: float) -> bool:
-    """Tell whether values are equal to the accuracy at which they were measured."""
+    """Say whether values are equal within their accuracy."""
     if rule.column in FLAGS and rule.per_sample:
         return bool(np.array_equal(old, new))
     scale = float(np.abs(old).max(initial=0.0))
@@ -366,7 +364,7 @@ def _is_same(rule: Rule, old: Values, new: Values, tol: float) -> bool:
 
 
 def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
-    """Choose the test of a rule: this is the table of docs/guide/gate.md."""
+    """Choose the test of a rule, as in the table of docs/guide/gate.md."""
     relative = rule.limit.kind == "relative"
     if rule.stat == "mean" and np.isin((old, new), (0, 1)).all():
         if relative:
@@ -413,21 +411,21 @@ def _require_positive(rule: Rule, *values: Values) -> None:
 
 
 def compute_margin(rule: Rule) -> float:
-    """Return the largest change for the worse that a rule allows, as `Evidence` measures it."""
+    """Return the largest change for the worse that a rule allows, in the scale of `Evidence`."""
     limit = float(rule.limit.value)
     value = math.log1p(limit) if rule.limit.kind == "relative" else limit
     return round(rule.worse * value, DIGITS)
 
 
 def express_change(rule: Rule, worse: float) -> float:
-    """Return a change as it is printed: new over old less 1, or new less old."""
+    """Return a change in the printed form: new over old minus 1, or new minus old."""
     value = rule.worse * worse
     with np.errstate(over="ignore"):
         return float(np.expm1(value)) if rule.limit.kind == "relative" else value
 
 
 def express_limits(rule: Rule, evidence: Evidence, level: float = LEVEL) -> tuple[float, float]:
-    """Return the limits of a change as they are printed, the lower one first."""
+    """Return the limits of a change in the printed form, the lower one first."""
     low, high = sorted(express_change(rule, limit) for limit in evidence.limits(level))
     return low, high
 
@@ -499,9 +497,9 @@ def _make_verdict(
 
 
 def _compare_to_limit(rule: Rule, new: float, old: float | None) -> int:
-    """Compare a value with its limit: 1 breaks it, 0 meets it exactly, -1 keeps it.
+    """Compare a value with its limit: 1 if it breaks the limit, 0 if equal, -1 if inside.
 
-    In exact decimals of 12 digits, so that 73 % is never below 73 %.
+    The comparison uses exact decimals of 12 digits, so that 73 % is never below 73 %.
     """
     bound = rule.limit.value
     if old is not None and rule.limit.kind == "relative":
@@ -517,14 +515,14 @@ def _to_decimal(value: float) -> Fraction:
 
 
 def _reword(status: VerdictStatus, ends: Sequence[float | None], unit: str) -> VerdictStatus:
-    """Reword a status against a margin of 0 for the question: is there a change?"""
+    """Turn a status against a margin of 0 into the answer whether there is a change."""
     if unit and all(end is not None and abs(end) <= TOLERANCE for end in ends):
         return "unchanged"
     return "inconclusive" if status in ("pass", "pass (not proven)") else status
 
 
 def _read_status(evidence: Evidence, level: float, bound: float) -> VerdictStatus:
-    """Read a verdict off the limits; equality with the margin passes."""
+    """Derive a verdict from the limits; equality with the margin passes."""
     found = evidence.estimate, *evidence.limits(level)
     estimate, low, high = (round(value, DIGITS) for value in found)
     if low > bound:
@@ -537,7 +535,7 @@ def _read_status(evidence: Evidence, level: float, bound: float) -> VerdictStatu
 
 
 def _compare_plainly(rule: Rule, contrast: Contrast) -> VerdictStatus:
-    """Judge values as they are."""
+    """Judge values without a test."""
     if contrast.same:
         return "unchanged"
     if _compare_to_limit(rule, contrast.new, contrast.old) > 0:
@@ -547,7 +545,7 @@ def _compare_plainly(rule: Rule, contrast: Contrast) -> VerdictStatus:
 
 
 def _compute_detectable(rule: Rule, evidence: Evidence, level: float) -> float | None:
-    """Return the smallest change seen that would have been called a regression."""
+    """Return the smallest observed change that would have been called a regression."""
     reach = evidence.reach(compute_margin(rule), level)
     if math.isnan(reach):
         return None
@@ -555,7 +553,7 @@ def _compute_detectable(rule: Rule, evidence: Evidence, level: float) -> float |
 
 
 def _estimate_samples(evidence: Evidence, bound: float, level: float) -> int | None:
-    """Estimate the samples at which a change of this size would be proven."""
+    """Estimate the number of samples that would prove a change of this size."""
     low = evidence.limits(level)[0]
     if not math.isfinite(low):
         return None

@@ -1,4 +1,4 @@
-"""What two sections hold for a rule, over the samples that both have.
+"""The values that two sections hold for a rule, on the samples that both have.
 
 Samples of two reports are matched by their ids or their places, rows and columns by their names.
 """
@@ -28,14 +28,14 @@ _NAMES = ("layer", "head", "from", "to", "mode", "n", "r", "module")
 
 @dataclass(frozen=True)
 class RuleValues:
-    """What one report holds for one rule.
+    """The values that one report holds for one rule.
 
     Attributes:
-        names: the rows or columns that were read.
+        names: names of the rows or columns.
         points: the value to judge, by row or column; one value, named "", for a statistic over
             rows.
-        pairs: the values behind each point, (samples,), where the report keeps them; of the median
-            over rows those behind each row.
+        pairs: the values per sample behind each point, (samples,), if stored; for the median over
+            rows, those behind each row.
         ids: the samples, in the order of `pairs`.
     """
 
@@ -46,10 +46,10 @@ class RuleValues:
 
 
 def read(rule: Rule, section: Section) -> RuleValues:
-    """Read the values of a rule; rows whose cell is null (not measured) are left out.
+    """Read the values of a rule; rows that are null (not measured) are left out.
 
     Raises:
-        UsageError: when the rule matches nothing.
+        UsageError: the rule matches nothing.
     """
     if rule.per_sample:
         pairs = _read_columns(rule, section)
@@ -67,7 +67,7 @@ def read(rule: Rule, section: Section) -> RuleValues:
 
 
 def spell_radii_as(values: RuleValues, other: RuleValues) -> RuleValues:
-    """Return values whose names write radii as another report writes equal ones: 1/20 as 0.05."""
+    """Rename values so that equal radii are written as in another report: 1/20 as 0.05."""
     known = {TrialKey.parse(name): name for name in other.names}
 
     def spell(name: str) -> str:
@@ -83,12 +83,12 @@ def spell_radii_as(values: RuleValues, other: RuleValues) -> RuleValues:
 
 
 def is_mean(rule: Rule) -> bool:
-    """Tell whether the rows of a rule are means over the tokens of all samples."""
+    """Say whether the rows of a rule are means over the tokens of all samples."""
     return rule.reduction is not None and rule.reduction.stat == "mean"
 
 
 def name_rows(section: Section) -> list[str]:
-    """Name rows by what identifies them: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
+    """Name rows by their keys: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
     names: list[str] = []
     for row in section.rows:
         name = _name_row(row, section)
@@ -112,7 +112,7 @@ def _read_columns(rule: Rule, section: Section) -> dict[str, Values]:
 
 
 def _compute_worst(values: Mapping[TrialKey | None, Values]) -> dict[TrialKey | None, Values]:
-    """Compute the worst case of every ball, which a report need not hold."""
+    """Compute the worst case of every ball, if a report does not hold it."""
     attacks = [trial for trial in values if trial and trial.attack]
     return {
         ball: np.min([values[trial] for trial in inside], axis=0)
@@ -133,9 +133,9 @@ def _read_cells(rule: Rule, section: Section) -> dict[str, float]:
 
 
 def _read_behind(rule: Rule, section: Section, points: Mapping[str, float]) -> dict[str, Values]:
-    """Read the per-sample values behind rows: an array of the column's name, rows x samples.
+    """Read the per-sample values behind rows: an array with the column's name, rows x samples.
 
-    A mean over tokens has none where a sample has no such token: its row is compared as it is.
+    If a sample has no such token, the row of a mean over tokens is compared without a test.
     """
     stored, shape = section.arrays.get(rule.column), (len(section.rows), len(section.ids))
     if rule.stat not in TESTED or stored is None or stored.shape != shape:
@@ -210,18 +210,18 @@ ALL_BUT_FEW = 0.95
 def match_samples(
     reports: Sequence[Report], names: Sequence[str]
 ) -> tuple[list[Report], dict[str, str]]:
-    """Name the samples of every report as the first does, where they are the same inputs.
+    """Rename the samples of every report as in the first one, if they are the same inputs.
 
-    An id is of a sample as its model takes it: another size of image, another tokenizer or
-    another order of classes gives the same input another id. Inputs are the same where they stand
-    at the same place of the same data, and begin alike where they are texts.
+    An id belongs to a preprocessed sample: another image size, tokenizer or order of classes gives
+    the same input another id. Inputs are the same if they have the same place in the same data;
+    texts must also begin alike.
 
     Args:
-        reports: whose samples are matched to those of the first.
-        names: what the reports are called.
+        reports: the reports, to be matched with the first.
+        names: names of the reports.
 
     Returns:
-        The reports, and a sentence for each whose samples were matched by their place, by name.
+        The reports, and a note, by name, for each report that was matched by places.
     """
     first, notes = reports[0], dict[str, str]()
     matched = [first]
@@ -237,7 +237,7 @@ def match_samples(
 
 
 def _map_ids(report: Report, first: Report) -> dict[str, str]:
-    """Return what the first report calls the samples of another; empty where ids are alike."""
+    """Map the ids of another report to those of the first; empty if ids are equal."""
     places, old_places = report.found("place"), first.found("place")
     known = {place: name for name, place in old_places.items()}
     shared = places.keys() & old_places.keys()
@@ -251,11 +251,11 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
 
 
 def _is_same_data(report: Report, first: Report) -> bool:
-    """Tell whether other ids may be of the same inputs: else the data have changed."""
+    """Say whether different ids may belong to the same inputs; otherwise the data have changed."""
     new, old = report.run, first.run
     same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
     seen_otherwise = new.preprocess != old.preprocess or bool(report.found("text"))
-    # A command names its models: that of two reports is of one audit of both.
+    # A command lists its models, so two reports with equal commands come from one audit.
     one, two = (run.command.replace(" --resume", "") for run in (new, old))
     return same_data and (seen_otherwise or one == two)
 
@@ -277,24 +277,23 @@ def _rename_ids(columns: dict[str, tuple[Any, ...]], names: Mapping[str, str]) -
 def align_sections(
     rule: Rule, new: Section, old: Section, least: float = ALL_BUT_FEW
 ) -> tuple[Section, Section]:
-    """Return both sections over their shared samples, in the old one's order.
+    """Return both sections on their shared samples, in the old section's order.
 
-    Where both have the same samples, rows stay as they are. Otherwise the cells that the rule
-    reads are computed again, from what the reports keep of each sample.
+    If both have the same samples, rows do not change. Otherwise the cells that the rule reads are
+    computed again from the stored values per sample.
 
     Args:
-        rule: which of the columns is read.
+        rule: the rule, which names the column.
         new: a section.
-        old: the section it is compared with.
-        least: the share of the old one's samples that has to be shared.
+        old: the section to compare it with.
+        least: smallest share of the old samples that both sections need.
 
     Raises:
-        BaselineError: fewer samples are shared, or the reports do not keep what the cells are
-            made of.
+        BaselineError: too few samples are shared, or the reports lack the values per sample.
     """
     after, before = new.ids, old.ids
     if not after or not before:
-        return new, old  # of one suite, or `same_protocol` has refused them
+        return new, old  # equal in one suite; otherwise `require_same_protocol` has refused them
     places = find_shared(rule.measure, after, before, least)
     how = rule.reduction
     arrays = {rule.column} | (how.arrays if how else set())
@@ -308,7 +307,7 @@ def align_sections(
 
 
 def find_missing(column: str, sections: Iterable[Section]) -> set[str]:
-    """Return the samples for which a section has no figure in some trial of a column."""
+    """Return the samples without a figure in some trial of a column."""
     return {
         sample
         for section in sections
@@ -320,10 +319,10 @@ def find_missing(column: str, sections: Iterable[Section]) -> set[str]:
 
 
 def keep_known(rule: Rule, new: Section, old: Section) -> tuple[Section, Section]:
-    """Return both sections without the samples for which one of them has no figure.
+    """Return both sections without the samples that lack a figure in one of them.
 
     Raises:
-        BaselineError: there is no other.
+        BaselineError: no sample is left.
     """
     missing = find_missing(rule.column, (new, old)) if rule.per_sample else set[str]()
     both = set(new.ids) & set(old.ids)
@@ -341,10 +340,10 @@ def keep_known(rule: Rule, new: Section, old: Section) -> tuple[Section, Section
 def find_shared(
     measure: str, new: Sequence[str], old: Sequence[str], least: float
 ) -> tuple[list[int], list[int]]:
-    """Return where the distinct samples of both reports stand in each of them.
+    """Return the indices of the distinct shared samples in both reports.
 
     Raises:
-        BaselineError: fewer than the least share of the old ones are shared, or none.
+        BaselineError: fewer than the smallest share are in both, or none.
     """
     place = {name: i for i, name in enumerate(new)}
     distinct = [(i, name) for i, name in enumerate(old) if not is_repeat(name)]
@@ -360,7 +359,7 @@ def find_shared(
 
 
 def keep_sections(report: Report, wanted: Callable[[Section], bool]) -> Report:
-    """Return a report with some of its sections: a failure of the others does not count."""
+    """Return a report with some of its sections; failures of the others do not count."""
     status = "complete" if report.failures and not report.unmeasured else report.status
     kept = tuple(section for section in report.sections if wanted(section))
     return report.model_copy(update={"sections": kept, "status": status})
@@ -373,13 +372,13 @@ def select(
     *,
     arrays: Collection[str] | None = None,
 ) -> Section:
-    """Return a section with some of its samples and rows, in this order.
+    """Return a section with a selection of its samples and rows, in this order.
 
     Args:
-        section: the whole.
-        across: which samples.
-        down: which rows; None: all.
-        arrays: which arrays over rows and samples are kept; None: all of them.
+        section: the section.
+        across: indices of the samples.
+        down: indices of the rows; None: all.
+        arrays: names of the arrays over rows and samples to keep; None: all.
     """
     shape = (len(section.rows), len(section.ids))
     rows = range(shape[0]) if down is None else down
@@ -400,9 +399,9 @@ def select(
 
 
 def _recompute_rows(rule: Rule, how: Reduction | None, section: Section) -> Section:
-    """Return a section with the column of a rule computed from the samples it has."""
+    """Return a section with the column of a rule computed from its samples."""
     if how is None and rule.stat == "each" and rule.column in section.arrays:
-        return section  # what is tested are the samples themselves
+        return section  # the test uses the samples themselves
     cells = how and _reduce_samples(how, section)
     if not cells:
         raise BaselineError(
@@ -421,7 +420,7 @@ def _recompute_rows(rule: Rule, how: Reduction | None, section: Section) -> Sect
 
 
 def _reduce_samples(how: Reduction, section: Section) -> list[float]:
-    """Return a column of the rows from what is kept of the samples; nothing if it is not kept."""
+    """Return a column of rows computed from values per sample; None if they are not stored."""
     behind = [_read_samples(name, section) for name in (how.values, how.per, how.weights)]
     values, per, weights = behind
     if values is None or (how.per and per is None):
@@ -438,10 +437,10 @@ def _reduce_samples(how: Reduction, section: Section) -> list[float]:
 
 
 def _read_samples(name: str, section: Section) -> Values | None:
-    """Return what is kept of each sample for each row, (rows, samples).
+    """Return the stored values of each sample for each row, (rows, samples).
 
-    It is an array, or the per-sample columns of the rows' attacks or balls, or that of the only
-    row.
+    The source is an array, or the per-sample columns of the rows' attacks or balls, or the column
+    of the only row.
     """
     if name in section.arrays:
         return section.arrays[name].numpy()

@@ -1,4 +1,4 @@
-"""Models ranked: each is compared with the best, over the samples that both have."""
+"""Ranking of models: each is compared with the best one on the samples that both have."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Standing = Literal[
 ]
 
 ORDER = "order"
-"""In place of a metric: models are not ranked and keep the given order."""
+"""Word in place of a metric: models are not ranked and keep the given order."""
 
 
 class ModelNorm(Frozen):
-    """The Jacobian norms of a model: the median with its 95 % limits (order statistics), p95.
+    """The Jacobian norms of a model: p95, and the median with 95 % limits (order statistics).
 
-    The limits are None where there are too few samples for any.
+    With too few samples the limits are None.
     """
 
     start: str
@@ -52,18 +52,18 @@ class ModelNorm(Frozen):
 
 
 class Ranked(Frozen):
-    """One model among others.
+    """One model in a ranking.
 
     Attributes:
         model: its name.
-        rank: 1 for the best and for models that are not distinguishable from it, else the place
-            by the figure; None where it is not ranked.
-        outcome: what that means; empty where nothing ranks any.
-        reason: why it is not comparable.
-        difference: the verdict on its change from the best, where it is not that itself.
+        rank: 1 for the best model and those not distinguishable from it, else the place by the
+            figure; None without a rank.
+        outcome: the rank in words; empty without a ranking.
+        reason: why the model is not comparable.
+        difference: the verdict on its difference from the best model; None for the best.
         accuracy: clean, under attack by ball, certified, with 95 % limits (Wilson).
-        norm: of the model's Jacobian.
-        head: the steepest.
+        norm: norms of the model's Jacobian.
+        head: the steepest head.
         fragile: share of attention rows in the fragile regime.
     """
 
@@ -79,16 +79,16 @@ class Ranked(Frozen):
 
 
 class Ranking(Frozen):
-    """Models beside each other, the best first.
+    """Several models, the best first.
 
     Attributes:
-        criterion: the metric that they are ranked by, as rules name it; empty where they have
-            none, and stand as they were given.
-        ball: of the accuracy that it is.
-        better: its better direction.
-        compared: how many models are compared with the best.
+        criterion: the metric of the ranking, as rules name it; empty if there is none and the
+            models keep the given order.
+        ball: the ball of an accuracy.
+        better: better direction of the metric.
+        compared: number of models compared with the best.
         models: the models.
-        notes: what is to be known of the order.
+        notes: notes on the order.
     """
 
     criterion: str = ""
@@ -101,7 +101,7 @@ class Ranking(Frozen):
 
 @dataclass(frozen=True)
 class Criterion:
-    """A metric by which models can be ranked, and what each model has of it."""
+    """A metric that can rank models, and the figure of each model."""
 
     rule: Rule
     figures: tuple[float | None, ...]
@@ -109,7 +109,7 @@ class Criterion:
 
     @property
     def models(self) -> list[int]:
-        """The models that have a figure, the better ones first."""
+        """Return the models that have a figure, the better ones first."""
         known = [(value, i) for i, value in enumerate(self.figures) if value is not None]
         return [i for _, i in sorted(known, key=lambda each: self.rule.worse * each[0])]
 
@@ -117,19 +117,19 @@ class Criterion:
 def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     """Rank models by accuracy under attack, else certified, else by the median Jacobian norm.
 
-    Each model is compared with the best as `compare` compares two reports: by the limits of
-    Bonett and Price of an accuracy, of the sign test for the median ratio of norms. With n models
-    the limits are one-sided at 2.5 % / (n - 1), so that by the union bound a model that none is
-    better than is called behind with a chance of at most 2.5 %, whichever is taken for the best.
-    An accuracy is that of the smallest ball that most models have.
+    Each model is compared with the best as in `compare`: by Bonett and Price's limits for an
+    accuracy, by the sign test for the median ratio of norms. With n models the limits are
+    one-sided at 2.5 % / (n - 1). So, by the union bound, a model that no other beats is called
+    behind with a chance of at most 2.5 %, whichever model is taken as the best. Accuracy under
+    attack means the smallest ball that most models have.
 
     Args:
-        reports: one of each model, on samples that they share.
-        by: the metric in place of these, as rules name it: `attack.robust@linf,4/255`; or `order`:
-            the order given, without ranks.
+        reports: one report per model, with shared samples.
+        by: another metric, as rules name it: `attack.robust@linf,4/255`; or `order` to keep the
+            given order without ranks.
 
     Raises:
-        UsageError: there is no report, or none that has the metric.
+        UsageError: there are no reports, or none has the metric.
     """
     if not reports:
         raise UsageError("no reports were given to rank", "Give the reports of the models.")
@@ -165,7 +165,7 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
 
 
 def _summarise_model(name: str, report: Report) -> Ranked:
-    """Sum a model up."""
+    """Return the summary of a model."""
     summed, section = summary(report), report.section("jacobian")
     norms = None
     if summed.norms and section:
@@ -182,11 +182,12 @@ def _summarise_model(name: str, report: Report) -> Ranked:
 
 
 def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, dict[str, Any]]:
-    """Return what is said of each model that has the metric: the ranked ones first, by rank."""
+    """Return the entries of the models that have the metric: the ranked ones first, by rank."""
     rule, models = criterion.rule, criterion.models
     worse = [rule.worse * (figure or 0.0) for figure in criterion.figures]
     own = [keep_sections(r, lambda section: section.measure == rule.measure) for r in reports]
-    # What sets two models apart may be seen in one direction alone: an attack that one has more.
+    # A difference may show in one direction only, such as an attack that one model has in
+    # addition.
     apart: dict[frozenset[int], str] = {}
     for i, j in permutations(models, 2):
         if reason := _compare_two(rule, own[i], own[j]).reason:
@@ -194,7 +195,7 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
     base = min(models, key=lambda i: sum(i in pair for pair in apart))
     ranked = [i for i in models if frozenset((i, base)) not in apart]
     level, best = LEVEL / max(1, len(ranked) - 1), ranked[0]
-    for i in ranked:  # the best figure may not be the best sample by sample
+    for i in ranked:  # the model with the best figure may not be the best sample by sample
         if i != best and _compare_two(rule, own[i], own[best], level).status == "improved":
             best = i
     said: dict[int, dict[str, Any]] = {}
@@ -223,7 +224,7 @@ def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> 
 
 
 def list_criteria(reports: Sequence[Report]) -> list[Criterion]:
-    """Return what models can be ranked by, first what most of them have."""
+    """Return the metrics that can rank models, those of most models first."""
     summaries = [summary(report) for report in reports]
     shares = [dict(_list_balls(summed)) for summed in summaries]
     attacked = "attack" if any(report.section("attack") for report in reports) else "certify"
@@ -240,13 +241,13 @@ def list_criteria(reports: Sequence[Report]) -> list[Criterion]:
 
 
 def make_rule(metric: str) -> Rule:
-    """Return how models are compared by a metric that somebody names.
+    """Return the rule that compares models by a metric of the user.
 
     Args:
         metric: as rules name it: `attack.robust@linf,4/255`, `jacobian.norm:p95`.
 
     Raises:
-        UsageError: there is no such metric, it has no better direction, or is no single figure.
+        UsageError: the metric does not exist, has no better direction, or is not a single figure.
     """
     plain = parse_rule(f"{metric} <= +0")
     layout = layouts()[plain.measure]
@@ -260,10 +261,10 @@ def make_rule(metric: str) -> Rule:
 
 
 def choose_criterion(metric: str, reports: Sequence[Report]) -> Criterion:
-    """Return the criterion that somebody names.
+    """Return the criterion of a metric of the user.
 
     Raises:
-        UsageError: as of `rule_of`; no report has it; or it is several figures.
+        UsageError: as in `make_rule`; or no report has it; or it is several figures.
     """
     rule = make_rule(metric)
     points = [_read_points(rule, report) for report in reports]
@@ -278,7 +279,7 @@ def choose_criterion(metric: str, reports: Sequence[Report]) -> Criterion:
 
 
 def _read_points(rule: Rule, report: Report) -> Mapping[str, float]:
-    """Return the figures of a rule in a report; none where it has none."""
+    """Return the figures of a rule in a report; empty without any."""
     section = report.section(rule.measure)
     if section is None or section.failure is not None:
         return {}

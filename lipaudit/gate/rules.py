@@ -33,10 +33,10 @@ class Limit:
     """The right-hand side of a rule.
 
     Attributes:
-        kind: absolute (of the current run), relative (change over the baseline's value) or
+        kind: absolute (on the current run), relative (change over the baseline's value) or
             difference (change in the metric's own unit).
         value: the limit; a relative one is a share (+5 % is 1/20), percentage points too.
-        unit: how changes are written: "%", "pp" or "".
+        unit: unit of changes: "%", "pp" or "".
     """
 
     kind: LimitKind
@@ -46,18 +46,18 @@ class Limit:
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the contract.
+    """One rule of the gate.
 
     Attributes:
-        text: the rule as it was written.
+        text: the rule as the user wrote it.
         measure: the section it reads, e.g. `jacobian`.
         column: the per-sample column or the column of the section's rows.
         selector: words that pick rows, e.g. ("linf", "2/255") or ("layer=3", "head=1").
         stat: how values become one number.
         op: `<=` (larger is worse) or `>=` (smaller is worse).
-        limit: what it is compared with.
+        limit: the limit.
         per_sample: whether it reads a per-sample column rather than a column of rows.
-        reduction: how its column of rows is computed from the samples; None if it cannot be.
+        reduction: how its column of rows is computed from samples; None if impossible.
     """
 
     text: str
@@ -72,13 +72,13 @@ class Rule:
 
     @property
     def metric(self) -> str:
-        """The metric as it is printed: `bounds.exact:each`."""
+        """Return the metric in the printed form: `bounds.exact:each`."""
         where = f"@{','.join(self.selector)}" if self.selector else ""
         return f"{self.measure}.{self.column}{where}:{self.stat}"
 
     @property
     def worse(self) -> int:
-        """The sign of a change for the worse."""
+        """Return the sign of a change for the worse."""
         return 1 if self.op == "<=" else -1
 
 
@@ -90,11 +90,12 @@ def parse_rule(text: str, sections: Iterable[Section] = (), *, trusted: bool = F
 
     Args:
         text: the rule.
-        sections: of reports, whose columns a rule may name beside those of installed measures.
-        trusted: whether it was judged already, so that its metric exists.
+        sections: sections of reports; a rule may name their columns and those of installed
+            measures.
+        trusted: whether the rule was judged before, so that its metric exists.
 
     Raises:
-        UsageError: when the text is no rule or names an unknown metric or statistic.
+        UsageError: the text is not a rule, or names an unknown metric or statistic.
     """
     match = _RULE.fullmatch(text.strip())
     if match is None:
@@ -126,13 +127,14 @@ def no_change(
 ) -> Rule:
     """Return the rule that allows no change of a metric.
 
-    In points of shares; relative unless figures are negative.
+    The limit is in percentage points for shares, and relative for other figures unless they are
+    negative.
 
     Args:
         metric: with its statistic: `jacobian.norm:median`.
         column: its column.
         values: the figures.
-        sections: of the reports that have the metric.
+        sections: sections of the reports with the metric.
     """
     rule = parse_rule(f"{metric} <= +0", sections)
     share = column.format.endswith("%") or rule.column in FLAGS
@@ -150,7 +152,7 @@ def configure(
         Keyword arguments of `judge`: rules, alpha, strict.
 
     Raises:
-        UsageError: for an unknown key, a value of the wrong type or a rule that cannot be read.
+        UsageError: a key is unknown, a value has the wrong type, or a rule cannot be read.
     """
     kinds = {
         "rules": (list, "list of strings"),
@@ -173,7 +175,7 @@ def configure(
 
 
 def metrics() -> tuple[str, ...]:
-    """Return the name of every metric of installed measures that a rule may use."""
+    """Return the names of all metrics of installed measures."""
     return _list_metrics(layouts())
 
 
@@ -238,4 +240,4 @@ DEFAULT_RULES = tuple(
         ),
     )
 )
-"""What is judged when nobody says otherwise: each keeps its level with any number of samples."""
+"""Default rules; each keeps its level with any number of samples."""

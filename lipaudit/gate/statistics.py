@@ -1,8 +1,8 @@
-"""What paired samples say about a change: tests and limits that are each other's inverse.
+"""Tests and confidence limits for changes of paired samples; tests and limits agree.
 
-Every function measures a change for the worse (positive is worse), so `p(margin)` tests
-"the change is at most the margin" and `limits(level)` are one-sided: the change lies above the
-first, and below the second, each with confidence 1 - level. `limits(level)[0] > margin` and
+Every function measures a change for the worse (positive is worse). So `p(margin)` tests "the
+change is at most the margin". `limits(level)` are one-sided: the change is above the first and
+below the second, each with confidence 1 - level. `limits(level)[0] > margin` and
 `p(margin) <= level` are the same statement.
 """
 
@@ -44,16 +44,16 @@ STATISTICS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the samples say about one change.
+    """The statistics of one change.
 
     Attributes:
-        estimate: the change seen (positive is worse).
-        samples: how many pairs it rests on.
+        estimate: the observed change (positive is worse).
+        samples: number of pairs.
         p: margin -> p-value of "the change is at most the margin".
         limits: level -> lower and upper one-sided limit.
-        reach: (margin, level) -> the smallest change seen that would have been called a
-            regression with this spread; infinite where so few samples could call none one, NaN
-            where this spread (an infinite one) does not tell.
+        reach: (margin, level) -> the smallest observed change that would be called a regression
+            with this spread; infinite if the samples are too few for any, NaN for an infinite
+            spread.
         mcnemar: exact two-sided p-value of "no change" for shares, for information only.
     """
 
@@ -66,7 +66,7 @@ class Evidence:
 
 
 def compute_changes(old: Values, new: Values, *, relative: bool) -> Values:
-    """Return how each value changed: logarithms of ratios where that is relative."""
+    """Return the change of each value: logarithms of ratios for relative changes."""
     if not relative:
         return new - old
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -98,11 +98,11 @@ def judge_median(changes: Values) -> Evidence:
 def judge_mean(changes: Values) -> Evidence:
     """Judge the centre of paired changes, their mean or their median, by Student's t.
 
-    Needs few samples where the changes agree, as those of one head's norm on fixed samples do;
-    identical changes leave no doubt at all. Exact for normal changes. Of skewed changes no test
-    of few samples can judge the mean alone: falls that no sample shows may lower it by any
-    amount. A lower limit that is above the mean is then below the median, and the claim is about
-    the larger of the two: simulated in docs/theory/gate.md.
+    Few samples suffice if the changes agree, like the changes of one head's norm; identical
+    changes are certain. Exact for normal changes. For skewed changes no test of few samples can
+    judge the mean alone: falls that no sample shows may lower it by any amount. If the lower limit
+    is then above the mean, it is still below the median, so the claim is about the larger of the
+    two (simulated in docs/theory/gate.md).
     """
     from scipy.special import stdtr, stdtrit
 
@@ -126,21 +126,21 @@ def judge_by_bootstrap(
 ) -> Evidence:
     """Judge the change of a statistic by the paired percentile bootstrap.
 
-    Samples are drawn with replacement, both models together. Not for a maximum: the bootstrap
-    of an extreme is inconsistent.
+    Samples are drawn with replacement, both models together. Do not use it for a maximum: the
+    bootstrap of an extreme is inconsistent.
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13.
 
     Args:
         old: values of the baseline, (samples,).
         new: values of the current model on the same samples.
         change: maps (draws, samples) of both to the draws' changes, (draws,).
-        least: how many samples it needs; fewer prove nothing.
-        seed: of the draws: the same reports give the same verdict.
+        least: smallest number of samples; fewer prove nothing.
+        seed: seed of the draws, fixed so that the same reports give the same verdict.
     """
     draws = np.sort(_draw_samples(old, new, change, seed).round(DIGITS))
     estimate = float(change(old[None], new[None])[0])
 
-    # the same values on all samples leave no doubt, however few
+    # equal values on all samples are certain, even with few samples
     enough = old.size >= least or (old.size > 1 and np.array_equal(old, new))
 
     def p(margin: float) -> float:
@@ -159,7 +159,7 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
     """Judge the change of a share from its paired table by Bonett and Price's limits.
 
     D = (worse - better) / (n + 2) with the Laplace estimates (worse + 1) / (n + 2) and
-    (better + 1) / (n + 2); holds up with no discordant pair at all.
+    (better + 1) / (n + 2); it also works without discordant pairs.
     Source: Bonett and Price, J. Educ. Behav. Stat. 37 (2012) 479.
 
     Args:
@@ -177,7 +177,7 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
 
     def limits(level: float) -> Limits:
         half = float(ndtri(1 - level) * error)
-        # No two shares are further apart than 1.
+        # Two shares differ by at most 1.
         return max(-1.0, float(centre) - half), min(1.0, float(centre) + half)
 
     def reach(margin: float, level: float) -> float:
@@ -234,9 +234,9 @@ def _complete_evidence(
     *,
     least: float = 0.0,
 ) -> Evidence:
-    """Complete the evidence of a change whose spread stays when its location moves.
+    """Complete the statistics of a change whose spread does not depend on its location.
 
-    No p-value of so many samples is below `least`.
+    With this number of samples no p-value is below `least`.
     """
 
     def reach(margin: float, level: float) -> float:
@@ -247,7 +247,7 @@ def _complete_evidence(
 
 
 def _judge_equal_changes(changes: Values) -> Evidence:
-    """Judge changes without a spread: all equal, or infinite because a norm was zero."""
+    """Judge changes without a spread: all equal, or infinite because a norm is zero."""
     known = changes.size > 1
     low, high = float(changes.min()), float(changes.max())
     return Evidence(

@@ -1,4 +1,4 @@
-"""What the gate decided: every line that is printed and the exit code come from these objects."""
+"""The decision of the gate: all printed lines and the exit code come from these objects."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Verdict(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def change(self) -> Float | None:
-        """The change of the two values; None for an absolute limit."""
+        """Return the change of the two values; None for an absolute limit."""
         if self.old is None or self.new is None:
             return None
         if self.unit != "%" or self.new == self.old:
@@ -100,14 +100,14 @@ class Verdict(Frozen):
 
     @property
     def line(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict as one line."""
         where = f" {self.name}" if self.name else ""
         said = self.reason or f"{self.figures}{self._power()}"
         return f"{self.status}: {self.rule}{where}: {said}"
 
     @property
     def figures(self) -> str:
-        """The values, their change, and what was tested."""
+        """Return the values, their change, and the tested change."""
         texts = self.texts
         if not texts["baseline"]:
             return texts["current"]
@@ -121,7 +121,7 @@ class Verdict(Frozen):
 
     @property
     def texts(self) -> dict[str, str]:
-        """What every format prints of it, by what it is; empty where there is none."""
+        """Return the printed parts of the verdict, by kind; empty if absent."""
         ends = (amount(self.low, self.unit), amount(self.high, self.unit))
         return {
             "baseline": "" if self.old is None else written(self.old),
@@ -192,7 +192,7 @@ class Judgement(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def exit_code(self) -> int:
-        """The documented exit code: of the gravest status among the verdicts."""
+        """Return the exit code of the gravest status among the verdicts."""
         codes = {self._code(verdict) for verdict in self.verdicts}
         order = (*EXIT.values(), ExitCode.NOT_PROVEN)
         return int(next((code for code in order if code in codes), ExitCode.OK))
@@ -200,7 +200,7 @@ class Judgement(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def reason(self) -> str:
-        """The outcome in one line."""
+        """Return the outcome as one line."""
         bad = [verdict for verdict in self.verdicts if self.fails(verdict)]
         if not bad:
             counts = Counter(verdict.status for verdict in self.verdicts)
@@ -210,7 +210,7 @@ class Judgement(Frozen):
         return gravest[0].line + more
 
     def fails(self, verdict: Verdict) -> bool:
-        """Tell whether a verdict fails the gate."""
+        """Say whether a verdict fails the gate."""
         return self._code(verdict) is not ExitCode.OK
 
     def _code(self, verdict: Verdict) -> ExitCode:

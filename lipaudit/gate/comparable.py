@@ -146,7 +146,7 @@ def _count_repeats(report: Report) -> dict[str, str]:
 
 
 def _list_renamed_classes(current: Report, baseline: Report) -> dict[str, str]:
-    """Say which classes have another name than in the baseline, or that only one report says."""
+    """Note which classes have other names than in the baseline, or that one report lacks names."""
     pairs = [(each, baseline.section(each.measure)) for each in current.sections]
     both = [(section.classes, other.classes) for section, other in pairs if other is not None]
     renamed = {

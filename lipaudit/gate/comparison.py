@@ -476,8 +476,7 @@ ASKED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("attacked", "robust", ("attack", "certify")),
     ("certified", "certified", ("certify",)),
 )
-"""Each kind of outcome, the column that answers it, and the sections that have it; of two that
-ask the same, the first counts."""
+"""Each kind of verdict, its column, and the sections that have it; the first section counts."""
 GOOD: dict[Kind, str] = {"clean": "right", "attacked": "robust", "certified": "certified"}
 BAD: dict[Kind, str] = {"clean": "wrong", "attacked": "broken", "certified": "not certified"}
 
@@ -549,7 +548,7 @@ def _find_comparable(measure: str, old: Report, new: Report) -> Iterator[tuple[S
 
 
 def _name_columns(column: str, section: Section) -> dict[TrialKey | None, str]:
-    """Name the column that answers for each ball: the worst case over the attacks, or the only."""
+    """Name the column with the verdict for each ball: the worst case over attacks, or the only."""
     trials: dict[TrialKey | None, dict[str, str]] = {}
     for name in section.samples:
         kind, trial = parse_column(name)

@@ -312,7 +312,7 @@ def _require_same_rows(rule: Rule, new: RuleValues, old: RuleValues) -> None:
 
 
 def _contrast(rule: Rule, name: str, old: RuleValues, new: RuleValues, tol: float) -> Contrast:
-    """Compare a row or column: by its samples, else by the medians of each, else as it is."""
+    """Compare a row or column: by its samples, else by their medians, else without a test."""
     first, last = old.points[name], new.points[name]
     ends = np.array([first]), np.array([last])
     if name in old.pairs and name in new.pairs:

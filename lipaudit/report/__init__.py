@@ -1,7 +1,7 @@
 """Results as bytes: reports, comparisons and judgements, in every format.
 
-A result is a `Subject`: the forms that it can take (`page.subjects`). A page is made of blocks
-(`page.document`), and every format draws the blocks of a page or writes another form (`formats`).
+A result is a `Subject`: its possible forms (`page.subjects`). A page consists of blocks
+(`page.document`); every format draws the blocks of a page, or writes another form (`formats`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ MOST_LINES = 25
 
 
 def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
-    """Write a result.
+    """Write a result in a format.
 
     Args:
-        shown: a report, several that go side by side, or what `of_reports`, `of_comparison` and
-            `of_judgement` return.
+        shown: a report, several reports to show side by side, or the result of `of_reports`,
+            `of_comparison` or `of_judgement`.
         format: a name in `RENDERERS`.
 
     Raises:
-        UsageError: for an unknown format, or one that cannot show the result.
+        UsageError: the format is unknown, or cannot show the result.
     """
     reports = [shown] if isinstance(shown, Report) else shown
     subject = of_reports(*reports) if isinstance(reports, Sequence) else reports

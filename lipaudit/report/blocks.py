@@ -1,4 +1,4 @@
-"""The blocks of a page, as data: chapters make them, and every format renders them."""
+"""The blocks of a page, as data: chapters create them, and every format renders them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns that say how they read.
+    """Rows under columns; each column defines the format of its cells.
 
     Attributes:
-        title: printed above it.
+        title: printed above the table.
         columns: one per cell of a row.
         rows: values; text is printed as it is.
-        keys: how many leading columns name the row (repeated when a table is split).
-        strong: numbers of the rows to emphasise.
-        folded: long; the terminal leaves it out, pages fold it away.
+        keys: number of leading columns that name the row (repeated when a table is split).
+        strong: indices of the rows to emphasise.
+        folded: whether the terminal leaves the table out, and pages fold it.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Table:
 
 
 def make_table(title: str, columns: Iterable[tuple[Column, Iterable[Any]]], **how: Any) -> Table:
-    """Return a table of columns, each with its cells from top to bottom; `how` as in `Table`."""
+    """Return a table from columns, each with its cells from top to bottom; `how` as in `Table`."""
     pairs = list(columns)
     rows = tuple(zip(*(cells for _, cells in pairs), strict=True))
     return Table(title, tuple(column for column, _ in pairs), rows, **how)
@@ -48,7 +48,7 @@ def make_table(title: str, columns: Iterable[tuple[Column, Iterable[Any]]], **ho
 
 @dataclass(frozen=True)
 class Item:
-    """One sample: PNG files in base64 by their captions, and lines of text."""
+    """One sample: PNG files in base64 by caption, and lines of text."""
 
     title: str
     pictures: tuple[tuple[str, str], ...]
@@ -60,7 +60,7 @@ class Gallery:
     """Pictures of samples.
 
     Attributes:
-        text: said in their place where none can be drawn.
+        text: shown in formats without pictures.
         items: one per sample.
     """
 
@@ -70,15 +70,15 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text of tokens, each with its share of something.
+    """The tokens of a text, each with its share of a quantity.
 
     Attributes:
         title: printed above it.
-        tokens: the first of them.
-        shares: of each, of 1 in all.
-        column: how a share reads.
-        left_out: how many further tokens there are.
-        folded: the terminal names the tokens with the largest shares, and leaves out the others.
+        tokens: the first tokens.
+        shares: the share of each token; all shares of the text sum to 1.
+        column: the column that formats a share.
+        left_out: number of further tokens.
+        folded: whether the terminal lists only the tokens with the largest shares.
     """
 
     title: str
@@ -91,18 +91,18 @@ class Passage:
 
 @dataclass(frozen=True)
 class Notes:
-    """The remarks that belong to the numbers above."""
+    """Notes on the numbers above them."""
 
     notes: tuple[Note, ...]
 
 
 @dataclass(frozen=True)
 class Banner:
-    """The answer of a page in a sentence, above all else.
+    """The answer of a page in one or two sentences, at the top.
 
     Attributes:
-        text: of one or two sentences.
-        state: whether it is good news; None where that is not judged.
+        text: one or two sentences.
+        state: whether the answer is good; None without a judgement.
     """
 
     text: str
@@ -111,7 +111,7 @@ class Banner:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and what stands behind each."""
+    """Facts by name."""
 
     pairs: tuple[tuple[str, str], ...]
 
@@ -121,7 +121,7 @@ class Points:
     """A list of sentences.
 
     Attributes:
-        points: a sentence, and what belongs to it: a command, or the chapter that it comes from.
+        points: sentences, each with a command or the name of its chapter.
         commands: whether these are commands.
     """
 
@@ -131,15 +131,15 @@ class Points:
 
 @dataclass(frozen=True)
 class Line:
-    """One figure of a scorecard.
+    """One line of a scorecard.
 
     Attributes:
-        label: what it is.
+        label: name of the figure.
         value: the figure.
-        column: how the figure reads.
-        text: what belongs to it: its interval, its sample, its heads.
-        command: what to type to change it.
-        aim: what that is for, in a sentence.
+        column: the column that formats it.
+        text: details: its interval, its sample, its heads.
+        command: a command that may improve it.
+        aim: the purpose of the command, in a sentence.
     """
 
     label: str
@@ -152,7 +152,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Scorecard:
-    """The first figures of a page, a line each."""
+    """The first figures of a page, one line each."""
 
     lines: tuple[Line, ...]
 
@@ -167,9 +167,9 @@ class Chapter:
     """A heading and its blocks.
 
     Attributes:
-        name: of the place on the page, in words joined by . or -.
+        name: anchor on the page, words joined by . or -.
         title: the heading; empty for the opening of a page.
-        blocks: below the heading.
+        blocks: the blocks below the heading.
         folded: whether an HTML page shows only the heading at first.
     """
 
@@ -180,7 +180,7 @@ class Chapter:
 
     @property
     def short(self) -> str:
-        """Its name in the contents of a page: `Bounds layers`."""
+        """Return the chapter's name in the contents of a page: `Bounds layers`."""
         return self.name.replace(".", " ").replace("-", " ").capitalize()
 
 
@@ -190,15 +190,15 @@ class Document:
 
     Attributes:
         title: its heading.
-        facts: what was audited and how, by name.
-        findings: sentences, each with the name of the chapter that it comes from.
+        facts: facts on the model, the data and the run, by name.
+        findings: sentences, each with the name of its chapter.
         chapters: the sections.
         outcome: the answer in a sentence.
-        partial: what is missing; empty if the report is complete.
-        notes: warnings and remarks on all figures.
+        partial: the missing parts; empty if the report is complete.
+        notes: warnings and notes on all figures.
         scorecard: the first figures.
-        more: how to see the rest, of a page that is cut to a screen.
-        steps: what to do next, each with its command; shown on HTML pages.
+        more: how to see the rest of a page that is cut to one screen.
+        steps: next steps, each with a command; shown on HTML pages.
     """
 
     title: str
@@ -213,7 +213,7 @@ class Document:
     steps: tuple[tuple[str, str], ...] = ()
 
     def walk(self) -> Iterator[Chapter]:
-        """Yield the whole page as chapters, its opening first: what a format has to write."""
+        """Yield the whole page as chapters, the opening first, for formats to write."""
         partial = Banner(f"Partial: {self.partial}", "broken") if self.partial else None
         facts = Facts(self.facts) if self.facts else None
         notes = Notes(self.notes) if self.notes else None
@@ -230,7 +230,7 @@ class Document:
             yield Chapter("", "", (Paragraph(self.more),))
 
 
-# Texts of blocks, which all formats share
+# Texts of blocks for all formats
 
 
 TOP = 5
@@ -241,13 +241,13 @@ LEAST = 0.02
 
 @dataclass(frozen=True)
 class Token:
-    """One token as it is drawn.
+    """One token in its drawn form.
 
     Attributes:
-        text: itself; a space that would not show is a sign.
-        share: as it is written.
-        shade: 0 to 1, of the largest share.
-        top: whether it is among the few that are named.
+        text: its text; invisible spaces are replaced by a sign.
+        share: the formatted share.
+        shade: 0 to 1, relative to the largest share.
+        top: whether it is among the few tokens listed by name.
     """
 
     text: str
@@ -257,7 +257,7 @@ class Token:
 
 
 def shade_tokens(block: Passage) -> list[Token]:
-    """Return the tokens of a text as they are drawn."""
+    """Return the tokens of a text in their drawn form."""
     largest = max(block.shares, default=0.0) or 1.0
     order = sorted(range(len(block.shares)), key=lambda i: -block.shares[i])
     top = {i for i in order[:TOP] if block.shares[i] >= LEAST}
@@ -291,16 +291,16 @@ def explain_shades(block: Passage) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as texts.
+    """A table with all cells as texts.
 
     Attributes:
-        title: of the table; may be empty.
-        heads: of the columns, with the marks of the notes; empty for none.
+        title: title of the table; may be empty.
+        heads: headings of the columns, with the marks of the notes; empty for none.
         rows: a text for each column.
         align: l (left), r (right) or p (prose) for each column.
-        notes: how far the columns are proven, and where.
-        strong: the indices of rows that stand out.
-        keys: how many leading columns name the row.
+        notes: status and domain of the columns.
+        strong: indices of emphasised rows.
+        keys: number of leading columns that name the row.
     """
 
     title: str
@@ -313,7 +313,7 @@ class Grid:
 
 
 def lay_out(block: Table | Heatmap | Scorecard) -> Grid:
-    """Return a table, a map or a scorecard as texts."""
+    """Return a table, a map or a scorecard with all cells as texts."""
     if isinstance(block, Heatmap):
         rows = [
             [name, *(cells.format_value(v, block.column) for v in values)]

@@ -1,4 +1,4 @@
-"""How one value, one label and one domain are written."""
+"""Formats of single values, labels, and domains."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lipaudit.errors import visible
 from lipaudit.tables import Column
 
 MISSING = "–"
-# Superscripts of Unicode, which no format has to mark up; LaTeX writes them as such.
+# Unicode superscripts, which need no markup; only LaTeX writes them in its own way.
 MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"
-# Formats of counts, names and yes or no: read off, so no status or domain belongs to them.
+# Formats of counts, names and truth values, which have no status or domain.
 UNMEASURED = ("d", "s", "")
 STATUS = {
     "certified": "Proven for every input of its domain",
@@ -34,7 +34,7 @@ LIMITS = {
 
 
 def format_value(value: Any, column: Column) -> str:
-    """Write a value in its column's format, with its unit behind it."""
+    """Format a value as its column defines, with the unit."""
     if value is None:
         return MISSING
     if isinstance(value, bool):
@@ -46,23 +46,23 @@ def format_value(value: Any, column: Column) -> str:
 
 
 def format_with_limits(value: Any, low: float | None, high: float | None, column: Column) -> Any:
-    """Write the limits behind a figure: 62.5% (43.5 to 79.5%); a figure without stays as it is."""
+    """Format a figure with limits: 62.5% (43.5 to 79.5%); without limits the figure alone."""
     if value is None or low is None or high is None:
         return value
     return f"{format_value(value, column)} ({format_limits(low, high, column)})"
 
 
 def format_limits(low: float, high: float, column: Column) -> str:
-    """Write the ends of an interval, with the unit once: 43.5 to 79.5%."""
+    """Format the ends of an interval, with the unit once: 43.5 to 79.5%."""
     first, last = format_value(low, column), format_value(high, column)
     return f"{first.removesuffix('%')} to {last}"
 
 
 def format_number(value: float, spec: str) -> str:
-    """Write a number; exponents without padding (1.2e3, not 1.2e+03)."""
+    """Format a number; exponents have no padding (1.2e3, not 1.2e+03)."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    # Counts may have become floats in arrays and medians: 12.0 is written 12, 12.5 as it is.
+    # Counts may be floats in arrays and medians: 12.0 becomes 12; 12.5 stays.
     whole = spec == "d" and value == int(value)
     written = format(int(value), spec) if whole else format(value, spec if spec != "d" else "g")
     return re.sub(r"e([+-])0*(\d)", lambda m: "e" + m[1].strip("+") + m[2], written)
@@ -72,7 +72,7 @@ def format_significant(value: float, spec: str = ".3g") -> str:
     """Keep trailing zeros, so that a column shows equally many digits: 1.20, 130, 9.00e3."""
     if spec.endswith("g"):
         sign = "+" * spec.startswith("+")
-        # The flag # keeps trailing zeros, and a point at the end, which is taken off below.
+        # The flag # keeps trailing zeros, and a final point, which is removed below.
         spec = f"{sign}#{spec.removeprefix(sign)}"
     written = format_number(value, spec)
     return re.sub(r"\.(?=e|$)", "", written)
@@ -84,12 +84,12 @@ def show_controls(value: str) -> str:
 
 
 def write_math(label: str) -> str:
-    """Write norms and inequalities as mathematics does."""
+    """Write norms and inequalities with mathematical signs."""
     return label.replace("||", "‖").replace("<=", "≤").replace(">=", "≥")
 
 
 def describe_standing(column: Column) -> str:
-    """Say how far a column is proven, and where: `bound at X`; names and counts are not proven."""
+    """Return status and domain of a column: `bound at X`; empty for names and counts."""
     if column.format in UNMEASURED or not column.domain:
         return ""
     where = {"at X": "at X", "ball": "in the ball"}.get(column.domain, f"for {column.domain}")
@@ -99,7 +99,8 @@ def describe_standing(column: Column) -> str:
 def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
     """Return a mark for each column, and a note for each mark.
 
-    Names and counts carry none; where all columns stand alike, one note speaks for all.
+    Names and counts have no mark. If all columns have the same status and domain, they share one
+    note.
     """
     stand = [describe_standing(column) for column in columns]
     groups = list(dict.fromkeys(s for s in stand if s))

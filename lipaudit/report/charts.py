@@ -1,6 +1,6 @@
-"""Charts by matplotlib: SVG elements of a page, with a title at every point.
+"""Charts by matplotlib: SVG elements of a page, with a tooltip at every point.
 
-What a chart shows in words is in `pictures.describe`, which needs no matplotlib.
+`pictures.describe` describes a chart in words, without matplotlib.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Tip = tuple[str, Span, Span]
-"""The text of a tooltip and where it is in the units of the axes: a point, or the ends in x, y."""
+"""The text of a tooltip and its place in the units of the axes: a point, or the ends in x, y."""
 INK = "#010203"
 """Placeholder colour that becomes the page's text colour (light in dark mode)."""
 MARKERS = "osD^vPX"
@@ -66,13 +66,13 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 1.4,
     "lines.markersize": 4,
-    "svg.fonttype": "none",  # labels stay text: they can be searched, and take the page's font
-    "text.parse_math": False,  # a $ in a model's name is a $
+    "svg.fonttype": "none",  # labels stay text: they can be searched, and use the page's font
+    "text.parse_math": False,  # a $ in a model's name is no mathematics
 }
 
 
 def draw_svg(block: Picture) -> str:
-    """Draw a picture as an SVG element with an alternative text and a title at every place.
+    """Draw a picture as an SVG element with an alternative text and tooltips.
 
     Equal blocks give equal bytes.
     """
@@ -82,7 +82,7 @@ def draw_svg(block: Picture) -> str:
         figure, axes, tips = _draw_picture(block)
         file = io.BytesIO()
         figure.savefig(file, format="svg", transparent=True, dpi=160, metadata={"Date": None})
-        # After the figure is drawn: the layout moves the axes while it is saved.
+        # After the figure is drawn: saving moves the axes.
         marks = _write_tips(axes, tips)
     return _embed(file.getvalue().decode(), describe(block), marks)
 
@@ -91,7 +91,7 @@ def open_picture(picture: str) -> Any:
     """Read a PNG file in base64.
 
     Raises:
-        InputError: it is none.
+        InputError: the text is not a PNG file.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -108,11 +108,11 @@ def _draw_picture(block: Picture) -> tuple[Any, Axes, list[Tip]]:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # A caller may have set a style of its own: the page does not depend on it.
+    # A caller may have set another style: the page does not depend on it.
     mpl.rcdefaults()
-    # matplotlib names clip paths by a hash of this salt: equal blocks give equal bytes.
+    # matplotlib names clip paths by a hash with this salt: equal blocks give equal bytes.
     mpl.rcParams.update({**STYLE, "svg.hashsalt": f"{type(block).__name__} {block.title}"})
-    # Constrained layout places the labels of a square as if it filled its room.
+    # Constrained layout gives the labels of a square the room of its whole axes.
     layout: Any = "compressed" if isinstance(block, Density) else "constrained"
     figure = Figure(figsize=_choose_size(block), layout=layout)
     axes = figure.add_subplot()
@@ -136,14 +136,14 @@ def _choose_size(block: Picture) -> tuple[float, float]:
 
 
 def _embed(file: str, alternative: str, marks: str) -> str:
-    """Cut an SVG file down to an element in the page's font and colours, and add its tooltips."""
+    """Reduce an SVG file to an element in the page's font and colours, with tooltips."""
     element = file[file.index("<svg") :]
     element = _NEEDLESS.sub("", element)
-    # Two pictures of a page have the same ids, such as axes_1: keep only those that are used.
+    # Pictures of one page share ids, such as axes_1: keep only the ids in use.
     used = set(re.findall(r"#(\w+)", element))
     element = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", element)
     element = re.sub(r">\s+<", "><", element.replace("xlink:href", "href"))
-    # No eye sees more than hundredths of a point.
+    # Nobody sees more than hundredths of a point.
     element = re.sub(
         r' (d|x|y|transform)="([^"]*)"',
         lambda m: f' {m[1]}="{" ".join(_NUMBER.sub(_round_number, m[2]).split())}"',
@@ -174,7 +174,7 @@ def _round_number(found: re.Match[str]) -> str:
 
 
 def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
-    """Write invisible shapes with a title each; points on each other share one."""
+    """Write invisible shapes with a tooltip each; points at one place share a tooltip."""
     figure: Any = axes.get_figure(root=True)
     scale, height = 72 / figure.dpi, figure.get_figheight() * 72
     texts: dict[str, list[str]] = {}
@@ -199,8 +199,8 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
 def _set_axis(
     axes: Axes, which: str, values: Sequence[float], column: Column, *, log: bool = False
 ) -> tuple[float, float]:
-    """Scale and label an axis; its ends, which are returned, are a little beyond its values."""
-    # Bounds may be infinite or overflow; the others still need an axis.
+    """Scale and label an axis; return its ends, which are slightly beyond the values."""
+    # Bounds may be infinite or overflow; the other values still need an axis.
     known = [v for v in values if v == 0 or 1 / EXTREME < abs(v) < EXTREME]
     known = [v for v in known if v > 0 or not log] or [1.0]
     low, high = min(known), max(known)
@@ -210,7 +210,7 @@ def _set_axis(
     else:
         away = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
         low, high = low - away, high + away
-    axes.set_autoscale_on(False)  # else a scale overflows at values that are not drawn
+    axes.set_autoscale_on(False)  # otherwise a scale overflows at values that are not drawn
     getattr(axes, f"set_{which}scale")("log" if log else "linear")
     getattr(axes, f"set_{which}lim")(low, high)
     getattr(axes, f"set_{which}label")(_label(column))
@@ -223,12 +223,12 @@ def _label(column: Column) -> str:
 
 
 def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
-    """Put two or more ticks: at decades, at 1, 2 and 5 times them, or at round numbers."""
+    """Set at least two ticks: at decades, at 1, 2 and 5 times them, or at round numbers."""
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()
     places: list[float] = []
-    if log:  # matplotlib's LogLocator may find one place or none
+    if log:  # matplotlib's LogLocator may find one tick or none
         first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
         places = [10.0**power for power in range(first, last + 1, max(last - first, 0) // 8 + 1)]
         if len(places) < 3:
@@ -239,14 +239,14 @@ def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
         places = [*locator.tick_values(low, high)]
     places = [float(v) for v in places if low <= v <= high]
     share = column.format.endswith("%")
-    # 8 digits tell ticks apart that differ by 1e-6, and do not show the rounding of 0.1 + 0.2.
+    # 8 digits distinguish ticks that differ by 1e-6, and hide the rounding of 0.1 + 0.2.
     labels = [format_number(100 * v if share else v, ".8g") + "%" * share for v in places]
     axis.set_ticks(places, labels=labels)
     axis.set_minor_locator(NullLocator())
 
 
 def _name_ticks(axis: Any, names: Sequence[str]) -> None:
-    """Name the places 0, 1, ...; of many every second, third, ... one."""
+    """Label the places 0, 1, ...; with many names every second, third, ... one."""
     step = -(-len(names) // 16) or 1
     axis.set_ticks(
         range(0, len(names), step), labels=[show_controls(name) for name in names[::step]]
@@ -255,9 +255,9 @@ def _name_ticks(axis: Any, names: Sequence[str]) -> None:
 
 
 def _set_legend(axes: Axes) -> None:
-    """Set the legend above the picture, where it covers nothing, in as many columns as fit."""
+    """Set the legend above the picture, in as many columns as fit."""
     labels = axes.get_legend_handles_labels()[1]
-    # Some 56 letters fit above a picture; a mark takes the room of six.
+    # About 56 letters fit above a picture; a mark takes the room of six.
     columns = max(1, min(len(labels), 56 // (max(map(len, labels), default=0) + 6)))
     axes.figure.legend(loc="outside upper left", ncols=columns)
 
@@ -296,16 +296,16 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
 
 
 def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:
-    """Draw the entries, over their picture if they have one."""
+    """Draw the entries, over their picture if there is one."""
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
 
     values = np.array(block.values, dtype=np.float64)
-    # Zeros stay blank: most cells of a joint histogram, masked keys of a map.
+    # Zeros stay blank: most cells of a joint histogram, and masked keys of a map.
     values[(values == 0) | (np.abs(values) > EXTREME)] = float("nan")
     known = values[np.isfinite(values)]
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
-    # Roots, so that small entries stay visible.
+    # Square roots, so that small entries stay visible.
     norm = PowerNorm(0.5, 0.0 if block.image else low, high if high > low else low + 1.0)
     colours: Any = "viridis"
     if block.image:  # the larger an entry, the less of the picture shows through
@@ -340,7 +340,7 @@ def _draw_mesh(axes: Axes, values: Any, x: Span, y: Span, label: str, **look: An
 
     height, width = values.shape
     corners = np.linspace(*x, width + 1), np.linspace(*y, height + 1)
-    # Many cells as paths would make a page of megabytes.
+    # Many cells as paths would make the page several megabytes large.
     masked, many = np.ma.masked_invalid(values), values.size > MANY
     mesh = axes.pcolormesh(*corners, masked, rasterized=many, clip_on=False, **look)
     axes.set(xlim=x, ylim=y)
@@ -367,7 +367,7 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
     _set_ticks(axes.yaxis, Column("count", "", format="d"))
     if len(block.counts) > 1:
         _set_legend(axes)
-    return iter(())  # the axes say the figures
+    return iter(())  # the axes name the figures
 
 
 # Points and lines
@@ -401,7 +401,7 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
         if series.guide:
             axes.plot(series.x, series.y, label=label, linewidth=0.7, color=INK, linestyle=line)
             continue
-        # Marks of more points run into each other and hide the line.
+        # More marks overlap and hide the line.
         marker = marker if len(series.x) <= 64 else ""
         look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
         axes.plot(series.x, series.y, label=label, **look)
@@ -420,14 +420,14 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
 
 
 def _values(series: Sequence[Series]) -> tuple[list[float], list[float]]:
-    """Return all that is drawn along each axis."""
+    """Return all drawn values of each axis."""
     x = [v for s in series for v in s.x]
     y = [v for s in series for v in (*s.y, *s.low, *s.high) if v is not None]
     return [v for v in x if math.isfinite(v)], [v for v in y if math.isfinite(v)]
 
 
 def _point_tips(block: Scatter | Curve, *, log: bool) -> Iterator[Tip]:
-    """Write the names and figures of points; of very many those of the largest y."""
+    """Return the names and figures of points; with very many points, those of the largest y."""
     named = {v: k for k, v in block.ticks.items()} if isinstance(block, Curve) else {}
     drawn = [series for series in block.series if not series.guide]
     for series in drawn:

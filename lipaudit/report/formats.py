@@ -1,4 +1,4 @@
-"""All formats, and the choice of one by its name or by the suffix of a file."""
+"""All formats, and their choice by name or by the suffix of a file."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lipaudit.errors import UsageError, suggestion
 from lipaudit.report import html, latex, markdown, records, terminal
 
 Form = Literal["page", "screen", "record", "frame", "lines", "judgement"]
-"""A `Document`, one that fits a screen, a pydantic model, rows of plain values, lines of
-text, a `Judgement` of the gate."""
+"""A `Document`, a `Document` for one screen, a pydantic model, rows of plain values, lines of
+text, or a `Judgement` of the gate."""
 Subject = Mapping[Form, Callable[[], Any]]
 """A result: for each form, the function that creates it."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write a result.
+    """One format.
 
     Attributes:
-        name: what `--format` calls it.
+        name: its name in `--format`.
         takes: the form that it writes.
-        render: that form in, the bytes of a file out.
-        suffixes: of the files that are written so.
-        asked: whether a file is written so only where `--format` names it: what its suffix alone
-            asks for is another format.
-        screen: writes the form to a stream as a terminal of its width and colours takes it;
-            None where a terminal gets the bytes of a file.
+        render: turns that form into the bytes of a file.
+        suffixes: suffixes of its files.
+        asked: whether it writes files only if `--format` names it; the suffix alone means another
+            format.
+        screen: writes the form to a stream with the terminal's width and colours; None if a
+            terminal gets the bytes of a file.
     """
 
     name: str
@@ -63,8 +63,8 @@ def find_format(name: str, forms: Collection[Form]) -> Format:
     """Return a format by its name.
 
     Args:
-        name: what `--format` was given.
-        forms: those that the result has.
+        name: the value of `--format`.
+        forms: the forms of the result.
 
     Raises:
         UsageError: for an unknown format, or one that cannot show the result.
@@ -76,19 +76,19 @@ def find_format(name: str, forms: Collection[Form]) -> Format:
 
 
 def find_file_format(path: Path, forms: Collection[Form], chosen: Format | None = None) -> Format:
-    """Return the format that a file's name asks for.
+    """Return the format of a file, by its suffix.
 
-    Where formats share the suffix, the one that was chosen comes first, then the result's own
-    before that of any page: `.txt` is a judgement's lines, and a report's tables; `.md` is a page,
-    and a brief where that was chosen.
+    If several formats share the suffix, the chosen one comes first, then the result's own form,
+    then a page. So `.txt` is the lines of a judgement and the tables of a report; `.md` is a page,
+    or a brief if that was chosen.
 
     Args:
-        path: of the file.
-        forms: those that the result has.
-        chosen: what `--format` named.
+        path: path of the file.
+        forms: the forms of the result.
+        chosen: the value of `--format`.
 
     Raises:
-        UsageError: for a suffix without a format, or whose format cannot show the result.
+        UsageError: the suffix has no format, or its format cannot show the result.
     """
     suffix = path.suffix.lower()
     if chosen and suffix in chosen.suffixes:
@@ -99,13 +99,13 @@ def find_file_format(path: Path, forms: Collection[Form], chosen: Format | None 
         known = [suffix for each in usual for suffix in each.suffixes]
         message = f"cannot tell the format of {path} from its name"
         raise UsageError(message, suggestion(suffix, dict.fromkeys(known)))
-    # A result that has a form of its own (lines of a judgement) is written in that form.
+    # A result with its own form (lines of a judgement) is written in that form.
     candidates.sort(key=lambda known: (known.takes not in forms, known.takes == "page"))
     return _require_form(candidates[0], forms)
 
 
 def find_usual_format(forms: Collection[Form]) -> Format:
-    """Return the format that a terminal gets when none is named: the first that can be had."""
+    """Return the default format of a terminal: the first one that the result has a form for."""
     return next(known for n in USUAL if (known := RENDERERS[n]).takes in forms)
 
 

@@ -1,6 +1,6 @@
-"""A page as one HTML file: it loads nothing, prints, fits a phone, and is whole without scripts.
+"""A page as one HTML file: it loads nothing, prints, fits a phone, and works without scripts.
 
-Its own script is a file beside the style; a browser is told its hash, and runs no other.
+Its own script is a file beside the style; the page permits only the script with this hash.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def render(page: Document) -> bytes:
         "tokens": shade_tokens,
         "legend": explain_shades,
     }
-    # The page allows the one script of this hash, so none that a name smuggles in runs.
+    # The page permits only the script with this hash, so a name cannot smuggle in another.
     script = environment.get_template("page.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = environment.get_template("report.html")
@@ -64,11 +64,11 @@ def _draw(block: Picture) -> Any:
 
     from lipaudit.report.charts import draw_svg
 
-    return Markup(draw_svg(block))  # drawn here; its texts are escaped
+    return Markup(draw_svg(block))  # drawn here, with escaped texts
 
 
 def _tabulate(block: Table) -> dict[str, Any]:
-    """Prepare a table's texts for the template."""
+    """Return a table's texts for the template."""
     marks, notes = cells.list_footnotes(block.columns)
     heads = [
         {
@@ -89,7 +89,7 @@ def _tabulate(block: Table) -> dict[str, Any]:
 
 
 def _cell(value: Any, column: Column) -> tuple[str, str]:
-    """Return the text of a cell, and the number to sort it by where the text does not say it."""
+    """Return the text of a cell, and the number to sort by if the text does not show it."""
     shown = cells.format_value(value, column)
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         return shown, ""

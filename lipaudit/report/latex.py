@@ -1,4 +1,4 @@
-"""The tables of a page for a paper: LaTeX with booktabs."""
+"""The tables of a page in LaTeX, with booktabs, for a paper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.pictures import Heatmap
 
-# Half of the line: a scorecard then fits a page of one column.
+# Half of the line, so that a scorecard fits a page of one column.
 PROSE = r"p{0.5\textwidth}"
 """Index of the scorecard's column with sentences."""
 WRITTEN = {
@@ -51,7 +51,7 @@ WRITTEN = {
 
 
 def render(page: Document) -> bytes:
-    """Write the scorecard and the tables of a page; folded ones and pictures are left out."""
+    """Write the scorecard and the tables of a page, without folded tables and pictures."""
     about = [page.title, *map(": ".join, page.facts)]
     lines = [r"% needs \usepackage{booktabs}", *(f"% {escape(text)}" for text in about)]
     for chapter in page.walk():
@@ -62,12 +62,12 @@ def render(page: Document) -> bytes:
 
 
 def escape(text: str) -> str:
-    """Write text that LaTeX takes literally."""
+    """Escape text for LaTeX."""
     return "".join(map(_write_character, cells.show_controls(text)))
 
 
 def _write_character(character: str) -> str:
-    """Write a character; one that no font of LaTeX has by its number."""
+    """Write a character; characters without a LaTeX font become their number."""
     if character in WRITTEN:
         return WRITTEN[character]
     if ord(character) < 0x180:  # ASCII and Latin letters with accents, which LaTeX reads as UTF-8

@@ -1,4 +1,4 @@
-"""A page, or the little that a pull request shows, as GitHub-flavoured Markdown."""
+"""A page, or a brief for a pull request, as GitHub-flavoured Markdown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def render(page: Document) -> bytes:
 
 
 def escape(text: str) -> str:
-    """Write text that Markdown and HTML take literally."""
+    """Escape text for Markdown and HTML."""
     return SPECIAL.sub(r"\\\1", html.escape(cells.show_controls(text), quote=False))
 
 

@@ -1,4 +1,4 @@
-"""Charts as data, a description of each in words, and the colours that all formats share."""
+"""Charts as data, their description in words, and the colours of all formats."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Heatmap:
     """One value per layer and head.
 
     Attributes:
-        title: printed above it.
-        values: a row per layer; None where there is no such head.
+        title: printed above the map.
+        values: a row per layer; None for missing heads.
         rows: names of the layers.
         columns: names of the heads.
-        column: how a value reads.
-        centre: value without colour, of a scale with two sides: 0 of differences, 1 of ratios.
+        column: the column that formats a value.
+        centre: neutral value of a scale with two sides: 0 for differences, 1 for ratios.
     """
 
     title: str
@@ -49,16 +49,16 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Series:
-    """Named points, with an interval around y where `low` and `high` are given.
+    """Named points, with an interval around y if `low` and `high` are given.
 
     Attributes:
-        label: their name.
-        x: along the horizontal axis.
-        y: along the vertical axis.
+        label: name of the series.
+        x: coordinates along the horizontal axis.
+        y: coordinates along the vertical axis.
         low: lower ends of the intervals.
         high: upper ends of the intervals.
-        guide: a line to compare slopes with, drawn thin and without marks where there is ink.
-        names: what each point is of (a head, a sample), to be read at the point.
+        guide: whether this is a line for comparing slopes, drawn thin and without marks.
+        names: name of each point (a head, a sample), for its tooltip.
     """
 
     label: str
@@ -72,7 +72,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Positive points on logarithmic axes beside the line y = x, one kind to each series."""
+    """Positive points on logarithmic axes with the line y = x; each series has its own marks."""
 
     title: str
     x: Column
@@ -82,15 +82,15 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Curve:
-    """Joined points with intervals.
+    """Points with intervals, joined by lines.
 
     Attributes:
         title: printed above it.
-        x: how the horizontal axis reads.
-        y: how the vertical axis reads.
+        x: the column of the horizontal axis.
+        y: the column of the vertical axis.
         series: one line each.
         log: draw both axes logarithmic.
-        ticks: places on the horizontal axis by name; empty: as the drawing sees fit.
+        ticks: places on the horizontal axis by name; empty: automatic.
     """
 
     title: str
@@ -107,15 +107,15 @@ class Density:
 
     Attributes:
         title: printed above it.
-        x: how the horizontal axis reads.
-        y: how the vertical axis reads.
+        x: the column of the horizontal axis.
+        y: the column of the vertical axis.
         values: one row per y.
         x_range: outer edges of the first and of the last column.
         y_range: outer edges of the first and of the last row.
-        value: how an entry reads.
-        down: draw the first row on top, as matrices are written.
-        names: of the places along both axes, where they have any.
-        image: what the entries lie over: a PNG file in base64.
+        value: the column that formats an entry.
+        down: whether the first row is on top, as in a matrix.
+        names: names of the places along both axes, if any.
+        image: picture below the entries: a PNG file in base64.
     """
 
     title: str
@@ -166,13 +166,13 @@ def describe(block: Picture) -> str:
 
 
 def name_places(block: Density) -> tuple[list[tuple[str, Span]], list[tuple[str, Span]]]:
-    """Name the columns and rows of a matrix: by their number if counted, else by their ends."""
+    """Name the columns and rows of a matrix: by number if they are counted, else by their ends."""
     axes = []
     for column, (first, last), count in (
         (block.x, block.x_range, len(block.values[0])),
         (block.y, block.y_range, len(block.values)),
     ):
-        # Entries are equally wide; those of counted places have their number in the middle.
+        # Entries are equally wide; counted places have their number in the middle.
         step, places = (last - first) / count, []
         for i in range(count):
             low, high = first + i * step, first + (i + 1) * step
@@ -191,7 +191,7 @@ def name_places(block: Density) -> tuple[list[tuple[str, Span]], list[tuple[str,
 Rgb = tuple[int, int, int]
 EXTREME = 1e290
 """Larger values are not drawn: matplotlib overflows when it adds margins."""
-# Okabe and Ito's colours, which colour-blind eyes tell apart; a page may set --c0, ... anew.
+# Okabe and Ito's colours, distinguishable for colour-blind eyes; a page may redefine --c0, ...
 CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 # Every sixteenth colour of matplotlib's viridis; the eleven of ColorBrewer's RdBu, blue first.
 VIRIDIS = """440154 48186a 472d7b 424086 3b528b 33638d 2c728e 26828e 21918c 1fa088 28ae80 3fbc73
@@ -230,15 +230,15 @@ class Scale:
 def compute_scale(block: Heatmap) -> Scale:
     """Return the scale of a map's colours.
 
-    Positive values that span more than a decade and crowd at its low end are placed by their
-    logarithm, shares never. About a centre both sides reach equally far.
+    Positive values get a logarithmic scale if they span more than a decade and most are at its low
+    end; shares never do. With a centre, both sides are equally long.
     """
     known = [v for row in block.values for v in row if v is not None and abs(v) < EXTREME]
     low, high = min(known, default=0.0), max(known, default=1.0)
     if block.centre is not None:
         far = max(high - block.centre, block.centre - low) or 1.0
         return Scale(block.centre - far, block.centre + far, False, _parse_colours(DIVERGING))
-    # Shares keep their linear scale: 10 % has to look like a tenth of 100 %.
+    # Shares keep a linear scale: 10 % has to look like a tenth of 100 %.
     wide = low > 0 and high > 10 * low and not block.column.format.endswith("%")
     # Crowded: the median is in the lowest quarter, where a linear scale would show one colour.
     log = wide and median(known) < low + 0.25 * (high - low)
@@ -248,11 +248,11 @@ def compute_scale(block: Heatmap) -> Scale:
 def choose_ink(colour: Rgb) -> str:
     """Return black or white, whichever has the higher contrast (WCAG 2) on a colour."""
     shares = [channel / 255 for channel in colour]
-    # The transfer curve of sRGB, undone.
+    # Invert the transfer curve of sRGB.
     red, green, blue = (
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares
     )
-    # Contrast to both is equal where (L + 0.05)^2 = 1.05 * 0.05.
+    # Both contrasts are equal at (L + 0.05)^2 = 1.05 * 0.05.
     return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "#ffffff"
 
 

@@ -1,4 +1,4 @@
-"""Results for other programs: strict JSON, rows of plain values as CSV, JUnit, lines of a log."""
+"""Results for other programs: strict JSON, CSV rows of plain values, JUnit, lines of a log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
 
 
 def _make_strict(value: Any) -> Any:
-    """Return plain values with NaN and infinities as strings, as reports have them."""
+    """Return plain values with NaN and infinities as strings, as in reports."""
     if isinstance(value, dict):
         return {key: _make_strict(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -58,9 +58,9 @@ def write_csv(rows: Iterable[Cells]) -> bytes:
 
 
 def _format_csv(value: Any) -> Any:
-    """Write numbers to their last digit, zero without a sign, and inf and nan as pandas does.
+    """Format numbers with all digits, zero without a sign, and inf and nan as pandas does.
 
-    A text that a spreadsheet would take for a formula gets an apostrophe in front.
+    A text that a spreadsheet would read as a formula gets an apostrophe in front.
     """
     if isinstance(value, float):
         # -0.0 + 0.0 is 0.0.
@@ -74,12 +74,12 @@ def _format_csv(value: Any) -> Any:
 # A judgement for continuous integration
 
 
-# XML 1.0 has no way to write these two, not even as entities.
+# XML 1.0 cannot represent these two, not even as entities.
 _NOT_XML = re.compile("[\ufffe\uffff]")
 
 
 def write_junit(judgement: Judgement) -> bytes:
-    """Write a test case per verdict."""
+    """Write one test case per verdict."""
     from xml.etree import ElementTree
 
     failed = [v for v in judgement.verdicts if judgement.fails(v)]
@@ -131,10 +131,10 @@ Cells = dict[str, Any]
 
 
 def list_cells(report: Report) -> Iterator[Cells]:
-    """Lay a report out long: a line for each cell of its rows, then of its samples.
+    """Return a report in long form: a line for each cell of its rows, then of its samples.
 
-    A line of a row has no sample; a line of a sample has no row. A number is a `value`, a word is
-    a `text`. Truth values are 1 and 0.
+    Lines of rows have no sample, lines of samples have no row. Numbers are in `value`, words in
+    `text`. Truth values are 1 and 0.
     """
     from lipaudit.gate.pairing import name_rows
 
@@ -167,7 +167,7 @@ def _describe_cell(name: str, value: Any, column: Column) -> Cells:
 
 
 def list_samples(comparison: Comparison) -> Iterator[Cells]:
-    """Lay samples out, a row for each of every pair: figures and states, `.old` and `.new`."""
+    """Return a row per sample and pair of models: figures and states, `.old` and `.new`."""
     for pair in comparison.pairs:
         for sample in pair.samples:
             figures = sample.states | sample.figures
@@ -188,7 +188,7 @@ ENDS = ("old", "new")
 
 
 def list_models(ranking: Ranking) -> Iterator[Cells]:
-    """Lay models out, a row each; accuracies of a ball are named `attacked@linf,2/255`."""
+    """Return a row per model; accuracies in a ball are named `attacked@linf,2/255`."""
     for model in ranking.models:
         row: dict[str, Any] = {name: getattr(model, name) for name in ("rank", "model", "outcome")}
         for name in ("paired", "low", "high", "unit", "p", "samples"):

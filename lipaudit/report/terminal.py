@@ -36,12 +36,12 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.pictures import Heatmap, choose_ink, compute_scale, describe
 
-# The width of a file: no table is split there.
+# The width of a file: tables are never split there.
 FULL = 100_000
-# Lines of prose are no longer than this, however wide the terminal is.
+# Lines of prose are at most this long, however wide the terminal is.
 PROSE = 100
 LEVELS = " ▁▂▃▄▅▆▇█"
-"""Bars behind the numbers of a map where there are no colours; the first is of no number."""
+"""Bars behind the numbers of a map without colours; the first one means no number."""
 DIM = "dim"
 
 
@@ -49,14 +49,14 @@ def render(page: Document, width: int | None = None, colour: str | None = None) 
     """Write a page as text.
 
     Args:
-        page: what is written.
-        width: columns of the terminal; None writes tables as wide as they are.
-        colour: rich's colour system ("standard", "256", "truecolor"); None writes no escapes.
+        page: the page.
+        width: columns of the terminal; None never splits tables.
+        colour: rich's colour system ("standard", "256", "truecolor"); None: no escapes.
     """
     console = Console(
         file=io.StringIO(),
         width=width or FULL,
-        # Any height: without one rich asks the terminal that the process runs in.
+        # Any height: without one, rich asks the terminal of the process.
         height=100,
         color_system=colour,  # type: ignore[arg-type]
         force_terminal=colour is not None,
@@ -71,9 +71,9 @@ def render(page: Document, width: int | None = None, colour: str | None = None) 
 
 
 def write(page: Document, stream: TextIO) -> None:
-    """Write a page to a stream, as wide as it is; on a terminal in its colours.
+    """Write a page to a stream, with the width and colours of its terminal.
 
-    COLUMNS says how wide it is, else the terminal that the process runs in, else it is 80.
+    The width is COLUMNS, else the width of the process's terminal, else 80.
     """
     console = Console(file=stream, legacy_windows=False)
     colour = None if console.no_color else console.color_system
@@ -103,7 +103,7 @@ def _prose(text: str, width: int, style: str = "") -> Text:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break prose into lines; a word that is too long is broken, not cut."""
+    """Break prose into lines; a word that is too long is broken, not cut off."""
     return _wrap(cells.show_controls(text), max(width, 10))
 
 
@@ -143,7 +143,7 @@ def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableT
 
 
 def _write_sample(block: Gallery | Passage, width: int) -> Iterator[Text]:
-    """Write what is known of a sample; of one of several texts only its largest shares."""
+    """Write the entry of a sample; with several texts, only the largest shares of each."""
     if isinstance(block, Gallery):
         yield from (_item("•", f"{i.title}: {'; '.join(i.lines)}", width) for i in block.items)
         yield from [_prose(block.text, width, DIM)] if block.text else []
@@ -176,7 +176,7 @@ def _write_heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[Rendera
     yield from _write_grid(replace(grid, rows=rows), width, styles)
 
 
-# Tables that never cut a number or a name: too wide, they are split or wrapped
+# Tables that never cut a number or a name; wide ones are split or wrapped
 
 
 GAP = 2
@@ -189,12 +189,12 @@ LEAST = 8
 def _write_grid(
     grid: Grid, width: int, styles: Mapping[tuple[int, int], Style] = MappingProxyType({})
 ) -> Iterator[RenderableType]:
-    """Write a table; one that is too wide is split into pieces that repeat the keys.
+    """Write a table; if it is too wide, split it into pieces that repeat the keys.
 
     Args:
-        grid: what is written.
-        width: of the terminal.
-        styles: of cells, by row and column.
+        grid: the table.
+        width: width of the terminal.
+        styles: styles of cells, by row and column.
     """
     if grid.heads:
         yield _title(grid.title, width) if grid.title else Text("")
@@ -223,21 +223,21 @@ def _write_grid(
 
 
 def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Return the width of each column: of its longest value, or longest word of its heading."""
+    """Return the width of each column: of its longest value or the longest word of its heading."""
     heads = grid.heads or [""] * len(grid.align)
-    # A heading may wrap at its spaces, a value never does.
+    # A heading may wrap at spaces, a value never does.
     widths = [
         max(map(cell_len, [*head.split(), *(row[i] for row in rows)]), default=0)
         for i, head in enumerate(heads)
     ]
     if sum(widths) + GAP * (len(widths) - 1) <= width:
         return widths
-    if grid.align.endswith("p"):  # prose takes what the others leave
+    if grid.align.endswith("p"):  # prose gets the remaining width
         return [*widths[:-1], width - sum(widths[:-1]) - GAP * (len(widths) - 1)]
     for i, side in enumerate(grid.align):  # text may wrap, numbers never do
         if side == "l":
             widths[i] = min(widths[i], width // (2 if i == 0 and grid.keys == 1 else 3))
-    # Names that every piece repeats leave room for the widest column beside them.
+    # The repeated names must leave room for the widest column beside them.
     names = [i for i in range(grid.keys) if grid.align[i] == "l"]
     room = width - max(widths[grid.keys :], default=0) - GAP * grid.keys
     room -= sum(widths[i] for i in range(grid.keys) if i not in names)

@@ -1,4 +1,4 @@
-"""What can be explained: a topic for everything that pages, tables and JSON say."""
+"""The topics of `lipaudit explain`: one for every name on pages, in tables and in JSON."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ NUMBER = re.compile(r"\s*\(?\b\d[\d./]*\)?")
 
 @dataclass(frozen=True)
 class Topic:
-    """One thing that has a name.
+    """The explanation of one name.
 
     Attributes:
-        group: the heading of the index; empty: not in the index.
-        name: in the index.
-        title: in its explanation.
-        meaning: what it is.
+        group: heading in the index; empty: not in the index.
+        name: name in the index.
+        title: title of the explanation.
+        meaning: the meaning.
         reading: how to read it.
-        limits: what it does not say: where it holds, and how far it is proven.
+        limits: what it does not say: domain and status.
         formula: how it is computed.
-        words: other names for it.
+        words: other names.
     """
 
     group: str
@@ -45,12 +45,12 @@ class Topic:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that finds it."""
+        """Return every name that finds the topic."""
         return (self.name, self.title, *self.words)
 
     @property
     def details(self) -> tuple[str, ...]:
-        """The paragraphs behind the meaning; the formula is the last."""
+        """Return the paragraphs after the meaning; the formula is last."""
         named = (("What it does not say: ", self.limits), ("Formula: ", self.formula))
         return (
             *([f"How to read it: {self.reading}"] if self.reading else []),
@@ -60,7 +60,7 @@ class Topic:
 
 @cache
 def list_topics() -> tuple[Topic, ...]:
-    """Return everything that a result says, in the order of the index."""
+    """Return all topics, in the order of the index."""
     from typing import get_args
 
     from lipaudit.gate.rules import STATS
@@ -98,13 +98,13 @@ def list_topics() -> tuple[Topic, ...]:
 
 
 def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
-    """Return the topics of a name as it is printed, [] if it has none.
+    """Return the topics of a printed name; [] if it has none.
 
-    What is put together of several names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`)
-    is explained name by name; radii and other values explain themselves.
+    Compound names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`) give a topic for each
+    part, except radii and other values.
     """
     name = LIMIT.sub("", text).strip() or text
-    # A name may have signs of its own (g1/||M||): the whole is tried before its pieces.
+    # A name may contain signs (g1/||M||): try the whole before its parts.
     whole = _find_named(text, known) or _find_named(name, known)
     if whole:
         return whole
@@ -116,7 +116,7 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
 
 
 def _find_provenance(name: str, known: Sequence[Topic]) -> list[Topic]:
-    """Return the topics of a status and a domain as footnotes print them: `exact at X`."""
+    """Return the topics of a status and a domain in the form of footnotes: `exact at X`."""
     from lipaudit.report.cells import STATUS
 
     status, _, domain = name.partition(" ")
@@ -135,7 +135,7 @@ def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
 
 @cache
 def strip_name(name: str) -> str:
-    """Return a name without what printing adds: marks, case, spaces, hyphens, mathematics."""
+    """Return a name without marks, case, spaces, hyphens and mathematical signs."""
     from lipaudit.report.cells import MARKS, write_math
 
     return re.sub(rf"[\s_\-]|^--|[{MARKS}]$", "", write_math(name)).lower()
@@ -157,7 +157,7 @@ def _list_measures() -> Iterator[Topic]:
 
 
 def _list_columns() -> Iterator[Topic]:
-    """Yield every column, by row and by sample; bounds apart from the others."""
+    """Yield every column, by row and by sample; bounds are separate."""
     from lipaudit.settings import layouts
     from lipaudit.tables.bounds import catalogue
 
@@ -199,7 +199,7 @@ def _list_attacks() -> Iterator[Topic]:
 
 
 def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
-    """Yield the options of groups, by the command that has them, and the words that they take."""
+    """Yield the options of groups, by command, and the words that they accept."""
     for owner, group in groups.items():
         # Help texts list values as `  NAME   what it is`.
         help_text = inspect.getdoc(group) or ""

@@ -1,1 +1,1 @@
-"""Pages of results: a chapter of each in a file."""
+"""Pages of results, one file per chapter."""

@@ -21,7 +21,7 @@ CLS = "CLS"
 
 
 def count_ratios(sections: Sections) -> Iterator[Histogram]:
-    """Count g1 / ||M|| over all rows; reports with equal bins share a picture."""
+    """Return histograms of g1 / ||M|| over all rows; reports with equal bins share a picture."""
     names = {"g1_ratio_hist", "g1_ratio_edges"}
     arrays = {k: s.arrays for k, s in sections.items() if s.arrays.keys() >= names}
     for edges in dict.fromkeys(each["g1_ratio_edges"].data for each in arrays.values()):
@@ -31,7 +31,7 @@ def count_ratios(sections: Sections) -> Iterator[Histogram]:
             if each["g1_ratio_edges"].data == edges
         }
         used = [i for group in counts.values() for i, count in enumerate(group, 1) if count]
-        last = max(used, default=len(edges) - 1)  # bins without rows at the end are not drawn
+        last = max(used, default=len(edges) - 1)  # empty bins at the end are not drawn
         ends = tuple(edge or 0.0 for edge in edges[: last + 1])
         shown = {label: tuple(group[:last]) for label, group in counts.items()}
         column = find_columns(sections)["g1_ratio"]
@@ -45,7 +45,7 @@ def draw_joints(sections: Sections) -> Iterator[Density]:
     for label, section in sections.items():
         if not section.arrays.keys() >= {"p1p2_hist", "p1p2_edges"}:
             continue
-        # edges are common to both axes, or a row for each
+        # edges are shared by both axes, or a row for each
         edges = np.atleast_2d(section.arrays["p1p2_edges"].numpy())
         p1, p2 = ((float(axis[0]), float(axis[-1])) for axis in (edges[0], edges[-1]))
         counts = section.arrays["p1p2_hist"].numpy().T  # the array's first axis is p(1)
@@ -101,13 +101,13 @@ def _draw_arrays(section: Section) -> Iterator[Density | Curve | Passage]:
 def _lay_over(
     title: str, values: Iterable[float | None], whose: Attended, column: Column
 ) -> Density | Passage:
-    """Lay values of tokens over a text, or over a picture those of its patches."""
+    """Overlay values of tokens on a text, or values of patches on a picture."""
     known = tuple(value or 0.0 for value in values)[: len(whose.tokens)]
     rows, columns = whose.grid
     if not rows * columns:
         return Passage(title, whose.tokens, known, column)
     patches = known[whose.first :][: rows * columns]
-    # The class token and registers are no patches: a picture cannot show what they receive.
+    # The class token and registers are not patches: a picture cannot show their values.
     outside = sum(known) - sum(patches)
     return Density(
         title=f"{title} ({outside:.0%} on other tokens)" if whose.first else title,
@@ -124,7 +124,7 @@ def _lay_over(
 
 def _draw_map(title: str, array: Array, tokens: Array, whose: Attended | None) -> Density:
     queries, keys = tokens.numpy().tolist()
-    # Long maps are kept as means of square blocks, the last of which may be narrower.
+    # Long maps are stored as means of square blocks; the last block may be narrower.
     block = -(-int(max(queries, keys)) // max(array.shape))
     return Density(
         title=f"{title}, means of {block} x {block} tokens" if block > 1 else title,

@@ -1,4 +1,4 @@
-"""What the chapter of each section shows: a question, a sentence, and a list of views."""
+"""The content of each section's chapter: a question, a sentence, and a list of views."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from lipaudit.tables.trials import COSTS, WORST
 
 @dataclass(frozen=True)
 class ChapterPlan:
-    """What a chapter shows.
+    """The content of a chapter.
 
     Attributes:
         question: its heading.
-        about: what its figures are, in a sentence.
-        views: what is shown of one report.
-        several: what is shown of several; by default the same.
+        about: the meaning of its figures, in a sentence.
+        views: views of one report.
+        several: views of several reports; by default the same.
         whole: whether the views show every row and every column.
     """
 
@@ -58,10 +58,10 @@ class ChapterPlan:
 
 
 def format_ratio(logarithm: float | None) -> float | str | None:
-    """Return 10 to a power as a cell; text where it is too large for a number."""
+    """Return 10 to a power as a cell; text if it is too large for a number."""
     if logarithm is None:
         return None
-    # Beyond the floats, and their axes, the power of ten says it as well.
+    # Beyond the range of floats, show the power of ten.
     return 10**logarithm if logarithm < 300 else f"1e{logarithm:.0f}×"
 
 
@@ -113,13 +113,13 @@ def list_tightness(sections: Sections) -> Iterator[Table]:
             ends = [format_ratio(reduce(known)) if known else None for reduce in (median, max)]
             place = model if several else write_math(column.domain)
             lines.append((column.label, column.status, place, len(known), *ends))
-    # Of several models the model stands where the domain does, so that a row fits a terminal.
+    # With several models, the model replaces the domain, so that a row fits a terminal.
     shown = [MODEL if several and each.label == "holds" else each for each in TIGHTNESS]
     yield Table("Tightness over all heads: bound / exact", tuple(shown), tuple(lines))
 
 
 def scatter_bounds(sections: Sections) -> Iterator[Scatter]:
-    """Set every bound of every head over its exact norm: no point may be below y = x."""
+    """Plot every bound of every head over its exact norm: no point may be below y = x."""
     columns = find_columns(sections)
     rows = read_all(sections)
     exact, names = [row.exact for row in rows], [f"head {row['head']}" for row in rows]
@@ -136,14 +136,14 @@ def scatter_bounds(sections: Sections) -> Iterator[Scatter]:
 
 
 def draw_accuracies(sections: Sections) -> Iterator[Curve]:
-    """Draw accuracy over the radius: a line per attack, of several reports one each."""
+    """Draw accuracy over the radius: a line per attack, or one per report."""
     columns, rows = find_columns(sections), read_all(sections)
     if "" not in sections:
         rows = [row for row in rows if row.attack == WORST] or rows
     accuracy = replace(columns["robust"], label="accuracy")
     for norm, group in group_rows(rows, lambda row: str(row.norm)).items():
         lines = group_rows(group, lambda row: str(row.model or row.attack))
-        # No attack is a ball of radius 0.
+        # No attack counts as a ball of radius 0.
         starts = [Row({"eps": 0.0, "robust": line[0].clean}) for line in lines.values()]
         series = (
             make_series(name, [*line, start], "eps", "robust")
@@ -170,7 +170,7 @@ MODES = {
 
 
 def name_line(row: Row) -> str:
-    """Name what was measured, with its radius R unless the data set it, or its length n."""
+    """Name a line of a chart, with its radius R unless the data define it, or its length n."""
     ends = {"adversarial": "radius", "ascent": "radius", "radius": "n"}
     name = f"{row.head}, masked" if row.masked else str(row.head)
     fixed = ends.get(row["mode"])
@@ -366,5 +366,5 @@ PLANS: dict[str, ChapterPlan] = {
 
 
 def find_plan(measure: str, title: str = "") -> ChapterPlan:
-    """Return what the chapter of a section shows; of a plug-in's, what its columns say."""
+    """Return the plan of a section's chapter; a plug-in's plan follows from its columns."""
     return PLANS.get(measure) or ChapterPlan(title or measure, whole=True)

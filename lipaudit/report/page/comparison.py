@@ -1,4 +1,4 @@
-"""What changed from one report to others: the opening of the page, and its chapters."""
+"""The page of a comparison: its opening, and its chapters."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def open_comparison(page: Document, comparison: Comparison, reports: Sequence[Re
 
 
 def _number_pair(comparison: Comparison, index: int) -> str:
-    """Return the end of the names of a pair's chapters: none where there is one pair."""
+    """Return the suffix of the chapters of a pair: empty if there is one pair."""
     return f"-{index + 1}" if len(comparison.pairs) > 1 else ""
 
 
@@ -125,7 +125,7 @@ def _list_facts(comparison: Comparison, reports: Sequence[Report]) -> tuple[tupl
 
 
 def _list_warnings(pair: Pair) -> tuple[Note, ...]:
-    """Return warnings: conditions that differ, and the metrics that cannot be compared for it."""
+    """Return warnings: conditions that differ, and the metrics that they exclude."""
     refused = (v for v in pair.verdicts if v.reason and not v.reason.endswith(ABSENT))
     texts = [("conditions", text) for text in pair.warnings]
     texts += [("not-compared", f"not compared, {v.reason}: {v.metric}") for v in refused]
@@ -136,7 +136,7 @@ def _list_warnings(pair: Pair) -> tuple[Note, ...]:
 
 
 def _list_lines(comparison: Comparison) -> Iterator[Line]:
-    """Yield the figures of the scorecard: of one pair the gravest first, of several by figure."""
+    """Yield the figures of the scorecard: one pair's by severity, several pairs' by figure."""
     found: dict[str, list[tuple[Pair, Verdict]]] = {}
     for metric in (*ACCURACY, *HEADLINES):
         for pair in comparison.pairs:
@@ -156,7 +156,7 @@ def _list_lines(comparison: Comparison) -> Iterator[Line]:
 
 
 def _name_figure(metric: str, name: str = "") -> str:
-    """Name a metric as the scorecard does, or else by the label of its column."""
+    """Name a metric as the scorecard does, else by the label of its column."""
     if metric in ACCURACY:
         ball = TrialKey.parse(name)
         return name_accuracy(ACCURACY[metric], ball.ball if ball else "")
@@ -177,7 +177,7 @@ def _describe_figure(verdict: Verdict, column: Column) -> str:
 
 
 def format_change_limits(change: HeadChange | Verdict, unit: str) -> str:
-    """Write the limits of a paired change; why there are none, if the samples are too few."""
+    """Format the limits of a paired change, or the reason why there are none."""
     if change.low is None or change.high is None:
         return ""
     if change.high == math.inf and change.low in (-1.0, -math.inf):
@@ -221,13 +221,13 @@ def _count_verdicts(pair: Pair) -> str:
 
 
 def _name_first(names: Sequence[str], between: str = ", ") -> str:
-    """Name the first of some, and count the others."""
+    """Name the first items, and count the others."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return between.join(names[:NAMED]) + more
 
 
 def _describe_heads(changes: HeadChanges) -> str:
-    """Name the heads that moved most, beyond chance if that is known."""
+    """Name the heads that moved most, beyond chance if samples are known."""
     order, what = rank_heads(changes), f"Heads, {find_column(changes.metric).label}"
     proven = [head for head in order if head.stands]
     named = ", ".join(
@@ -282,11 +282,11 @@ ADJUSTED = Column(
 
 
 def make_chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Chapter, ...]:
-    """Return three chapters for every model but the first: figures, samples, heads.
+    """Return three chapters for each pair of models: figures, samples, heads.
 
     Args:
-        comparison: of reports.
-        places: where their samples are found, by id.
+        comparison: the comparison.
+        places: places of the samples in the data, by id.
     """
     several = len(comparison.pairs) > 1
     return tuple(
@@ -323,7 +323,7 @@ def _show_figures(pair: Pair) -> list[Block]:
 
 
 def rank_heads(changes: HeadChanges) -> list[HeadChange]:
-    """Return the heads that moved, those that moved most first; equal ratios up and down alike."""
+    """Return the heads that moved, the largest change first; ratios up and down count equally."""
 
     def size(change: HeadChange) -> float:
         value = change.change
@@ -383,12 +383,12 @@ def _map_changes(changes: HeadChanges) -> Heatmap:
 
 
 def _show_samples(pair: Pair, places: Mapping[str, str]) -> list[Block]:
-    """Show which samples changed sides, with their figures before and after."""
+    """Show the samples whose verdict changed, with their figures before and after."""
     flipped = [sample for sample in pair.samples if sample.flipped]
     many = f"The first {FIT} of {len(flipped)} samples that changed"
     title = many if len(flipped) > FIT else "Samples that changed"
     counts = Counter(metric for sample in pair.samples for metric in sample.figures)
-    # Figures of most samples come first, of two the norm before others.
+    # Columns with most samples come first; norms come before others.
     metrics = sorted(counts, key=lambda metric: (-counts[metric], metric != NORM))
     counted: list[Block] = [Paragraph(FLIPS), _tabulate_outcomes(pair.outcomes)]
     return [
@@ -419,7 +419,7 @@ def _tabulate_outcomes(outcomes: Sequence[Outcome]) -> Table:
         )
         for o in outcomes
     )
-    # 5 %, as the limits of all other figures of the page.
+    # 5 %, the level of all other figures of the page.
     strong = frozenset(i for i, o in enumerate(outcomes) if o.mcnemar <= 0.05)
     return Table("", (ASKED, *columns), rows, strong=strong)
 
@@ -452,6 +452,6 @@ def _name_sample(sample: SampleChange) -> str:
 
 
 def _find_sample_column(metric: str, when: str) -> Column:
-    """Return how a per-sample figure reads: `||J||, old`."""
+    """Return the heading of a per-sample figure: `||J||, old`."""
     column, trial = find_column(metric), metric.partition("@")[2]
     return replace(column, label=", ".join(filter(None, (column.label, trial, when))))

@@ -1,4 +1,4 @@
-"""One page out of one report, or out of several side by side."""
+"""The page of one report, or of several side by side."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def show_section(
     """Return the blocks of a section: its views, all rows, settings and notes.
 
     Args:
-        section: what is shown; of one that failed, why.
-        said: notes that the page has already.
-        settings: those that are written; by default all of the section.
+        section: the section; a failed one shows its reason.
+        said: notes that the page already shows.
+        settings: settings to show; by default all of the section.
     """
     if section.failure is not None:
         return (_describe_failure("", section),)
@@ -113,7 +113,7 @@ def format_setting(value: Any) -> str:
 
 
 def make_page(*reports: Report, lead: Sequence[Chapter] = ()) -> Document:
-    """Lay out a report; several reports are set side by side, below the chapters that lead."""
+    """Return the page of a report, or of several side by side after the leading chapters."""
     return _show_one(reports[0]) if len(reports) == 1 else _show_several(reports, lead)
 
 
@@ -171,14 +171,14 @@ def _start_page(report: Report) -> Document:
 
 def _show_one(report: Report) -> Document:
     warnings = [n for s in report.sections for n in s.notes if n.level == "warning"]
-    said = [*list_shared_notes(report), *warnings]  # these are at the top of the page
+    said = [*list_shared_notes(report), *warnings]  # the top of the page shows these
     measures = [section.measure for section in report.sections]
     chapters = []
     for section in report.sections:
         name, settings = section.measure, section.settings
         whole = report.section(name.partition(".")[0])
         if whole and whole is not section and whole.settings == settings:
-            settings = {}  # the section that it is part of lists the same
+            settings = {}  # the enclosing section lists the same
         folded = len(measures) > 1 and name != measures[0] and name not in OPEN
         blocks = show_section(section, said, settings)
         chapters.append(Chapter(name, find_plan(name, section.title).question, blocks, folded))
@@ -190,7 +190,7 @@ def _show_one(report: Report) -> Document:
 
 
 def _explain_page(*reports: Report) -> Chapter:
-    """Explain the words of the page, and of one report how its samples were preprocessed."""
+    """Explain the words of the page and, for one report, the preprocessing of its samples."""
     words = dict(pair for report in reports for pair in _explain_words(report))
     standings = {status: f"{text}. {LIMITS[status]}" for status, text in STATUS.items()}
     made: dict[str, str] = {}
@@ -208,7 +208,7 @@ def _explain_page(*reports: Report) -> Chapter:
 
 
 def _explain_words(report: Report) -> Iterator[tuple[str, str]]:
-    """Explain the words of the scorecard: its figures, and the norms and attacks they name."""
+    """Explain the words of the scorecard: its figures, norms and attacks."""
     card, accuracy = make_scorecard(report), summary(report).accuracy
     known = {**ATTACKS, **NORMS, **WORDS}
     words = [line.label.partition(",")[0] for line in (card.lines if card else ())]

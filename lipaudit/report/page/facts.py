@@ -1,4 +1,4 @@
-"""What was audited and how, what is missing, and the notes on all figures."""
+"""Facts on model, data and run, the missing parts, and the notes on all figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTED = 6
 
 
 def list_facts(report: Report) -> tuple[tuple[str, str], ...]:
-    """Return what was audited and how, by name."""
+    """Return facts on model, data and run, by name."""
     run, model, data = report.run, report.run.model, report.run.data
     commits = [
         (f"{name} commit", f"{source.commit[:12]} ({source.revision})")
@@ -59,14 +59,14 @@ def describe_gaps(report: Report) -> str:
 
 
 def find_places(report: Report) -> dict[str, str]:
-    """Return where each sample is found: its place, and of a text how it begins."""
+    """Return the place of each sample in the data, with the beginning of a text."""
     texts = report.found("text")
     begins = {name: f' "{text[:LETTERS]}"' for name, text in texts.items()}
     return {name: place + begins.get(name, "") for name, place in report.found("place").items()}
 
 
 def name_sample(sample: str, places: Mapping[str, str]) -> str:
-    """Name a sample by the beginning of its id, and where it is found."""
+    """Name a sample by the beginning of its id and its place."""
     return ", ".join(filter(None, (sample[:CHARACTERS], places.get(sample))))
 
 
@@ -74,7 +74,7 @@ def name_sample(sample: str, places: Mapping[str, str]) -> str:
 
 
 def list_shared_notes(report: Report) -> list[Note]:
-    """Return the notes that all measures share; of a report of one measure its warnings."""
+    """Return the notes that all measures share; for a report of one measure, its warnings."""
     measures = [s for s in report.sections if "." not in s.measure]
     return [n for n in shared(report) if n.level == "warning" or len(measures) > 1]
 
@@ -89,7 +89,7 @@ def list_leading_notes(report: Report) -> tuple[Note, ...]:
 
 
 def merge_notes(notes: Iterable[Note]) -> tuple[Note, ...]:
-    """Write notes that differ in one word as one, with these words side by side.
+    """Merge notes that differ in one word into one, with these words side by side.
 
     >>> texts = ("no castin for 12 heads", "no hu for 12 heads", "12 heads are numerical")
     >>> [n.text for n in merge_notes(Note(level="info", code="head", text=t) for t in texts)]
@@ -105,7 +105,7 @@ def merge_notes(notes: Iterable[Note]) -> tuple[Note, ...]:
 
 
 def _find_difference(notes: Sequence[Note]) -> int | None:
-    """Return which word alone differs; None if the notes are not alike."""
+    """Return the one word that differs; None if more differs."""
     texts = [note.text.split(" ") for note in notes]
     if len({(note.level, note.code, len(t)) for note, t in zip(notes, texts, strict=True)}) > 1:
         return None
@@ -119,7 +119,7 @@ def _join_notes(notes: Sequence[Note]) -> Note:
         return notes[0]
     words = notes[0].text.split(" ")
     each = [note.text.split(" ")[place] for note in notes]
-    # The sign behind the words, such as a colon, is written once, behind the last.
+    # A sign behind the words, such as a colon, is written once, behind the last word.
     plain = [word.rstrip(",:;") for word in each]
     more = f", ... ({len(each)} in all)" if len(each) > LISTED else ""
     words[place] = ", ".join(plain[:LISTED]) + more + each[-1].removeprefix(plain[-1])

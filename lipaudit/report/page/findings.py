@@ -16,7 +16,7 @@ from lipaudit.tables.trials import WORST, TrialKey, parse_column
 # Rank correlation
 
 
-# With fewer pairs even rho = 0.7 cannot be told from 0.
+# With fewer pairs even rho = 0.7 cannot be distinguished from 0.
 FEWEST = 8
 
 
@@ -31,7 +31,7 @@ class Correlation:
 
 
 def compute_spearman(x: Sequence[float], y: Sequence[float]) -> Correlation | None:
-    """Return Spearman's rho, None where it means nothing.
+    """Return Spearman's rho, or None if it is undefined.
 
     Ties share the mean of their ranks. The limits are those of Bonett and Wright (2000):
     tanh(atanh rho ± 1.96 sqrt((1 + rho²/2) / (n - 3))).
@@ -88,7 +88,7 @@ def _find_sinks(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _find_predictors(report: Report) -> Iterator[tuple[str, str]]:
-    """Name the figures that tell apart the samples that an attack breaks, beyond chance."""
+    """Name the figures that separate broken from robust samples, beyond chance."""
     jacobian, found = report.section("jacobian"), _find_attack(report)
     if jacobian is None or found is None:
         return
@@ -109,10 +109,10 @@ def _find_predictors(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _find_attack(report: Report) -> tuple[TrialKey, dict[str, bool]] | None:
-    """Return the attack that splits the samples most evenly, and whether it broke each of them.
+    """Return the attack that splits the samples most evenly, and which samples it broke.
 
-    Samples are those that are classified rightly and have a norm. All attacks together are taken
-    where they were recorded. None if every attack breaks all samples or none.
+    The samples are those classified correctly and with a norm. The worst case over attacks is used
+    if it was recorded. None if every attack breaks all samples or none.
     """
     attack, jacobian = report.section("attack"), report.section("jacobian")
     if attack is None or jacobian is None:
@@ -127,7 +127,7 @@ def _find_attack(report: Report) -> tuple[TrialKey, dict[str, bool]] | None:
         known = {i: not ok for i, right, ok in rows if right and ok is not None and i in measured}
         if len(set(known.values())) == 2:
             share = sum(known.values()) / len(known)
-            # Half broken, half not: the split that says most about what tells them apart.
+            # The split nearest to half and half is the most informative one.
             split.append((abs(share - 0.5), trial, known))
     return min(split, key=lambda each: each[0])[1:] if split else None
 

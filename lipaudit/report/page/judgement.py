@@ -1,4 +1,4 @@
-"""A judgement of the gate: line by line, as a page, and in brief."""
+"""A judgement of the gate: as lines, as a page, and in brief."""
 
 from __future__ import annotations
 
@@ -52,11 +52,10 @@ class RuleVerdicts:
     """The verdicts on one rule.
 
     Attributes:
-        rule: as it was written.
-        verdicts: all of them.
-        written: those that are written out: all if they are few, else those that are no plain
-            pass.
-        others: how many others there are, by status.
+        rule: the rule as the user wrote it.
+        verdicts: all verdicts.
+        written: the verdicts to list: all if they are few, else those that do not simply pass.
+        others: number of further verdicts, by status.
     """
 
     rule: str
@@ -131,7 +130,7 @@ def _find_outcome(judgement: Judgement) -> Banner:
 
 
 def _list_findings(judgement: Judgement) -> Iterator[tuple[str, str]]:
-    """Yield the verdicts that fail, then the inconclusive ones; of many the first few."""
+    """Yield the failing verdicts, then the inconclusive ones; at most the first few."""
     groups = [_sort_verdicts(judgement, group.verdicts) for group in group_by_rule(judgement)]
     telling = [v for verdicts in groups for v in verdicts if judgement.fails(v)]
     telling += [
@@ -147,17 +146,17 @@ def _list_findings(judgement: Judgement) -> Iterator[tuple[str, str]]:
 
 
 def _name_moved(judgement: Judgement, verdict: Verdict) -> str:
-    """Name the samples that changed most, and where they are found."""
+    """Name the samples that changed most, with their places."""
     names = ((name[:CHARACTERS], judgement.places.get(name)) for name in verdict.moved)
     named = ", ".join(f"{name} ({place})" if place else name for name, place in names)
     return f"; samples that changed most: {named}" if named else ""
 
 
 def _sort_verdicts(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequence[Verdict]:
-    """Sort many verdicts on one rule: those that fail first, then by the size of the change."""
+    """Sort many verdicts on one rule: failing ones first, then by the size of the change."""
     if len(verdicts) <= MOST:
         return verdicts
-    # What exceeds an upper limit most comes first, and what falls most below a lower one.
+    # For an upper limit the largest excess comes first, for a lower one the largest shortfall.
     sign = 1 if parse_rule(verdicts[0].rule, trusted=True).op == "<=" else -1
 
     def worse(verdict: Verdict) -> tuple[bool, float]:
@@ -180,7 +179,7 @@ def _write_figures(verdict: Verdict) -> str:
 
 
 def _tabulate(judgement: Judgement) -> Table:
-    """List the verdicts, those that fail first, then the gravest; of plain passes the number."""
+    """Tabulate the verdicts, failing ones first, then the gravest; plain passes are counted."""
     groups = [*group_by_rule(judgement)]
     written = [verdict for group in groups for verdict in group.written]
     written.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))

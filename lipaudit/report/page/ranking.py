@@ -1,4 +1,4 @@
-"""Several models ranked: who is best, in words and as a table, beside their scorecards."""
+"""The ranking of several models in words and as a table, and their scorecards side by side."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BY = {
 
 
 def make_ranking_chapter(ranking: Ranking) -> Chapter:
-    """Return the chapter of the ranking: a row for every model, and how they are ranked."""
+    """Return the chapter of the ranking: a row for every model, and the criterion."""
     blocks: tuple[Block, ...] = (
         tabulate_ranking(ranking),
         *([Paragraph(_explain_ranking(ranking))] if ranking.criterion else []),
@@ -74,7 +74,7 @@ def tabulate_ranking(ranking: Ranking) -> Table:
 
 
 def tabulate_scorecards(names: Sequence[str], reports: Sequence[Report]) -> Table:
-    """Set the scorecards of several reports beside each other, a line for each figure."""
+    """Return the scorecards of several reports side by side, a line for each figure."""
     cards = []
     for report in reports:
         card = make_scorecard(report)

@@ -1,4 +1,4 @@
-"""The samples of a report: which are the worst, and all that is known of one."""
+"""The samples of a report: the worst ones, and all figures of one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PLACE = Column(label="place", meaning="Where the sample is found in the data.", 
 
 
 def add_places(table: Table, places: Mapping[str, str]) -> Table:
-    """Shorten the ids of the column `SAMPLE`, and write beside each where the sample is found."""
+    """Shorten the ids of the column `SAMPLE`, and write the place of each sample beside it."""
     at = table.columns.index(SAMPLE)
     found = any(row[at] in places for row in table.rows)
     rows = tuple(
@@ -68,7 +68,7 @@ SHARES = ("certified", "correct", "robust")
 
 @dataclass(frozen=True)
 class Figure:
-    """A per-sample column of a section: how it reads, and its values by sample id."""
+    """A per-sample column of a section: its format, and its values by sample id."""
 
     section: str
     name: str
@@ -78,32 +78,32 @@ class Figure:
 
     @property
     def label(self) -> str:
-        """Its heading, and the trial or ball that it is of."""
+        """Return its heading, with its trial or ball."""
         trial, label = parse_column(self.name)[1], write_math(self.column.label)
         return label if trial is None else f"{label}, {trial}"
 
     @property
     def numbers(self) -> list[float]:
-        """The values of distinct samples, as the gate and a comparison count them."""
+        """Return the values of distinct samples, as the gate and a comparison count them."""
         return finite(value for name, value in self.values.items() if not is_repeat(name))
 
     @property
     def flag(self) -> bool:
-        """Whether it says yes or no."""
+        """Return whether its values are truth values."""
         return parse_column(self.name)[0] in FLAGS
 
     def rank(self, sample: str) -> str:
-        """Return the place of a sample among all, the worst first; nothing where none is."""
+        """Return the rank of a sample, the worst first; None without a better direction."""
         if self.column.better is None or self.flag or not finite([self.values[sample]]):
             return ""
-        # Larger is worse where lower is better.
+        # Larger is worse if lower is better.
         sign = 1 if self.column.better == "lower" else -1
         own = sign * order(self.values[sample])
         worse = sum(sign * value > own for value in self.numbers)
         return f"{worse + 1} of {len(self.numbers)}"
 
     def name_class(self, number: Any) -> str:
-        """Return the number of a class, and its name where that says more."""
+        """Return the number of a class, and its name if there is one."""
         name = self.classes.get(number, "") if isinstance(number, int) else ""
         shown = format_value(number, self.column)
         return f"{shown} ({name})" if name not in ("", shown) else shown
@@ -121,7 +121,7 @@ class Figure:
         return self.label, format_value(value, self.column), typical, self.rank(sample)
 
     def _share(self, known: list[float]) -> str:
-        """Write a share; with its limits where it says how robust the model is."""
+        """Format a share, with limits if it is an accuracy."""
         if not known:
             return ""
         share = f"{sum(known) / len(known):.1%} yes"
@@ -151,17 +151,17 @@ def list_figures(report: Report) -> list[Figure]:
 
 
 def choose_sample(report: Report, said: str) -> str:
-    """Return the id of a sample that is named by it, by its first characters or by its place.
+    """Return the id of a sample from its id, its first characters, or its place.
 
     Raises:
         InputError: the report has no samples.
-        UsageError: none is named so, or several.
+        UsageError: no sample has this name, or several have.
     """
     require_samples(report)
     every, at = list_known(report), report.found("place")
     ways: tuple[Callable[[str], bool], ...] = (
         lambda i: i == said,
-        # The number of a place, or the name of its file: 7 of "index 7", 7.png of "cat/7.png".
+        # The number of a place, or the name of a file: 7 of "index 7", 7.png of "cat/7.png".
         lambda i: (
             i in at
             and said in (at[i], at[i].partition(",")[0].replace("/", " ").rpartition(" ")[2])
@@ -189,7 +189,7 @@ def list_known(report: Report) -> list[str]:
 
 
 def has_ranking(report: Report) -> bool:
-    """Tell whether a report knows which of its samples are the worst."""
+    """Say whether a report can rank its samples."""
     return any(f.name == "norm" for f in list_figures(report)) or bool(broken(report))
 
 
@@ -197,7 +197,7 @@ def require_samples(report: Report) -> None:
     """Refuse a report that has no samples.
 
     Raises:
-        InputError: with what to type for one that has.
+        InputError: the hint has a command that records samples.
     """
     if not any(section.ids for section in report.sections):
         raise InputError(
@@ -225,7 +225,7 @@ SHADES = {
 
 
 def make_gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
-    """Draw samples that are pictures, what attacks made of them, and the difference."""
+    """Show samples that are pictures, their adversarial examples, and the difference."""
     section = report.section("attack")
     examples = section.examples if section else {}
     items = tuple(_make_item(report, name, examples[name]) for name in names if name in examples)
@@ -234,7 +234,7 @@ def make_gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
 
 
 def list_passages(report: Report, names: Sequence[str]) -> list[Passage]:
-    """Show the tokens of samples, with how the gradient is shared out among them."""
+    """Show the tokens of samples with their shares of the gradient."""
     section, places = report.section("jacobian"), report.found("place")
     found = [(name, section.gradients.get(name)) for name in names] if section else []
     folded = len(names) > 1
@@ -281,8 +281,7 @@ RANKED = {
     "norm": "largest ||J||",
     "radius": "smallest certified radius",
 }
-"""Order of samples that are broken in equally many balls: by the first of these columns that the
-report has."""
+"""Order of samples broken in equally many balls: by the first of these columns in the report."""
 BROKEN = Column(
     label="broken",
     meaning="Smallest radius, for each norm, at which an attack broke it.",
@@ -309,7 +308,7 @@ def tabulate_worst(report: Report) -> Table:
         fallen = sorted(balls.get(sample, ()), key=lambda ball: -ball.radius.value)
         smallest = {
             ball.norm: ball.ball for ball in fallen
-        }  # the largest come first: the last of each norm stays
+        }  # the largest radii come first: the last entry of each norm remains
         figures = (figure.values.get(sample) for figure in kept)
         rows.append((sample, ", ".join(smallest.values()) or None, *figures))
     columns = (SAMPLE, BROKEN, *(f.column for f in kept))
@@ -332,7 +331,7 @@ def show_worst(report: Report) -> tuple[Block, ...]:
 
 
 def _describe_order(report: Report) -> str:
-    """Say which samples come first; nothing if no figure ranks them."""
+    """Say which samples come first; empty if no figure ranks them."""
     columns = {name for section in report.sections for name in section.samples}
     first = ["samples broken in most balls"] if broken(report) else []
     first += [text for column, text in RANKED.items() if column in columns][:1]

@@ -1,4 +1,4 @@
-"""The scorecard of a report, the answer in a sentence, and what to do next."""
+"""The scorecard of a report, the answer in a sentence, and the next steps."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def _write_accuracy(accuracy: Accuracy, report: Report) -> Line:
 
 def list_broken(known: Summary) -> list[Accuracy]:
     """Return the accuracies under attack that are below clean accuracy beyond chance."""
-    # The intervals do not overlap: the loss is no accident of the samples.
+    # The intervals do not overlap: chance does not explain the loss.
     least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
     attacked = [each for each in known.accuracy if each.kind == "attacked"]
     return [a for a in attacked if a.high is not None and any(a.high < low for low in least)]
 
 
 def _suggest_hardening(accuracy: Accuracy, report: Report) -> str:
-    """Return the training on the smallest L-inf ball in which attacks surely break images."""
+    """Return a training command for the smallest L-inf ball in which attacks break images."""
     broken = [each for each in list_broken(summary(report)) if each.norm == "linf"]
     if "size" not in report.run.preprocess or broken[:1] != [accuracy]:
         return ""
@@ -151,14 +151,14 @@ def _list_fragile(known: Summary, report: Report) -> Iterator[Line]:
 
 
 def _count_measured(report: Report, measure: str) -> str:
-    """Say at how many samples, if a measure took fewer than the report has."""
+    """Note the number of samples, if a measure took fewer than the report has."""
     section = report.section(measure)
     count = len(section.ids) if section else 0
     return f"; at {count} samples" if 0 < count < report.run.data.samples else ""
 
 
 def _suggest_penalty(known: Summary, report: Report) -> str:
-    """Return the training that lowers the share; nothing for a model that has no classes."""
+    """Return a training command that lowers the share; None for models without classes."""
     fragile, attacks = known.fragile, report.section("attack")
     if fragile is None or fragile.k is None or not fragile.heads:
         return ""
@@ -169,7 +169,7 @@ def _suggest_penalty(known: Summary, report: Report) -> str:
 
 
 def _list_bounds(known: Summary) -> Iterator[Line]:
-    """Show the tightest bound at the samples, and the tightest that is certified."""
+    """Show the tightest bound at the samples, and the tightest certified one."""
     for status in ("bound", "certified"):
         bounds = [each for each in known.bounds if each.status == status]
         if bounds:
@@ -185,7 +185,7 @@ def _list_bounds(known: Summary) -> Iterator[Line]:
 
 
 def write_answer(report: Report) -> Banner | None:
-    """Answer in one or two sentences how robust a model is, and where it is steepest."""
+    """Answer in one or two sentences how robust a model is, and which head is steepest."""
     known, state = summary(report), None
     texts = [f"Clean accuracy {a.share:.0%}." for a in known.accuracy if a.kind == "clean"]
     attacked = [each for each in known.accuracy if each.kind == "attacked"]

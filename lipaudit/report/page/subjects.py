@@ -1,4 +1,4 @@
-"""Results that commands show (reports, a comparison, a judgement), in each of their forms."""
+"""Results of commands (reports, a comparison, a judgement) in each of their forms."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
     """Show one report, or several ranked and side by side.
 
     Args:
-        reports: what is shown.
-        by: the metric that several are ranked by, if not by the usual one; or `order`: none.
+        reports: the reports.
+        by: metric of the ranking, if not the usual one; or `order` for no ranking.
     """
     return _of_one(reports[0]) if len(reports) == 1 else _of_several(reports, by)
 
@@ -70,13 +70,13 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
     """Show all figures of one sample; without a sample, the worst ones.
 
     Args:
-        report: that has it.
-        name: what the report is called in advice.
-        sample: as it is named.
+        report: the report.
+        name: name of the report in hints.
+        sample: name of the sample.
 
     Raises:
         InputError: the report has no results for single samples.
-        UsageError: it has none of that name, or several.
+        UsageError: no sample has this name, or several have.
     """
     from lipaudit.report.page import samples
     from lipaudit.tables.worst import worst

@@ -1,7 +1,7 @@
-"""Views: how the columns of a section become tables, maps, histograms and curves.
+"""Views: functions that turn the columns of a section into tables, maps, histograms and curves.
 
-A view takes the sections of one measure by report: the only report under the name "", several
-each under its model's name. It asks a column how it reads, and knows no measure.
+A view takes the sections of one measure by report: a single report has the name "", several have
+their models' names. Formats and labels come from the columns; a view knows no measure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_rows(section: Section) -> list[Row]:
     rows = list(section.rows)
     if "head" in section.columns:
         rows = [row.replace(head=name_head(row.layer, row.head)) for row in rows]
-    if "eps_text" in section.columns:  # early reports have the number alone
+    if "eps_text" in section.columns:  # early reports store the number alone
         rows = [row.replace(eps_text=row.trial.radius.text) for row in rows]
     return rows
 
@@ -75,17 +75,16 @@ def tabulate(
     most: int = TOP,
     strong: str = "",
 ) -> View:
-    """Return a view of rows; rows of several reports that are about the same thing are adjacent.
+    """Return a view of rows; rows of several reports with equal keys are adjacent.
 
-    A column with limits (NAME_low, NAME_high) has them in brackets; one without values is left
-    out.
+    Limits (NAME_low, NAME_high) are shown in brackets; columns without values are left out.
 
     Args:
-        title: of the table.
+        title: title of the table.
         names: columns; by default all.
-        keys: columns that say what a row is about; by default those that `naming` finds.
-        by: a column: the rows with its largest values come first, of many rows only `most`.
-        most: as above.
+        keys: columns that identify a row; by default those of `_name_rows`.
+        by: a column; rows with its largest values come first, at most `most` of many rows.
+        most: see `by`.
         strong: rows with this first cell are emphasised.
     """
 
@@ -128,13 +127,13 @@ def _name_rows(columns: Mapping[str, Column]) -> list[str]:
 
 
 def _limit(row: Row, name: str, columns: Mapping[str, Column]) -> Any:
-    """Return a cell, with its limits where the row has any."""
+    """Return a cell, with its limits if the row has any."""
     ends = row.get(f"{name}_low"), row.get(f"{name}_high")
     return format_with_limits(row.get(name), *ends, columns[name])
 
 
 def list_all_rows(sections: Sections) -> Iterator[Table]:
-    """List every row and every column that is not blank, folded away."""
+    """Return a folded table of every row and every column that is not empty."""
     for section in sections.values():
         rows, columns = section.rows, section.columns
         names = [n for n in columns if any(row.get(n) != "" for row in rows)]
@@ -153,7 +152,7 @@ def map_heads(
     column: Column,
     centre: float | None = None,
 ) -> Heatmap:
-    """Lay values out by layer and head."""
+    """Arrange values by layer and head."""
     layers, heads = (sorted({key[i] for key in values}) for i in (0, 1))
     matrix = tuple(tuple(values.get((i, j)) for j in heads) for i in layers)
     names = tuple(map(str, layers)), tuple(map(str, heads))
@@ -185,7 +184,7 @@ SPREAD = (
 
 
 def spread_columns(*names: str) -> View:
-    """Return a view of how columns are distributed over heads."""
+    """Return a view of the distribution of columns over heads."""
 
     def view(sections: Sections) -> Iterator[Block]:
         columns, lines = find_columns(sections), []
@@ -209,7 +208,7 @@ def count_values(title: str, x: Column, groups: Mapping[str, Iterable[Any]]) -> 
     if pooled.size < 2 or pooled.min() == pooled.max():
         return []
     low, high = float(pooled.min()), float(pooled.max())
-    # At least 6 bins, so that few samples show a shape; at most 24, which an eye tells apart.
+    # At least 6 bins, so that few samples show a shape; at most 24, to keep them distinguishable.
     bins = min(max(round(2 * pooled.size ** (1 / 3)), 6), 24)  # Rice's rule
     wide = low > 0 and high > 10 * low
     edges = np.geomspace(low, high, bins + 1) if wide else np.linspace(low, high, bins + 1)
@@ -219,7 +218,7 @@ def count_values(title: str, x: Column, groups: Mapping[str, Iterable[Any]]) -> 
 
 
 def count_samples(*names: str) -> View:
-    """Return a view with a histogram of per-sample columns; by default of all numbers."""
+    """Return a view with histograms of per-sample columns; by default of all numbers."""
 
     def view(sections: Sections) -> Iterator[Block]:
         first = next(iter(sections.values()))
@@ -271,7 +270,7 @@ def group_rows(rows: Iterable[Row], name: Callable[[Row], str]) -> dict[str, lis
 
 
 def view_unknown(sections: Sections) -> Iterator[Block]:
-    """Show a section by its columns alone: maps of judged columns, rows, counts of samples."""
+    """Show a section by its columns alone: maps of judged columns, rows, histograms."""
     first = next(iter(sections.values()))
     if "" in sections and is_of_heads(first):
         for name, column in first.columns.items():

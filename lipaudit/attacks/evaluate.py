@@ -417,7 +417,7 @@ def _refuse_outside(x: Tensor, box: tuple[float, float]) -> None:
     low, high = float(x.min()), float(x.max())
     if low < box[0] - 1e-6 or high > box[1] + 1e-6:
         raise UsageError(
-            f"samples lie in [{low:.4g}, {high:.4g}], outside of {list(box)}",
+            f"samples have values in [{low:.4g}, {high:.4g}], outside of {list(box)}",
             "Give pixels in [0, 1], before any normalisation.",
         )
 

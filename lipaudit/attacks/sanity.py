@@ -118,8 +118,8 @@ def note_signs(
         "a cross-entropy gradient of exactly 0. FGSM, PGD and APGD-CE "
         "cannot attack them",
         "gradients-not-finite": f"the gradient is not finite at {checks.nonfinite} of "
-        f"{checks.samples} samples, nor in {100 * nonfinite:.2g} % of the gradients that attacks "
-        "took: they ignore NaN and go on with the rest, so they are weaker than they could be",
+        f"{checks.samples} samples and in {100 * nonfinite:.2g} % of the gradients that attacks "
+        "took. Attacks ignore NaN, so they are weaker than they could be",
         "randomised": f"{checks.random} of {checks.samples} samples get different logits in a "
         "second forward pass. Attacks need a deterministic model: switch "
         "dropout and noise off",

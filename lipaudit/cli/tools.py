@@ -77,8 +77,8 @@ def explain(
 ) -> None:
     """What a number means, where it holds, and what it does not mean.
 
-    NAME is a word of a page, a table or a JSON file: a bound, a column or its heading, a section,
-    an attack, a verdict, a rule of the gate, an option.
+    NAME is any word of a page, a table or a JSON file. Examples: a bound, a column or its heading,
+    a section, an attack, a verdict, a rule of the gate, an option.
 
     [dim]Examples:[/]
       [cyan]lipaudit explain theorem 3[/]
@@ -339,12 +339,12 @@ MODEL is one of
   py:FILE_OR_MODULE:FACTORY a function that returns a torch module or a ModelSpec
 Random weights: --model-kwargs pretrained=false
 
-Any attention that calls scaled_dot_product_attention or softmax(q k^T) is read, whatever the
-architecture. Layers whose q, k and v are token-wise functions of a linear map of X (plain,
-rotary, qk-norm, grouped, latent, windows, cross-attention), and whose logits are functions of each
-query and key (softcap, relative positions) beside a sink, get bounds and exact norms; others
-(talking heads, convolutions) get numerical exact norms and no bounds, with the reason. Flash and
-flex kernels and TorchScript cannot be read; what torch.compile wraps is run as it was before.
+Any attention that calls scaled_dot_product_attention or softmax(q k^T) is read, in any
+architecture. A layer gets bounds and exact norms if its q, k and v are token-wise functions of a
+linear map of X. Examples: plain, rotary, qk-norm, grouped, latent, windows, cross-attention. Its
+logits may be functions of each query and key (softcap, relative positions), also with a sink.
+Other layers (talking heads, convolutions) get numerical exact norms, no bounds, and the reason.
+Flash and flex kernels and TorchScript cannot be read. A model in torch.compile runs uncompiled.
 
 lipaudit models PART lists timm's names."""
 

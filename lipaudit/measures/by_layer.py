@@ -137,7 +137,7 @@ def _require_heads(layer: Layer) -> None:
         raise InputError(
             f"attention layer {layer.site.index} ({layer.site.module}) has {heads} heads on "
             f"this batch and had {layer.site.heads} when the model was loaded, so heads and "
-            "tokens cannot be told apart",
+            "tokens cannot be distinguished",
             "Leave it out with --layers, or use lipaudit jacobian or lipaudit attack, which "
             "need no heads.",
         )
@@ -190,7 +190,7 @@ def _input_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
             code="input-elsewhere",
             text=f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module}): {what} "
             "that computes the attention"
-            + ". Other maps or normalisations lie between"
+            + ". Other maps or normalisations come between them"
             * (level == "info"),
         )
         for (level, what), alike in texts.items()

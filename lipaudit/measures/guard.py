@@ -132,8 +132,8 @@ def below_by_rounding(
     sample, index = (int(i) for i in np.unravel_index(below[name].argmax(), exact.shape))
     where = sample, index
     text = (
-        f"{count} bounds lie below the {norm} by no more than rounding can explain: at most "
-        f"by {below[name][where]:.1g} of it, {name} of {places[index]} is "
+        f"{count} bounds are below the {norm} by no more than rounding can explain. At most "
+        f"by {below[name][where]:.1g} of it: {name} of {places[index]} is "
         f"{bounds[name][where]:.12g} on sample {ids[sample]}, the {norm} {exact[where]:.12g}"
     )
     return (Note(level="info", code="within-rounding", text=text),)

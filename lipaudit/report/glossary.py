@@ -101,15 +101,15 @@ WORDS: Mapping[str, str] = {
     "all": "The median over all samples, or the share of yes.",
     "from the worst": "The rank of a sample among all; 1 is the worst.",
     "share of the gradient": "Token t's part of the gradient of the margin m = f_y - max_(j "
-    "!= y) f_j in the embeddings: ||grad_t m||^2 / sum_s ||grad_s "
-    "m||^2 over all tokens s; exact at X. A small change of a token "
+    "!= y) f_j in the embeddings. It is ||grad_t m||^2 / sum_s ||grad_s "
+    "m||^2 over all tokens s, exact at X. A small change of a token "
     "with a large share changes the decision most. It does not "
     "explain why the model chose the class.",
-    "share of the steepest direction": "For a model without classes: ||v_t||^2 of token t, where "
-    "v is the unit change of the embeddings along which the output changes most (the leading "
+    "share of the steepest direction": "For a model without classes: ||v_t||^2 of token t. Here v "
+    "is the unit change of the embeddings along which the output changes most (the leading "
     "right singular vector of the Jacobian). It is an estimate: v converges later than the norm.",
-    "place": "Where a sample is found in the data: a file of a folder, a line of a table, an "
-    "index of an array, a character of a text.",
+    "place": "The place of a sample in the data: file of a folder, line of a table, index of an "
+    "array, or character of a text.",
     "rows": "Number of attention rows (one per query) in each bin.",
     "key": "Position of a key: the token that is attended to.",
     "query": "Position of a query: the token that attends.",
@@ -171,8 +171,8 @@ WORDS: Mapping[str, str] = {
     "That does not prove that the models are equal.",
     "behind": "The paired samples show that the model is worse than the best.",
     "not measured": "The model has no value for the metric of the ranking.",
-    "difference": "From the best model, sample by sample: points of an accuracy, or the median "
-    "ratio of norms; in brackets 95 % limits, corrected for the number of models.",
+    "difference": "Difference from the best model, sample by sample: points of an accuracy, or "
+    "the median ratio of norms. In brackets: 95 % limits, corrected for the number of models.",
     "detectable": "The smallest paired change that would have been called a regression.",
     "McNemar": "p-value of the exact McNemar test: are samples lost and gained equally often?",
     "asked": "A yes-or-no result of each sample: correct, robust or certified.",
@@ -191,7 +191,7 @@ WORDS: Mapping[str, str] = {
     "steepest head, which is a single head.",
     "softmax norm": "||M|| of an attention row, mean over rows and median over the heads.",
     "exit code": "0 fine, 1 regression, 2 usage, 3 internal or evaluation error, 4 model or data, "
-    "5 baseline, 6 not proven (--strict), 7 time limit, 130 interrupted.",
+    "5 baseline. 6 not proven (--strict), 7 time limit, 130 interrupted.",
     "Spearman correlation": "Rank correlation of two figures over the samples, from -1 to 1, "
     "with its 95 % interval.",
     "model": "The checkpoint, as given for MODEL.",

@@ -49,10 +49,10 @@ def _attack(*efforts: str) -> Need:
 class AttackOptions(MeasureOptions):
     """Adversarial accuracy under FGSM, PGD and AutoAttack, sample by sample.
 
-    The radius is in pixel space [0, 1]; normalisation happens inside the model. Texts are changed
-    word by word or character by character, so many of them; with --eps, or by fgsm and pgd, the
-    perturbation is added to their token embeddings. Of language models what they score behind a
-    prompt is attacked, in the embeddings of that: continuations, choices, labels (--score).
+    The radius is in pixel space [0, 1]; normalisation happens inside the model. For texts,
+    --attack words or characters changes that many words or characters. Other attacks change the
+    token embeddings. For language models, they attack the scores of continuations, choices or
+    labels, in the embeddings of the prompt (--score).
 
     [dim]Examples:[/]
       [cyan]lipaudit attack demo --eps 0.1[/]

@@ -19,15 +19,15 @@ from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 class BoundsOptions(NormOptions):
     """Lipschitz bounds of every attention head beside its exact Jacobian norm.
 
-    For each head: the exact norm ||J|| of its Jacobian on each sample, and the upper bounds of
-    Hu 2024, Castin 2024, Yudin 2025 and lipaudit's own, far tighter one (sharp).
+    For each head: the exact norm ||J|| of its Jacobian on each sample, and upper bounds. These
+    are the bounds of Hu 2024, Castin 2024 and Yudin 2025, and lipaudit's own, far tighter one
+    (sharp).
 
-    --radius goes beyond the samples: for every head a Lipschitz constant on the ball of that
-    radius around the tokens X of its layer, certified, and the largest norm that gradient ascent
-    finds there.
+    --radius also covers the ball of that radius around the tokens X of a layer. Every head gets
+    a certified Lipschitz constant there, and the largest norm that gradient ascent finds.
 
-    --input module takes the norms in what the module around each layer takes, where that is
-    something else than the projections read: numerically, and without bounds.
+    --input module computes the norms with respect to the input of the surrounding module:
+    numerically, and without bounds.
 
     [dim]Examples:[/]
       [cyan]lipaudit bounds demo[/]

@@ -30,9 +30,9 @@ SOME = parse_radius("1/255")
 class CertifyOptions(MeasureOptions):
     """What no attack can break: certified accuracy beside accuracy under attack.
 
-    An attack runs first and settles what can be broken; of the other samples it is proven, where
-    the proof succeeds, that no input of the ball is classified otherwise. The true robust
-    accuracy lies between the two. Balls are of pixels in [0, 1], or of token embeddings.
+    An attack runs first and breaks what it can. For the other samples lipaudit tries to prove that
+    every input in the ball keeps the class. The true robust accuracy is between certified
+    accuracy and accuracy under attack. Balls are of pixels in [0, 1], or of token embeddings.
 
     [dim]Examples:[/]
       [cyan]lipaudit certify demo --eps 0.005[/]

@@ -148,7 +148,7 @@ FITS_TABLE = Layout(
             "exponent",
             "Exponent a of the fit c n^a.",
             status="estimate",
-            reading="How fast the norm grows with the number of tokens: 0 is no growth, 0.5 "
+            reading="How fast the norm grows with the number of tokens. 0 is no growth, 0.5 "
             "the largest growth that theory allows for long sequences in a fixed "
             "ball.",
         ),

@@ -22,7 +22,7 @@ AT_X = "at X"
 EVERYWHERE = "all inputs, every ||x_i|| <= R"
 BALL = "||X' - X||_F <= r"
 SYMBOLS = (
-    "X tokens, N of them; R = max_i ||x_i||; P attention map, P_i a row; M(p) = diag(p) - p p^T; "
+    "X tokens, N of them. R = max_i ||x_i||. P attention map, P_i a row. M(p) = diag(p) - p p^T. "
     "A = s W_Q W_K^T with s the scale of the logits. With biases X is [X 1] and W is [W; b^T]."
 )
 """The symbols of the formulas."""

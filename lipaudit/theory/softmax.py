@@ -208,7 +208,7 @@ def _where(counts: Tensor, value: Tensor) -> Tensor:
 def _regimes(first: Tensor, g1: Tensor, keys: Tensor, gamma: float) -> Tensor:
     if not 0 < gamma < 0.25:
         raise UsageError(
-            f"gamma must lie between 0 and 1/4, not {gamma}", "Use for example the default 0.1."
+            f"gamma must be between 0 and 1/4, not {gamma}", "Use for example the default 0.1."
         )
     kind = torch.where(first > 0.5, CATEGORICAL, UNIFORM)
     kind[g1 > (2 / keys).clamp_min(gamma)] = INTERMEDIATE

@@ -226,7 +226,7 @@ def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
     name = net.info.architecture
     if modules:
         return NoHeadsError(
-            f"the attention of {name} cannot be measured ({few(modules)}): its weights are "
+            f"the attention of {name} cannot be measured ({few(modules)}). Its weights are "
             "not a softmax over keys, are reshaped before they multiply the values, are "
             "detached, or are computed sample by sample",
             "Load the model uncompiled, with attn_implementation='sdpa' or 'eager', without "

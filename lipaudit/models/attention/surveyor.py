@@ -384,7 +384,7 @@ class Surveyor:
             self.inner |= self._chains.inner(made_by)
             site = self._check_numeric(site, call)
             if _has_tokens_as_heads(site, call, self.batch):
-                reason = f"{site.reason}; its heads and tokens cannot be told apart either"
+                reason = f"{site.reason}; its heads and tokens cannot be distinguished either"
                 site = replace(site, reason=reason, inputs=())
         self.layers[address] = Surveyed(
             site,

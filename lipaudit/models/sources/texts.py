@@ -485,7 +485,7 @@ def _refuse_padding(module: Any) -> None:
     if str(module.config.model_type).startswith("siglip"):
         raise InputError(
             f"the text tower of {type(module).__name__} reads the last position even if it is "
-            "padding, so the features of short texts would depend on the longest text",
+            "padding. So the features of short texts would depend on the longest text",
             "Give texts of one length, as token ids in an .npz file padded as in training.",
         )
 

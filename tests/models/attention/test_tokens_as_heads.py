@@ -44,7 +44,7 @@ def net_and_batch(tokens: int):
 def test_the_survey_says_that_heads_cannot_be_told_from_tokens():
     (site,) = survey(*net_and_batch(16))
     assert not site.closed_form
-    assert "heads and tokens cannot be told apart" in site.reason
+    assert "heads and tokens cannot be distinguished" in site.reason
     assert not site.inputs
 
 
@@ -54,5 +54,5 @@ def test_the_survey_says_that_heads_cannot_be_told_from_tokens():
 )
 def test_another_length_is_refused(run, options):
     net, batch = net_and_batch(12)
-    with pytest.raises(InputError, match="heads and tokens cannot be told apart"):
+    with pytest.raises(InputError, match="heads and tokens cannot be distinguished"):
         list(run(net, [batch], options))

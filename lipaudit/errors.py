@@ -1,4 +1,4 @@
-"""What can go wrong, as a user meets it: what happened, and what to do about it."""
+"""Errors as users see them: what happened, and what to do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LipauditError(Exception):
     Args:
         message: what happened, with the offending value.
         advice: what to type or change next; empty when the message says it all.
-        exit_code: that of another error, which this one tells of; None: that of its kind.
+        exit_code: exit code of another error that this one reports; None: the code of its class.
     """
 
     exit_code = ExitCode.INTERNAL
@@ -42,7 +42,7 @@ class LipauditError(Exception):
 
 
 class UsageError(LipauditError):
-    """The command line or the configuration asks for something that makes no sense."""
+    """The command line or the configuration is not valid."""
 
     exit_code = ExitCode.USAGE
 
@@ -54,12 +54,12 @@ class EvaluationError(LipauditError):
 
 
 class StructureError(EvaluationError):
-    """An attention layer is not, on these data, what it was when the model was surveyed.
+    """An attention layer differs, on these data, from the survey of the model.
 
     Args:
-        layer: its index.
-        module: its path.
-        reason: in what it differs.
+        layer: index of the layer.
+        module: path of its module.
+        reason: the difference.
     """
 
     def __init__(self, layer: int, module: str, reason: str) -> None:
@@ -88,13 +88,13 @@ def visible(text: str, keep: str = "") -> str:
     r"""Return text with control characters, direction marks and lone surrogates as escapes.
 
     Args:
-        text: may come from a file of somebody else.
+        text: text that may come from an unknown file.
         keep: characters that stay as they are.
 
     >>> print(visible("a\x1b[31m\u202eb"))
     a\x1b[31m\u202eb
     """
-    # The common case, at the speed of C.
+    # The common case, which C handles fast.
     if text.isprintable():
         return text
     shown = {ord(c): _escape(c) for c in set(text) - set(keep) if _is_control(c)}
@@ -115,7 +115,7 @@ SHORT, ALIKE = 3, 0.85
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three known names that may have been meant by another, the likeliest first.
+    """Return up to three known names similar to another one, the likeliest first.
 
     >>> similar("pdg", ["fgsm", "pgd", "square"])
     ['pgd']
@@ -125,7 +125,7 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
     from difflib import get_close_matches
 
     word = name.lower()
-    # Reversed: of names that differ by case alone the first wins.
+    # Reversed, so that of names that differ by case only the first one wins.
     spelled = {each.lower(): each for each in reversed(list(known))}
     begun = {each[: len(word)]: each for each in spelled} if len(word) > SHORT else {}
     starts = [begun[start] for start in get_close_matches(word, begun, 3, ALIKE)]
@@ -134,12 +134,12 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """Say what may have been meant by a name that is not known: the advice of an error.
+    """Return the hint of an error on an unknown name.
 
     Args:
-        name: as it was given.
-        known: the names there are.
-        otherwise: what is said where none is near; the list of all, if None.
+        name: the unknown name.
+        known: all valid names.
+        otherwise: the hint if no name is similar; None: the list of all names.
 
     >>> suggestion("sgdd", ["sgd", "adamw"])
     "Did you mean 'sgd'?"
@@ -153,7 +153,7 @@ def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) ->
 
 
 def neighbours(path: Path) -> list[str]:
-    """Return the paths beside one that is not there: known names for `suggestion`."""
+    """Return the paths beside a missing one, as known names for `suggestion`."""
     try:
         return sorted(str(path.parent / each.name) for each in path.parent.iterdir())
     except OSError:
@@ -172,18 +172,18 @@ _DEVICE = (
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception says that memory ran out, of the host or of a device.
+    """Say whether an exception means that memory ran out, on the host or a device.
 
-    Only accelerators have a type of their own for it; the host's allocator raises RuntimeError.
+    Only accelerators have a special exception; the host's allocator raises RuntimeError.
     """
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said
 
 
 def of_machine(error: BaseException) -> bool:
-    """Tell whether an exception is about the machine: memory, a device, a disk; not the model.
+    """Say whether an exception is about the machine (memory, device, disk), not the model.
 
-    Where code tries whether a model can be run in some way, these are no answer: raise them again.
+    Code that tries whether a model can run must raise these exceptions again.
 
     >>> of_machine(RuntimeError("CUDA error: device-side assert triggered"))
     True
@@ -203,17 +203,17 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn an exception of a library or of the user's code into an `InputError`.
+    """Turn exceptions of a library or of the user's code into an `InputError`.
 
-    Lipaudit's own errors and a lack of memory pass through.
+    lipaudit's own errors and a lack of memory pass through.
 
     Args:
         what: what failed; type and first line of the exception follow in brackets.
-        advice: what to do about it.
-        kinds: the exceptions to turn; by default all.
+        advice: the hint.
+        kinds: the exceptions to convert; by default all.
 
     Raises:
-        InputError: the block raised one of them.
+        InputError: the block raised such an exception.
     """
     try:
         yield
@@ -235,7 +235,7 @@ def find_unmet_requirement() -> tuple[str, str] | None:
 
     try:
         needed = [Requirement(text) for text in requires("lipaudit") or ()]
-    except PackageNotFoundError:  # read from a checkout that is not installed
+    except PackageNotFoundError:  # lipaudit runs from a checkout that is not installed
         return None
     for package in needed:
         if package.marker is not None and not package.marker.evaluate({"extra": ""}):
@@ -255,10 +255,10 @@ def find_unmet_requirement() -> tuple[str, str] | None:
 
 
 def require_versions() -> None:
-    """Refuse to run beside a package that is missing or too old.
+    """Refuse to run with a package that is missing or too old.
 
     Raises:
-        InputError: naming what is installed and what is needed.
+        InputError: the message names installed and required versions.
     """
     if words := find_unmet_requirement():
         raise InputError(*words)
@@ -271,15 +271,15 @@ def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def find_user_error(error: BaseException) -> LipauditError | None:
-    """Return an exception as an error that a user can act on; None for a bug.
+    """Return an exception as an error for users; None for a bug.
 
     Args:
-        error: whatever was raised.
+        error: any exception.
     """
     if isinstance(error, LipauditError):
         return error
     said = first_line(error)
-    # The operators of torchvision are built for one version of torch.
+    # The operators of torchvision work with one version of torch only.
     if misfit := next((e for e in _list_causes(error) if "torchvision::" in str(e)), None):
         return InputError(
             f"torchvision does not fit the installed torch: {first_line(misfit)}",
@@ -302,9 +302,9 @@ def find_user_error(error: BaseException) -> LipauditError | None:
 
 
 def explain_error(error: BaseException) -> LipauditError:
-    """Return any exception as an error with advice.
+    """Return any exception as an error with a hint.
 
-    One that nobody foresaw is a bug, or the doing of a package that is too old.
+    An unexpected exception is a bug, or comes from a package that is too old.
     """
     known = find_user_error(error)
     if known is not None:

@@ -1,4 +1,4 @@
-"""Reports <-> JSON: strict JSON out, one clear error for a damaged file in."""
+"""Reports as JSON: strict JSON is written, a damaged file gives one clear error."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ REPORT = "lipaudit.report"
 
 
 def dumps(report: Report) -> str:
-    """Write a report as strict JSON (NaN and infinities are strings), one row to a line.
+    """Write a report as strict JSON (NaN and infinities are strings), one row per line.
 
-    Its summary is written before the sections that it is drawn from; `loads` draws it anew.
+    The summary comes before the sections that it is computed from; `loads` computes it again.
     """
     document = json.loads(report.model_dump_json(by_alias=True))
     sections = document.pop("sections")
@@ -38,7 +38,7 @@ def dumps(report: Report) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Write the control characters within the strings of a JSON text as escapes of JSON."""
+    """Escape control characters in the strings of a JSON text."""
     return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
@@ -46,13 +46,13 @@ def loads(text: str, *, name: str = "report") -> Report:
     """Read a report.
 
     Raises:
-        InputError: when the text is not a report of this major version, or the one before.
+        InputError: the text is not a report of this or the previous major version.
     """
     document = _parse(text, name)
     _require(document, REPORT, name)
     document.pop("summary", None)
     _complete(document)
-    document["schema_version"] = SCHEMA_VERSION  # what is written again is of this version
+    document["schema_version"] = SCHEMA_VERSION  # reports are written in this version
     return _validate(Report, document, name)
 
 
@@ -60,7 +60,7 @@ def load(path: Path | str) -> Report:
     """Read a report from a file.
 
     Raises:
-        InputError: when the file is missing, unreadable or not a report.
+        InputError: the file is missing, unreadable or not a report.
     """
     return loads(_text(path), name=str(path))
 
@@ -79,7 +79,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file of a model or a run.
 
     Raises:
-        InputError: it is unreadable, no JSON, or nested without end.
+        InputError: the file is unreadable, not JSON, or nested too deeply.
     """
     try:
         return from_json(path.read_bytes())
@@ -97,7 +97,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _require(document: dict[str, Any], kind: str, name: str) -> None:
-    """Refuse what is no document of a kind, or one of another major version."""
+    """Refuse a document of another kind or another major version."""
     if document.get("schema") != kind:
         what = kind.replace(".", " ")
         raise InputError(f"{name} is not a {what}", "Name a file written with -f json.")
@@ -108,14 +108,14 @@ def _require(document: dict[str, Any], kind: str, name: str) -> None:
         )
 
 
-# What a report that was read lacks: columns of later versions, and in version 1 all columns
+# Additions to old reports: columns of later versions, and in version 1 all columns
 
 
 def _complete(document: dict[str, Any]) -> None:
     """Add the columns of this version to the sections of a document, in place.
 
-    Reports of schema version 1 have no columns: those of a section of a plug-in's measure, and of
-    a plug-in's bound, are told from their cells.
+    Reports of schema version 1 have no columns. For sections and bounds of plug-ins, columns are
+    derived from the cells.
     """
     known = layouts()
     sections, first = document.get("sections"), str(document["schema_version"]).startswith("1.")
@@ -125,7 +125,7 @@ def _complete(document: dict[str, Any]) -> None:
             section.setdefault("title", layout.title)
             _add_columns(section, "columns", layout.columns)
             _add_columns(section, "sample_columns", layout.sample_columns)
-        # Bounds of a plug-in that is not installed have columns in no layout.
+        # Bounds of a plug-in that is not installed have no column in any layout.
         if first and isinstance(section, dict) and (layout is None or layout.declared):
             _add_columns(section, "columns", _tell_columns(section))
 
@@ -137,7 +137,7 @@ def _add_columns(section: dict[str, Any], name: str, columns: Mapping[str, Any])
 
 
 def _tell_columns(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe columns by their names and the first cell that is not null."""
+    """Derive columns from their names and their first cell that is not null."""
     cells: dict[str, Any] = {}
     rows = section.get("rows")
     for row in rows if isinstance(rows, list) else ():
@@ -182,7 +182,7 @@ def _bounded(digits: str) -> int:
     """Read an integer that a float can hold: all figures are drawn as floats.
 
     Raises:
-        ValueError: it is larger.
+        ValueError: the integer is larger.
     """
     number = int(digits)
     if abs(number) >= 1 << 64:
@@ -193,7 +193,7 @@ def _bounded(digits: str) -> int:
 def _layout(value: Any, depth: int = 0) -> str:
     """Indent objects; keep rows, columns, per-sample columns and arrays on one line each."""
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # Depth 4 is within sections: columns, rows and samples, one to a line, diff well.
+    # At depth 4, inside sections, columns, rows and samples go on one line each: good diffs.
     column = depth == 4 and isinstance(value, dict) and "label" in value
     if depth > 4 or len(flat) < 80 or column or _is_line(value):
         return flat
@@ -207,7 +207,7 @@ def _layout(value: Any, depth: int = 0) -> str:
 
 
 def _is_line(value: Any) -> bool:
-    """Tell whether a value is a scalar, a list of scalars or a row (a flat object of scalars)."""
+    """Say whether a value is a scalar, a list of scalars or a row (a flat object of scalars)."""
     if isinstance(value, dict):
         return not any(isinstance(v, dict | list) for v in value.values())
     return not isinstance(value, list) or not any(isinstance(v, dict | list) for v in value)

@@ -1,6 +1,6 @@
-"""Watching a training: measures every so many steps, or of every checkpoint of a directory.
+"""Watching a training: measure every n-th step, or every checkpoint of a directory.
 
-The callbacks of transformers and Lightning are loaded, with those libraries, when they are used.
+The callbacks of transformers and Lightning, and these libraries, are loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Callbacks that watch the Trainer of transformers and that of Lightning, under either name.
+"""Callbacks that watch the Trainers of transformers and of Lightning (under either name).
 
-Each class is made when it is first asked for, of what is installed: `TrainerCallback` and
-`LightningCallback` are attributes of this module.
+`TrainerCallback` and `LightningCallback` are attributes of this module. Each class is created on
+first use, from the installed packages.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class WatchingCallback:
     """Watches the model of a trainer: `Trainer(..., callbacks=[TrainerCallback(data=(x, y))])`.
 
     Args:
-        part: returns what is watched of the trainer's model; all of it, if None.
-        to: as of `lipaudit.watch`; by default a folder in the trainer's own.
-        asked: whatever else `lipaudit.watch` takes: data, measures, every, loggers...
+        part: returns the part of the trainer's model to watch; None: all of it.
+        to: as in `lipaudit.watch`; by default a folder in the trainer's folder.
+        asked: other arguments of `lipaudit.watch`: data, measures, every, loggers...
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class WatchingCallback:
         self.monitor: Monitor | None = None
 
     def start_watching(self, model: Any, folder: str, step: int, **usual: Any) -> None:
-        """Measure before the first step, or before the first after a checkpoint."""
+        """Measure before the first step, or before the first one after a checkpoint."""
         model = model if self.part is None else self.part(model)
         to = Path(folder) / FOLDER if self.to is None else self.to
         self.monitor = watch(model, to=to, **(usual | self.asked))
@@ -83,7 +83,7 @@ def trainer_callback() -> type:
 
 
 def lightning_callback() -> type:
-    """Return the callback of each package of Lightning in use, else of one that is installed."""
+    """Return callbacks for the Lightning packages in use, else for one that is installed."""
     used = [name for name in LIGHTNING if name in sys.modules]
     names = used or [name for name in LIGHTNING if find_spec(name.partition(".")[0])][:1]
     if not names:
@@ -124,5 +124,5 @@ def __getattr__(name: str) -> type:
     if name not in CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     made = CALLBACKS[name]()
-    made.__qualname__, made.__module__ = name, __name__  # where pickle finds it
+    made.__qualname__, made.__module__ = name, __name__  # where pickle finds the class
     return made

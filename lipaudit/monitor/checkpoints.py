@@ -36,11 +36,11 @@ class Checkpoint:
     """A checkpoint whose name has a step.
 
     Attributes:
-        name: of its file or directory.
-        model: what is loaded: the directory, or a file of weights.
-        step: of the training; its epoch where the name has no step.
-        size: of what is loaded, in bytes.
-        changed: when that was last written, in nanoseconds.
+        name: name of its file or directory.
+        model: what to load: the directory, or a file of weights.
+        step: step of the training, or the epoch if the name has no step.
+        size: size in bytes.
+        changed: time of the last change, in nanoseconds.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Checkpoint:
 def checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints of a folder in the order of their steps.
 
-    Of several of one step that is the one which was changed last.
+    If several have the same step, the newest counts.
     """
     known = [each for path in folder.iterdir() for each in _checkpoint(path)]
     known.sort(key=lambda each: (each.step, each.changed))
@@ -98,8 +98,8 @@ class StepReports:
     """The reports of the steps of one training, in a folder.
 
     Args:
-        folder: where they are; it is made with the first of them.
-        suffix: of their names, where the folder holds others as well.
+        folder: folder of the reports; created with the first one.
+        suffix: suffix of their names, if the folder holds other reports as well.
 
     Raises:
         UsageError: the folder cannot be written to.
@@ -110,14 +110,14 @@ class StepReports:
         self.folder, self.suffix = folder, suffix
 
     def path(self, step: int) -> Path:
-        """Return where the report of a step is."""
+        """Return the path of a step's report."""
         return self.folder / f"step-{step:07}{self.suffix}.json"
 
     def write(self, step: int, report: Report) -> None:
         """Write the report of a step.
 
         Raises:
-            EvaluationError: it cannot be written.
+            EvaluationError: the file cannot be written.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -126,38 +126,38 @@ class StepReports:
         write(self.path(step), schema.dumps(report).encode())
 
     def steps(self) -> list[int]:
-        """Return the steps that have a report, in their order."""
+        """Return the steps that have a report, in order."""
         named = re.compile(rf"step-(\d+){self.suffix}\.json")
         names = [path.name for path in self.folder.glob("step-*.json")]
         return sorted(int(match[1]) for name in names if (match := named.fullmatch(name)))
 
     def load(self, last: int | None = None) -> list[Report]:
-        """Return the reports in the order of their steps, up to the last that is asked for.
+        """Return the reports in the order of their steps, up to the last requested step.
 
         Raises:
-            InputError: one is damaged.
+            InputError: a report is damaged.
         """
         steps = [step for step in self.steps() if last is None or step <= last]
         return [schema.load(self.path(step)) for step in steps]
 
     def draw(self, reports: list[Report]) -> Path:
-        """Write a page with reports side by side; return where it is."""
+        """Write a page with the reports side by side; return its path."""
         page = self.folder / PAGE
         write(page, render(of_reports(*reports, by="order"), "html"))
         return page
 
 
 class CheckpointFolder:
-    """The checkpoints of a folder, and the reports of those that were measured.
+    """The checkpoints of a folder, and the reports of the measured ones.
 
-    A report is kept under a name that follows from what was asked for: with other options every
-    checkpoint is measured again.
+    The names of reports depend on the options: with other options every checkpoint is measured
+    again.
 
     Args:
-        folder: that holds the checkpoints.
-        request: what is measured of each; its model is filled in.
-        to: the folder of the reports.
-        tries: how often one that cannot be measured is tried: it may still be being written.
+        folder: folder of the checkpoints.
+        request: the request for each checkpoint; its model is filled in.
+        to: folder of the reports.
+        tries: number of attempts for a checkpoint that may still be being written.
     """
 
     def __init__(self, folder: Path, request: Request, to: Path, *, tries: int = 1) -> None:
@@ -168,15 +168,15 @@ class CheckpointFolder:
         self._tried: Counter[Checkpoint] = Counter()
 
     def pending(self) -> list[Checkpoint]:
-        """Return those that are new, changed or not yet given up, in the order of their steps."""
+        """Return the checkpoints that are new, changed or not yet given up, in order."""
         known = checkpoints(self.folder)
         return [c for c in known if self._tried[c] < self.tries and not self._is_measured(c)]
 
     def measure(self, checkpoint: Checkpoint, observer: Observer) -> Report | None:
-        """Measure a checkpoint and write its report; None where it could not be measured.
+        """Measure a checkpoint and write its report; None if it could not be measured.
 
         Raises:
-            UsageError: the command makes no sense, whatever the checkpoint.
+            UsageError: the command is invalid for every checkpoint.
         """
         self._tried[checkpoint] += 1
         try:

@@ -1,4 +1,4 @@
-"""Loggers: where the figures of a training go besides its reports."""
+"""Loggers: programs that receive the figures of a training in addition to the reports."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from lipaudit.tables.figures import finite
 from lipaudit.tables.summary import summary
 
 Logger = Callable[[dict[str, float], int], object]
-"""Called with figures by name and their step."""
+"""Called with figures by name, and their step."""
 
 PREFIX = "lipaudit/"
 
 
 def loggers(wanted: str | Logger | Iterable[str | Logger], folder: Path) -> list[Logger]:
-    """Return what writes figures.
+    """Return functions that log figures.
 
     Args:
-        wanted: names in `LOGGERS`, or functions of one's own.
-        folder: where those write that have no place of their own.
+        wanted: names in `LOGGERS`, or functions.
+        folder: folder of loggers that write files.
 
     Raises:
-        UsageError: a name that there is not, or a package that is not installed.
+        UsageError: a name is unknown, or a package is not installed.
     """
     several = [wanted] if isinstance(wanted, str) or callable(wanted) else wanted
     return [each if callable(each) else _find_logger(each, folder) for each in several]
 
 
 def collect_figures(report: Report) -> dict[str, float]:
-    """Return the figures of a report that are logged, under names that every logger takes.
+    """Return the figures of a report for loggers, under names that every logger accepts.
 
-    A figure that is not finite is left out.
+    Figures that are not finite are left out.
     """
     summed, figures = summary(report), dict[str, float]()
     for each in summed.accuracy:
@@ -66,7 +66,7 @@ def _find_logger(name: str, folder: Path) -> Logger:
 
 
 def _tensorboard(folder: Path) -> Logger:
-    """Write event files below the folder, a directory for all sessions."""
+    """Write event files below the folder; all sessions share one directory."""
     writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(folder / "tensorboard")
 
     def log(figures: Mapping[str, float], step: int) -> None:
@@ -78,13 +78,13 @@ def _tensorboard(folder: Path) -> Logger:
 
 
 def _mlflow(_folder: Path) -> Logger:
-    """Log to the active run; MLflow itself starts one where there is none."""
+    """Log to the active run; MLflow starts one if there is none."""
     mlflow: Any = import_module("mlflow")
     return lambda figures, step: mlflow.log_metrics(dict(figures), step=step)
 
 
 def _wandb(_folder: Path) -> Logger:
-    """Log to the open run, over a step of our own: the run's may be ahead, and never goes back."""
+    """Log to the open run over our own step: the run's step may be larger, and never decreases."""
     wandb: Any = import_module("wandb")
     if wandb.run is None:
         raise UsageError("no W&B run is active", "Call wandb.init() before the training.")

@@ -1,4 +1,4 @@
-"""Measure a module while it is trained, every so many steps, and leave the training as it is."""
+"""Measure a module every n-th step of its training, without changing the training."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def watch(
     step: int = 0,
     **options: Any,
 ) -> Monitor:
-    """Measure a module every so many steps of its training, on the same samples each time.
+    """Measure a module every n-th step of its training, on the same samples each time.
 
-    The training is bit for bit what it would be without: weights, gradients, flags, buffers and
-    random states come back as they were. In a distributed run the process of rank 0 measures.
+    The training does not change, to the last bit: weights, gradients, flags, buffers and random
+    states are restored. In a distributed run the process of rank 0 measures.
 
         with lipaudit.watch(model, data=(x, y), every=100, to="watched") as monitor:
             for batch in loader:
@@ -64,21 +64,21 @@ def watch(
                 monitor.step()
 
     Args:
-        model: the module that is trained, or a model that lipaudit has loaded; what
-            DistributedDataParallel, DataParallel or torch.compile wrap is measured itself.
-        measures: as of `lipaudit.audit`, on few samples; its attack is pgd.
-        data: as of `lipaudit.audit`.
-        every: how many steps lie between two measurements.
-        to: the folder of the reports (`step-0000100.json`) and of the page that shows them side by
-            side. A report of the same step is replaced: give every training a folder of its own.
-        loggers: where figures go besides: tensorboard, mlflow, wandb, or a function of figures by
-            name and a step.
-        strict: whether a measurement that fails ends the training; else it is a Python warning.
-        step: where the training begins: how many steps are done, if it goes on from a checkpoint.
-        options: as of `lipaudit.audit`.
+        model: the module in training, or a model loaded by lipaudit. Wrappers
+            (DistributedDataParallel, DataParallel, torch.compile) are removed.
+        measures: as in `lipaudit.audit`, on few samples; the attack is pgd.
+        data: as in `lipaudit.audit`.
+        every: number of steps between two measurements.
+        to: folder of the reports (`step-0000100.json`) and of the page that shows them side by
+            side. A report of the same step is replaced: use one folder per training.
+        loggers: further destinations of figures: tensorboard, mlflow, wandb, or a function of
+            figures by name and a step.
+        strict: whether a failed measurement ends the training; otherwise it is a Python warning.
+        step: number of steps already done, if the training continues from a checkpoint.
+        options: as in `lipaudit.audit`.
 
     Raises:
-        LipauditError: what cannot be measured, before the training begins.
+        LipauditError: the model cannot be measured; raised before the training begins.
     """
     if "time_limit" in options:
         raise UsageError("time_limit applies to one run, not to a training", "Leave it out.")
@@ -94,14 +94,15 @@ def watch(
 
 
 class Monitor:
-    """Measures a module while it is trained; `lipaudit.watch` makes one.
+    """Measures a module during its training; `lipaudit.watch` creates one.
 
-    As a context it measures before the first step and, if the block ends well, after the last.
+    As a context manager, it measures before the first step and, if the block ends without an
+    error, after the last.
 
     Attributes:
-        folder: where the reports and the page are.
-        report: what was measured last; None before.
-        seconds: what all measuring has taken.
+        folder: folder of the reports and the page.
+        report: the last report; None before the first.
+        seconds: total time of all measurements.
     """
 
     def __init__(
@@ -141,17 +142,17 @@ class Monitor:
             self.close()
 
     def step(self) -> None:
-        """Say that another step of the training is done."""
+        """Count one more step of the training; measure if it is due."""
         self(self._step + 1)
 
     def __call__(self, step: int) -> None:
-        """Say how many steps of the training are done."""
+        """Set the number of steps of the training; measure if it is due."""
         self._step = step
         if step % self._every == 0:
             self.measure(step)
 
     def measure(self, step: int) -> None:
-        """Measure now, whatever the step; a step that was measured last is not measured again."""
+        """Measure now, at any step; a step that was just measured is not measured again."""
         if not self._active or step == self._last:
             return
         self._step = self._last = step
@@ -168,7 +169,7 @@ class Monitor:
                 log(figures, step)
 
     def close(self) -> None:
-        """Measure after the last step, and write a page of all steps up to that one."""
+        """Measure after the last step, and write a page of all steps up to it."""
         if self._step > self._begin:
             self.measure(self._step)
         if self._active:
@@ -187,7 +188,7 @@ class Monitor:
         return report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
 
     def _draw_samples(self) -> Samples:
-        """Draw the samples that are measured at every step, and see that they can be."""
+        """Draw the samples for all steps, and check that they can be measured."""
         request = self._request
         with (
             _protect(_module(self._model), request.run.seed),
@@ -200,7 +201,7 @@ class Monitor:
 
     @contextmanager
     def _warn_on_failure(self, step: int) -> Iterator[None]:
-        """Make a failure in the block a Python warning; raise it if strict."""
+        """Turn a failure in the block into a Python warning; raise it if strict."""
         try:
             yield
         except Exception as error:
@@ -211,7 +212,7 @@ class Monitor:
 
 
 def _another_rank() -> bool:
-    """Tell whether another process of a distributed run measures."""
+    """Say whether another process of a distributed run measures."""
     distributed = torch.distributed
     return (
         distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0
@@ -227,10 +228,10 @@ def _module(model: Watched) -> nn.Module:
 
 
 def _innermost(model: Watched) -> Watched:
-    """Return the model itself, without what runs it on several devices.
+    """Return the model without wrappers for several devices.
 
     Raises:
-        InputError: no process has all of its weights.
+        InputError: no process has all weights.
     """
     if not isinstance(_module(model), nn.Module):
         raise InputError(
@@ -256,10 +257,11 @@ def _innermost(model: Watched) -> Watched:
 
 @contextmanager
 def _protect(module: nn.Module, seed: int) -> Iterator[None]:
-    """Put back what running the module in the block may change beside what `borrow` does.
+    """Restore what a forward pass may change in addition to what `borrow` restores.
 
-    Those are random states, torch's, numpy's and Python's own, and buffers: a module may count its
-    forward passes, say. They are stood in for: a change would spoil a backward pass to come.
+    These are the random states of torch, numpy and Python, and buffers (a module may count its
+    forward passes). Buffers are replaced by copies in the block: changing them would break a later
+    backward pass.
     """
     tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
     copies: dict[int, torch.Tensor | None] = {}

@@ -1,7 +1,7 @@
-"""The output contract: a report, its sections, and how each column reads.
+"""The output format: a report, its sections, and the description of each column.
 
-A column carries everything a renderer or the gate must know of it: label, unit, format, which way
-is better, the domain on which the figure holds and how far it is proven.
+A column describes itself for renderers and the gate: label, unit, format, better direction, the
+domain on which the figure holds, and its status.
 """
 
 from lipaudit.tables.columns import Array as Array

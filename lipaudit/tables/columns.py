@@ -1,4 +1,4 @@
-"""How a column reads, what a row is, and how a section is laid out."""
+"""Columns, rows, and the layout of a section."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FORMAT = r"^(|s|d|[-+]?(\.\d{1,2})?[efg%])$"
 
 
 def _revive(value: Any) -> Any:
-    """Read back the strings that stand for NaN and the infinities."""
+    """Return NaN and infinities for the strings that represent them."""
     return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
@@ -52,23 +52,23 @@ class Frozen(BaseModel):
         extra="forbid",
         ser_json_inf_nan="strings",
         populate_by_name=True,
-        defer_build=True,  # what a command does not need costs it nothing
+        defer_build=True,  # a command does not pay for what it does not use
     )
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the cell of a row is computed from its samples, so that a subset of them can be reduced.
+    """How the cell of a row is computed from samples, so that it can be computed for a subset.
 
     Samples without a value (NaN) are left out.
 
     Attributes:
-        stat: over the samples.
-        values: the array, (rows, samples), that is reduced; or the per-sample column, which is
-            then that of the only row, or of the row's attack.
-        per: an array to divide the values by, sample by sample; empty for none.
-        weights: an array with the weight of each sample in the mean; where it is not stored, or
-            empty, all weights are equal.
+        stat: the statistic over the samples.
+        values: name of the array, (rows, samples), or of the per-sample column (of the only row,
+            or of the row's attack).
+        per: name of an array that divides the values, sample by sample; empty for none.
+        weights: name of an array of weights for the mean; if it is empty or not stored, all
+            weights are equal.
     """
 
     stat: Literal["median", "mean", "p95", "max"]
@@ -78,31 +78,31 @@ class Reduction:
 
     @property
     def arrays(self) -> frozenset[str]:
-        """The names of the arrays that it reads."""
+        """Return the names of the arrays that the reduction reads."""
         return frozenset({self.values, self.per, self.weights} - {""})
 
 
 @dataclass(frozen=True)
 class Column:
-    """How a column reads.
+    """The description of a column.
 
     Attributes:
-        label: what is printed above it.
-        meaning: one sentence, for `lipaudit explain` and tool tips.
+        label: heading of the column.
+        meaning: one sentence, for `lipaudit explain` and tooltips.
         unit: printed behind numbers; empty for a pure number.
         format: a Python format specification of a number; "d" for whole numbers, "s" for text,
-            empty for yes and no.
-        better: the direction of improvement, which the gate needs; None where there is none.
-        domain: where the figure holds ("at X", "all inputs of norm <= R"); empty where it claims
-            nothing (a cost, a tolerance).
+            empty for truth values.
+        better: better direction, which the gate needs; None without one.
+        domain: where the figure holds ("at X", "all inputs of norm <= R"); empty for figures
+            without a claim (a cost, a tolerance).
         status: certified (holds on its whole domain) | exact (computed at X) | bound
             (proven upper bound, at X only) | estimate | empirical.
-        formula: what is computed, in the symbols of `SYMBOLS`; of bounds.
-        reading: how to read a figure that is easily misread; a paragraph a line.
-        reduction: how it is computed from the samples; None where a report cannot repeat that.
-        default: the cell of a row that does not give one; a cell may be null only if this is.
-        needed: whether every row has to give it, and not null.
-        least: the smallest value it can have.
+        formula: the formula of a bound, in the symbols of `SYMBOLS`.
+        reading: how to read a figure that is easily misread; one paragraph per line.
+        reduction: how it is computed from samples; None if a report cannot repeat that.
+        default: default cell; a cell may be null only if the default is.
+        needed: whether every row must have a cell that is not null.
+        least: smallest possible value.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -121,21 +121,21 @@ class Column:
     least: float | None = None
 
     def read(self, name: str, value: Any) -> Any:
-        """Return a cell of this column, with NaN and infinities in place of their names.
+        """Return a cell of this column, with strings for NaN and infinities converted.
 
         Raises:
-            ValueError: the column takes no such value.
+            ValueError: the value does not fit the column.
         """
         if value is None:
             if self.needed or self.default is not None:
                 raise ValueError(f"{name} is missing")
             return None
         kind: Any = {"s": str, "d": int, "": bool}.get(self.format, float)
-        # JSON has no NaN: it is written as a string, which only a column of numbers reads back.
+        # JSON has no NaN: it is written as a string, which only columns of numbers convert back.
         value = _revive(value) if kind is float else value
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        # True is an int in Python, and no count.
+        # True is an int in Python, but not a count.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
         if self.least is not None and value < self.least:
@@ -154,10 +154,10 @@ def count_column(label: str, meaning: str, default: int = 0, **how: Any) -> Colu
 
 
 def naming(columns: Mapping[str, Column]) -> list[str]:
-    """Return the columns that name a row: the leading ones, of text or whole numbers.
+    """Return the columns that name a row: the leading columns of text or whole numbers.
 
-    The columns of a section start with what a row is of; measured values follow. The first
-    column always names.
+    A section begins with the columns that name a row; measured values follow. The first column
+    always names.
 
     >>> layer, text, norm = (Column(label="", meaning="", format=f) for f in ("d", "s", ".3g"))
     >>> naming({"layer": layer, "module": text, "norm": norm, "tokens": layer})
@@ -171,7 +171,7 @@ def naming(columns: Mapping[str, Column]) -> list[str]:
 class Row(Mapping[str, Any]):
     """One line of a section: its cells by column name, `row.exact` or `row["exact"]`.
 
-    A column whose name is a keyword of Python has an underscore behind it: `row.from_`.
+    If the name of a column is a Python keyword, an underscore follows it: `row.from_`.
     """
 
     __slots__ = ("_cells",)
@@ -203,14 +203,14 @@ class Row(Mapping[str, Any]):
         return Row, (self._cells,)
 
     def replace(self, **cells: Any) -> Row:
-        """Return the row with other cells."""
+        """Return the row with some cells replaced."""
         return Row(self._cells | cells)
 
     @property
     def key(self) -> TrialKey | None:
-        """The attack or the ball of the row, by which per-sample columns are named, too.
+        """Return the attack or ball of the row, which also names per-sample columns.
 
-        A report that does not say how the radius was typed has it rounded.
+        If a report lacks the typed radius, the radius is rounded.
         """
         if not {"norm", "eps"} <= self._cells.keys():
             return None
@@ -219,16 +219,16 @@ class Row(Mapping[str, Any]):
 
     @property
     def trial(self) -> TrialKey:
-        """The key of a row that is of an attack or a ball."""
+        """Return the key of a row of an attack or a ball."""
         assert self.key is not None
         return self.key
 
 
 def make_row(columns: Mapping[str, Column], cells: Mapping[str, Any]) -> Row:
-    """Return the row of these cells; a cell that is not given is the default of its column.
+    """Return the row of these cells; missing cells get the default of their column.
 
     Raises:
-        ValueError: a cell is missing, of the wrong type or of no column.
+        ValueError: a cell is missing, has the wrong type or no column.
     """
     if strange := sorted(cells.keys() - columns.keys()):
         raise ValueError(f"a row has no column {strange[0]!r}")
@@ -256,18 +256,18 @@ class Array(Frozen):
     @classmethod
     def of(cls, values: np.ndarray[Any, Any]) -> Array:
         """Store a numpy array."""
-        # Six digits: norms are computed to 1e-4 by default, and the JSON is half as long.
+        # Six digits: norms are exact to 1e-4 by default, and the JSON is half as long.
         return cls(shape=values.shape, data=tuple(float(f"{v:.6g}") for v in values.ravel()))
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return the array, in float64 (null is NaN)."""
+        """Return the array in float64 (null becomes NaN)."""
         import numpy as np
 
         return np.array(self.data, dtype=np.float64).reshape(self.shape)
 
 
 def _write_column(column: Column) -> dict[str, Any]:
-    """Return what a column says, without what every column says if it is not told."""
+    """Return the fields of a column that differ from the defaults."""
     plain = asdict(Column("", ""))
     given = {n: v for n, v in asdict(column).items() if v != plain[n] or n in ("label", "meaning")}
     if column.reduction:

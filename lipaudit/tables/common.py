@@ -1,4 +1,4 @@
-"""Columns that several measures have, and how to read them."""
+"""Columns that several measures share, with their readings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CERTIFIED = (
 
 
 def norm_of(source: str, target: str) -> str:
-    """Say what the norm of a Jacobian at the samples is, and what it is not."""
+    """Return the reading of the norm of a Jacobian at the samples."""
     return (
         f"The largest factor by which a very small change of {source} can grow in {target}. A "
         "large change may grow more. The solver approaches the norm from below: see within."
@@ -143,7 +143,7 @@ HEAD_NORMS = {
 
 
 def wilson_limit(label: str) -> Column:
-    """Return the column of an end of the interval of a share."""
+    """Return the column of one end of the interval of a share."""
     return Column(label, "95 % confidence limit (Wilson).", format=".1%", status="estimate")
 
 

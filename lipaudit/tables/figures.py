@@ -1,4 +1,4 @@
-"""Numbers out of rows and arrays, where some are missing or no numbers at all."""
+"""Numbers from rows and arrays with missing or infinite entries."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ AXES = frozenset({"map_tokens", *BINNED.values()})
 
 
 def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
-    """Return the arrays of a section, which can be drawn.
+    """Check that the arrays of a section can be drawn.
 
     Raises:
-        ValueError: one has another shape, lacks the array it needs, or is not finite.
+        ValueError: an array has another shape, lacks its second array, or is not finite.
     """
     for name, array in arrays.items():
         kind, _, head = name.partition("@")
@@ -71,13 +71,13 @@ def finite(values: Iterable[Any]) -> list[float]:
 
 
 def middle(values: Iterable[Any]) -> float | None:
-    """Return the median of the finite numbers, None where there are none."""
+    """Return the median of the finite numbers, None without any."""
     numbers = finite(values)
     return median(numbers) if numbers else None
 
 
 def order(value: Any) -> float:
-    """Sort key that puts missing values and NaN last when sorting from the largest down."""
+    """Sort key that puts missing values and NaN last in descending order."""
     return float(value) if isinstance(value, int | float) and value == value else -math.inf
 
 
@@ -87,14 +87,14 @@ def largest(rows: Iterable[Row], name: str, count: int) -> list[Row]:
 
 
 def log10(value: float | None) -> float | None:
-    """Return the decimal logarithm: of 0 it is minus infinity, missing values stay missing."""
+    """Return the decimal logarithm; minus infinity for 0, and missing values stay missing."""
     if value is None or math.isnan(value):
         return value
     return math.log10(value) if value > 0 else -math.inf
 
 
 def log10_ratio(row: Row, bound: str) -> float | None:
-    """Return log10(bound / exact) of a head, from the logarithm where the bound overflows."""
+    """Return log10(bound / exact) of a head, from the stored logarithm if the bound overflows."""
     value, exact = row[bound], log10(row.exact)
     if exact is None or not math.isfinite(exact):
         return None
@@ -106,10 +106,9 @@ def log10_ratio(row: Row, bound: str) -> float | None:
 
 
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
-    """Return limits of a median that hold it with at least 95 %, whatever the distribution.
+    """Return limits of the median with at least 95 % confidence, for every distribution.
 
-    They are two of the values, as far from the ends as that allows (the sign test); None where
-    so few values have none.
+    They are order statistics (sign test); None if there are too few values.
 
     >>> median_limits(range(5)), median_limits(range(6)), median_limits(range(20))
     (None, (0.0, 5.0), (5.0, 14.0))
@@ -122,10 +121,10 @@ def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
 def sign_test_place(count: int, level: float) -> int:
     """Return the largest k with P(B <= k - 1) <= level, for B ~ Binomial(count, 1/2).
 
-    The k-th smallest and the k-th largest of so many values hold the median between them, each
-    with confidence 1 - level. 0 where there are too few values.
+    The k-th smallest and the k-th largest value are limits of the median, each with confidence 1 -
+    level. 0 means too few values.
     """
-    from scipy.special import bdtr  # it takes half a second to import
+    from scipy.special import bdtr  # the import takes half a second
 
     # bdtr(k, n, p) is P(B <= k); it grows with k, so the count of small ones is the place.
     return int((bdtr(range(count), count, 0.5) <= level).sum()) if count else 0
@@ -138,7 +137,7 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     (0.2366, 0.7634)
     """
     share, z2 = successes / n, Z95**2
-    # The interval solves |p - share| = z sqrt(p (1 - p) / n) for p: no share of 0 has width 0.
+    # The interval solves |p - share| = z sqrt(p (1 - p) / n) for p, so a share of 0 has a width.
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)

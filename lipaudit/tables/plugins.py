@@ -1,4 +1,4 @@
-"""Plug-ins: what packages other than ours declare as entry points of a group of ours."""
+"""Plug-ins: objects that other packages declare as entry points."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ def entries(
     *,
     check: Callable[[T], str] = lambda record: "",
 ) -> dict[str, T]:
-    """Load what installed packages declare in an entry point group, in order of the names.
+    """Load the objects that installed packages declare in an entry point group, sorted by name.
 
-    The module that an entry names is imported, so it should import nothing heavy itself.
+    The module of an entry is imported, so it should import nothing large.
 
     Args:
-        group: the group's name, `lipaudit.attacks` say.
+        group: name of the group, such as `lipaudit.attacks`.
         kind: the type of the records of the group.
-        taken: names that are in use already.
-        check: says what is wrong with a record, "names no function" say; empty if nothing is.
+        taken: names already in use.
+        check: returns the fault of a record, such as "names no function"; empty without a fault.
 
     Raises:
-        UsageError: an entry cannot be imported, is no `kind`, is called otherwise than its
-            record, has a name that is in use or does not pass the check; the message names its
-            package.
+        UsageError: an entry cannot be imported, is not a `kind`, has another name than its record,
+            reuses a name or fails the check; the message names its package.
     """
     from importlib.metadata import entry_points
 

@@ -1,4 +1,4 @@
-"""Report and Section: what a run leaves behind."""
+"""The classes Report and Section: the results of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCHEMA_VERSION = "2.0"
 
 
 class Note(Frozen):
-    """A remark that belongs to the numbers: printed with them, never dropped."""
+    """A note on the numbers; it is printed with them and never dropped."""
 
     level: Literal["info", "warning"]
     code: str
@@ -44,7 +44,7 @@ class Note(Frozen):
 
 
 class Failure(Frozen):
-    """Why a measure has no result: the error it ended with, and the exit code it deserves."""
+    """The reason why a measure has no result: its error and exit code."""
 
     reason: str
     advice: str = ""
@@ -52,10 +52,10 @@ class Failure(Frozen):
 
 
 def require_aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cell, ...]]:
-    """Return per-sample columns: of one length, each sample named by the column `ids`.
+    """Check that per-sample columns have equal lengths and the column `ids` with unique names.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the check fails.
     """
     if samples and "ids" not in samples:
         raise ValueError("per-sample columns without ids")
@@ -70,17 +70,17 @@ Png = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
 
 
 class Example(Frozen):
-    """What an attack made of a sample: where it is one, as pictures of at most 64 pixels.
+    """An adversarial example of a sample; images are stored with at most 64 pixels a side.
 
     Attributes:
-        trial: the first that broke it.
+        trial: the first trial that broke the sample.
         image: the sample.
-        adversarial: what it became.
-        difference: of the two; grey is none.
-        times: how much the difference is amplified.
-        text: what it became where its words or characters were changed.
-        classes: true and, after the attack, predicted; by name, or number where there are none.
-        before: their scores without attack, of 1 in all.
+        adversarial: the adversarial example.
+        difference: the difference of the two; grey means zero.
+        times: factor by which the difference is amplified.
+        text: the changed text, for attacks on words and characters.
+        classes: true class, and class predicted after the attack; names, or else numbers.
+        before: scores of these classes without attack; all scores sum to 1.
         after: their scores under attack.
     """
 
@@ -96,14 +96,14 @@ class Example(Frozen):
 
 
 class Gradient(Frozen):
-    """How the steepest change of a sample is shared out among its tokens.
+    """The share of each token in the steepest change of a sample.
 
     Attributes:
         of: margin: the gradient of f_y - max_(j != y) f_j; direction: the leading right singular
             vector v of the Jacobian, along which the output changes most.
-        tokens: the first of them, as they are written; numbers where no tokenizer tells.
-        shares: of each, its part of the squared length: ||g_t||^2 / sum_s ||g_s||^2 over all s.
-        left_out: how many further tokens there are.
+        tokens: the first tokens as texts; numbers without a tokenizer.
+        shares: share of each token in the squared length: ||g_t||^2 / sum_s ||g_s||^2 over all s.
+        left_out: number of further tokens.
     """
 
     of: Literal["margin", "direction"]
@@ -119,14 +119,14 @@ class Gradient(Frozen):
 
 
 class Attended(Frozen):
-    """Whose attention a map shows.
+    """The sample behind an attention map.
 
     Attributes:
         sample: its id.
-        tokens: how its tokens are written; of pictures, which patch each of them is.
-        grid: rows and columns of patches; (0, 0) where tokens are none.
-        first: the token that is the first patch; the others follow row by row.
-        image: the picture that patches lie in, of at most 64 pixels.
+        tokens: its tokens as texts; for pictures the patch of each.
+        grid: rows and columns of patches; (0, 0) without patches.
+        first: index of the first patch token; the others follow row by row.
+        image: the picture of the patches, at most 64 pixels a side.
     """
 
     sample: str
@@ -149,10 +149,10 @@ class Section(Frozen):
     Attributes:
         measure: its name.
         title: its heading on a page; empty: its name.
-        settings: the options it ran with.
-        columns: how the cells of rows read, in the order they are printed.
-        sample_columns: how per-sample columns read; `robust@ATTACK,NORM,EPS` reads as `robust`.
-        rows: one per head, layer, attack..., ordered by (layer, head) where there are any.
+        settings: its options.
+        columns: columns of the rows, in printed order.
+        sample_columns: per-sample columns; `robust@ATTACK,NORM,EPS` uses the column `robust`.
+        rows: one per head, layer, attack..., ordered by (layer, head) if present.
         samples: per-sample columns in the order of its `ids`.
         arrays: per-head per-sample values, histograms and maps.
         notes: remarks that belong to these numbers.
@@ -203,9 +203,9 @@ class Section(Frozen):
         return self
 
     def frame(self) -> Any:
-        """Return the rows as a pandas DataFrame, or as a list of dicts where there is no pandas.
+        """Return the rows as a pandas DataFrame, or as a list of dicts without pandas.
 
-        Columns stand as in the tables, in their units (`columns` says which).
+        Columns are in the order and units of the tables (see `columns`).
         """
         cells = [dict(row) for row in self.rows]
         try:
@@ -216,7 +216,7 @@ class Section(Frozen):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The samples that it has columns for."""
+        """Return the ids of the samples that the section has columns for."""
         return tuple(map(str, self.samples.get("ids", ())))
 
     def sample_column(self, name: str) -> Column:
@@ -226,15 +226,15 @@ class Section(Frozen):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a section is laid out: its title, its columns and those of its samples.
+    """The layout of a section: its title, its columns and its per-sample columns.
 
     Attributes:
-        name: of the section.
-        title: its heading on a page; empty: its name.
-        fixed: its columns, in the order they are printed: first those that name a row.
-        sample_columns: the columns that it has for every sample.
-        declared: returns columns that are declared elsewhere, those of bounds.
-        behind: the column behind which the declared ones are printed.
+        name: name of the section.
+        title: heading on a page; empty: the name.
+        fixed: its columns in printed order, first those that name a row.
+        sample_columns: its per-sample columns.
+        declared: returns columns declared elsewhere, such as those of bounds.
+        behind: the column after which the declared ones are printed.
     """
 
     name: str
@@ -246,7 +246,7 @@ class Layout:
 
     @property
     def columns(self) -> dict[str, Column]:
-        """The columns by name, in the order they are printed."""
+        """Return the columns by name, in printed order."""
         if self.declared is None:
             return dict(self.fixed)
         items = list(self.fixed.items())
@@ -254,7 +254,7 @@ class Layout:
         return dict([*items[:place], *self.declared().items(), *items[place:]])
 
     def row(self, /, **cells: Any) -> Row:
-        """Return a row of these cells (`from_` for `from`); what is not given has its default.
+        """Return a row of these cells (`from_` for `from`); missing cells get their defaults.
 
         Raises:
             ValueError: a cell is missing, of the wrong type or of no column.
@@ -264,7 +264,7 @@ class Layout:
         return make_row(columns, cells)
 
     def section(self, **values: Any) -> Section:
-        """Return a section that is laid out so."""
+        """Return a section with this layout."""
         columns = {"columns": self.columns, "sample_columns": self.sample_columns}
         return Section(measure=self.name, title=self.title, **columns, **values)
 
@@ -272,8 +272,8 @@ class Layout:
 class Model(Frozen):
     """The audited checkpoint.
 
-    `revision` (as asked for) and `commit` are those of a repository of the Hugging Face Hub, where
-    it comes from one.
+    `revision` (as requested) and `commit` belong to a repository of the Hugging Face Hub, if the
+    model comes from one.
     """
 
     spec: str
@@ -286,7 +286,7 @@ class Model(Frozen):
 
 
 class Data(Frozen):
-    """The samples; `suite_id` is a hash of the sorted sample ids, the rest as of `Model`."""
+    """The samples; `suite_id` is a hash of the sorted sample ids, the rest is as in `Model`."""
 
     spec: str
     samples: int
@@ -296,10 +296,10 @@ class Data(Frozen):
 
 
 class Run(Frozen):
-    """Where the numbers come from: all that is needed to repeat them.
+    """The origin of the numbers: everything needed to repeat them.
 
-    `options` are those given that decide what model and data are (arch, max_tokens...),
-    `device_map` is where modules lay that were spread, `reason` why it was made the baseline.
+    `options` are the given options that define model and data (arch, max_tokens...), `device_map`
+    is the placement of the modules, `reason` is why the report became the baseline.
     """
 
     lipaudit: str
@@ -318,16 +318,16 @@ class Run(Frozen):
 
 
 class Shard(Frozen):
-    """Which part of a run a report is of, and what `lipaudit merge` makes the whole run of.
+    """The part of a run that a report covers, and the data that `lipaudit merge` needs.
 
     Attributes:
-        number: which part, from 1.
-        of: how many there are.
-        ids: of all samples of the run, in their order.
-        counts: how many of them each measure takes, from the first.
-        notes: remarks on loading, with which the notes of a measure begin.
-        options: of each measure, those that are no settings of its section.
-        parts: what each measure gave, in base64; only `lipaudit merge` reads it.
+        number: number of the part, from 1.
+        of: number of parts.
+        ids: ids of all samples of the run, in order.
+        counts: number of samples of each measure, from the first.
+        notes: notes on loading, which precede the notes of a measure.
+        options: options of each measure that are not settings of its section.
+        parts: parts of each measure, in base64; only `lipaudit merge` reads them.
     """
 
     number: int
@@ -340,18 +340,18 @@ class Shard(Frozen):
 
     @property
     def name(self) -> str:
-        """Say which it is: `shard 2 of 4`."""
+        """Return the shard's name: `shard 2 of 4`."""
         return f"shard {self.number} of {self.of}"
 
 
 class Report(Frozen):
     """One run of lipaudit: the only thing that is written, compared, gated and rendered.
 
-    It is partial where a measure failed or the run was cut short; each section that failed says
-    why, each that a time limit ended how many samples it left. `shard` is there where it is of one
-    part of a run. `samples` says where each sample is found, in the order of its `ids`: its
-    `place` in the data (a file, a line, an index) and, of texts, how its `text` begins; empty
-    where samples are made up.
+    It is partial if a measure failed or the run was cut short: a failed section has the reason, a
+    section cut by a time limit the number of missing samples. `shard` is set for one part of a
+    run. `samples` has the place of each sample, in the order of its `ids`: `place` in the data (a
+    file, a line, an index) and, for texts, the beginning as `text`; it is empty for random
+    samples.
     """
 
     schema_: Literal["lipaudit.report"] = Field("lipaudit.report", alias="schema")
@@ -366,38 +366,38 @@ class Report(Frozen):
 
     @model_serializer(mode="wrap")
     def _leave_out_empty(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write no shard where the report is of a whole run."""
+        """Leave out an empty shard, for the report of a whole run."""
         return {k: v for k, v in plain(self).items() if k != "shard" or v}
 
     def found(self, column: str) -> dict[str, str]:
-        """Return where samples are found (`place`), or how their texts begin (`text`), by id."""
+        """Return the places of samples (`place`), or the beginnings of texts (`text`), by id."""
         pairs = zip(self.samples.get("ids", ()), self.samples.get(column, ()), strict=False)
         return {str(name): str(value) for name, value in pairs if value}
 
     def section(self, measure: str) -> Section | None:
-        """Return the section of a measure, None when it was not measured."""
+        """Return the section of a measure, None if it was not measured."""
         return next((s for s in self.sections if s.measure == measure), None)
 
     @property
     def failures(self) -> dict[str, Failure]:
-        """The measures that failed, and why."""
+        """Return the failed measures, with the reasons."""
         return {s.measure: s.failure for s in self.sections if s.failure is not None}
 
     @property
     def unmeasured(self) -> dict[str, int]:
-        """The measures that a time limit ended, and how many samples it left."""
+        """Return the measures that a time limit ended, with the numbers of missing samples."""
         return {s.measure: s.unmeasured for s in self.sections if s.unmeasured}
 
     def __str__(self) -> str:
         """Return the scorecard, in at most 25 lines."""
-        import lipaudit  # by the public names: rendering is a layer above
+        import lipaudit  # by the public names, because rendering is a layer above
 
         return lipaudit.summarize(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Show itself in a notebook: its page, in a frame of its own so that styles stay apart."""
+        """Return the page for a notebook, in a separate frame so that styles do not mix."""
         import lipaudit
 
         page = lipaudit.render(self, "html").decode()
@@ -405,18 +405,18 @@ class Report(Frozen):
 
 
 def rows_of(section: Section | None) -> list[Row]:
-    """Return the rows of a section, none where it was not measured."""
+    """Return the rows of a section; empty if it was not measured."""
     return [] if section is None else list(section.rows)
 
 
 def is_of_heads(section: Section) -> bool:
-    """Tell whether every row is of one head, named by the columns `layer` and `head`."""
+    """Say whether every row belongs to one head, named by the columns `layer` and `head`."""
     columns = section.columns
     return all(name in columns and columns[name].needed for name in ("layer", "head"))
 
 
 def model_labels(reports: Sequence[Report]) -> list[str]:
-    """Name each report by its model, with a letter in front where models repeat."""
+    """Name each report by its model; repeated models get a letter in front."""
     specs = [report.run.model.spec for report in reports]
     if len(set(specs)) == len(specs):
         return specs

@@ -1,4 +1,4 @@
-"""Per-sample columns: which of them say yes or no, and which samples repeat others."""
+"""Per-sample columns of truth values, and repeated samples."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FLAGS = frozenset({"certified", "complete", "converged", "correct", "robust"})
 
 
 def require_flags(samples: Mapping[str, Sequence[Any]], columns: Mapping[str, Column]) -> None:
-    """Refuse a column of yes and no that holds another number.
+    """Refuse a column of truth values that holds another number.
 
     Raises:
-        ValueError: with the column and the number.
+        ValueError: the message gives the column and the number.
     """
     for name, cells in samples.items():
         if name.partition("@")[0] not in FLAGS & columns.keys():
@@ -28,7 +28,7 @@ def require_flags(samples: Mapping[str, Sequence[Any]], columns: Mapping[str, Co
 
 
 def is_repeat(name: str) -> bool:
-    """Tell whether an id is that of a sample that repeats an earlier one.
+    """Say whether an id belongs to a repeat of an earlier sample.
 
     >>> is_repeat("0123456789abcdef-2"), is_repeat("0123456789abcdef")
     (True, False)

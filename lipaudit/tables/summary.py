@@ -1,4 +1,4 @@
-"""The scorecard of a report as data: what a reader is told first."""
+"""The scorecard of a report as data."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Accuracy(Frozen):
     """A share of samples that are right, with its 95 % limits (Wilson).
 
     Attributes:
-        kind: without attack; what no attack of a ball broke; what is proven that none can break.
-        norm: of the ball; empty without attack.
-        eps: its radius as it was typed.
-        ball: both, as people say it.
-        attacks: those that were tried.
-        share: of the samples.
+        kind: clean, robust (no attack broke it) or certified (no attack can break it).
+        norm: norm of the ball; empty without attack.
+        eps: its radius as typed.
+        ball: the ball in words.
+        attacks: the attacks.
+        share: share of the samples.
         low: lower limit.
         high: upper limit.
-        samples: how many.
-        undecided: of a certificate, how many are neither proven nor broken.
+        samples: number of samples.
+        undecided: for certificates, number of samples neither certified nor broken.
     """
 
     kind: Literal["clean", "attacked", "certified"]
@@ -61,15 +61,15 @@ class Accuracy(Frozen):
 
 
 class Radii(Frozen):
-    """How far around the samples nothing is classified otherwise, proven.
+    """Certified radii of the samples.
 
     Attributes:
-        norm: of the balls.
-        median: of the certified radii of the samples that are right.
-        low: lower limit of that median, of 95 %; None where samples are too few for limits.
-        high: upper limit.
-        adversarial: the median of the smallest adversarial radii found.
-        samples: how many are right.
+        norm: norm of the balls.
+        median: median certified radius of the correct samples.
+        low: lower 95 % limit of that median; None with too few samples.
+        high: upper 95 % limit.
+        adversarial: median of the smallest adversarial radii found.
+        samples: number of correct samples.
     """
 
     norm: str
@@ -111,14 +111,14 @@ class Heads(Frozen):
 
 
 class Fragile(Frozen):
-    """How many attention rows are in the fragile regime.
+    """The share of attention rows in the fragile regime.
 
     Attributes:
-        share: of all rows, the mean over heads.
-        heads: how many have more than half of their rows there.
-        of: how many heads there are.
+        share: share of fragile rows, mean over heads.
+        heads: number of heads with more than half of their rows there.
+        of: number of heads.
         side: the regime of most other rows.
-        k: of the JaSMin penalty that pulls rows to that side; None where nothing is to be pulled.
+        k: k of the JaSMin penalty that moves rows to that side; None if none helps.
     """
 
     share: Float
@@ -129,7 +129,7 @@ class Fragile(Frozen):
 
 
 class Tightness(Frozen):
-    """How many times a bound lies above the exact norm, over heads."""
+    """How many times a bound exceeds the exact norm, over heads."""
 
     bound: str
     status: Status
@@ -139,7 +139,7 @@ class Tightness(Frozen):
 
 
 class Warned(Frozen):
-    """A warning, and the measure whose figures it is about; empty: all of them."""
+    """A warning, and the measure that it affects; empty: all measures."""
 
     measure: str
     code: str
@@ -147,16 +147,16 @@ class Warned(Frozen):
 
 
 class Summary(Frozen):
-    """What a report says in one screen.
+    """The content of a scorecard.
 
     Attributes:
-        warnings: what must be known before any figure, those on all figures first.
-        accuracy: without attack, then under attack by ball, then certified.
-        radii: that are certified.
-        norms: of the model's Jacobian.
-        heads: the steepest.
-        fragile: attention rows.
-        bounds: against the exact norms, in the order of tables.
+        warnings: warnings, those on all figures first.
+        accuracy: clean, then under attack by ball, then certified.
+        radii: certified radii.
+        norms: norms of the model's Jacobian.
+        heads: the steepest heads.
+        fragile: fragile attention rows.
+        bounds: tightness of the bounds, in the order of tables.
     """
 
     warnings: tuple[Warned, ...] = ()
@@ -180,7 +180,7 @@ FEW = 0.05
 
 
 def summary(report: Report) -> Summary:
-    """Sum a report up; what its sections do not say is left out."""
+    """Return the summary of a report; figures that it lacks are left out."""
     bounds = rows_of(report.section("bounds"))
     attacks = rows_of(report.section("attack"))
     certified = rows_of(report.section("certify"))
@@ -197,7 +197,7 @@ def summary(report: Report) -> Summary:
 
 
 def shared(report: Report) -> list[Note]:
-    """Return the notes that every measure has: on the model and the data, not on some figures."""
+    """Return the notes that all measures share: on model and data, not on single figures."""
     if not report.sections:
         return []
     first, *others = [s for s in report.sections if "." not in s.measure] or report.sections
@@ -217,7 +217,7 @@ def _list_warnings(report: Report) -> Iterator[Warned]:
 
 
 def _list_contradictions(report: Report) -> Iterator[Warned]:
-    """Yield what would show that a certificate or an attack is wrong, if it ever came to that."""
+    """Yield warnings of samples broken in a certified ball: one of the two results is wrong."""
     known = contradictions(report)
     if known:
         sample, ball, trial = known[0]
@@ -231,7 +231,7 @@ def _list_contradictions(report: Report) -> Iterator[Warned]:
 
 
 def _count_correct(report: Report) -> Iterator[Accuracy]:
-    """Count what is right without attack, on the samples that were attacked if there are any."""
+    """Count the correct samples without attack, among the attacked samples if there are any."""
     for measure in ("attack", "jacobian", "certify"):
         section = report.section(measure)
         cells = section.samples.get("correct", ()) if section else ()
@@ -272,7 +272,7 @@ def _sort_key(accuracy: Accuracy) -> tuple[bool, str, float]:
 
 
 def _list_certified(rows: Sequence[Row], attacks: Sequence[Row]) -> Iterator[Accuracy]:
-    """Yield what is proven of each ball, and what attacks left of it where none else says so."""
+    """Yield certified accuracy for each ball, and robust accuracy if no attack section has it."""
     said = {(row.norm, row.eps) for row in attacks}
     for row in rows:
         if row.robust is not None and (row.norm, row.eps) not in said:
@@ -308,7 +308,7 @@ def _make_norms(section: Section | None) -> Norms | None:
 
 
 def _name_largest(section: Section) -> str:
-    """Return the id of the sample with the largest norm, empty where none is known."""
+    """Return the id of the sample with the largest norm; empty if unknown."""
     ids, norms = (section.samples.get(name, ()) for name in ("ids", "norm"))
     known = [(v, str(i)) for i, v in zip(ids, norms, strict=False) if finite([v])]
     return max(known, key=lambda pair: order(pair[0]))[1] if known else ""
@@ -327,23 +327,23 @@ def _make_heads(rows: Sequence[Row]) -> Heads | None:
 
 
 def steepest(sections: Iterable[Section], count: int) -> list[str]:
-    """Return the heads of the largest exact norms as LAYER.HEAD, the largest first."""
+    """Return the heads with the largest exact norms as LAYER.HEAD, largest first."""
     rows = [row for section in sections if section.measure == "bounds" for row in section.rows]
     return [f"{row.layer}.{row.head}" for row in largest(rows, "exact", count)]
 
 
 def _make_fragile(section: Section | None) -> Fragile | None:
-    """Choose, too, the penalty that pulls rows to the side where the model's rows already lie.
+    """Summarise fragile rows, and choose the penalty that moves rows to their nearer regime.
 
-    JaSMin k = 0 lowers g1 itself, towards uniform or one-hot rows; k > 1 lowers g1 / g_k, which
-    flattens one-hot rows too and leaves rows with at most k keys out.
+    JaSMin with k = 0 lowers g1, towards uniform or one-hot rows. With k > 1 it lowers g1 / g_k,
+    which also flattens one-hot rows, and ignores rows with at most k keys.
     """
     rows = [row for row in rows_of(section) if finite([row.intermediate])]
     if section is None or not rows:
         return None
     shares = {n: _average(rows, n) for n in ("intermediate", "uniform", "categorical")}
     flat = shares["uniform"] > shares["categorical"]
-    # A row of n <= k keys has no g_k: with short rows only k = 0 pulls them all.
+    # A row of n <= k keys has no g_k: with short rows only k = 0 affects all rows.
     k: Any = section.settings.get("k", 10)
     long = isinstance(k, int) and max(row.tokens for row in rows) > k
     pulled = (k if flat and long else 0) if shares["intermediate"] >= FEW else None
@@ -375,6 +375,6 @@ def _list_tightness(rows: Sequence[Row]) -> Iterator[Tightness]:
 
 
 def _raise_ten(logarithm: float) -> float:
-    """Return 10 to a power, infinite where that is no number of the machine."""
+    """Return 10 to a power; infinity if it overflows."""
     # The largest float is 1.8e308.
     return 10**logarithm if logarithm < 308 else math.inf

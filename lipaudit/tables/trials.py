@@ -1,4 +1,4 @@
-"""Trials: an attack in a ball, as rows, per-sample columns and rules of the gate name it."""
+"""Trials: an attack in a ball, as the key of rows, per-sample columns and gate rules."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _COUNT = re.compile(rf"(\d+)\s*({'|'.join(COUNTED)})")
 
 @dataclass(frozen=True)
 class Radius:
-    """A radius eps as it was written and its exact value; two spellings of one value are equal.
+    """A radius eps as typed, with its exact value; spellings of one value are equal.
 
     Attributes:
-        text: as the user typed it, `2/255` say.
-        value: the same, exactly.
-        unit: what it counts, where that was typed (`2words`); empty for a plain number.
+        text: the radius as typed, such as `2/255`.
+        value: its exact value.
+        unit: the typed unit (`2words`); empty for a plain number.
     """
 
     text: str = field(compare=False)
@@ -52,10 +52,10 @@ class Radius:
 
 
 def parse_radius(text: str) -> Radius:
-    """Read a radius: a decimal or a quotient of two (`0.03`, `2/255`, `1.1/255`), exactly.
+    """Read a radius exactly: a decimal or a quotient of two (`0.03`, `2/255`, `1.1/255`).
 
     Raises:
-        UsageError: the text is no non-negative number, or divides by zero.
+        UsageError: the text is not a non-negative number, or divides by zero.
     """
     radius = _radius(text)
     if radius is None:
@@ -64,7 +64,7 @@ def parse_radius(text: str) -> Radius:
 
 
 def parse_budget(text: str) -> Radius:
-    """Read a radius, or a number of changes with what is counted: `2words`, `4characters`.
+    """Read a radius, or a number of changes with its unit: `2words`, `4characters`.
 
     Raises:
         UsageError: the text is neither.
@@ -85,11 +85,11 @@ def _radius(text: str) -> Radius | None:
 
 @dataclass(frozen=True)
 class TrialKey:
-    """What tells one trial from the others of a report.
+    """The key of a trial in a report.
 
     Attributes:
-        attack: name of the attack or ensemble, `WORST` for all of them; empty for what is true of
-            the ball whatever the attack.
+        attack: name of the attack or ensemble, `WORST` for all together; empty for figures of the
+            ball.
         norm: linf, l2, token-l2, words or characters.
         radius: eps.
     """
@@ -100,7 +100,7 @@ class TrialKey:
 
     @classmethod
     def parse(cls, text: str) -> TrialKey | None:
-        """Read what `str` writes; None where the text names no trial."""
+        """Read the text that `str` writes; None if it is no trial."""
         words = text.split(",")
         radius = _radius(words[-1]) if len(words) in (2, 3) else None
         return None if radius is None else cls("".join(words[:-2]), words[-2], radius)
@@ -111,23 +111,23 @@ class TrialKey:
 
     @property
     def ball(self) -> str:
-        """Name its ball for people: `linf 2/255`, `2 words`, `1 character`."""
+        """Return the ball in words: `linf 2/255`, `2 words`, `1 character`."""
         if self.norm not in COUNTED:
             return f"{self.norm} {self.radius.text}"
         return f"{self.radius.text} {self.norm.removesuffix('s' * (self.radius.value == 1))}"
 
     def lies_within(self, other: TrialKey) -> bool:
-        """Tell whether its ball lies within that of another trial: one norm, no larger radius."""
+        """Say whether its ball is inside another trial's ball: equal norm, no larger radius."""
         return self.norm == other.norm and self.radius.value <= other.radius.value
 
     def column(self, kind: str) -> str:
-        """Name the per-sample column that holds a kind of figure: `robust@pgd,linf,2/255`."""
+        """Return the name of a per-sample column: `robust@pgd,linf,2/255`."""
         return f"{kind}@{self}"
 
     def matches(self, word: str) -> bool:
-        """Tell whether a word of a selector names it: `linf`, `2/255`, `attack=pgd`, `eps=0.1`.
+        """Say whether a word of a selector matches: `linf`, `2/255`, `attack=pgd`, `eps=0.1`.
 
-        Radii match by value, however they are written.
+        Radii match by value, in any notation.
         """
         key, equals, value = word.partition("=")
         ours = {"attack": self.attack, "norm": self.norm, "eps": self.radius}
@@ -138,7 +138,7 @@ class TrialKey:
 
 
 def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
-    """Return the worst case of every ball, with the trials that count in it: all within the ball.
+    """Return the worst case of every ball, with its trials: all those inside the ball.
 
     >>> small, large = (TrialKey("pgd", "linf", parse_radius(eps)) for eps in ("2/255", "4/255"))
     >>> [(str(ball), len(inside)) for ball, inside in worst_cases([small, large]).items()]
@@ -150,7 +150,7 @@ def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
 
 
 def parse_column(name: str) -> tuple[str, TrialKey | None]:
-    """Read the name of a per-sample column: its kind, and its trial where it belongs to one.
+    """Read the name of a per-sample column: its kind and, if present, its trial.
 
     >>> kind, trial = parse_column("robust@pgd,linf,2/255")
     >>> kind, trial.attack, float(trial.radius) == 2 / 255

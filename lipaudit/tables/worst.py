@@ -1,4 +1,4 @@
-"""Which samples of a report are the worst, and of which it says what cannot be."""
+"""The worst samples of a report, and contradictions between attacks and certificates."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lipaudit.tables.trials import Radius, TrialKey, parse_column
 
 SHOWN = 10
 """Number of samples that are shown."""
-# ||x||_inf <= max_t ||x_t||_2 <= ||x||_2: a ball in an earlier norm lies within the later ones.
+# ||x||_inf <= max_t ||x_t||_2 <= ||x||_2: a ball in an earlier norm is inside the later ones.
 INSIDE = ("l2", "token-l2", "linf")
 """Norms in an order in which no norm is smaller than the next one."""
 
 
 class Contradiction(NamedTuple):
-    """A sample that an attack broke within a ball that is certified: one of the two is wrong.
+    """A sample that an attack broke inside a certified ball: one of the two is wrong.
 
     Attributes:
         sample: its id.
-        certified: the ball.
-        attack: the trial; its radius is how far it went.
+        certified: the certified ball.
+        attack: the trial, with the distance of the example as radius.
     """
 
     sample: str
@@ -34,7 +34,7 @@ class Contradiction(NamedTuple):
 
 
 def broken(report: Report) -> dict[str, set[TrialKey]]:
-    """Return the balls in which attacks broke each sample that is not wrong without."""
+    """Return, for each correctly classified sample, the balls in which attacks broke it."""
     balls: dict[str, set[TrialKey]] = {}
     for section in filter(None, map(report.section, ("attack", "certify"))):
         for sample, trial in _list_fallen(section):
@@ -43,10 +43,10 @@ def broken(report: Report) -> dict[str, set[TrialKey]]:
 
 
 def worst(report: Report, count: int = SHOWN) -> list[str]:
-    """Return the samples that are least robust: those broken in most balls, then by their norm.
+    """Return the least robust samples: broken in most balls first, then by norm.
 
-    Where norms were not measured, those come first of which the smallest balls are certified.
-    What is classified wrongly without an attack comes last.
+    Without norms, samples with the smallest certified balls come first. Misclassified samples come
+    last.
     """
     balls, norms, right = (
         broken(report),
@@ -65,9 +65,9 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
 
 
 def contradictions(report: Report) -> list[Contradiction]:
-    """Return, of each sample that was broken within a certified ball, the first such pair.
+    """Return, for each sample broken in a certified ball, the first such pair.
 
-    An example at a distance in one norm is no farther in those that `INSIDE` names behind it.
+    The distance of an example in one norm bounds its distance in the later norms of `INSIDE`.
     """
     certified = list(_list_certified(report))
     attacks: dict[str, list[TrialKey]] = {}
@@ -82,7 +82,7 @@ def contradictions(report: Report) -> list[Contradiction]:
 
 
 def _lies_within(trial: TrialKey, ball: TrialKey) -> bool:
-    """Tell whether all points of one ball lie in another."""
+    """Say whether all points of one ball are inside another."""
     if not {trial.norm, ball.norm} <= {*INSIDE}:
         return False
     inner = INSIDE.index(trial.norm) <= INSIDE.index(ball.norm)
@@ -90,7 +90,7 @@ def _lies_within(trial: TrialKey, ball: TrialKey) -> bool:
 
 
 def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the samples that are certified, with the ball."""
+    """Yield the certified samples, with the ball."""
     section = report.section("certify")
     for kind, trial, sample, value in _list_figures(section):
         if kind == "certified" and trial is not None and value == 1:
@@ -99,9 +99,9 @@ def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
 
 
 def _list_attacked(report: Report) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the samples that attacks broke, with a ball that the example lies in."""
+    """Yield the broken samples, with a ball that contains the example."""
     for section in (report.section("attack"), report.section("certify")):
-        # An attack may stop nearer than its radius allows: its example lies in the smaller ball.
+        # An attack may stop before its radius: the example is then inside a smaller ball.
         far = {(i, t): value for kind, t, i, value in _list_figures(section) if kind == "distance"}
         for sample, trial in _list_fallen(section):
             reached = map(_make_radius, finite([far.get((sample, trial))]))
@@ -110,7 +110,7 @@ def _list_attacked(report: Report) -> Iterator[tuple[str, TrialKey]]:
 
 
 def _list_fallen(section: Section | None) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the samples that are right without an attack, with each trial that broke them."""
+    """Yield the correct samples, with each trial that broke them."""
     right = {i: value for kind, _, i, value in _list_figures(section) if kind == "correct"}
     for kind, trial, sample, value in _list_figures(section):
         if kind == "robust" and trial is not None and value == 0 and right.get(sample) != 0:
@@ -118,7 +118,7 @@ def _list_fallen(section: Section | None) -> Iterator[tuple[str, TrialKey]]:
 
 
 def _list_figures(section: Section | None) -> Iterator[tuple[str, TrialKey | None, str, Any]]:
-    """Yield every per-sample figure of a section: its kind, its trial, its sample, itself."""
+    """Yield every per-sample figure of a section: kind, trial, sample, value."""
     if section is not None:
         for name, values in section.samples.items():
             kind, trial = parse_column(name)
@@ -127,7 +127,7 @@ def _list_figures(section: Section | None) -> Iterator[tuple[str, TrialKey | Non
 
 
 def _list_searched(section: Section | None, column: str) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the balls whose radius a certificate has searched for, where there is one."""
+    """Yield the balls of certified and adversarial radii, if these were searched."""
     for kind, _, sample, value in _list_figures(section):
         if section is not None and kind == column and finite([value]) and value > 0:
             norm = section.settings.get("norm") or "linf"
@@ -136,12 +136,12 @@ def _list_searched(section: Section | None, column: str) -> Iterator[tuple[str, 
 
 def _make_radius(value: float) -> Radius:
     """Return a radius that was measured, not typed."""
-    # Exact, so that a comparison of radii is not decided by the rounding of the text.
+    # Exact, so that rounding of the text does not affect comparisons of radii.
     return Radius(f"{value:.4g}", Fraction(value))
 
 
 def _read_values(report: Report, column: str) -> dict[str, Any]:
-    """Return a per-sample column of the first section that has it, by id."""
+    """Return a per-sample column, by id, of the first section that has it."""
     sections = (section for section in report.sections if column in section.samples)
     section = next(sections, None)
     return {} if section is None else dict(zip(section.ids, section.samples[column], strict=False))

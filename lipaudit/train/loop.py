@@ -1,6 +1,6 @@
-"""The training loop: an epoch at a time, each with all that is needed to go on from there.
+"""The training loop: yields after each epoch everything needed to continue from there.
 
-The augmentation of images and the optimizers of its recipes stand below the loop.
+Image augmentation and optimizers are below the loop.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ CheckpointState = dict[str, Any]
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one pass over the data did.
+    """The results of one pass over the data.
 
     Attributes:
-        number: from 1.
-        loss: mean cross-entropy over the samples as they were trained on.
-        penalty: mean of the penalty, not weighted; None without one.
-        accuracy: share of the held-out samples labelled rightly; None without any.
-        lr: learning rate at its end.
-        state: all that is needed to go on from here.
+        number: number of the epoch, from 1.
+        loss: mean cross-entropy over the training samples (augmented, mixed or attacked).
+        penalty: mean penalty, not weighted; None without a penalty.
+        accuracy: accuracy on held-out samples; None without any.
+        lr: learning rate at the end of the epoch.
+        state: everything needed to continue from here.
     """
 
     number: int
@@ -67,15 +67,15 @@ def train(
 ) -> Iterator[Epoch]:
     """Fine-tune a classifier in place, and yield after every epoch.
 
-    Runs with the same recipe, data and start repeat to the last bit on a CPU, also when they are
-    cut in two by way of `state`. The caller's random state is left alone.
+    On a CPU, runs with the same recipe, data and start are equal to the last bit, also if they are
+    interrupted and continued with `state`. The caller's random state does not change.
 
     Args:
         net: the model; its module is trained, and put back in eval mode with frozen parameters.
         data: labelled samples; images in [0, 1].
-        recipe: how.
+        recipe: settings of the training.
         held_out: samples to measure the accuracy on.
-        state: of an earlier epoch, to go on from.
+        state: state of an earlier epoch to continue from.
 
     Raises:
         UsageError: the samples have no labels, or the recipe does not fit the model.
@@ -100,7 +100,7 @@ def train(
 
 @dataclass(frozen=True)
 class Training:
-    """What moves along with training."""
+    """The state of a training."""
 
     net: Net
     recipe: Recipe
@@ -125,7 +125,7 @@ class Training:
         return cls(net, recipe, optimizer, schedule, mix, rng, weights)
 
     def state(self, epochs: int) -> CheckpointState:
-        """Return all that is needed to go on after so many epochs."""
+        """Return everything needed to continue after a number of epochs."""
         # Copies: the next epoch changes the tensors in place.
         return {
             "model": _copy(self.net.module.state_dict()),
@@ -137,7 +137,7 @@ class Training:
         }
 
     def restore(self, state: Mapping[str, Any]) -> int:
-        """Go on from a state; return after how many epochs it was taken."""
+        """Continue from a state; return the number of epochs done."""
         self.net.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -175,9 +175,9 @@ class Training:
             )
 
     def step(self, batch: Batch) -> tuple[int, Tensor]:
-        """Take one step; return of how many samples, and their loss and penalty, (2,).
+        """Take one step; return the number of samples, their loss and penalty, (2,).
 
-        It does not wait for them.
+        It does not wait for the device.
         """
         batch = replace(batch, x=self.augment(batch))
         x, target = self.mix(batch.x, _read_labels(batch))
@@ -193,12 +193,12 @@ class Training:
         return len(batch), losses
 
     def compute_loss(self, x: Tensor, target: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of loss and penalty, and both, (2,), without a gradient.
+        """Return the weighted sum of loss and penalty, and both values, (2,), without a gradient.
 
         Args:
-            x: samples as the model sees them, mixed or attacked.
+            x: the input of the model: samples after mixing or attacks.
             target: their labels, or shares of the classes.
-            batch: the samples themselves.
+            batch: the original samples.
         """
         with self.observe_penalty(batch) as penalty:
             logits = self.net.read(self.net.call(x, batch.mask))
@@ -207,7 +207,7 @@ class Training:
         return loss + self.recipe.weight * extra, both
 
     def augment(self, batch: Batch) -> Tensor:
-        """Return the samples, shifted and flipped as the recipe says."""
+        """Return the samples, shifted and flipped as the recipe requires."""
         x = batch.x
         if self.net.kind != "image":
             return x
@@ -215,7 +215,7 @@ class Training:
         return flip_images(x, self.rng) if self.recipe.flip else x
 
     def attack(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return adversarial examples for the model as it is used: in eval mode."""
+        """Return adversarial examples for the model in eval mode."""
         net, steps = self.net, self.recipe.steps
         ball = Ball("linf", float(self.recipe.eps), net.box)
         start = random_start(x, ball, self.rng)
@@ -231,7 +231,7 @@ class Training:
             )
 
     def observe_penalty(self, batch: Batch) -> AbstractContextManager[Callable[[], Tensor]]:
-        """Read the penalty of the forward pass in the block."""
+        """Read the penalty during the forward pass in the block."""
         if self.weights is not None:
             return nullcontext(self.weights)
         if self.recipe.penalty is None:
@@ -242,7 +242,7 @@ class Training:
 
 
 def _sum_losses(losses: Sequence[tuple[int, Tensor]]) -> Any:
-    """Weigh the losses of steps with their samples; the host waits for a device once."""
+    """Average the losses of steps, weighted by samples; the host waits for the device once."""
     values = torch.stack([loss for _, loss in losses]).cpu().double().numpy()
     total = np.array([[size] for size, _ in losses]) * values
     if not np.isfinite(total).all():
@@ -281,7 +281,7 @@ def _read_labels(batch: Batch) -> Tensor:
 
 
 def measure_accuracy(net: Net, data: Batch, size: int) -> float:
-    """Return the share of samples that get their label, so many at a time."""
+    """Return the share of correctly classified samples, in batches of `size`."""
     right = 0
     with torch.no_grad():
         for part in data.split(size):
@@ -318,7 +318,7 @@ def _use_eval_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _seed_epoch(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
-    """Give dropout and timm's mixing a state that depends on the epoch."""
+    """Seed dropout and timm's mixing for an epoch."""
     kept, number = np.random.get_state(), seed * 100_003 + epoch
     with seed_device(number, device):
         np.random.seed(number % 2**32)
@@ -329,7 +329,7 @@ def _seed_epoch(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
 
 
 def split_batches(order: Tensor, size: int) -> list[Tensor]:
-    """Cut into batches; a sample left over, a batch without variance, joins the last of them."""
+    """Split into batches; a last batch of one sample, without variance, joins the one before."""
     *full, last = torch.split(order, size)
     if len(last) > 1 or size == 1 or not full:
         return [*full, last]
@@ -345,14 +345,14 @@ def make_optimizer(module: nn.Module, recipe: Recipe) -> Optimizer:
 
 
 def make_schedule(optimizer: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
-    """Return the schedule of the learning rate over so many steps."""
+    """Return the learning-rate schedule for a number of steps."""
     if recipe.schedule == "onecycle":
         return OneCycleLR(optimizer, recipe.lr, total_steps=steps)
     return CosineAnnealingLR(optimizer, steps)
 
 
 def shift_images(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
-    """Move each image by up to so many pixels in each direction, zeros coming in."""
+    """Shift each image by up to `pixels` in each direction, and fill with zeros."""
     padded = F.pad(x, (pixels, pixels, pixels, pixels))
     windows = padded.unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)
     dy, dx = torch.randint(2 * pixels + 1, (2, len(x)), generator=rng)
@@ -360,16 +360,16 @@ def shift_images(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
 
 
 def flip_images(x: Tensor, rng: torch.Generator) -> Tensor:
-    """Mirror each image with probability one half."""
+    """Mirror each image with probability 1/2."""
     mirror = torch.rand(len(x), generator=rng) < 0.5
     return torch.where(mirror.to(x.device)[:, None, None, None], x.flip(-1), x)
 
 
 def make_mix(mixup: float, cutmix: float, classes: int) -> Mix:
-    """Return timm's MixUp and CutMix of a batch with its labels; they draw from numpy's state.
+    """Return timm's MixUp and CutMix of a batch with labels; they use numpy's random state.
 
-    Labels become shares of the classes. Samples are mixed in pairs: in a batch of odd size the
-    last one stays whole.
+    Labels become shares of the classes. Samples are mixed in pairs; in a batch of odd size the
+    last one is not mixed.
     """
     if not mixup and not cutmix:
         return lambda x, y: (x, y)

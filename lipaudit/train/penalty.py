@@ -1,4 +1,4 @@
-"""Penalties of a whole model, in anybody's training loop."""
+"""Penalties of a whole model, for any training loop."""
 
 from __future__ import annotations
 
@@ -49,33 +49,34 @@ def attention_penalty(
     mask: Tensor | None = None,
     entries: int = ENTRIES,
 ) -> Iterator[Callable[[], Tensor]]:
-    """Read the JaSMin penalty of a model while the block runs it.
+    """Compute the JaSMin penalty of a model while it runs inside the block.
 
-    The model runs unmodified, in train mode or not, under autocast, in DistributedDataParallel;
-    its attention maps are made again from q and k, some rows at a time, and once more in the
-    backward pass. What it gives is the sum over the attention layers of `theory.penalties.jasmin`
-    (each window of a windowed layer is a map of its own).
+    The model runs unmodified, also in train mode, under autocast, and in DistributedDataParallel.
+    Its attention maps are computed again from q and k in chunks of rows, and once more in the
+    backward pass. The penalty is the sum over the attention layers of `theory.penalties.jasmin`;
+    each window of a windowed layer is one map.
 
         with attention_penalty(model, "jasmin", k=10, reduction="mean") as penalty:
             loss = criterion(model(x), y) + 1e-2 * penalty()
         loss.backward()
 
-    Call `penalty()` after the forward passes it shall cover; it then begins anew. The backward
-    pass belongs after the block, where a model that recomputes its activations does not run its
-    attention a second time under observation.
+    Call `penalty()` after the forward passes to include; the sum then starts again at 0. Call
+    `backward` after the block: a model that recomputes its activations would otherwise be observed
+    twice.
 
     Args:
-        model: any that `lipaudit` can read; compiled and scripted modules cannot be seen.
-        name: jasmin, the penalty of attention maps (that of weights is `SpecformerPenalty`).
+        model: any model that `lipaudit` can read; compiled and scripted modules cannot be
+            observed.
+        name: jasmin, the penalty on attention maps (`SpecformerPenalty` is the one on weights).
         k: 0, or more than 1.
         reduction: over the rows of a map.
-        mask: nonzero at real tokens, (batch, tokens), where a batch is padded: only they count.
-        entries: of the attention maps that are held at a time; fewer take less memory.
+        mask: nonzero at real tokens, (batch, tokens), for padded batches: only these tokens count.
+        entries: number of map entries in memory at a time; fewer need less memory.
 
     Raises:
-        UsageError: for another name, k or reduction.
-        InputError: by `penalty()`, when no attention was seen, or none that the mask fits; by the
-            model's run, when the size of its batch is not known.
+        UsageError: the name, k or reduction is invalid.
+        InputError: raised by `penalty()` if no attention was observed or none fits the mask, and
+            by the model's run if its batch size is unknown.
     """
     if name != "jasmin":
         raise UsageError(
@@ -97,7 +98,7 @@ def attention_penalty(
 
 @dataclass
 class _Watch:
-    """The penalties of the layers so far."""
+    """The penalties of the layers observed so far."""
 
     k: int
     reduction: Reduction
@@ -108,12 +109,12 @@ class _Watch:
     layers: list[Tensor] = field(default_factory=list)
 
     def enter(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Learn the size of the batch from what the model is given."""
+        """Store the batch size of the model's input."""
         first = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         self.batch = None if first is None else len(first)
 
     def attention(self, call: AttentionCall) -> Tensor:
-        """Add a layer, and let the model go on."""
+        """Add the penalty of a layer, and let the model continue."""
         if self.batch is None:
             raise InputError(
                 "the batch size, over which the penalty is averaged, is unknown",
@@ -127,7 +128,7 @@ class _Watch:
         return call.output
 
     def real(self, counted: Tensor, mask: Tensor) -> Tensor:
-        """Leave padding out of the rows of a layer; its heads may be folded into the batch."""
+        """Exclude padding from the rows of a layer, whose heads may be folded into the batch."""
         batch, tokens = mask.shape
         if counted.shape[-1] != tokens or len(counted) % batch:
             return counted
@@ -167,7 +168,7 @@ def _row_values(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tens
 
 
 def _mask_rows(form: Fused, call: AttentionCall, rows: slice) -> Tensor | None:
-    """Return what is added to the logits of some queries."""
+    """Return the bias of the logits of some queries."""
     if form.causal:
         shape = call.q.shape[-2], call.k.shape[-2]
         return make_additive(
@@ -180,12 +181,12 @@ def _mask_rows(form: Fused, call: AttentionCall, rows: slice) -> Tensor | None:
 
 
 def fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """Return the penalty of some rows; nothing of size queries x keys stays for the backward."""
+    """Return the penalty of some rows; nothing of size queries x keys is kept for the backward."""
     places: list[Tensor] = []
 
     def rows(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         p = _probabilities(q, keys, mask)
-        if not places:  # they need not be looked for again in the backward pass
+        if not places:  # found once, reused in the backward pass
             places.append(p.detach().topk(count_entries(p.shape[-1], k)).indices)
         return jasmin_of_largest(p.gather(-1, places[0]), k)
 
@@ -193,7 +194,7 @@ def fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[Te
 
 
 def _probabilities(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-    """Return P; rows without any key are zero."""
+    """Return P; rows without keys are zero."""
     logits = q @ keys.mT
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if mask is None:
@@ -204,7 +205,7 @@ def _probabilities(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class _Slices(NamedTuple):
-    """Columns of a parameter, as the model uses it: (channels in, channels out)."""
+    """Columns of a parameter in the layout of the model's product: (channels in, channels out)."""
 
     name: str
     size: tuple[int, ...]
@@ -220,12 +221,12 @@ class _Slices(NamedTuple):
 
 
 class SpecformerPenalty:
-    """Specformer's penalty of a model: sum of l sigma_1(W)^2 over layers, heads and q, k, v.
+    """Specformer's penalty: sum of l sigma_1(W)^2 over layers, heads and q, k, v.
 
     Args:
-        net: a model whose layers have a closed form: their weights are found by running it.
-        batch: a sample or two to run it on.
-        factors: l of queries, keys and values.
+        net: a model whose layers have a closed form; their weights are found by running it.
+        batch: one or two samples for that run.
+        factors: the factors l of queries, keys and values.
 
     Raises:
         InputError: a weight is not a parameter of the model.
@@ -243,7 +244,7 @@ class SpecformerPenalty:
         ]
 
     def __call__(self) -> Tensor:
-        """Return the penalty at the present weights, one power step on."""
+        """Return the penalty at the current weights, after one more power step."""
         values, vectors = zip(
             *(
                 specformer(part.weight(self._parameters), vector)

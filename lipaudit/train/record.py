@@ -28,7 +28,7 @@ TAKEN = (CHECKPOINT, RECORD, "config.json", "model.safetensors")
 
 
 def check_target(out: Path, *, resume: bool) -> None:
-    """Refuse to write over another run or a model, or to go on where there is nothing."""
+    """Refuse to overwrite another run or a model, or to continue without a run."""
     if resume and not (out / CHECKPOINT).exists():
         raise UsageError(f"{out} has no unfinished training to resume", "Leave --resume out.")
     held = next((name for name in TAKEN if (out / name).exists()), None)
@@ -50,7 +50,7 @@ def read_record(out: Path) -> dict[str, Any]:
 
 
 class TrainingRecord:
-    """The directory of a run: a checkpoint after every epoch, and a record beside it."""
+    """The directory of a run: a checkpoint after every epoch, and a record."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TrainingRecord:
         """Return the state of an interrupted run, None for a new one.
 
         Raises:
-            UsageError: the run was another one.
+            UsageError: the directory belongs to another run.
             InputError: the checkpoint is damaged.
         """
         import torch
@@ -91,7 +91,7 @@ class TrainingRecord:
         try:
             stored = torch.load(self.out / CHECKPOINT, weights_only=True, map_location="cpu")
             kept, epochs, state = stored["run"], stored["epochs"], dict(stored["state"])
-        except Exception as error:  # pickle, zip and torch have exceptions of their own
+        except Exception as error:  # pickle, zip and torch have their own exceptions
             if out_of_memory(error):
                 raise
             raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
@@ -106,7 +106,7 @@ class TrainingRecord:
         return state
 
     def keep(self, epoch: Epoch) -> None:
-        """Write an epoch: the record, and all that is needed to go on."""
+        """Write an epoch: the record, and everything needed to continue."""
         import torch
 
         facts = {
@@ -120,7 +120,7 @@ class TrainingRecord:
         self._write(finished=False)
 
     def finish(self) -> None:
-        """Write that the run is complete."""
+        """Record that the run is complete."""
         self._write(finished=True)
 
     def _write(self, *, finished: bool) -> None:
@@ -153,7 +153,7 @@ def _name_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
-    """Write the model, each file whole or not at all; return whether `out` is now a MODEL."""
+    """Write the model atomically; return whether `out` is now a MODEL."""
     from lipaudit.models.sources.saving import save_net
 
     try:

@@ -1,9 +1,9 @@
 """Bounds of one attention layer on bare tensors: `lipaudit.bounds.sharp(x, wq, wk, wv)`.
 
 Every bound is a function with the same arguments: `sharp`, `theorem3`, `theorem3_g1`,
-`appendix_c`, `castin`, `mean_field`, `hu`, and the bounds of plug-ins. `exact` is the norm that
-they bound. `ball_sharp` and `ball_norm` also take a radius: an upper bound of every norm in that
-ball around X, and the largest norm found there.
+`appendix_c`, `castin`, `mean_field`, `hu`, and the bounds of plug-ins. `exact` is the exact norm.
+`ball_sharp` and `ball_norm` also take a radius: an upper bound of all norms in the ball around X,
+and the largest norm found there.
 
     >>> import torch, lipaudit
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
@@ -90,15 +90,15 @@ def heads(
 def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any) -> Tensor:
     """Return ||J||, the spectral norm of each head's Jacobian at x, to 1e-6.
 
-    Arguments are those of `heads`. The shape is (batch, heads), without the axes that the tokens
-    or the weights did not have.
+    Arguments are those of `heads`. The shape is (batch, heads), without an axis that tokens or
+    weights lack.
 
     Raises:
         UsageError: shapes that do not fit.
         EvaluationError: a norm did not converge.
     """
     layer = heads(x, wq, wk, wv, **how)
-    # Seeds by position: the norm of a sample does not depend on its batch.
+    # Seeds by position, so that the norm of a sample does not depend on its batch.
     norms = head_norms(layer, seeds=range(len(layer.x)), tol=1e-6, within=1e-6)
     if not norms.converged.all():
         raise EvaluationError(
@@ -184,7 +184,7 @@ def _add_bias(layer: Heads, name: str, bias: Tensor) -> Heads:
             f"width {tokens.shape[-1]}",
             "Give biases of shape (d,) or (heads, d).",
         )
-    bias = bias.expand(tokens.shape[1], -1)  # one for all heads is one for each
+    bias = bias.expand(tokens.shape[1], -1)  # one value for all heads counts for each
     changes: dict[str, Any] = {
         name: tokens + bias[:, None],
         f"to_{name}": replace(to, bias=bias),

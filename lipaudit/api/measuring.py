@@ -133,13 +133,13 @@ def audit(
     if not isinstance(model, list | tuple):
         with open_job(model, requests[0], data, input_shape=input_shape) as job:
             return execute(job, observer)
-    outlines = []  # of all models first: one of them is in memory at a time
+    outlines = []  # prepare all models first: only one is in memory at a time
     for each, request in zip(models, requests, strict=True):
         with (
             name_errors(request.model),
             open_job(each, request, data, input_shape=input_shape) as job,
         ):
-            # The name `job` is deleted: it would keep the model in memory while the next is
+            # Delete the name `job`, which would keep the model in memory while the next one is
             # loaded.
             outlines.append(outline_job(job))
             del job
@@ -164,18 +164,17 @@ def open_job(
     input_shape: Sequence[int] | None = None,
     samples: Samples | None = None,
 ) -> Iterator[Job]:
-    """Have the model and the samples of a request at hand while the block runs.
+    """Load the model and the samples of a request for use inside the block.
 
     Args:
-        model: as of `measure`, or one that is loaded; a module is put back as it was when the
-            block ends.
-        request: what is to be measured.
-        data: as of `measure`.
-        input_shape: as of `measure`.
-        samples: those of an earlier job on the same data.
+        model: as in `measure`, or a loaded model; a module is restored when the block ends.
+        request: the request.
+        data: as in `measure`.
+        input_shape: as in `measure`.
+        samples: samples of an earlier job on the same data.
 
     Raises:
-        LipauditError: whatever goes wrong, in the block too, with what to do about it.
+        LipauditError: any failure, also inside the block, with a hint.
     """
     if request.run.resume and not isinstance(model, str):
         raise UsageError(
@@ -190,7 +189,7 @@ def open_job(
                 samples = _read_samples(data, net, request)
             yield prepare(request, net=net, samples=samples)
     except Exception as error:
-        # A bug keeps its type and its traceback; all else is an error with advice.
+        # A bug keeps its type and traceback; any other failure is an error with a hint.
         if (fault := find_user_error(error)) is None or fault is error:
             raise
         raise fault from error
@@ -229,14 +228,14 @@ def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _make_tensor(values: Any) -> Tensor:
-    """Return values as a tensor of the host, whatever array or nested list they are.
+    """Return an array or nested list as a tensor on the host.
 
     Raises:
-        InputError: they are none.
+        InputError: the values are not an array.
     """
     try:
         if not isinstance(values, Tensor):
-            # A tensor shares the memory of an array only in its order, and where it may write.
+            # A tensor can share the memory of an array only in C order and if it is writable.
             values = torch.as_tensor(np.require(values, requirements=["C", "W"]))
         return values.detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What calls from Python ask for, as requests: names, measures and options checked."""
+"""Requests from Python: check and complete names, measures and options."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
 
 
 def name_model(model: AnyModel) -> str:
-    """Name a model: a module by its class."""
+    """Return the name of a model; a module is named by its class."""
     if isinstance(model, str):
         return model
     return type(model.module if isinstance(model, ModelSpec) else model).__name__
 
 
 def name_models(models: Sequence[AnyModel]) -> list[str]:
-    """Name several models; modules of one class are numbered."""
+    """Return the names of several models; modules of one class are numbered."""
     names = [name_model(model) for model in models]
-    # Checkpoints have names of their own; two modules of one class would share theirs.
+    # Checkpoints have distinct names; two modules of one class would not.
     modules = {i for i, model in enumerate(models) if not isinstance(model, str)}
     return [
         f"{name} {names[: i + 1].count(name)}" if i in modules and names.count(name) > 1 else name
@@ -36,12 +36,12 @@ def name_models(models: Sequence[AnyModel]) -> list[str]:
 
 
 def measure_request(model: str, name: str, options: Mapping[str, Any]) -> Request:
-    """Return what one measure is to measure.
+    """Return the request for one measure.
 
     Args:
-        model: its name.
-        name: of the measure.
-        options: of the measure and of every run, by the names of the command line.
+        model: name of the model.
+        name: name of the measure.
+        options: options of the measure and of every run, with the names of the command line.
 
     Raises:
         UsageError: a measure or an option that there is not, or that makes no sense.
@@ -60,15 +60,15 @@ def audit_request(
     quick: bool = False,
     command: str = "lipaudit.audit()",
 ) -> Request:
-    """Return what an audit is to measure.
+    """Return the request for an audit.
 
     Args:
-        name: of the model.
-        measures: as of `audit`.
-        options: as of `audit`.
+        name: name of the model.
+        measures: as in `audit`.
+        options: as in `audit`.
         demo: whether the model is a demo.
-        quick: whether few samples are enough.
-        command: what the report says it was made by.
+        quick: whether few samples suffice.
+        command: the command that the report records.
 
     Raises:
         UsageError: a measure or an option that there is not, or that makes no sense.
@@ -102,7 +102,7 @@ def audit_request(
 def _choose_options(
     name: str, own: Mapping[str, Any], usual: MeasureOptions | None
 ) -> MeasureOptions:
-    """Return the options of a measure of an audit: one's own, else those it usually has there."""
+    """Return the options of a measure in an audit: the user's, else the usual ones."""
     kind = _find_options(name)
     if usual is None:
         return kind.checked(_rename_options(own, kind))
@@ -120,10 +120,10 @@ def _find_options(name: str) -> type[MeasureOptions]:
 def _split_options(
     options: Mapping[str, Any], kind: type[MeasureOptions] | None
 ) -> tuple[RunOptions, dict[str, Any]]:
-    """Return the options of every run, and those of the measure.
+    """Split options into those of every run and those of the measure.
 
     Raises:
-        UsageError: an option that neither has.
+        UsageError: an option belongs to neither.
     """
     shared = RunOptions.options()
     own = {} if kind is None else kind.options()
@@ -136,6 +136,6 @@ def _split_options(
 
 
 def _rename_options(options: Mapping[str, Any], kind: type[MeasureOptions]) -> dict[str, Any]:
-    """Return options by their fields: `to` and `mode` of a command line are no names of one."""
+    """Return options by field name: `to` and `mode` on the command line are other names."""
     spelled = {o.flags[0].removeprefix("--"): name for name, o in kind.options().items()}
     return {spelled.get(name.replace("_", "-"), name): value for name, value in options.items()}

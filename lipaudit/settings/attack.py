@@ -34,11 +34,11 @@ TABLE = ".jsonl"
 
 
 def _attack(*efforts: str) -> Need:
-    """Return the need of an option that goes with attacks of a certain effort."""
+    """Return the need of an option that applies to attacks of a certain effort."""
 
     def holds(options: AttackOptions) -> bool:
         if options.attack is None or not (options.eps or options.attack == "paper"):
-            return True  # what will run is not known yet: `suited` asks again
+            return True  # the attacks are not known yet: `suited` checks again
         planned = (attack for trial in options.trials() for attack in trial.attacks)
         return any(attack.kind.effort in efforts for attack in planned)
 
@@ -152,14 +152,14 @@ class AttackOptions(MeasureOptions):
         return named._filled(trials, "token-l2" if text else "linf")
 
     def _filled(self, trials: Sequence[Trial], usual: Norm) -> Self:
-        """Name the norm of the balls, if there are any, and the radii, if none were given."""
+        """Set the norm of the balls, if there are any, and default radii if none were given."""
         counted = [trial for trial in trials if trial.norm in COUNTED]
         norm = self.norm or (usual if len(counted) < len(trials) else None)
         eps = self.eps or tuple(parse_budget(f"{t.radius.text}{t.norm}") for t in counted)
         return self.model_copy(update={"norm": norm, "eps": eps})
 
     def _require_file(self, trials: Sequence[Trial]) -> None:
-        """Refuse a file that cannot hold what the attacks give."""
+        """Refuse a file format that cannot hold the results of the attacks."""
         table = self.save_adv is not None and self.save_adv.suffix == TABLE
         if self.save_adv is not None and any((t.norm in COUNTED) != table for t in trials):
             raise UsageError(
@@ -178,10 +178,10 @@ class AttackOptions(MeasureOptions):
         return self
 
     def trials(self) -> tuple[Trial, ...]:
-        """Return what is run: attacks one after the other, in each ball.
+        """Return the trials: attacks one after the other, in each ball.
 
         Raises:
-            UsageError: an unknown attack, or no radius.
+            UsageError: an attack is unknown, or there is no radius.
         """
         return read_plan(
             self.attack or self.usual,

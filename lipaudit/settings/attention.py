@@ -35,7 +35,7 @@ class AttentionOptions(MeasureOptions):
     )
     k: int = option(10, "k of the columns gk and g1/gk (a number of keys).", gt=1)
     p_norm_tokens: int = option(2048, "Do not compute ||P|| for more tokens than this.", ge=0)
-    # Neither of the two is a setting of the report: they change no number.
+    # These two options change no number, so the report does not record them as settings.
     map: str | None = option(
         None,
         "Draw the attention map of LAYER.HEAD for the first sample (on the HTML page).",
@@ -58,7 +58,7 @@ class AttentionOptions(MeasureOptions):
         return self.model_copy(update={"layers": ends}) if ends else None
 
     def draw_steepest(self, heads: Sequence[str], *, some: bool) -> Self:
-        """Return options that draw the map of the first head, or keep those that may be it."""
+        """Return options that draw the map of the first head, or store the maps of candidates."""
         if not heads:
             return self
         return self.model_copy(update={"candidates": heads} if some else {"map": heads[0]})

@@ -1,4 +1,4 @@
-"""What an audit measures, in which order and on how many samples."""
+"""The measures of an audit, their order and their numbers of samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECONDS = 20.0
 
 
 def _of_attack(name: str, default: str = "") -> Any:
-    """Take an option over from the attacks; they read it."""
+    """Return an option of the attacks as an option of the audit."""
     known = AttackOptions.options()[name]
     attacked = Need(
         "a measure attack or certify",
@@ -78,14 +78,14 @@ class AuditOptions(Settings):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The measures that are asked for, in their order."""
+        """Return the requested measures, in order."""
         wanted = {*(USUAL if self.only is None else self.only)}
         wanted |= {"certify"} if self.certify else set()
         return tuple(name for name in measures() if name in wanted - {*(self.skip or ())})
 
     @property
     def required(self) -> frozenset[str]:
-        """Measures that somebody named: an error where they cannot be had."""
+        """Return the measures that the user named: it is an error if one cannot run."""
         attack = {"attack"} if any(getattr(self, name) for name in OF_ATTACK) else set[str]()
         return frozenset(attack | {*(self.only or ())})
 
@@ -102,11 +102,11 @@ class AuditOptions(Settings):
         return {name: usual[name] for name in self.names}
 
     def small(self, *, demo: bool) -> bool:
-        """Say whether the audit is a quick one: that is the default on a demo."""
+        """Say whether the audit is quick, which is the default on a demo."""
         return self.quick or (demo and not self.full)
 
     def counts(self, *, demo: bool) -> Mapping[str, int]:
-        """Return how many samples each measure takes, where that is not its own default."""
+        """Return the number of samples of each measure that does not use its default."""
         return QUICK_SAMPLES if self.small(demo=demo) else FULL_SAMPLES if self.full else {}
 
 
@@ -138,7 +138,7 @@ def audit_options(
 
 
 def _certificates(attacks: AttackOptions) -> CertifyOptions:
-    """Return the options of certificates for the balls that are attacked."""
+    """Return the options of certificates for the attacked balls."""
     return CertifyOptions(
         eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
         usual_eps=attacks.usual_eps,

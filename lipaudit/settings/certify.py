@@ -102,16 +102,16 @@ class CertifyOptions(MeasureOptions):
 
     @property
     def most_nodes(self) -> int | None:
-        """The limit of parts of a ball; None: --seconds, given alone, is the only limit."""
+        """Return the largest number of parts of a ball; None if --seconds is the only limit."""
         return NODES if self.nodes is None and self.seconds is None else self.nodes
 
     def outline(self, samples: int) -> str:
-        """Say before it begins which limits hold."""
+        """Note the limits of the search before it begins."""
         return f"{samples} samples; limits of a proof: {self.limits}"
 
     @property
     def limits(self) -> str:
-        """What ends a proof, and whether the user or a default says so."""
+        """Return the limits of a proof, and whether they come from the user or a default."""
         most, seconds = self.most_nodes, self.seconds
         time = "no time limit (default)" if seconds is None else f"{seconds:g} s (--seconds)"
         if most is None:
@@ -120,10 +120,10 @@ class CertifyOptions(MeasureOptions):
         return f"{time}, {most:,} parts of a ball ({by})"
 
     def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
-        """Return what attacks these balls, the smallest first.
+        """Return the attacks on these balls, the smallest ball first.
 
         Raises:
-            UsageError: an unknown attack, or one that searches no balls.
+            UsageError: an attack is unknown, or does not work on balls.
         """
         named = self.attack.removeprefix("custom:").split(",")
         for kind in (attack_kinds().get(name.strip()) for name in named):

@@ -37,8 +37,8 @@ class Target(NamedTuple):
 
     Attributes:
         what: one of `ENDS`.
-        where: the position of a text: last, all, or its number among the tokens that are not
-            padded, from 0, from the end where negative; empty: not said.
+        where: position in a text: last, all, or an index among the tokens without padding, from 0,
+            or from the end if negative; empty: not given.
     """
 
     what: str
@@ -49,7 +49,7 @@ class Target(NamedTuple):
         """Read `loss`, `logits` or `logits:5`.
 
         Raises:
-            ValueError: when it is none of these.
+            ValueError: the text is none of these.
         """
         what, colon, where = text.partition(":")
         placed = what in PLACED and POSITION.fullmatch(where)
@@ -62,7 +62,7 @@ class Target(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As it is typed."""
+        """Return the target in the typed form."""
         return ":".join(filter(None, self))
 
 
@@ -124,7 +124,7 @@ class JacobianOptions(NormOptions):
     )
 
     def shorten(self, layers: Mapping[int, bool]) -> Self:
-        """Return the options for few steps, each of which needs one more vector, at one place."""
+        """Return options with few steps at one place: each step adds one vector."""
         end = self.target and self.target.replace(":all", ":last")  # as many at a time
         quick = {"max_steps": FEW_STEPS, "per_layer": False, "target": end}
         return self.model_copy(update=quick)

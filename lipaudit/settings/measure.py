@@ -1,4 +1,4 @@
-"""What every measure declares: options that several of them share, and its record."""
+"""The declaration of a measure: shared options, and its record."""
 
 from __future__ import annotations
 
@@ -46,49 +46,50 @@ class MeasureOptions(Settings):
 
     @property
     def tokens(self) -> int | None:
-        """Of how many tokens texts have to be, where the measure needs long ones."""
+        """Return the number of tokens that texts need, if the measure needs long ones."""
         return None
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that the measure writes beside the report."""
+        """Return the files that the measure writes in addition to the report."""
         return ()
 
     def suited(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
         """Return the options for a kind of model: image, tokens or text.
 
         Args:
-            kind: of the model.
-            changes: what can be changed of its texts: words, characters.
-            why: what keeps the rest from being changed.
+            kind: kind of the model.
+            changes: the units of its texts that can be changed: words, characters.
+            why: why other units cannot be changed.
 
         Raises:
-            UsageError: what they ask for means nothing for such a model.
+            UsageError: the options do not suit such a model.
         """
         return self
 
     def unkept(self) -> dict[str, Any]:
-        """Return the options that can be typed and are no settings of the report."""
+        """Return the options that can be typed but are not settings of the report."""
         return {n: getattr(self, n) for n in self.options() if n not in self.model_dump()}
 
     def outline(self, samples: int) -> str:
-        """Say before it begins what will be measured, where that is not obvious."""
+        """Describe before the run what will be measured, if that is not obvious."""
         return ""
 
     def shorten(self, layers: Mapping[int, bool]) -> Self | None:
-        """Return options that take as much memory in a small part of the time; None: none do.
+        """Return options with the same memory and a small part of the time; None if impossible.
 
         Args:
-            layers: those that would be measured, each with whether it has a closed form.
+            layers: the layers to measure, each with whether it has a closed form.
         """
         return None
 
     def draw_steepest(self, heads: Sequence[str], *, some: bool) -> Self:
-        """Return options that draw what belongs to the heads with the largest norms.
+        """Return options that draw the maps of the heads with the largest norms.
 
         Args:
             heads: as LAYER.HEAD, the largest norm first.
-            some: whether only some samples are measured, so that another head may be the first.
+            some: whether only a part of the samples is measured; another head may then be the
+                first.
         """
         return self
 
@@ -115,12 +116,12 @@ class NormOptions(MeasureOptions):
 
     @property
     def accuracy(self) -> dict[str, Any]:
-        """What the solver is asked for."""
+        """Return the accuracy for the solver."""
         return {"tol": self.tol, "max_steps": self.max_steps, "within": self.within}
 
 
 def keep_ends(layers: Iterable[int]) -> tuple[int, ...]:
-    """Return the first and the last layer: what lies between takes no more memory.
+    """Return the first and the last layer: layers between them need no more memory.
 
     >>> keep_ends([3, 4, 7]), keep_ends([])
     ((3, 7), ())
@@ -134,11 +135,10 @@ class MeasureRecord:
     """A measure, as the command line, the gate and the report know it.
 
     Attributes:
-        name: of its command and of its section.
-        tables: the layouts of its sections: of the section of its own name first, then of those
-            that are called NAME.SOMETHING.
-        options: what it takes; the docstring is the help of its command.
-        runs: of a plug-in, "module:name" of its `lipaudit.measures.Measure`, imported when a run
+        name: name of its command and its section.
+        tables: layouts of its sections: first the section NAME, then those called NAME.SOMETHING.
+        options: class of its options; the docstring is the help of its command.
+        runs: for plug-ins, "module:name" of the `lipaudit.measures.Measure`, imported when a run
             begins; ours are in `lipaudit.measures.MEASURES`.
     """
 
@@ -148,14 +148,14 @@ class MeasureRecord:
     runs: str = ""
 
     def load(self) -> Any:
-        """Return what `runs` names.
+        """Return the object named by `runs`.
 
         Raises:
-            UsageError: it is not there, or its module cannot be imported.
+            UsageError: the object does not exist, or its module cannot be imported.
         """
         try:
             return pkgutil.resolve_name(self.runs)
-        except Exception as error:  # whatever the module of a plug-in raises
+        except Exception as error:  # the module of a plug-in may raise anything
             reason = f"{type(error).__name__}: {error}"
             raise UsageError(
                 f"the measure {self.name}: {self.runs} cannot be loaded: {reason}",

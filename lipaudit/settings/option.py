@@ -1,4 +1,4 @@
-"""One option, stated once: its type, default, help and check, and how a command line spells it."""
+"""One option, declared once: type, default, help, check, and spelling on a command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PLAIN = (bool, int, float, Path)
 """Types that the command line reads directly; others are given as text."""
 
 COMMAS = "omma-separated"
-"""Of the help of options that take several words: what completion offers continues a list."""
+"""Marks, in the help of an option, that it takes several words, so that completion continues a
+list."""
 
 
 INT64 = 2**63
@@ -34,11 +35,11 @@ INT64 = 2**63
 
 @dataclass(frozen=True)
 class Need:
-    """When an option does anything; where it does nothing, giving it is an error.
+    """The condition under which an option has an effect; otherwise giving it is an error.
 
     Attributes:
-        text: what it goes with, to be read after the option's name.
-        holds: says of settings whether they have that.
+        text: the condition, as a text after the option's name.
+        holds: returns whether settings fulfil the condition.
     """
 
     text: str
@@ -46,7 +47,7 @@ class Need:
 
 
 def needs(other: str, *values: Any) -> Need:
-    """Return the need of an option that goes with another: with any value, if none is given."""
+    """Return the need for another option: one of some values, or any value if none is given."""
     named = f" {' or '.join(map(str, values))}" if values else ""
 
     def holds(settings: Any) -> bool:
@@ -58,22 +59,22 @@ def needs(other: str, *values: Any) -> Need:
 
 @dataclass(frozen=True)
 class Option:
-    """What a command line must know of an option.
+    """The properties of an option that a command line needs.
 
     Attributes:
-        name: of its field.
-        flags: as they are typed, the long one first.
-        kind: what a command line reads: bool, int, float, Path, or str for what is parsed here.
-        default: as it is shown in the help; None shows nothing.
+        name: name of its field.
+        flags: its spellings, the long one first.
+        kind: type on the command line: bool, int, float, Path, or str for texts parsed here.
+        default: default in the help; None shows nothing.
         help: one line.
-        panel: heading of the help under which it stands.
-        env: environment variable that gives it, too.
+        panel: heading in the help.
+        env: environment variable of the option.
         repeats: whether it may be given several times.
-        values: returns words that it takes, for shells and errors; not always all of them.
-        commas: whether several of them may be given, separated by commas.
-        usual: what is done where it is not given and its default does not say.
-        need: when it does anything; None is always.
-        kinds: the kinds of models it is for (image, tokens, text); empty is all.
+        values: returns possible words, for shells and errors; not always all of them.
+        commas: whether several words may be given, separated by commas.
+        usual: the default in words, if it depends on other things.
+        need: when the option has an effect; None: always.
+        kinds: the kinds of models it applies to (image, tokens, text); empty: all.
     """
 
     name: str
@@ -92,7 +93,7 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """Its default as the help shows it: nothing where it is off, or there is none."""
+        """Return the default for the help; None if the option is off or has no default."""
         if self.default is None or self.default is False:
             return self.usual
         return self.flags[0].removeprefix("--") if self.default is True else str(self.default)
@@ -110,18 +111,18 @@ def option(
     kinds: tuple[str, ...] = (),
     **checks: Any,
 ) -> Any:
-    """Declare an option: a pydantic field that knows how it is typed on a command line.
+    """Declare an option: a pydantic field with its spelling on a command line.
 
     Args:
-        default: of the field; text of a parsed type is parsed like any other.
+        default: default of the field; text of a parsed type is parsed.
         help: one line.
-        flags: as they are typed; by default `--` and the field's name.
-        panel: heading of the help under which it stands.
-        env: environment variable that gives it, too.
-        usual: what is done where it is not given, for the help.
-        values: returns words that it takes, where its type does not list them.
-        need: when it does anything.
-        kinds: the kinds of models it is for; all, if empty.
+        flags: its spellings; by default `--` and the field's name.
+        panel: heading in the help.
+        env: environment variable of the option.
+        usual: the default in words, for the help.
+        values: returns possible words, if its type does not list them.
+        need: when the option has an effect.
+        kinds: the kinds of models it applies to; empty: all.
         checks: further arguments of `pydantic.Field`.
     """
     known: dict[str, Any] = {"flags": flags, "help": help, "panel": panel, "env": env}
@@ -142,7 +143,7 @@ class Settings(BaseModel):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return what can be typed on a command line, by the name of the field."""
+        """Return the options that can be typed on a command line, by field name."""
         described = {}
         for name, info in cls.model_fields.items():
             extra = info.json_schema_extra
@@ -161,7 +162,7 @@ class Settings(BaseModel):
         return self
 
     def require_needed(self) -> None:
-        """Refuse options that do nothing beside the others.
+        """Refuse options without an effect beside the others.
 
         Raises:
             UsageError: with the first of them.
@@ -174,17 +175,17 @@ class Settings(BaseModel):
                 )
 
     def _changed(self, known: Option) -> bool:
-        """Say whether an option has another value than its default, which may stand as text."""
+        """Say whether an option differs from its default, which may be stored as text."""
         default = type(self).model_fields[known.name].default
         value = getattr(self, known.name)
         plain = self.model_dump(mode="json", include={known.name}).get(known.name, value)
         return value != default and plain != default
 
     def require_kind(self, kind: str) -> None:
-        """Refuse options that mean nothing to a kind of model; configured ones then do nothing.
+        """Refuse options that do not apply to a kind of model; configured ones are ignored.
 
         Raises:
-            UsageError: with the first of them that was given.
+            UsageError: the message names the first option that was given.
         """
         for known in self.options().values():
             given = known.name not in self._configured and self._changed(known)
@@ -203,15 +204,15 @@ class Settings(BaseModel):
         spelled: Callable[[str], str] | None = None,
         configured: Collection[str] = (),
     ) -> Self:
-        """Return the settings of these values, the others being the defaults.
+        """Return settings with these values, and defaults for the others.
 
         Args:
-            values: by the names of the fields.
-            spelled: how a field is named to the user; as on the command line, if None.
-            configured: those that were not given now, and may do nothing.
+            values: values by field name.
+            spelled: returns the name of a field for messages; None: the command-line spelling.
+            configured: values from the configuration, which may have no effect.
 
         Raises:
-            UsageError: for a value that an option does not take; it names the option.
+            UsageError: an option does not accept its value; the message names the option.
         """
         for name, value in values.items():
             if isinstance(value, int) and not -INT64 <= value < INT64:
@@ -237,7 +238,7 @@ class Settings(BaseModel):
 
 
 def flag(name: str) -> str:
-    """Return how an option of this name is typed.
+    """Return the spelling of an option on the command line.
 
     >>> flag("max_tokens")
     '--max-tokens'
@@ -246,7 +247,7 @@ def flag(name: str) -> str:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """Return the words that a type lists: those of its first `Literal`.
+    """Return the words of a type: those of its first `Literal`.
 
     >>> _choices(tuple[Literal["a", "b"], ...] | None)
     ('a', 'b')
@@ -257,12 +258,12 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:
-    """Return what a command line reads for a type, and whether the option repeats."""
+    """Return the command-line type of an annotation, and whether the option repeats."""
     if get_origin(annotation) is Annotated:
         inner, *added = get_args(annotation)
         return _kind(inner, [*added, *metadata])
     if any(isinstance(each, BeforeValidator) for each in metadata):
-        return str, False  # it parses text itself: `auto`, say, where the type is a number
+        return str, False  # the type parses text itself, such as `auto` beside numbers
     if get_origin(annotation) in (Union, UnionType):
         choices = [each for each in get_args(annotation) if each is not type(None)]
         return _kind(choices[0]) if len(choices) == 1 else (str, False)

@@ -1,4 +1,4 @@
-"""Options that are written as text, and the types they are read into."""
+"""Options that are typed as text, and their types."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_layers(text: str) -> tuple[int, ...]:
     """Read `0,5-7` as (0, 5, 6, 7).
 
     Raises:
-        UsageError: when it is not a list of numbers and ranges.
+        UsageError: the text is not a list of numbers and ranges.
     """
     layers: set[int] = set()
     for piece in text.split(","):
@@ -55,7 +55,7 @@ def read_lengths(text: str) -> tuple[int, ...]:
     """Read `8:256:log6` as (8, 16, 32, 64, 128, 256): six lengths, evenly spaced in log n.
 
     Raises:
-        UsageError: when it is not of that form.
+        UsageError: the text does not have that form.
     """
     match = LENGTHS.fullmatch(text)
     first, last, count = map(int, match.groups()) if match else (0, 0, 0)
@@ -85,7 +85,7 @@ def read_numbers(text: str) -> tuple[float, ...]:
     """Read `0.5,0.5,0.5`.
 
     Raises:
-        ValueError: when it is not a list of numbers.
+        ValueError: the text is not a list of numbers.
     """
     try:
         return tuple(float(piece) for piece in text.split(","))
@@ -119,7 +119,7 @@ def _value(text: str) -> Any:
 
 
 def write_keywords(values: Mapping[str, Any]) -> str:
-    """Return what `read_keywords` reads.
+    """Write values in the form that `read_keywords` reads.
 
     >>> write_keywords({"depth": 2, "pretrained": False})
     'depth=2,pretrained=false'
@@ -135,7 +135,7 @@ def read_size(text: str) -> int | None:
     """Read a number of samples, or auto as None.
 
     Raises:
-        ValueError: when it is neither.
+        ValueError: the text is neither.
     """
     if text == "auto":
         return None
@@ -175,7 +175,7 @@ def read_duration(text: str) -> float:
 
 
 def write_duration(seconds: float) -> str:
-    """Return what `read_duration` reads.
+    """Write seconds in the form that `read_duration` reads.
 
     >>> write_duration(5400)
     '1h30min'
@@ -211,10 +211,10 @@ def _is_shape(sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 def distinct(values: Sequence[Any]) -> Sequence[Any]:
-    """Return values that are named once each: twice would be measured twice, to one result.
+    """Return values that are all distinct: repeats would be measured twice, with one result.
 
     Raises:
-        ValueError: one is named twice.
+        ValueError: a value is repeated.
     """
     for i, value in enumerate(values):
         if value in values[:i]:
@@ -223,7 +223,7 @@ def distinct(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _read_with(read: Callable[[str], Any]) -> BeforeValidator:
-    """Read text, and leave what has its type already."""
+    """Parse text, and keep values that already have the type."""
     return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
@@ -232,7 +232,7 @@ def _split_list(text: str) -> tuple[str, ...]:
 
 
 def _radius(value: Any) -> Any:
-    """Read text, and a number as it is written: 0.1 is one tenth."""
+    """Parse text, and numbers in their decimal spelling: 0.1 is one tenth."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return parse_radius(str(value)) if number or isinstance(value, str) else value
 
@@ -253,12 +253,12 @@ def _balls(radii: tuple[Radius, ...]) -> tuple[Radius, ...]:
 
 
 def _one_of_many(value: Any) -> Any:
-    """Take a number for a list of one."""
+    """Turn a single number into a list."""
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _order_layers(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Put layers in order, each once, as `read_layers` does."""
+    """Sort layers and remove repeats, as `read_layers` does."""
     if layers is not None and (not layers or min(layers) < 0):
         raise ValueError("give at least one layer, counted from 0")
     return None if layers is None else tuple(sorted(set(layers)))

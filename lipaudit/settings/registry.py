@@ -38,7 +38,7 @@ def measures() -> Mapping[str, MeasureRecord]:
 
 
 def _fault(record: MeasureRecord) -> str:
-    """Say what is wrong with the record of a plug-in."""
+    """Return the fault of a plug-in's record."""
     sections = [table.name for table in record.tables]
     if not sections or sections[0] != record.name:
         return f"has no table of the section {record.name!r}"
@@ -54,7 +54,7 @@ def layouts() -> dict[str, Layout]:
 def find_column(metric: str) -> Column:
     """Return how a metric of rows or samples reads (`bounds.exact:median`, `attack.robust@pgd`).
 
-    One of a measure that is not installed reads as its name.
+    If its measure is not installed, the column has the metric's name only.
     """
     measure, _, name = re.split("[@:]", metric)[0].rpartition(".")
     layout = layouts().get(measure)

@@ -156,14 +156,14 @@ class RunOptions(Settings):
         return size
 
     def reading(self) -> dict[str, Any]:
-        """Return what was given of the options that decide how the model and data are read."""
+        """Return the given options that decide how model and data are read."""
         given = {name: getattr(self, name) for name in READING}
         unset = (None, False)
         return {name: _plain(v) for name, v in given.items() if not any(v is u for u in unset)}
 
 
 def _plain(value: Any) -> Any:
-    """Write a parsed option the way it is typed."""
+    """Write a parsed option in its typed form."""
     if isinstance(value, dict):
         return write_keywords(value)
     if isinstance(value, tuple):

@@ -71,11 +71,11 @@ class ScalingOptions(MeasureOptions):
 
     @property
     def tokens(self) -> int | None:
-        """Of how many tokens texts have to be, where the measure needs long ones."""
+        """Return the number of tokens that texts need."""
         return max(self.lengths) if "real" in self.modes else None
 
     def outline(self, samples: int) -> str:
-        """Say before it begins what will be measured, where that is not obvious."""
+        """Describe before the run what will be measured."""
         heads = "the strongest head of each layer" if self.heads is None else "the heads given"
         worst = [mode for mode in self.modes if mode != "real"]
         parts = [
@@ -86,7 +86,7 @@ class ScalingOptions(MeasureOptions):
 
 
 def _follow_bounds(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str, Column]:
-    """Return columns of the bounds that are followed over the length."""
+    """Return columns of the bounds that are measured over the length."""
     followed = (bound for bound in catalogue().values() if bound.scaling)
     return {name: column for bound in followed for name, column in columns_of(bound).items()}
 
@@ -95,13 +95,13 @@ PART = {
     "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
     "head": Column("head", "Head; empty: the layer.", format="d"),
 }
-"""Which part of the model a norm is of."""
+"""The part of the model that a norm belongs to."""
 
 MODE = {
     "mode": text_column("mode", "real, adversarial, radius or ascent."),
     "masked": Column("masked", "For worst cases: whether later keys are masked.", format=""),
 }
-"""At which tokens a norm was taken."""
+"""The tokens at which a norm was computed."""
 
 SCALING_TABLE = Layout(
     name="scaling",

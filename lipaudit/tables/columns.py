@@ -45,7 +45,7 @@ Cell = Annotated[bool | int | float | str | None, BeforeValidator(_revive), With
 
 
 class Frozen(BaseModel):
-    """Base of everything in a report: immutable, closed, NaN and infinities written as strings."""
+    """Base of everything in a report: immutable, closed, with NaN and infinities as strings."""
 
     model_config = ConfigDict(
         frozen=True,

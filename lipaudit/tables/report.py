@@ -52,7 +52,7 @@ class Failure(Frozen):
 
 
 def require_aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cell, ...]]:
-    """Check that per-sample columns have equal lengths and the column `ids` with unique names.
+    """Check that per-sample columns have equal lengths, and a column `ids` that names the samples.
 
     Raises:
         ValueError: the check fails.
@@ -220,7 +220,7 @@ class Section(Frozen):
         return tuple(map(str, self.samples.get("ids", ())))
 
     def sample_column(self, name: str) -> Column:
-        """Return how a per-sample column reads (`robust@pgd,linf,2/255` reads as `robust`)."""
+        """Return the description of a per-sample column (`robust@pgd,linf,2/255`: `robust`)."""
         return self.sample_columns.get(parse_column(name)[0], Column(label=name, meaning=""))
 
 

@@ -106,7 +106,7 @@ class TrialKey:
         return None if radius is None else cls("".join(words[:-2]), words[-2], radius)
 
     def __str__(self) -> str:
-        """Write it as in the columns of a report: `pgd,linf,2/255`, of a ball `linf,2/255`."""
+        """Write the key as in a report's columns: `pgd,linf,2/255`, for a ball `linf,2/255`."""
         return ",".join(filter(None, (self.attack, self.norm, self.radius.text)))
 
     @property

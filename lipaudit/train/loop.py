@@ -164,7 +164,7 @@ class Training:
         return float(loss), float(penalty) if self.recipe.penalty else None
 
     def require_sense(self, penalty: float) -> None:
-        """Refuse to go on after an epoch that destroyed the weights or never met the penalty."""
+        """Raise an error if an epoch destroyed the weights or never computed the penalty."""
         finite = [p.isfinite().all() for p in self.net.module.parameters()]
         if not torch.stack(finite).all():
             raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")

@@ -161,7 +161,7 @@ def _compute_one(
 
 
 def _read_numbers(name: str, values: ArrayLike, ndim: int, least: int = -1) -> Tensor:
-    """Return numbers as a float64 tensor of `ndim` axes; as few as `least` may be given."""
+    """Return numbers as a float64 tensor of `ndim` axes; at least `least` axes must be given."""
     try:
         t = values if isinstance(values, Tensor) else torch.tensor(np.array(values))
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The command line: parse, load, measure, emit; nothing else."""
+"""The command line: parse arguments, load, measure, print or write."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def main() -> None:
         make_unheeded()
         with words_of_bash():
             build()()
-    except KeyboardInterrupt:  # before a command has begun: imports take a second or two
+    except KeyboardInterrupt:  # before a command begins: imports take a second or two
         sys.stderr.write("error: interrupted\n")
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""The Typer application, and the decorator that gives every command its shared behaviour."""
+"""The Typer application, and the decorator with the shared behaviour of all commands."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ RARE = {
 
 
 class _Untyped:
-    """A command whose help shows no type where there is none to type: of flags, of lists."""
+    """A command whose help shows types only for values: not for flags and lists."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, those for help and completion among them."""
+        """Return the parameters, including those for help and completion."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -75,42 +75,42 @@ HelpAll = Annotated[
 
 
 def _show_nothing(ctx: Any) -> None:
-    """Show no type of an argument: its name says what it is."""
+    """Hide the type of an argument: its name is clear."""
 
 
 class Command(_Untyped, typer.core.TyperCommand):
     """A command whose `--help` fits a screen; `--help-all` shows the rare options, too.
 
-    Its parameters are made when they are first asked for: the help of all commands needs none,
-    and making those of every command takes longer than all else that it does.
+    Parameters are created on first use: the overview of commands needs none, and creating all of
+    them takes longer than everything else.
     """
 
     def __init__(self, name: str, *, callback: Any, **settings: Any) -> None:
         super().__init__(name, callback=callback, **settings)
         self.function = inspect.unwrap(callback)
-        # A cached property is asked only where the instance has no value of that name.
+        # Python reads a cached property only if the instance has no attribute of that name.
         del self.params, self.callback
 
     @functools.cached_property
     def complete(self) -> Any:
-        """The command with its parameters, as Typer makes it."""
+        """Return the command with its parameters, as Typer creates it."""
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         single.command()(make_callback(self.function))
         return typer.main.get_command(single)
 
     @functools.cached_property
     def params(self) -> list[Any]:  # type: ignore[override]
-        """Its arguments and options."""
+        """Return its arguments and options."""
         return list(self.complete.params)
 
     @functools.cached_property
     def callback(self) -> Callable[..., Any]:  # type: ignore[override]
-        """What it calls with what was typed."""
+        """Return the function that it calls."""
         callback: Callable[..., Any] = self.complete.callback
         return callback
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help: what people use first, in one panel, or all that there is."""
+        """Write the help: the common options in one panel, or all options."""
         if ctx.params.get(HELP_ALL):
             super().format_help(ctx, formatter)
             return
@@ -166,16 +166,16 @@ def _describe_all(
 def command(
     name: str, *, panel: str = "", parent: typer.Typer = app
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command: errors become one clear line and the documented exit code.
+    """Register a command: errors become one line and the documented exit code.
 
-    A parameter whose type is a group of options stands for all of them; the group comes resolved:
-    what was typed, else what the configuration file says, else the defaults. A group that is
-    annotated with a dictionary says in the help what is usual, by the name of the option.
+    A parameter whose type is a group of options represents all options of the group. Their values
+    come from the command line, else the configuration file, else the defaults. A group annotated
+    with a dictionary takes the defaults in the help from it, by option name.
 
     Args:
-        name: as it is typed.
-        panel: the heading of the help under which it stands.
-        parent: the application or the group of commands that has it.
+        name: name of the command.
+        panel: heading in the help.
+        parent: the application or the enclosing group of commands.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -194,7 +194,7 @@ def command(
 
 
 def make_callback(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command as Typer reads it: one parameter an option, an exit status for an error."""
+    """Return a command for Typer: one parameter per option, an exit status per error."""
     hints = get_type_hints(function, include_extras=True)
     known = inspect.signature(function).parameters
     groups = {name: hints[name] for name in known if _is_group(hints[name])}
@@ -202,9 +202,9 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
 
     def call(**typed: Any) -> None:
         with _exit_codes(verbose=bool(typed.get("verbose"))):
-            # Schedulers end a job by SIGTERM: finished work is kept, as after Ctrl-C.
+            # Schedulers end a job by SIGTERM: keep finished work, as after Ctrl-C.
             signal.signal(signal.SIGTERM, _terminate)
-            # Only commands that measure have a configuration: a report is shown as it was asked.
+            # Only commands that measure have a configuration: a report has its own settings.
             shared = any(kind in SHARED for kind in kinds.values())
             defaults = read_config(typed.get("config")) if shared else {}
             values = {
@@ -219,7 +219,7 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
         if name not in groups
     ]
     parameters += [p for group in groups.values() for p in _parameters(group)]
-    # A command without rare options shows all of them in --help.
+    # A command without rare options shows all options in --help.
     if RARE & {p.name for p in parameters}:
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(HELP_ALL, kind, default=False, annotation=HelpAll))
@@ -236,7 +236,7 @@ def _is_group(hint: Any) -> bool:
 
 
 def _unwrap_paragraphs(text: str) -> str:
-    """Let the terminal wrap the paragraphs; lists and examples keep their lines."""
+    """Let the terminal wrap paragraphs; lists and examples keep their lines."""
     paragraphs = text.split("\n\n")
     joined = (p if "\n " in p else p.replace("\n", " ") for p in paragraphs)
     return "\n\n".join(joined)
@@ -248,12 +248,12 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        # 128 plus the number of the signal, as shells count: SIGINT is 2, SIGTERM 15.
+        # 128 plus the number of the signal, as in shells: SIGINT is 2, SIGTERM 15.
         status = 143 if stop.args == ("terminated",) else 130
         if not _is_follower():
             complain("terminated" if status == 143 else "interrupted")
         raise typer.Exit(status) from None
-    # Help, the version and a verdict of the gate end by these.
+    # Help, the version and verdicts of the gate end with these exceptions.
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
@@ -265,7 +265,7 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
 
 
 def _is_follower() -> bool:
-    """Tell whether a launcher started this process beside a first one, which says what is."""
+    """Say whether a launcher started this process after a first one, which prints the errors."""
     from lipaudit.engine.launcher import find_place
 
     with suppress(UsageError):
@@ -279,7 +279,7 @@ def _terminate(_number: int, _frame: object) -> None:
 
 
 def complain(message: str, advice: str = "") -> None:
-    """Say on stderr what happened, and what to do about it."""
+    """Print on stderr what happened and what to do."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -290,7 +290,7 @@ def complain(message: str, advice: str = "") -> None:
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
-    """Return the parameters by which a command line reads a group; None is not typed."""
+    """Return the command-line parameters of a group of options; None means not typed."""
     usual = get_args(group)[1] if get_origin(group) is Annotated else {}
     return [
         inspect.Parameter(
@@ -309,12 +309,12 @@ def _choose_type(option: Option) -> Any:
 
 
 def _spell_option(option: Option) -> Any:
-    """Return how an option is typed and explained."""
-    # A flag that is on by default needs a way to turn it off.
+    """Return the spelling and the help of an option."""
+    # A flag that is on by default needs a way to switch it off.
     flags = option.flags
     if option.kind is bool and option.default is True:
         flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
-    # Said here, since the default of what is typed is None: then the configuration may say.
+    # In the text, because the default of the parameter is None: the configuration may set it.
     default = f" [dim]\\[default: {option.shown}][/]" if option.shown else ""
     return typer.Option(
         *flags,

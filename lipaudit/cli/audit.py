@@ -56,7 +56,7 @@ def audit(
     from lipaudit.engine.files import require_folder
     from lipaudit.report import RANKED, REPORT
 
-    # Samples, radii and the quick preset are those of demos only if every model is one.
+    # Samples, radii and the quick preset are a demo's only if every model is a demo.
     demo = all(model.partition(":")[0] == "demo" for model in models)
     extent.require_several(len(models))
     check_outputs(output, REPORT if len(models) == 1 else RANKED)
@@ -71,10 +71,10 @@ def audit(
 
 
 def audit_request(model: str, options: AuditOptions, run: RunOptions, *, demo: bool) -> Request:
-    """Return what an audit of a model is to measure.
+    """Return the request of an audit of one model.
 
     Raises:
-        UsageError: for a bad radius, attack or norm.
+        UsageError: a radius, attack or norm is invalid.
     """
     from lipaudit.engine.prepare import Request
 
@@ -111,7 +111,7 @@ def _audit_one(
             folder = make_folder(folder or RUNS / _name_run(report), "--run-dir")
             try:
                 _write(report, folder)
-            except EvaluationError:  # a full disk, say: what is measured is shown
+            except EvaluationError:  # such as a full disk: print the figures first
                 with suppress(EvaluationError):
                     emit(report, output, details=extent.details)
                 raise
@@ -128,7 +128,7 @@ def _audit_each(
     extent: Several,
     terminal: Terminal,
 ) -> None:
-    """Measure several models on the same samples, with one of them in memory at a time."""
+    """Measure several models on the same samples, one model in memory at a time."""
     from lipaudit.cli.emit import emit
     from lipaudit.cli.progress import mute_libraries
     from lipaudit.engine.files import write
@@ -171,7 +171,7 @@ def _audit_each(
 def _measure_one(
     request: Request, outline: Outline, journals: list[Journal], terminal: Terminal
 ) -> Report:
-    """Measure one of several models; where it fails, its report says why."""
+    """Measure one of several models; if it fails, its report has the reason."""
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import run_job
     from lipaudit.engine.prepare import prepare
@@ -197,19 +197,19 @@ def _write(report: Report, folder: Path) -> None:
 
 
 def make_folder(folder: Path, flag: str) -> Path:
-    """Return a directory, made if it is not there; version control leaves ours alone.
+    """Return a directory, created if missing; git ignores the directory of all runs.
 
     Args:
-        folder: where it is.
-        flag: the option that names another place.
+        folder: path of the directory.
+        flag: the option that chooses another directory.
 
     Raises:
-        EvaluationError: it cannot be made.
+        EvaluationError: the directory cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if folder.parent == RUNS:
-            # The folder of all runs ignores itself: no report is committed by accident.
+            # The folder of all runs ignores itself, so no report is committed by accident.
             (RUNS / ".gitignore").write_text("*\n")
     except OSError as error:
         raise EvaluationError(
@@ -225,7 +225,7 @@ def _announce(models: str, counts: Mapping[str, int]) -> str:
 
 def _name_run(report: Report) -> str:
     """Name the run directory: time, model, and a hash of the run."""
-    import hashlib  # opens OpenSSL: not for --help
+    import hashlib  # loads OpenSSL: not for --help
 
     digest = hashlib.sha256(report.run.model_dump_json().encode()).hexdigest()[:8]
     return f"{_format_time()}-{_name_folder(report.run.model.spec)}-{digest}"
@@ -236,15 +236,15 @@ def _format_time() -> str:
 
 
 def _name_folder(model: str) -> str:
-    """Return what a folder of a model is called: of a path its last part."""
-    # A path gives its last part; of py:./own.py:make and the like `./` goes.
+    """Return the folder name of a model; for a path, its last part."""
+    # The last part of a path; for py:./own.py:make and similar, without `./`.
     path = Path(model)
     name = path.resolve().name if path.exists() else re.sub(r"(^|[:/])(\.{1,2}/)+", r"\1", model)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "model"
 
 
 def _conclude(report: Report, folder: Path) -> str:
-    """Say where the report is, and what to type next."""
+    """Print the place of the report and the next command."""
     saved = folder / "report.json"
     lines = ["", f"report: {folder / 'report.html'}", f"data:   {saved}"]
     if report.shard is not None:

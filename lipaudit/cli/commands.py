@@ -1,4 +1,4 @@
-"""The application with every command: importing a file of commands registers them."""
+"""The application with all commands: importing a module registers its commands."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def build() -> typer.Typer:
 
 @contextmanager
 def words_of_bash() -> Iterator[None]:
-    """Let a completion that bash asks for see whole words: `demo:ro`, not `demo`, `:` and `ro`."""
+    """Pass whole words to a completion of bash: `demo:ro`, not `demo`, `:` and `ro`."""
     if os.environ.get("_LIPAUDIT_COMPLETE") != "complete_bash":
         yield
         return
     at = int(os.environ["COMP_CWORD"])
     before, after = _join_words(os.environ["COMP_WORDS"].split("\n")[: at + 1])
     os.environ |= {"COMP_WORDS": "\n".join([*before, after]), "COMP_CWORD": str(len(before))}
-    # Bash replaces only what stands behind the last colon, so the answer has that part alone.
+    # Bash replaces only the part after the last colon, so the answer has only that part.
     whole = after.rpartition("=")[2]
     prefix = whole[: whole.rfind(":") + 1]
     written = io.StringIO()
@@ -44,7 +44,7 @@ def words_of_bash() -> Iterator[None]:
 
 
 def _join_words(pieces: list[str]) -> tuple[list[str], str]:
-    """Join the pieces of words, and return the last word apart."""
+    """Join the pieces of words, and return the last word separately."""
     words: list[str] = []
     for piece in pieces:
         if words and (piece in BREAKS or words[-1].endswith(BREAKS)):

@@ -1,4 +1,4 @@
-"""`[tool.lipaudit]` of pyproject.toml, or lipaudit.toml: defaults for the shared options."""
+"""The configuration file: defaults for shared options, from lipaudit.toml or pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SUBTABLES = frozenset({"gate"})
 
 
 def read(path: Path | None) -> dict[str, Any]:
-    """Return the whole configuration: of `path`, or of the file in the working directory.
+    """Return the whole configuration, from `path` or from the file in the working directory.
 
     Raises:
-        UsageError: when `path` is missing, or a file is not valid TOML or has a value for a table.
+        UsageError: `path` is missing, a file is not valid TOML, or a table has a plain value.
     """
     usual = (Path(name) for name in ("lipaudit.toml", "pyproject.toml"))
     found = path or next(filter(Path.is_file, usual), None)
@@ -33,7 +33,7 @@ def _load(path: Path) -> dict[str, Any]:
         advice = _repair(text, str(error))
         raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
     tools = _table(document, "tool", path)
-    # lipaudit.toml may leave out the table [tool.lipaudit] that pyproject.toml needs.
+    # lipaudit.toml does not need the table [tool.lipaudit] of pyproject.toml.
     own = {} if path.name == "pyproject.toml" else document
     values = _table(tools, "lipaudit", path) if "lipaudit" in tools else own
     for name in SUBTABLES:
@@ -42,8 +42,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _repair(text: str, error: str) -> str:
-    """Show the line that an error of TOML names, and how a value is written."""
-    # tomllib has the line in the text of its error alone.
+    """Quote the line of a TOML error, with the correct notation."""
+    # tomllib gives the line only in the text of its error.
     found = re.search(r"at line (\d+)", error)
     if found is None:
         return ""

@@ -1,4 +1,4 @@
-"""Write results: one to stdout, any number to files, each whole or not at all."""
+"""Write results: one to stdout, any number to files, each completely or not at all."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check_outputs(output: Output, forms: Collection[Form]) -> None:
     """Refuse what cannot be written before any work is done.
 
     Args:
-        output: where the result is to go.
-        forms: those that the result will have.
+        output: the destinations.
+        forms: the forms of the result.
 
     Raises:
-        UsageError: for an unknown format or suffix, or one that cannot show the result.
-        UsageError: for a file that cannot be written.
+        UsageError: a format or suffix is unknown, or cannot show the result; or a file cannot be
+            written.
     """
     _formats(output, forms)
     for path in output.output:
@@ -36,31 +36,31 @@ def check_outputs(output: Output, forms: Collection[Form]) -> None:
 def emit(
     shown: Report | Subject, output: Output, *, always: bool = True, details: bool = True
 ) -> None:
-    """Write the files first, then stdout, which has the figures where a file cannot be written.
+    """Write the files first, then stdout, also if a file cannot be written.
 
     Args:
-        shown: what is written.
-        output: where it goes.
-        always: whether stdout gets it where files are named and no format is.
-        details: whether a terminal gets all of it, not only what fits a screen.
+        shown: the result.
+        output: the destinations.
+        always: whether stdout gets the result if files are named and no format is.
+        details: whether a terminal gets the whole result, not only one screen.
 
     Raises:
-        UsageError: for an unknown format or suffix, or one that cannot show the result.
-        EvaluationError: for a file that cannot be written.
+        UsageError: a format or suffix is unknown, or cannot show the result.
+        EvaluationError: a file cannot be written.
     """
     from lipaudit.report import of_reports
     from lipaudit.tables import Report
 
     subject = of_reports(shown) if isinstance(shown, Report) else shown
-    if not always:  # nothing was measured that would be lost
+    if not always:  # no measurement would be lost
         check_outputs(output, subject.keys())
-    # Files come first: a pipe that nobody reads must not keep them from being written.
+    # Files first: a pipe without a reader must not prevent them.
     stdout, files = _formats(output, subject.keys())
     refused: list[EvaluationError] = []
     for path, format in files.items():
         try:
             write(path, format.render(subject[format.takes]()))
-        except EvaluationError as error:  # a full disk, say: what is measured is shown
+        except EvaluationError as error:  # such as a full disk: print the figures
             refused.append(error)
     if always or output.format or not files or refused:
         _print(subject, stdout, details=details)
@@ -69,7 +69,7 @@ def emit(
 
 
 def _formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
-    """Return the format of stdout and that of each file."""
+    """Return the formats of stdout and of each file."""
     from lipaudit.report import find_file_format, find_format, find_usual_format
 
     chosen = find_format(output.format, forms) if output.format else None
@@ -86,6 +86,6 @@ def _print(subject: Subject, format: Format, *, details: bool) -> None:
         with drop_output(sys.stdout):
             if hasattr(sys.stdout, "buffer"):
                 sys.stdout.buffer.write(content)
-            else:  # `redirect_stdout(io.StringIO())` around a command
+            else:  # `redirect_stdout(io.StringIO())` around a command has no buffer
                 sys.stdout.write(content.decode())
     sys.stdout.flush()

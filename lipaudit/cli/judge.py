@@ -132,7 +132,7 @@ def compare(
     from lipaudit.report import COMPARISON, of_comparison
 
     check_outputs(output, COMPARISON)
-    # A launcher's store serves one run: two models would meet at one port.
+    # The store of a launcher serves one run: two models would use one port.
     if sum(not is_report(each) for each in reports[1:]) > 1:
         require_one_process("comparing several")
     loaded = [schema.load(reports[0])]
@@ -206,7 +206,7 @@ def gate(
 
 
 def _tell_github(subject: Subject, outcome: str) -> None:
-    """Add a table to the summary of a GitHub job, and the outcome to the step's output."""
+    """Add a table to the summary of a GitHub job, and the outcome to the step's outputs."""
     from lipaudit.report import render
 
     if os.environ.get("GITHUB_ACTIONS") != "true":

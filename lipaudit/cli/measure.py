@@ -1,4 +1,4 @@
-"""The commands that measure a model: one for each measure, made from its options."""
+"""The commands that measure a model: one per measure, created from its options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
     return measure
 
 
-# Plug-ins are among them: their commands are made in the same way.
+# This includes plug-ins: their commands are created in the same way.
 for _name, _options in option_types().items():
     command(_name, panel=MEASURING)(_command(_name, _options))
 
@@ -55,7 +55,7 @@ def run_measures(
     output: Output,
     terminal: Terminal,
 ) -> None:
-    """Run measures on a model and write what was asked for."""
+    """Run measures on a model and write the results."""
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import run_job
@@ -77,10 +77,10 @@ def run_measures(
 
 
 def require_mergeable(run: RunOptions, output: Output) -> None:
-    """Refuse a shard of which nothing is kept that can be merged.
+    """Refuse a shard without an output that `merge` can read.
 
     Raises:
-        UsageError: no JSON is asked for.
+        UsageError: no JSON output is requested.
     """
     kept = output.format == "json" or any(path.suffix == ".json" for path in output.output)
     if run.shard and not kept:
@@ -92,15 +92,15 @@ def require_mergeable(run: RunOptions, output: Output) -> None:
 
 
 def require_alone(run: RunOptions, what: str, *, unlimited: bool = False) -> None:
-    """Refuse to share out, or to end early, what one process does as a whole.
+    """Refuse shards, launchers or time limits for work that one process does as a whole.
 
     Args:
-        run: its options.
-        what: is done; to be read after "not for".
-        unlimited: whether nothing keeps to a time limit.
+        run: the shared options.
+        what: the work, as a text after "not for".
+        unlimited: whether the work ignores time limits.
 
     Raises:
-        UsageError: there is a shard, a launcher of several processes or such a time limit.
+        UsageError: a shard, several processes or a time limit is requested.
     """
     if run.shard:
         text = f"--shard works only when one MODEL is measured, not for {what}"
@@ -112,10 +112,10 @@ def require_alone(run: RunOptions, what: str, *, unlimited: bool = False) -> Non
 
 
 def require_one_process(what: str) -> None:
-    """Refuse a launcher of several processes where one does all.
+    """Refuse a launcher with several processes for work of a single process.
 
     Raises:
-        UsageError: there is one.
+        UsageError: a launcher started several processes.
     """
     from lipaudit.engine.launcher import find_place
 
@@ -127,7 +127,7 @@ def require_one_process(what: str) -> None:
 
 
 def typed_command() -> str:
-    """Return the command as it was typed."""
+    """Return the command as typed."""
     return shlex.join(["lipaudit", *sys.argv[1:]])
 
 
@@ -162,16 +162,16 @@ def merge(
 
 
 def require_whole(reports: Mapping[str, Report], again: str) -> None:
-    """End with the exit code of what the reports lack, once they are written.
+    """End with an exit code if reports are incomplete, after they are written.
 
-    That is the code of the first failure; without one, that of a time limit.
+    The code is the first failure's, or else that of the time limit.
 
     Args:
-        reports: that are written, by their models.
-        again: what to do about it.
+        reports: the written reports, by model.
+        again: the hint.
 
     Raises:
-        LipauditError: some measures failed or were ended; the reports have the others.
+        LipauditError: some measures failed or ran out of time; the reports have the others.
     """
     names = {model: f"{model}: " if len(reports) > 1 else "" for model in reports}
     failures = {
@@ -184,7 +184,7 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
         for model, report in reports.items()
         for name, count in report.unmeasured.items()
     ]
-    # A failure outweighs a time limit: its exit code says what to mend.
+    # A failure outweighs a time limit: its exit code tells what to fix.
     if failures:
         reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures.items())
         first = next(iter(failures.values()))

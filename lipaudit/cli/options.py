@@ -1,4 +1,4 @@
-"""The options of the command line itself, and the file that gives options defaults."""
+"""Options of the command line itself, and the file with defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = "A TOML file in place of lipaudit.toml and pyproject.toml."
 
 
 def model_names() -> tuple[str, ...]:
-    """Return what a MODEL argument may be, but for paths; those of timm are read in its source."""
+    """Return the possible MODEL arguments except paths; timm's names come from its source."""
     from lipaudit.models.sources.names import SOURCES, demo_names, timm_names
 
     others = (f"{source}:" for source in SOURCES if source not in ("demo", "timm"))
@@ -31,11 +31,11 @@ def model_names() -> tuple[str, ...]:
 def complete_words(
     values: Callable[[], Iterable[str]], *, commas: bool = False
 ) -> Callable[[str], list[str]]:
-    """Return what a shell asks for the words of a parameter; typer keeps those that fit.
+    """Return a completion function for a parameter; typer keeps the matching words.
 
     Args:
         values: returns all words.
-        commas: whether words may stand before it, separated by commas.
+        commas: whether several words may be given, separated by commas.
     """
 
     def complete(incomplete: str) -> list[str]:
@@ -46,7 +46,7 @@ def complete_words(
 
 
 def _declare_model() -> Any:
-    """Return how a MODEL is typed."""
+    """Declare the argument MODEL."""
     return typer.Argument(
         metavar="MODEL",
         autocompletion=complete_words(model_names),
@@ -59,7 +59,7 @@ ModelsArgument = Annotated[list[str], _declare_model()]
 
 
 def list_formats() -> tuple[str, ...]:
-    """Return the name of every format."""
+    """Return the names of all formats."""
     from lipaudit.report import RENDERERS
 
     return tuple(RENDERERS)
@@ -68,7 +68,7 @@ def list_formats() -> tuple[str, ...]:
 def format_option(
     help: str, usual: str, values: Callable[[], Iterable[str]] = list_formats
 ) -> Any:
-    """Declare --format of a command: what stdout gets."""
+    """Declare the option --format of a command."""
     return option(None, help, "--format", "-f", panel=OUTPUT, usual=usual, values=values)
 
 
@@ -104,10 +104,10 @@ class Several(Extent):
     )
 
     def require_several(self, count: int) -> None:
-        """Refuse a metric to rank by that there is not, or that has nothing to rank.
+        """Refuse an unknown metric for the ranking, or a metric without anything to rank.
 
         Raises:
-            UsageError: it is so.
+            UsageError: the metric is unknown, or there is nothing to rank.
         """
         if self.rank_by is None:
             return
@@ -161,10 +161,10 @@ Group = TypeVar("Group", bound=Settings)
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """Return what the configuration file says of the shared options, by the option's name.
+    """Return the shared options set in the configuration file, by name.
 
     Raises:
-        UsageError: for a key that is no option.
+        UsageError: a key is not an option.
     """
     values = {key: value for key, value in read(path).items() if key not in SUBTABLES}
     for key in values:
@@ -177,16 +177,16 @@ def read_config(path: Path | None) -> dict[str, Any]:
 def resolve_group(
     group: type[Group], typed: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Group:
-    """Return a group of options: what was typed, else what is configured, else the defaults.
+    """Return a group of options: typed values, else configured ones, else defaults.
 
     Raises:
-        UsageError: for a value that an option does not take, whether it counts or not.
+        UsageError: an option does not accept its value, even if another value overrides it.
     """
     said = {name: value for name, value in typed.items() if value is not None}
     names = group.options()
     own = {n: _convert_value(n, value, names[n]) for n, value in defaults.items() if n in names}
-    # Checked apart from what is typed: the error names the key of the file, and a wrong line is
-    # refused even where the command line overrules it.
+    # Checked separately from typed values: the error names the key of the file, and an invalid
+    # value is refused even if the command line overrides it.
     if own:
         group.checked(own, spelled=_spell_key)
     typed_here = {name: value for name, value in said.items() if name in names}
@@ -194,18 +194,18 @@ def resolve_group(
 
 
 def _convert_value(name: str, value: Any, option: Option) -> Any:
-    """Return a value of the file as a command line would have given it.
+    """Convert a value of the file to its command-line form.
 
     Raises:
-        UsageError: true or false where it says nothing, or the like.
+        UsageError: the value has the wrong type, such as true for a number.
     """
     if isinstance(value, bool) != (option.kind is bool):
         wanted = "true or false" if option.kind is bool else "a value"
         raise UsageError(f"{_spell_key(name)} is {value!r}: it takes {wanted}")
-    # One file may stand without a list: output = "page.md".
+    # One file needs no list: output = "page.md".
     return (value,) if option.repeats and isinstance(value, str) else value
 
 
 def _spell_key(name: str) -> str:
-    """Name an option as the configuration file does."""
+    """Return the key of an option in the configuration file."""
     return f"{name.replace('_', '-')} in the lipaudit configuration"

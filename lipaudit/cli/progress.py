@@ -1,4 +1,4 @@
-"""Progress and remarks on stderr: a bar with the time left, off a terminal a heartbeat."""
+"""Progress and notes on stderr: a bar with the time left; without a terminal, some lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEARTBEAT = 30.0
 
 @contextmanager
 def mute_libraries(*, quiet: bool) -> Iterator[None]:
-    """Let the libraries that fetch models and data be as quiet as the command is."""
+    """Make the libraries that download models and data as quiet as the command."""
     if not quiet:
         yield
         return
@@ -34,12 +34,12 @@ def mute_libraries(*, quiet: bool) -> Iterator[None]:
 
 
 class OnStderr(Observer):
-    """Draws what happens to a job; on leaving its block the terminal is as it was.
+    """Draws the progress of a job; restores the terminal at the end of its block.
 
     Args:
-        model: as it was named.
-        quiet: whether to say nothing, nor the libraries that fetch models and data.
-        verbose: whether to show where a measure failed.
+        model: name of the model.
+        quiet: whether to print nothing, and to silence the downloading libraries.
+        verbose: whether to print the traceback of a failed measure.
     """
 
     def __init__(self, model: str, *, quiet: bool, verbose: bool = False) -> None:
@@ -60,11 +60,11 @@ class OnStderr(Observer):
         self.close()
 
     def note(self, note: Note) -> None:
-        """Print a remark, and of several that differ by a measure or a number the first.
+        """Print a note; of notes that differ by a measure or a number, only the first.
 
-        What a resumed run reuses is printed for each measure.
+        Notes on reused parts of a resumed run are printed for each measure.
         """
-        # Every measure of an audit repeats a remark on loading: only the first is printed.
+        # Every measure of an audit repeats notes on loading: print only the first.
         colour = "yellow" if note.level == "warning" else "dim"
         shape = note.code, note.text if note.code == "reused" else _blank_numbers(note.text)
         if not self.quiet and shape not in self.said:
@@ -72,7 +72,7 @@ class OnStderr(Observer):
             self.console.print(f"[{colour}]note:[/] {escape(visible(note.text))}")
 
     def begins(self, measure: str, samples: int) -> None:
-        """Start a bar, or the clock of the heartbeat."""
+        """Start a bar, or the clock without a terminal."""
         self.label, self.total, self.done = visible(f"{measure} {self.model}"), samples, 0
         self.start = self.last = time.monotonic()
         if not self.quiet and self.console.is_terminal:
@@ -81,19 +81,19 @@ class OnStderr(Observer):
             self.bar.start()
 
     def advances(self, measure: str, samples: int) -> None:
-        """Move the bar, or say now and then how long it will take."""
+        """Move the bar, or print the remaining time now and then."""
         self.done += samples
         self.moves(measure, 0.0)
 
     def moves(self, measure: str, samples: float) -> None:
-        """Do so within the samples that are measured together, too."""
+        """Move the bar within a part, too."""
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=self.done + samples)
         elif not self.quiet:
             self._beat(time.monotonic(), self.done + samples)
 
     def fails(self, measure: str, error: Exception) -> None:
-        """Take the bar away, and say that the others still run."""
+        """Remove the bar, and print that the other measures continue."""
         self.close()
         if self.verbose:
             said = visible("".join(traceback.format_exception(error)), keep="\n\t")
@@ -105,17 +105,17 @@ class OnStderr(Observer):
             )
 
     def ends(self, measure: str) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.close()
 
     def close(self) -> None:
-        """Take the bar away, if there is one."""
+        """Remove the bar, if there is one."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
 
     def _beat(self, now: float, done: float) -> None:
-        # Nothing can be estimated before the first sample, and nothing is left after the last.
+        # No estimate is possible before the first sample or after the last.
         if now - self.last < HEARTBEAT or not 0 < done < self.total:
             return
         left = (now - self.start) / done * (self.total - done)

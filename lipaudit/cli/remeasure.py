@@ -1,4 +1,4 @@
-"""Measure a MODEL as the model of a report was measured."""
+"""Measure a MODEL with the settings of a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PANEL = "Measure a MODEL now"
 
 
 def _copy_option(name: str) -> Any:
-    """Declare an option as every run has it."""
+    """Declare an option in the same way as for every run."""
     return copy(RunOptions.model_fields[name])
 
 
@@ -53,7 +53,7 @@ class Remeasure(Settings):
 
     @property
     def given(self) -> dict[str, object]:
-        """What was given, by name."""
+        """Return the given options, by name."""
         values = {name: getattr(self, name) for name in self.options()}
         return {
             n: value for n, value in values.items() if value is not None and value is not False
@@ -63,21 +63,21 @@ class Remeasure(Settings):
 def read_or_measure(
     current: str, baseline: Report, how: Remeasure, *, quiet: bool
 ) -> Report | None:
-    """Read the report, or measure the model as the baseline was measured, and keep the report.
+    """Read the report, or measure the model with the baseline's settings and save the report.
 
     Args:
         current: a report, or a MODEL.
-        baseline: as which it is measured.
-        how: it is measured.
-        quiet: whether nothing is said meanwhile.
+        baseline: the report with the settings.
+        how: the options that may differ.
+        quiet: whether to print no progress.
 
     Returns:
-        The report; None in a process that measured a shard of it for rank 0.
+        The report; None in a process that measured a shard for rank 0.
 
     Raises:
-        UsageError: options of a measurement where there is none.
-        BaselineError: the samples differ from the baseline's; it is said before they are measured.
-        LipauditError: whatever else goes wrong.
+        UsageError: options of a measurement are given for a report.
+        BaselineError: the samples differ from the baseline's; raised before the measurement.
+        LipauditError: any other failure.
     """
     from lipaudit import schema
 
@@ -113,7 +113,7 @@ def read_or_measure(
 
 
 def is_report(given: str) -> bool:
-    """Tell whether a command was given a report rather than a MODEL to measure."""
+    """Say whether a command got a report rather than a MODEL."""
     return given.endswith(".json")
 
 
@@ -145,13 +145,13 @@ def _make_request(current: str, baseline: Report, how: Remeasure) -> Request:
     from lipaudit.settings import option_types
 
     before = baseline.run
-    # The baseline's own protocol; what is given overrules only where things are and on what
+    # The baseline's settings; given options change only paths and the
     # machine.
     run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
     sections = [section for section in baseline.sections if "." not in section.measure]
     given = {name: value for name, value in how.given.items() if name != "report"}
     measures = {
-        # `once` has the values that old reports leave out: what was the default then.
+        # `once` has values that old reports lack: the defaults of that time.
         section.measure: (kind := option_types()[section.measure]).checked(
             {**kind.once, **section.settings}
         )

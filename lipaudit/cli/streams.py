@@ -1,4 +1,4 @@
-"""Standard streams that can be written to, whatever their encoding and whoever reads them."""
+"""Standard streams that accept every character and survive a closed pipe."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _SEQUENCE = re.compile(r"(\x1b\[(?:[\d;]*m|\?25[hl]|1A|2K)|\r)")
 
 
 def make_unheeded() -> None:
-    """Let stdout and stderr be written to whether or not somebody reads them (None: closed)."""
+    """Make stdout and stderr accept text without a reader (None: closed)."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         setattr(sys, name, Unheeded(stream))
 
 
 def make_printable() -> None:
-    """Let stdout and stderr write text that their encoding lacks in plainer characters.
+    """Let stdout and stderr replace characters that their encoding lacks.
 
-    An ASCII terminal, or PYTHONIOENCODING=ascii, would raise an error at the first of them.
+    An ASCII terminal, or PYTHONIOENCODING=ascii, would raise an error at the first such character.
     """
     # Strict streams would end a long run with a UnicodeEncodeError at its last line.
     codecs.register_error("lipaudit.plain", _replace_characters)
@@ -62,32 +62,32 @@ def make_printable() -> None:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr with the control characters of foreign text shown.
+    """Write a line to stderr, with control characters of foreign text made visible.
 
     Args:
-        text: may hold names of files, models and classes, and newlines of its own.
+        text: may contain names of files, models and classes, and newlines.
     """
     print(visible(text, keep="\n\t"), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def drop_output(stream: TextIO) -> Iterator[None]:
-    """Let a stream whose reader went away (`| head`) lead nowhere; the work goes on.
+    """Redirect a stream whose reader is gone (`| head`) to nowhere; the work continues.
 
-    A gate that ended with the reader of its text would pass whatever it found.
+    A gate that ended together with its reader would pass in any case.
     """
     try:
         yield
     except BrokenPipeError:
-        # The descriptor itself is redirected: Python flushes it again when it exits.
+        # Redirect the descriptor: Python flushes it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Unheeded:
-    """A stream of text that nobody has to read.
+    """A text stream that may have no reader.
 
     Args:
-        stream: is written to while there is somebody.
+        stream: the stream, written to while it has a reader.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -97,9 +97,9 @@ class Unheeded:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text with its control characters shown, or nothing.
+        """Write text with control characters made visible, or nothing.
 
-        A terminal also gets the colours and cursor moves that rich writes.
+        Terminals also get rich's colours and cursor moves.
         """
         with drop_output(self._stream):
             self._stream.write(self._shown(text))
@@ -112,12 +112,12 @@ class Unheeded:
 
         if not Console(file=self._stream).is_terminal:
             return shown
-        # Odd pieces are the sequences themselves.
+        # Odd pieces are the escape sequences.
         pieces = enumerate(_SEQUENCE.split(text))
         return "".join(piece if i % 2 else visible(piece, keep="\n\t") for i, piece in pieces)
 
     def flush(self) -> None:
-        """Flush what was written."""
+        """Flush the written text."""
         with drop_output(self._stream):
             self._stream.flush()
 
@@ -131,6 +131,6 @@ def _replace_characters(error: UnicodeError) -> tuple[str, int]:
 
 
 def _add_carets(text: str) -> str:
-    """Write a caret before superscripts: they would run into what they stand behind."""
+    """Write a caret before superscripts, which would otherwise run into the text before them."""
     runs = itertools.groupby(text, lambda c: unicodedata.decomposition(c).startswith("<super>"))
     return "".join("^" * above + "".join(run) for above, run in runs)

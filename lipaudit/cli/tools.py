@@ -1,4 +1,4 @@
-"""The commands on lipaudit itself: explain, env, models, check, init, schema."""
+"""Commands on lipaudit itself: explain, env, models, check, init, schema."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WIDEST = 100
 
 @cache
 def list_explanations() -> tuple[Topic, ...]:
-    """Return everything that can be explained: results, options and commands."""
+    """Return all topics of `explain`: results, options and commands."""
     from lipaudit.report.topics import list_options, list_topics
     from lipaudit.settings import Recipe, Settings, option_types
 
@@ -48,7 +48,7 @@ def list_explanations() -> tuple[Topic, ...]:
 
 
 def known_names() -> list[str]:
-    """Return every name that can be explained."""
+    """Return all names that can be explained."""
     return list(dict.fromkeys(name for topic in list_explanations() for name in topic.names))
 
 
@@ -98,7 +98,7 @@ def explain(
 
 
 def _format_topics(entries: Sequence[Topic]) -> Iterator[str]:
-    """Yield the lines that explain topics; topics with the same text share it."""
+    """Yield the lines that explain topics; topics with equal texts share them."""
     from lipaudit.tables.bounds import SYMBOLS
 
     texts: dict[tuple[str, ...], list[str]] = {}
@@ -161,11 +161,11 @@ def env(output: Lines, terminal: Plain) -> None:
 
 
 def _list_devices() -> list[str]:
-    """Name what torch sees, and say of each whether figures can be had on it."""
+    """Name torch's devices, and say for each whether lipaudit can use it."""
     import torch
 
     names, count = ["cpu"], torch.accelerator.device_count()
-    if count and (accelerator := torch.accelerator.current_accelerator()):  # old ones raise
+    if count and (accelerator := torch.accelerator.current_accelerator()):  # old versions raise
         names += [f"{accelerator.type}:{i}" for i in range(count)]
     return [f"{name}{_find_remark(name)}" for name in names]
 
@@ -179,7 +179,7 @@ def _find_remark(name: str) -> str:
         place = find_device(name)
     except UsageError as error:
         return f" (not usable: {error.message})"
-    # The CPU has no such function.
+    # The CPU lacks this function.
     make = getattr(torch.get_device_module(place), "get_device_name", None)
     return f" ({make(place)})" if make else ""
 
@@ -242,7 +242,7 @@ def check(
 
     check_outputs(output, ("lines", "record"))
     require_alone(run, "a dry run", unlimited=True)
-    # The plan of an audit without options, which is what most people run next.
+    # The plan of an audit without options, which most people run next.
     demo, options = model.partition(":")[0] == "demo", AuditOptions()
     plan, counts = options.plan(demo=demo), options.counts(demo=demo)
     request = Request(model, plan, run, counts, optional=plan.keys(), command=typed_command())
@@ -252,7 +252,7 @@ def check(
 
 
 def _print_plan(seen: dict[str, Any]) -> list[str]:
-    """Write what a dry run has seen."""
+    """Print the result of a dry run."""
     lines: list[str] = []
     for name, text in _list_rows(seen):
         lines += _wrap(text, f"{name:<10}", " " * (10 if name else 12))
@@ -262,7 +262,7 @@ def _print_plan(seen: dict[str, Any]) -> list[str]:
 
 
 def _list_rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what stands in the margin, and what beside it."""
+    """Yield labels for the margin, with their texts."""
     from lipaudit.models.memory import format_size
 
     if "architecture" not in seen:
@@ -293,14 +293,14 @@ def _list_rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _list_lacks(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what measures need that would not run; those that need the same together."""
+    """Yield the needs of measures that cannot run; equal needs are merged."""
     for reason in dict.fromkeys(seen["needs"].values()):
         names = [name for name, own in seen["needs"].items() if own == reason]
         yield "not run", f"{', '.join(names)}: {reason}"
 
 
 def _format_time(forward: dict[str, Any] | None) -> str:
-    """Say how long a forward pass takes."""
+    """Format the time of a forward pass."""
     if forward is None:
         return "unknown: memory ran out with several samples at once"
     count, seconds = forward["samples"], forward["seconds"]
@@ -308,7 +308,7 @@ def _format_time(forward: dict[str, Any] | None) -> str:
 
 
 def _format_sample(seen: dict[str, Any], takes: str) -> str:
-    """Write where a sample comes from, its size, label and text."""
+    """Format the place, size, label and text of a sample."""
     shape = " x ".join(map(str, seen["shape"])) + (" tokens" if takes == "text" else "")
     label = "no label" if seen["label"] is None else f"label {seen['label']}"
     name = f" ({seen['class']})" if seen["class"] not in ("", str(seen["label"])) else ""
@@ -317,7 +317,7 @@ def _format_sample(seen: dict[str, Any], takes: str) -> str:
 
 
 def _format_memory(planned: dict[str, Any]) -> str:
-    """Say what memory a measure takes with how many samples at a time."""
+    """Format the memory and batch size of a measure."""
     from lipaudit.models.memory import format_size
 
     together = f"{planned['batch']} at a time"

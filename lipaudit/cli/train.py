@@ -132,7 +132,7 @@ def train(
 
 @contextmanager
 def _note_kept(record: TrainingRecord, *, quiet: bool) -> Iterator[None]:
-    """Say what is kept of a training that is cut short."""
+    """Note what is stored of an interrupted training."""
     try:
         yield
     except (Exception, KeyboardInterrupt):
@@ -151,7 +151,7 @@ def _watch_epochs(
     *,
     after: int,
 ) -> Iterator[Epoch]:
-    """Yield the epochs unchanged, and measure the model as often as was asked for."""
+    """Yield the epochs unchanged, and measure the model every N epochs."""
     from lipaudit.monitor import watch
 
     if held_out is None or held_out.y is None:
@@ -160,7 +160,7 @@ def _watch_epochs(
     if net.info.source == "demo":
         asked["eps"] = DEMO_EPS
     monitor = watch(net, data=(held_out.x, held_out.y), **asked)
-    if not after:  # the weights of a run that goes on are not loaded yet
+    if not after:  # the weights of a continued run are not loaded yet
         monitor.measure(0)
     for epoch in epochs:
         yield epoch
@@ -176,13 +176,13 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
         raise UsageError("training needs labelled samples", f"Add {option} DATA.")
     most = run.samples if option == "--data" else None
     samples = load_data(spec, net, data_options(run, most or sys.maxsize))
-    # Training takes all samples there are: that these are fewer than sys.maxsize is no news.
+    # Training uses all samples: a note that these are fewer than sys.maxsize is useless.
     kept = tuple(note for note in samples.notes if note.code != "fewer-samples")
     return replace(samples, notes=kept)
 
 
 def _report_epochs(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Iterator[Epoch]:
-    """Yield the epochs unchanged, with a line on stderr for each."""
+    """Yield the epochs unchanged, and print a line for each on stderr."""
     # A resumed run starts at a later epoch: only epochs of this process are timed.
     start, first = time.monotonic(), None
     for epoch in epochs:
@@ -198,7 +198,7 @@ def _report_epochs(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Itera
 
 
 def _name_next(out: Path, run: RunOptions, *, complete: bool) -> str:
-    """Say how the result is measured, on the data that it was held against."""
+    """Print the command that measures the result on its held-out data."""
     if not complete:
         return f"Training finished. Load {out}/model.safetensors in your py: factory."
     words = ["lipaudit", "audit", str(out)]

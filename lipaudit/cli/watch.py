@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FOLDER = "lipaudit-checkpoints"
 PANEL = "Watch"
 TRIES = 3
-"""Number of attempts to read a checkpoint that may still be being written."""
+"""Number of attempts to read a checkpoint that may still be incomplete."""
 AGAIN = "Delete its report to measure it again."
 
 
@@ -119,10 +119,10 @@ def watch(
 def _measure_all(
     watched: CheckpointFolder, logs: list[Logger], following: Following, terminal: Terminal
 ) -> KeyboardInterrupt | None:
-    """Measure what is new, and with --follow wait for more.
+    """Measure new checkpoints, and with --follow wait for more.
 
     Returns:
-        What cut it short; Ctrl-C while it waits does not.
+        The exception that interrupted it; Ctrl-C during waiting is none.
     """
     from lipaudit.cli.progress import OnStderr
 
@@ -136,7 +136,7 @@ def _measure_all(
                 return None
             waiting = True
             time.sleep(following.poll)
-    # Ctrl-C while waiting is how --follow ends; SIGTERM has an argument and is an interruption.
+    # Ctrl-C while waiting ends --follow; SIGTERM has an argument and is an interruption.
     except KeyboardInterrupt as stop:
         return None if waiting and not stop.args else stop
 
@@ -161,7 +161,7 @@ def _require_measured(watched: CheckpointFolder) -> None:
     """End with the exit code of the first checkpoint that could not be measured.
 
     Raises:
-        LipauditError: some could not be measured; the others have their reports.
+        LipauditError: some checkpoints could not be measured; the others have reports.
     """
     faults = {name: explain_error(e) for name, e in watched.failed.items()}
     if not faults:

@@ -52,7 +52,7 @@ def layouts() -> dict[str, Layout]:
 
 
 def find_column(metric: str) -> Column:
-    """Return how a metric of rows or samples reads (`bounds.exact:median`, `attack.robust@pgd`).
+    """Return the column of a metric (`bounds.exact:median`, `attack.robust@pgd`).
 
     If its measure is not installed, the column has the metric's name only.
     """

@@ -1,9 +1,9 @@
 """Coefficients of errors that each act within one row of a tensor.
 
-What a row-wise operation is off by in row t is nothing to the other rows, until attention mixes
-them. A stack (rows, *shape) of it would be zeros, but for one row in all of them. An `ErrorBlock`
-folds it: its r-th layer holds one symbol for every group of entries, at the group's entries.
-Row-wise operations act on layers as they do on a stack.
+The error of a row-wise operation in row t does not affect other rows until attention mixes them. A
+stack (rows, *shape) of its coefficients would be zero except in one row each. An `ErrorBlock`
+folds the stack: its r-th layer holds one symbol for every group of entries. Row-wise operations
+act on layers as on a stack.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ErrorBlock:
-    """Coefficients of errors, several symbols a layer.
+    """Coefficients of errors, several symbols per layer.
 
     Attributes:
         rows: (layers, *shape).
-        group: (*shape), to which group an entry belongs.
+        group: (*shape), the group of each entry.
         numbers: (layers, groups), the symbol of a layer at a group, -1 for none (zeros there).
         key: number of the first symbol, the same in all forms that share these errors.
     """
@@ -38,14 +38,14 @@ class ErrorBlock:
         return int(self.numbers.max()) + 1 if self.numbers.numel() else 0
 
     def map_rows(self, op: Callable[[Tensor], Tensor]) -> ErrorBlock:
-        """Apply an operation by rows of the last axis, or by entries."""
+        """Apply an operation to the rows of the last axis, or to entries."""
         rows = op(self.rows)
         same = rows.shape == self.rows.shape
         group = self.group if same else self.group[..., :1].expand(rows.shape[1:])
         return replace(self, rows=rows, group=group)
 
     def move(self, move: Callable[[Tensor], Any]) -> list[ErrorBlock]:
-        """Move entries about; a move may have several results."""
+        """Rearrange entries; the operation may have several results."""
         rows, group = move_stack(move, self.rows), move(self.group)
         if isinstance(group, Tensor):
             return [replace(self, rows=rows, group=group)]
@@ -62,7 +62,7 @@ class ErrorBlock:
         return torch.equal(self.group, other.group) and torch.equal(self.numbers, other.numbers)
 
     def by_row(self) -> ErrorBlock | None:
-        """Return it with one group a row of the last axis; None where symbols span rows."""
+        """Return the block with one group per row of the last axis; None if symbols span rows."""
         if bool((self.group == self.group[..., :1]).all()):
             return self
         ids = self.group.reshape(-1, self.group.shape[-1])
@@ -84,7 +84,7 @@ class ErrorBlock:
         )
 
     def add_to(self, stack: Tensor) -> None:
-        """Add it to a stack (rows, *shape) that has a row of its own for every symbol."""
+        """Add the block to a stack (rows, *shape) with a row for every symbol."""
         at = self.numbers[:, self.group.flatten()]
         flat = self.rows.flatten(1) if self.rows.ndim > 1 else self.rows[:, None]
         stack.view(len(stack), at.shape[1]).scatter_add_(0, at.clamp_min(0), flat)
@@ -97,7 +97,7 @@ class ErrorBlock:
 def join_blocks(
     x: Sequence[ErrorBlock], y: Sequence[ErrorBlock], both: Callable[[Tensor, Tensor], Tensor]
 ) -> list[ErrorBlock]:
-    """Return the blocks of two aligned forms, `both` of those that they share."""
+    """Return the blocks of two aligned forms; `both` combines the blocks that they share."""
     other = {block.key: block for block in y}
     own = {block.key for block in x}
     shared = [
@@ -110,7 +110,7 @@ def join_blocks(
 
 
 def move_stack(move: Callable[[Tensor], Any], rows: Tensor) -> Any:
-    """Apply a move of entries to all rows of a stack."""
+    """Apply a rearrangement of entries to all rows of a stack."""
     if len(rows):
         return torch.vmap(move)(rows)
     one = move(rows.new_empty(rows.shape[1:]))
@@ -120,7 +120,7 @@ def move_stack(move: Callable[[Tensor], Any], rows: Tensor) -> Any:
 
 
 def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
-    """Return an error of its own for every entry of positive radius, numbered in their order.
+    """Return a separate error symbol for every entry of positive radius, numbered in order.
 
     Its group is the entry's row along the last axis.
     """

@@ -59,15 +59,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Problem:
-    """Margins and the ReLUs that they depend on, over the input's and the ReLUs' symbols.
+    """Margins and the ReLUs they depend on, over the symbols of the input and the ReLUs.
 
     Attributes:
-        margins, units: their rows.
+        margins, units: rows of the margins and of the ReLUs.
         slope, offset: a and m of every ReLU.
-        columns: of every ReLU's symbol.
-        depth: from which call of a ReLU it is.
-        inputs: how many columns the input has.
-        norm: of the ball.
+        columns: column of every ReLU's symbol.
+        depth: number of the ReLU call it belongs to.
+        inputs: number of columns of the input.
+        norm: norm of the ball.
     """
 
     margins: Rows
@@ -81,12 +81,12 @@ class Problem:
 
     @cached_property
     def reach(self) -> Tensor:
-        """How far multipliers move the coefficient of each symbol, up to a common factor."""
+        """Return how much multipliers change each symbol's coefficient, up to a common factor."""
         sizes = torch.linalg.vector_norm(self.units.slopes, dim=0)
         return sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
 
     def to(self, dtype: torch.dtype) -> Problem:
-        """Return the problem in another precision: to search, not to claim."""
+        """Return the problem in another precision, for the search only."""
 
         def cast(rows: Rows) -> Rows:
             return Rows(*(getattr(rows, field.name).to(dtype) for field in fields(rows)))
@@ -103,12 +103,12 @@ class Problem:
 def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
     """Return the problem whose margins are a form of one axis, in float64.
 
-    ReLUs that no margin depends on, through whatever others, are left out: those of tokens that
-    the last attention no longer reads, say.
+    ReLUs that no margin depends on, even through other ReLUs, are left out, such as those of
+    tokens that the last attention does not read.
 
     Args:
         margins: the form.
-        numbers: coefficients that are kept at most, symbols beyond are a radius of each row.
+        numbers: largest number of coefficients; further symbols become a radius per row.
     """
     symbols, units = margins.symbols, margins.symbols.units
     births = [u.first + torch.arange(len(u.slope), device=margins.device) for u in units]
@@ -144,7 +144,7 @@ def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
 
 
 def _find_units(margins: Form, births: list[Tensor]) -> list[Tensor]:
-    """Which ReLUs of every call a margin depends on."""
+    """Return the ReLUs of every call that a margin depends on."""
     reached = (margins.generators != 0).any(1)
     used = []
     for unit, birth in reversed(list(zip(margins.symbols.units, births, strict=True))):
@@ -163,7 +163,7 @@ def _columns(
     symbols: Symbols,
     numbers: int,
 ) -> Tensor:
-    """Which symbols keep a column: input, ReLUs, and of the others the largest, as many as fit."""
+    """Return the symbols with a column: input, ReLUs, and the largest others, as many as fit."""
     size = torch.zeros(count, dtype=DOUBLE, device=own.device)
     for _, g, _ in rows:
         size[: len(g)] += g.abs().sum(1)
@@ -228,11 +228,11 @@ _DECAY = (0.8, 0.99)
 
 @dataclass(frozen=True)
 class Nodes:
-    """Parts of the ball, and the multipliers that bound a margin on each.
+    """Parts of the ball, and the multipliers that bound a margin on each part.
 
     Attributes:
-        which: (b,), which margin.
-        state: (b, k), what is known of every ReLU: 0, 1 for z >= 0, -1 for z <= 0.
+        which: (b,), index of the margin.
+        state: (b, k), sign of every ReLU: 0 unknown, 1 for z >= 0, -1 for z <= 0.
         y: (2, b, k), the multipliers.
     """
 
@@ -248,7 +248,7 @@ class Nodes:
 
 
 def join_nodes(nodes: list[Nodes]) -> Nodes:
-    """Return the nodes of several lots."""
+    """Return the nodes of several groups as one group."""
     return Nodes(
         torch.cat([each.which for each in nodes]),
         torch.cat([each.state for each in nodes]),
@@ -281,7 +281,7 @@ def proven(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
 
 
 def start(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
-    """Return whole balls: of every ReLU's line below the one that is closer, last layer first.
+    """Return whole balls: for every ReLU the closer of its lower lines, last layer first.
 
     A positive coefficient of eps_k means that the lower side of the ReLU is used: a multiplier of
     the line h >= 0 or h >= z that has the smaller area below cancels it.
@@ -327,18 +327,18 @@ def ascend(
 
 
 def _floor(nodes: Nodes) -> Tensor:
-    """The least multipliers: 0 of inequalities, none of equations."""
+    """Return the smallest multipliers: 0 for inequalities, no limit for equations."""
     free = torch.stack([nodes.state == -1, nodes.state == 1])
     return torch.zeros_like(nodes.y).masked_fill_(free, -torch.inf)
 
 
 def _feasible(nodes: Nodes) -> Tensor:
-    """The multipliers, those of inequalities >= 0."""
+    """Return the multipliers with those of inequalities >= 0."""
     return torch.maximum(nodes.y, _floor(nodes))
 
 
 def _table(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What the multipliers put on z and on 1 + eps: the table above, (2, b, k) each."""
+    """Return what the multipliers add to z and to 1 + eps (table above), (2, b, k) each."""
     a = problem.slope
     on_z = torch.stack(
         [
@@ -392,12 +392,13 @@ _LAST = (10.0, 3.0, 1.0, 0.3)
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is spent on a sample, and how.
+    """The effort for a sample.
 
     Attributes:
-        nodes: parts of the ball at most; the limit that gives equal verdicts everywhere.
-        seconds: at most; a limit that depends on the machine and its load.
-        batch: parts that are cut at a time.
+        nodes: largest number of parts of the ball; this limit gives equal verdicts on all
+            machines.
+        seconds: time limit, which depends on the machine and its load.
+        batch: number of parts split at a time.
         root_steps, steps, last_steps: of the multipliers, on the ball, on a part, and where every
             sign is known.
         rate: of the steps, as a share of the multipliers that the search begins with.
@@ -416,17 +417,18 @@ class Effort:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of the margins of a sample.
+    """The outcome for the margins of a sample.
 
     Attributes:
         certified: every margin is positive on the whole ball, proven.
-        pass_bound: the least margin by the forms alone.
-        root_bound: the same with the lines of the ReLUs.
-        bound: the least margin over all parts: proven where certified; else 0 or less, for parts
-            that are still open as the search has it in single precision.
-        nodes: parts that were looked at.
-        units: ReLUs that cut their range.
-        limit: what ended the search: nothing, "nodes", "seconds" or "signs" (all are decided).
+        pass_bound: smallest margin from the forms alone.
+        root_bound: smallest margin with the lines of the ReLUs.
+        bound: smallest margin over all parts: proven if certified; otherwise 0 or less, in single
+            precision for open parts.
+        nodes: number of examined parts.
+        units: number of ReLUs of unknown sign.
+        limit: the reason for the end of the search: none, "nodes", "seconds" or "signs" (all signs
+            are fixed).
     """
 
     certified: bool
@@ -441,8 +443,8 @@ class Verdict:
 def decide(margins: Form, effort: Effort | None = None) -> Verdict:
     """Try to prove that all margins (a form of one axis) are positive.
 
-    Multipliers are searched for in single precision; what is claimed is evaluated in double, with
-    its rounding taken off (`proven`).
+    The search for multipliers runs in single precision. The claimed bound is evaluated in double
+    precision, minus its rounding error (`proven`).
     """
     effort = effort or Effort()
     deadline = time.monotonic() + effort.seconds
@@ -468,14 +470,14 @@ def decide(margins: Form, effort: Effort | None = None) -> Verdict:
 
 
 class _BranchSearch:
-    """The parts that are still open, worst first."""
+    """The open parts, worst first."""
 
     def __init__(self, exact: Problem, search: Problem, effort: Effort, deadline: float) -> None:
         self.exact, self.search, self.effort, self.deadline = exact, search, effort, deadline
         self.nodes, self.least = 0, torch.inf
 
     def run(self, roots: Nodes, bounds: Tensor) -> tuple[str, float]:
-        """Return what ended the search, and the least bound of a part."""
+        """Return the reason for the end of the search, and the smallest bound of a part."""
         self.nodes = len(roots)
         positive = bounds > 0
         self.least = min([self.least, *bounds[positive].tolist()])
@@ -485,7 +487,7 @@ class _BranchSearch:
             if limit:
                 return limit, float(worth.min())
             order = worth.argsort()
-            alike = queue.which[order] == queue.which[order[0]]  # one margin: one face fits
+            alike = queue.which[order] == queue.which[order[0]]  # one margin: one face suffices
             now = order[alike][: self.effort.batch]
             later = torch.cat([order[alike][self.effort.batch :], order[~alike]])
             batch, known = queue[now], (queue[now].state != 0).all(1)
@@ -503,7 +505,7 @@ class _BranchSearch:
         return "seconds" if time.monotonic() > self.deadline else ""
 
     def _try_programs(self, last: Nodes) -> bool:
-        """Say if parts where every sign is known could be proven, one linear program each."""
+        """Return whether parts with all signs fixed could be proven, one linear program each."""
         for haste in _LAST:
             if len(last):
                 _, t = bound(self.search, last)
@@ -514,7 +516,7 @@ class _BranchSearch:
     def _bound_parts(
         self, face: Problem, parts: Nodes, steps: int, haste: float = 1.0
     ) -> tuple[Nodes, Tensor]:
-        """Bound parts, and return those still open with their bounds."""
+        """Bound parts, and return the open ones with their bounds."""
         self.nodes += len(parts)
         rate = haste * self.effort.rate
         value, parts = ascend(face, parts, steps=steps, rate=rate, until=self.deadline)
@@ -526,7 +528,7 @@ class _BranchSearch:
         return parts[is_open], value[is_open]
 
     def _cut(self, batch: Nodes) -> tuple[Problem, Nodes]:
-        """Cut every part in two at the ReLU that promises most; return the face to search too.
+        """Split every part at the most promising ReLU; return the face to search, too.
 
         Score: the slack that the coefficient of eps costs, and what the multipliers use. Trials of
         the best few with some steps cost more than they save.
@@ -540,6 +542,6 @@ class _BranchSearch:
 
 
 def _fix_sign(nodes: Nodes, unit: Tensor, sign: int) -> Nodes:
-    """Parts of the nodes where the ReLU `unit` of each has that sign."""
+    """Return the parts of the nodes in which the ReLU `unit` has the given sign."""
     state = nodes.state.scatter(1, unit[:, None], sign)
     return Nodes(nodes.which, state, nodes.y)

@@ -1,10 +1,10 @@
-"""Which rows of a pass are read: those of one token, behind the last mixing, if only it is judged.
+"""Which entries of each call are needed, if the result reads only one token.
 
-A model is first run on plain numbers, call by call. Backwards from its results follows what of
-every call is read, entry by entry, from the shapes alone. Where a call that works row by row is
-read along some axis in one place only (the class token; the last token), it is given that place,
-and its result is repeated along the axis without memory. **What is not read has a slack of NaN**:
-were it read all the same, no range would be finite and nothing would be certified.
+A model first runs on plain numbers, call by call. Going backwards from its results, the shapes
+tell which entries of every call are read. If a row-wise call is read at one place of an axis only
+(the class token; the last token), it computes only that place, and the result is repeated along
+the axis without memory. **Entries that are not read have a slack of NaN**: if they were read after
+all, no range would be finite and nothing would be certified.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PLACES = frozenset((*MOVES, "view", "getitem", "expand", "expand_as", "T", "mT")
 
 @dataclass(eq=False)
 class Node:
-    """A tensor of the trial run: its shape, where it lies, and which entries are read."""
+    """A tensor of the trial run: its shape, its device, and which entries are read."""
 
     shape: torch.Size
     device: torch.device
@@ -59,9 +59,9 @@ class Call:
     """A call of the trial run, with nodes in the place of forms.
 
     Attributes:
-        func, name: of torch.
-        args, kwargs: of it.
-        results: the nodes that came out.
+        func, name: the function of torch and its name.
+        args, kwargs: its arguments.
+        results: the resulting nodes.
     """
 
     func: Callable[..., Any]
@@ -80,7 +80,7 @@ Cut = tuple[int, int]
 
 
 class TrialRun:
-    """Runs every call of a model on numbers, and takes notes."""
+    """Runs every call of a model on numbers, and records it."""
 
     def __init__(self, like: Symbols) -> None:
         shown = like.shown
@@ -89,7 +89,7 @@ class TrialRun:
         self.calls: list[Call] = []
 
     def start(self, centre: Tensor) -> Form:
-        """Return the form that the model is run on."""
+        """Return the form on which the model runs."""
         centre = centre.to(self.symbols.shown)
         form = Form(centre, centre.new_empty(0, *centre.shape), centre, self.symbols)
         form.__dict__["node"] = Node(centre.shape, centre.device)
@@ -102,14 +102,14 @@ class TrialRun:
         out = func(*numbers, **named)
         out = numbers[0] if out is None else list(out) if isinstance(out, Iterator) else out
         constant = name.endswith("_like") or name.startswith("new_")
-        constant = constant and "empty" not in name  # those are written to: forms
+        constant = constant and "empty" not in name  # a call may write to these: forms
         result = out if constant else _replace_kind(out, Tensor, self.start)
         self.calls.append(Call(func, name, nodes, keyed, [_node(f) for f in forms_of(result)]))
         return iter(result) if name == "iter" else result
 
 
 class Plan:
-    """What of every call of a pass is to be computed."""
+    """The part of every call of a pass to compute."""
 
     def __init__(self, calls: list[Call], results: list[Form]) -> None:
         for form in results:
@@ -119,10 +119,10 @@ class Plan:
         self.at = 0
 
     def __call__(self, name: str, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Apply a rule to what is read of the arguments.
+        """Apply a rule to the needed part of the arguments.
 
         Raises:
-            DeviationError: the model does not repeat what it did in the trial run.
+            DeviationError: the model calls other functions than in the trial run.
         """
         planned, cut = self.cuts[self.at] if self.at < len(self.cuts) else ("nothing", None)
         if name != planned:
@@ -135,7 +135,7 @@ class Plan:
 
 
 def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
-    """Run the model on numbers; None where it cannot be, or no form is seen in what it returns."""
+    """Run the model on numbers; None if that fails, or if its result contains no form."""
     trial = TrialRun(x.symbols)
     try:
         results = forms_of(model(trial.start(x.centre.clone())))
@@ -147,7 +147,7 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
 
 
 def _demand(call: Call) -> Cut | None:
-    """Note what a call reads, and say along which axis it can be cut."""
+    """Record which entries a call reads; return the axis along which it can be reduced."""
     if call.name in PLACES and isinstance(call.args[0], Node):
         _read_places(call, call.args[0])
         return None
@@ -165,7 +165,7 @@ def _demand(call: Call) -> Cut | None:
 
 
 def _cut(call: Call) -> Cut | None:
-    """The axis along which one place is read of what a call makes row by row."""
+    """Return the axis along which only one place of a row-wise call is read."""
     if call.name not in ENTRIES | ROWS or len(call.results) != 1 or _nodes(call.kwargs):
         return None
     if call.name in ENTRIES and any(isinstance(each, Tensor) for each in call.kwargs.values()):
@@ -182,7 +182,7 @@ def _cut(call: Call) -> Cut | None:
 
 
 def _axes(call: Call, read: Tensor) -> list[int]:
-    """The axes along which the results of a call are apart from each other."""
+    """Return the axes along which the results of a call are independent."""
     axes = list(range(-1, -read.ndim - 1, -1))
     if call.name in ENTRIES:
         return axes
@@ -204,7 +204,7 @@ def _axes(call: Call, read: Tensor) -> list[int]:
 
 
 def _argument(call: Call, name: str) -> Any:
-    """The second argument, by its place or name."""
+    """Return the second argument, by position or name."""
     return call.kwargs[name] if name in call.kwargs else call.args[1]
 
 
@@ -213,7 +213,7 @@ def _has_mask(kwargs: dict[str, Any]) -> bool:
 
 
 def _read_places(call: Call, node: Node) -> None:
-    """Follow what is read through a move: it moves the numbers of the places."""
+    """Find the entries read through a rearrangement, by rearranging their indices."""
     at = torch.arange(node.shape.numel(), device=node.device).view(node.shape)
     args = _replace_kind(
         call.args[1:], Node, lambda other: torch.empty(other.shape, device=other.device)
@@ -224,7 +224,7 @@ def _read_places(call: Call, node: Node) -> None:
 
 
 def _narrow_arguments(name: str, args: Any, cut: Cut, size: int) -> list[Any]:
-    """The arguments, as far as they are read."""
+    """Return the needed parts of the arguments."""
 
     def narrow(value: Any) -> Any:
         if _size(value, cut[0]) != size:
@@ -235,7 +235,7 @@ def _narrow_arguments(name: str, args: Any, cut: Cut, size: int) -> list[Any]:
 
 
 def _part(form: Form, cut: Cut) -> Form:
-    """What is read of a form: one for all that read it, so that they share its symbols."""
+    """Return the needed part of a form; all readers share it, and so its symbols."""
     parts = form.__dict__.setdefault("parts", {})
     if cut not in parts:
         parts[cut] = form.narrow(*cut, 1)
@@ -249,7 +249,7 @@ def _size(value: Any, axis: int) -> int:
 
 
 def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
-    """Repeat a form along the axis, and mark what is not read."""
+    """Repeat a form along the axis, and mark the entries that are not read."""
     if form.waits:
         result = Form.from_quotient(form.waits.move(lambda part: _repeat_form(part, cut, size)))
         result.__dict__["parts"] = {cut: form}
@@ -285,7 +285,7 @@ def _nodes(values: Any) -> list[Node]:
 
 
 def _replace_kind(values: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """Replace what is of a kind, in containers too."""
+    """Replace values of a type, also inside containers."""
     if isinstance(values, kind):
         return by(values)
     if isinstance(values, dict):

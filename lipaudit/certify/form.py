@@ -1,4 +1,4 @@
-"""A tensor as a function of the input: what runs through an unmodified model."""
+"""A tensor as a function of the input; forms run through an unmodified model."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ def name_of(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__"):
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         return attribute if name == "__get__" else f"assignment to {attribute}"
-    # float(x) takes the number of a tensor, x.float() casts it.
+    # float(x) reads the number of a tensor, x.float() casts it.
     return name[2:-2] if name.startswith("__") and name != "__float__" else name
 
 
 def takes_a_view(index: Any) -> bool:
-    """Say whether what an index takes stays where it is; tensors and lists of places copy.
+    """Say whether an index returns a view; tensors and lists of indices copy.
 
-    A tensor without axes is a number.
+    A tensor without axes counts as a number.
     """
     parts = index if isinstance(index, tuple) else (index,)
     return not any(isinstance(part, list) or getattr(part, "ndim", 0) for part in parts)
 
 
 class NoRuleError(InputError):
-    """The model uses an operation that nothing is known of on forms.
+    """The model uses an operation that has no rule for forms.
 
     Args:
-        operation: its name, with what about it is not supported.
-        module: path of the module that uses it, where known.
+        operation: its name, and what is not supported.
+        module: path of the module that uses it, if known.
     """
 
     def __init__(self, operation: str, module: str = "") -> None:
@@ -94,7 +94,7 @@ def rule_of(
     """Return the rule of an operation.
 
     Raises:
-        NoRuleError: there is none, or none that takes these arguments.
+        NoRuleError: the operation has no rule, or none for these arguments.
     """
     rule = rules.get(name)
     if rule is None:
@@ -108,10 +108,10 @@ def rule_of(
 
 @dataclass(frozen=True)
 class Quotient:
-    """numerator / root + constant, one root a row: what a normalisation and weights make.
+    """numerator / root + constant with one root per row: a normalisation followed by weights.
 
-    It waits to be multiplied out until something else than weights and moves comes: behind weights
-    w what the product of the numerator d and the inverse is off by is r |sum_k w_k d_k|, far less
+    The product is postponed until an operation other than weights and rearrangements: after
+    weights w, the error of the product of numerator d and inverse is r |sum_k w_k d_k|, far less
     than r sum_k |w_k| |d_k|.
 
     Attributes:
@@ -125,35 +125,35 @@ class Quotient:
     constant: Form
 
     def move(self, move: Callable[[Form], Form]) -> Quotient:
-        """The same with entries moved about."""
+        """Return the quotient with rearranged entries."""
         return Quotient(*(move(each) for each in vars(self).values()))
 
     def product(self) -> Form:
-        """Return it multiplied out."""
+        """Return the quotient multiplied out."""
         rules = self.numerator.symbols.rules
         form: Form = rules["add"](rules["mul"](self.numerator, self.inverse), self.constant)
         return form
 
 
 class Memory:
-    """What a tensor and its views have in common: how often it was written to."""
+    """Shared by a tensor and its views: the number of writes."""
 
     writes = 0
 
 
 class Form(Tensor):
-    """A tensor x(e) = centre + sum of coefficients times symbols + something within +- slack.
+    """A tensor x(e) = centre + sum of coefficients times symbols + an error within +- slack.
 
-    To a model it is a tensor of its shape, device and dtype, without numbers: functions of torch,
-    methods and operators go by the rules of its symbols. An operation that writes into it
-    replaces what it holds; views that were taken of it before are then refused, not wrong. The
-    first axis of the shape is the batch of the model; forms stand for one sample.
+    For a model it is a tensor with shape, device and dtype, without numbers: functions of torch,
+    methods and operators use the rules of its symbols. A write replaces its content; earlier views
+    are then refused, not wrong. The first axis is the batch of the model; a form represents one
+    sample.
 
     Args:
         centre: (*shape), float64.
         dense: (rows, *shape), the coefficients, in the dtype of the symbols.
-        slack: (*shape), float64, >= 0: what rounding and operations since the last symbols left.
-        symbols: that the rows stand for.
+        slack: (*shape), float64, >= 0: errors of rounding and operations since the last symbols.
+        symbols: the symbols of the rows.
         blocks: coefficients beside the dense ones, of errors that act in one row each.
         simplex: entries are >= 0 and sum to one along the last axis, whatever the input.
     """
@@ -185,7 +185,7 @@ class Form(Tensor):
 
     @classmethod
     def from_quotient(cls, quotient: Quotient) -> Form:
-        """Return a quotient that is multiplied out where its numbers are asked for."""
+        """Return a form for a quotient, which is multiplied out on first use of its numbers."""
         like = quotient.numerator
         form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
         form.symbols, form.simplex, form.quotient = like.symbols, False, quotient
@@ -194,11 +194,11 @@ class Form(Tensor):
 
     @property
     def waits(self) -> Quotient | None:
-        """The quotient that it is, if that is not multiplied out."""
+        """Return its quotient, if that is not multiplied out."""
         return None if "dense" in self.__dict__ else self.quotient
 
     def __getattr__(self, name: str) -> Any:
-        """End the waiting."""
+        """Multiply out the quotient."""
         if name not in PARTS or self.__dict__.get("quotient") is None:
             raise AttributeError(name)
         product = self.__dict__["quotient"].product()
@@ -210,12 +210,12 @@ class Form(Tensor):
 
     @property
     def count(self) -> int:
-        """How many symbols it may depend on: they are numbered below that."""
+        """Return the number of symbols it may depend on: their numbers are below this."""
         return max(len(self.dense), *(block.end for block in self.blocks), 0)
 
     @property
     def generators(self) -> Tensor:
-        """All coefficients, (rows, *shape); ends what blocks save."""
+        """Return all coefficients, (rows, *shape); dissolves the blocks."""
         if self.blocks:
             stack = self.dense.new_empty(self.count, *self.shape)
             stack[: len(self.dense)] = self.dense
@@ -231,7 +231,7 @@ class Form(Tensor):
         return self if self.generators is self.dense else self
 
     def by_row(self) -> Form:
-        """Let every block act in rows of the last axis, in place; dissolve them if one cannot."""
+        """Let every block act in rows of the last axis, in place; dissolve those that cannot."""
         blocks = [block.by_row() for block in self.blocks]
         if any(block is None for block in blocks):
             return self.whole()
@@ -239,7 +239,7 @@ class Form(Tensor):
         return self
 
     def map_rows(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[ErrorBlock]]:
-        """Apply an operation by entries, or by rows after `by_row`, to all coefficients."""
+        """Apply an operation to all coefficients, entry by entry, or row by row after `by_row`."""
         return op(self.dense), [block.map_rows(op) for block in self.blocks]
 
     def columns(self, mask: Tensor) -> Tensor:
@@ -252,22 +252,22 @@ class Form(Tensor):
 
     @cached_property
     def sizes(self) -> Sizes:
-        """How far the parts of the generators move."""
+        """Return how far the parts of the generators can move."""
         return self.symbols.sizes(self.dense, self.blocks)
 
     @property
     def mass(self) -> Tensor:
-        """A radius of all but the slack, however the coefficients' signs change; float64."""
+        """Return a radius of everything but the slack, for any signs of coefficients; float64."""
         return self.sizes.mass
 
     @cached_property
     def quadratic_range(self) -> tuple[Tensor, Tensor]:
-        """The range of the quadratic part."""
+        """Return the range of the quadratic part."""
         return self.symbols.quadratic_range(self.dense)
 
     @property
     def rest(self) -> Tensor:
-        """A radius of all that is not linear in the input, slack and all; float64."""
+        """Return a radius of everything not linear in the input, with slack; float64."""
         low, high = self.quadratic_range
         return up(torch.maximum(-low, high) + self.sizes.errors + self.slack)
 
@@ -280,18 +280,18 @@ class Form(Tensor):
 
     @property
     def stale(self) -> bool:
-        """Whether it was changed in place by another name."""
+        """Return whether another name changed it in place."""
         return self.seen != self.memory.writes
 
     def copy(self) -> Form:
-        """Return the same in memory of its own."""
+        """Return a copy in separate memory."""
         form = self.__new__(Form, self, self, self, self.symbols)
         form.__dict__.update(self.__dict__)
         form.memory, form.seen, form.origin = Memory(), 0, None
         return form
 
     def hold(self, result: Form) -> None:
-        """Take the numbers of a result that was written here, in the memory as it is now."""
+        """Take over the numbers of a result written into this form."""
         memory, origin = self.memory, self.origin
         self.__dict__.clear()
         self.__dict__.update(result.__dict__)
@@ -335,7 +335,7 @@ class Form(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Apply the rule of a function of torch."""
+        """Apply the rule of a torch function."""
         name, kwargs = name_of(func), dict(kwargs or {})
         if name in METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -358,12 +358,12 @@ class Form(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what did not come by `__torch_function__`: there are no numbers here."""
+        """Refuse calls that bypass `__torch_function__`: a form has no numbers."""
         raise NoRuleError(str(func))
 
 
 def forms_of(values: Any) -> list[Form]:
-    """The forms among arguments, in their order."""
+    """Return the forms among arguments, in order."""
     if isinstance(values, Form):
         return [values]
     if isinstance(values, Mapping):
@@ -387,9 +387,9 @@ def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) 
 
 
 def _write_back(name: str, target: Any, result: Form) -> Form:
-    """Put a result where its first argument was, and into what that is a part of by an index.
+    """Write a result into its first argument, and into the tensor that this is a view of.
 
-    What else lies there is out of date.
+    Other views of that memory become stale.
     """
     if not isinstance(target, Form) or result.shape != target.shape:
         raise NoRuleError(f"{name} into a constant or another shape")

@@ -1,4 +1,4 @@
-"""How long vectors of a form get: bounds of their 2-norms over the whole ball.
+"""Lengths of vectors of a form: bounds of their 2-norms over the whole ball.
 
 Every entry of a vector can be at its largest, but not all at once: many errors together make a
 zonotope that is about as wide in every direction. For its rows h_r, any numbers s_r > 0 and any
@@ -31,7 +31,7 @@ def lengths(x: Form, axis: int, weight: Tensor | None = None) -> tuple[Tensor, T
 
     Args:
         x: a form; its blocks are dissolved if their symbols do not act on whole vectors.
-        axis: along which vectors lie; of length 1 in what is returned.
+        axis: axis of the vectors; it has length 1 in the result.
         weight: w >= 0, (*shape), by default 1.
     """
     symbols, axis = x.symbols, axis % x.ndim

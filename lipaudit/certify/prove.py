@@ -1,4 +1,4 @@
-"""A pass over a ball of inputs: its rules, where it begins, and the margins at its end."""
+"""A pass over a ball of inputs: its rules, its start, and the margins at its end."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def ball(
     Args:
         x: one input, or its token embeddings.
         eps: radius.
-        norm: of the ball.
+        norm: norm of the ball.
         order: 1 for affine forms, 2 for quadratic ones.
-        box: values that an input can have; it cuts the L-inf ball.
-        moving: (*shape) what of x moves, by default all: the embeddings of some tokens, say.
-        dtype: of the coefficients; every one gives proven bounds.
+        box: range of valid inputs; the L-inf ball is intersected with it.
+        moving: (*shape), mask of the entries that may change, by default all.
+        dtype: dtype of the coefficients; every dtype gives proven bounds.
         settle: see `symbols.SETTLE`.
 
     Raises:
@@ -84,12 +84,12 @@ def ball(
 
 
 def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None) -> Any:
-    """Run a model on a form; an operation without a rule is refused with the module's path.
+    """Run a model on a form; refuse an operation without a rule, and name its module.
 
     Args:
-        model: what is run.
-        x: on what.
-        module: whose parts have the paths, where that is not the model itself.
+        model: the function to run.
+        x: the form.
+        module: the module that defines the paths, if it is not the model itself.
 
     Raises:
         NoRuleError: the model uses an operation that is not on the list.
@@ -117,7 +117,7 @@ def _require_current(result: Any, symbols: Symbols) -> Any:
 
 @contextmanager
 def name_paths(whole: Any) -> Iterator[None]:
-    """Add to a `NoRuleError` which part of a module it comes from."""
+    """Add the path of the module to a `NoRuleError`."""
     paths: list[str] = []
     hooks = []
 
@@ -138,11 +138,10 @@ def name_paths(whole: Any) -> Iterator[None]:
 
 
 def margins(logits: Form, label: int) -> Form:
-    """Return logit_label - logit_j of every other class j, (classes - 1,), or as good as that.
+    """Return logit_label - logit_j for every other class j, (classes - 1,), or an equivalent.
 
-    Behind a normalisation the logits are n / root + constant: where it says more, what is returned
-    is root (n / root + constant), of the same signs and without the quotient; if all have one
-    root.
+    Behind a normalisation the logits are n / root + constant. If all have one root and it is
+    tighter, the result is root (n / root + constant): it has the same signs, without the quotient.
     """
     flat: Any = logits.reshape(-1)
     plain = _differences(flat, label)
@@ -167,5 +166,5 @@ def _differences(logits: Form, label: int) -> Form:
 
 
 def _share(margins: Form) -> float:
-    """What is left of the margins at the centre."""
+    """Return the proven share of the margins at the centre."""
     return float((margins.range()[0] / margins.centre.abs()).nan_to_num(nan=-torch.inf).amin())

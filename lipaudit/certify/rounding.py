@@ -1,4 +1,4 @@
-"""Floating point that only errs to the safe side.
+"""Floating point with errors on the safe side only.
 
 The model of an operation is fl(a o b) = (a o b)(1 + d) + t with |d| <= u, the unit roundoff, and
 |t| <= the smallest normal number, so that a device may flush subnormal numbers to zero. A sum of n
@@ -6,8 +6,8 @@ products in any order is off by gamma_n = n u / (1 - n u) of the sum of their si
 Accuracy and Stability, 3.1 and 3.5): what conventional matrix products keep in their own
 precision (without TF32, and not those of Strassen).
 
-exp, log, erf, tanh and the square root of torch in float64 are taken to be within `LIBRARY` units
-of the last place; the tests hold them to that against mpmath.
+torch's exp, log, erf, tanh and square root in float64 are assumed to be within `LIBRARY` units in
+the last place; tests check this against mpmath.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def gamma(n: int, dtype: torch.dtype) -> float:
 
 
 def tiny(dtype: torch.dtype) -> float:
-    """Return what underflow may cost a single operation: the smallest normal number."""
+    """Return the largest loss of one operation by underflow: the smallest normal number."""
     return torch.finfo(dtype).tiny
 
 
 def up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*shape"]:
-    """Raise numbers >= 0, computed in float64 from such numbers, above their true values.
+    """Raise numbers >= 0, computed in float64 from numbers >= 0, above their true values.
 
-    Sums, products, quotients and roots of numbers >= 0 keep their relative accuracy, so that so
-    many `roundings` in a row cost a share gamma of the result.
+    Sums, products, quotients and roots of numbers >= 0 keep their relative accuracy, so
+    `roundings` of them in a row change the result by at most a share gamma.
 
     >>> up(torch.tensor(0.1, dtype=torch.float64) * 3) > 0.3
     tensor(True)
@@ -52,13 +52,13 @@ def up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*shape"
 def outward(
     low: Float[Tensor, "*shape"], high: Float[Tensor, "*shape"], size: Float[Tensor, "*shape"]
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """Move the ends of a range out by what a few sums in float64 of terms <= `size` may lose."""
+    """Widen a range by the rounding of a few float64 sums of terms <= `size`."""
     loss = up(gamma(16, DOUBLE) * size)
     return low - loss, high + loss
 
 
 def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Return numbers >= 0 in `dtype`, none of them less than before.
+    """Cast numbers >= 0 to `dtype` without making any smaller.
 
     >>> cast_up(torch.tensor(0.1, dtype=torch.float64), torch.float32).double() >= 0.1
     tensor(True)
@@ -70,6 +70,6 @@ def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*s
 
 
 def summed_up(total: Float[Tensor, "*shape"], terms: int) -> Float[Tensor, "*shape"]:
-    """Raise sums of `terms` numbers >= 0 above their true values, in float64."""
+    """Raise float64 sums of `terms` numbers >= 0 above their true values."""
     dtype = total.dtype
     return up(total.to(DOUBLE)) * (1 + gamma(terms + 1, dtype)) + terms * tiny(dtype)

@@ -1,9 +1,9 @@
-"""The symbols that forms are written in, and how far a form can move.
+"""The symbols of forms, and how far a form can move.
 
-e_1 .. e_n stand for the input, in the unit ball of its norm; at order 2 their products e_i e_j,
-i <= j, follow; then come errors in [-1, 1], each born where an operation is not what its rule
-makes of it. A stack of coefficients has one row a symbol, (rows, *shape), in that order; rows that
-are missing at its end are zero, so that older forms need not grow.
+e_1 .. e_n are the coordinates of the input, in the unit ball of its norm. At order 2 their
+products e_i e_j, i <= j, follow. Then come errors in [-1, 1], one for each approximation of an
+operation. A stack of coefficients has one row per symbol, (rows, *shape), in that order. Missing
+rows at the end are zero, so that older forms need not grow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SQUARINGS = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """How far every entry of a stack can move, part by part; float64, never too small.
+    """How far every entry of a stack can move, by part; float64, never too small.
 
     Attributes:
         linear: the largest value of the part linear in the input.
@@ -48,13 +48,13 @@ class Sizes:
 
     @property
     def mass(self) -> Float[Tensor, "*shape"]:
-        """All together, also if every coefficient changed its sign."""
+        """Return the sum of all parts, valid for any signs of the coefficients."""
         return self.linear + self.quadratic + self.errors
 
 
 @dataclass
 class Unit:
-    """The ReLUs of one call that cut the range of their input: h = a z + m (1 + eps).
+    """The ReLUs of one call with unknown sign: h = a z + m (1 + eps).
 
     Attributes:
         centre, generators, slack: of the forms z, (k,), (rows, k) and (k,).
@@ -71,21 +71,21 @@ class Unit:
 
 
 class Symbols:
-    """The symbols of one pass over one ball, and what its operations leave for branching.
+    """The symbols of one pass over one ball, and its ReLUs for branching.
 
     Args:
         n: dimension of the input.
-        norm: of the ball.
+        norm: norm of the ball.
         order: 1 for affine forms, 2 for quadratic ones.
         dtype: of the coefficients; centres and slack are float64 in any case.
         rules: what every operation does to forms, by name.
         shown: dtype that the model sees.
-        settle: see `SETTLE`; decides over how tight and how large forms are, never over truth.
+        settle: see `SETTLE`; affects tightness and size of forms, never validity.
 
     Attributes:
-        dissolved: the blocks that have become rows in some form.
-        trial: what runs a call of the model in place of its rule.
-        plan: what applies the rule of a call of the model, if not all of its result is read.
+        dissolved: the blocks that became rows in some form.
+        trial: runs a call of the model in place of its rule.
+        plan: applies the rule of a call of which only a part is read.
     """
 
     trial: Callable[..., Any] | None = None
@@ -171,7 +171,7 @@ class Symbols:
             first += self.n - i
 
     def birth(self, radius: Float[Tensor, "*shape"]) -> ErrorBlock:
-        """Give an error of that radius to every entry where it is positive."""
+        """Add an error symbol of the given radius to every entry with a positive radius."""
         first = self.count
         self.count += int((radius > 0).sum())
         return create_errors(radius, first, self.dtype)
@@ -218,7 +218,7 @@ class Symbols:
 
     @cached_property
     def _full(self) -> Tensor:
-        """Where each entry of a symmetric matrix stands among the pairs, (n^2,)."""
+        """Return the index among the pairs of each entry of a symmetric matrix, (n^2,)."""
         places = torch.zeros(self.n, self.n, dtype=torch.long)
         i, j = self.pairs
         places[i, j] = places[j, i] = torch.arange(len(i))
@@ -235,14 +235,14 @@ def _one_norm(g: Tensor) -> Tensor:
 
 
 def _norm(rows: Tensor) -> Tensor:
-    """No less than the 2-norms of rows; a square may be taken for zero."""
+    """Return upper bounds of the 2-norms of rows; squares may underflow to zero."""
     terms, dtype = rows.shape[1], rows.dtype
     size = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE) * (1 + gamma(terms + 8, dtype))
     return up(size + (terms * tiny(dtype)) ** 0.5)
 
 
 def _sum_rows(g: Tensor, size: Callable[[Tensor], Tensor]) -> Tensor:
-    """Sum the sizes of rows, a few at a time: they stay in the cache, and round less."""
+    """Sum absolute values over rows, a few at a time: faster in cache, and with less rounding."""
     some = max(1, _AT_ONCE // max(1, g[:1].numel()))
     total = torch.zeros(g.shape[1:], dtype=g.dtype, device=g.device)
     for part in g.split(some):  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""The mathematics: tensors in, tensors out; knows no model."""
+"""The mathematics: functions from tensors to tensors, without knowledge of models."""

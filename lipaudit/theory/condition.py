@@ -1,8 +1,8 @@
-"""What rounding changes: in the forward pass, and where norms and bounds are computed from it.
+"""Effects of rounding: in the forward pass, and in the computation of norms and bounds.
 
-A norm and its bounds are computed from the same q, k, v and P, in float64. What the rounding of
-the forward pass did to these moves both alike (`forward_error`), and never excuses a bound below
-its norm. What excuses one is `bound_error`: the rounding of the products with J, and of bounds.
+A norm and its bounds are computed from the same q, k, v and P, in float64. Rounding in the forward
+pass changes both alike (`forward_error`), so it cannot explain a bound below its norm. Only
+`bound_error` can: the rounding of the products with J, and of bounds.
 
 With c_ij = P_ij (v_j - o_i), J is a sum of three parts: J^T u has the cotangents sum_i P_ij u_i of
 v_j, sum_i <u_i, c_ij> s q_i of k_j and sum_j <u_i, c_ij> s k_j of q_i, each sent on through the
@@ -39,16 +39,16 @@ _PLAIN = "donot_use_mm_for_euclid_dist"  # products would cost distances half of
 def forward_error(
     heads: Heads, precision: torch.dtype | None = None
 ) -> Float[Tensor, "batch heads"]:
-    """Estimate the relative change of ||J|| by rounding q and k to the precision of the model.
+    """Estimate the relative change of ||J|| by the rounding of q and k in the model.
 
-    The rows q_i, k_j carry relative errors of about eps, and so does what is added to a logit: a
-    logit l_i = max_j (s ||q_i|| ||k_j|| + |B_ij|) moves by up to d_i = 2 eps l_i, and with it
+    The rows q_i, k_j have relative errors of about eps, and so have the biases of logits: a logit
+    l_i = max_j (s ||q_i|| ||k_j|| + |B_ij|) moves by up to d_i = 2 eps l_i, and with it
     every P_ij and c_ij = P_ij (v_j - o_i) by a factor of up to exp(2 d_i). Rows that stay one-hot
     move by less. An estimate: the constants of the model's own sums are not known.
 
     Args:
-        heads: one layer, any kind.
-        precision: in which the model computed q and k; by default that of the heads.
+        heads: the heads of one layer, of any kind.
+        precision: dtype in which the model computed q and k; by default that of the heads.
 
     Returns:
         At most 1, the largest over the queries.
@@ -74,10 +74,10 @@ def forward_error(
 
 
 def bound_error(heads: Heads, norm: Float[Tensor, "batch heads"]) -> Float[Tensor, "batch heads"]:
-    """Return how far a correct bound may lie below ||J|| for the rounding of both.
+    """Return how far a correct bound may be below ||J|| because of rounding in both.
 
     Args:
-        heads: one layer, in the precision in which both were computed.
+        heads: the heads of one layer, in the precision in which both were computed.
         norm: ||J|| of each head.
 
     >>> from lipaudit.theory.heads import affine_heads
@@ -86,7 +86,7 @@ def bound_error(heads: Heads, norm: Float[Tensor, "batch heads"]) -> Float[Tenso
     tensor([[-12.]], dtype=torch.float64)
     """
     share, (true, lost) = _sum_error(heads), _parts(heads)
-    if len(heads.row_blocks()) > 1:  # P is computed again for each of both, in other orders
+    if len(heads.row_blocks()) > 1:  # both compute P anew, in different orders
         share = share + forward_error(heads)
     error = share * (true + lost)
     square = error.square() + share * (true + error).square()
@@ -94,7 +94,7 @@ def bound_error(heads: Heads, norm: Float[Tensor, "batch heads"]) -> Float[Tenso
 
 
 def ball_error(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
-    """Return by how much rounding may raise a norm that autograd finds within r of X.
+    """Return how much rounding may raise a norm that autograd finds within r of X.
 
     There P is any map: ||P||^2 <= N. Autograd subtracts o_i from every v_j, so that c and d are
     both at most 2 P_ij max ||v||.
@@ -107,14 +107,14 @@ def ball_error(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
 
 
 def _sum_error(heads: Heads) -> Tensor:
-    """Return gamma, which is more than n u / (1 - n u) for all n terms, u = eps / 2."""
+    """Return gamma: more than n u / (1 - n u) for the n terms of all sums, u = eps / 2."""
     (n, d), (m, dv), width = heads.q.shape[2:], heads.v.shape[2:], heads.x.shape[-1]
     terms = n + m + width + 3 * d + 2 * dv + 16
     return heads.scale.new_tensor(terms * torch.finfo(heads.q.dtype).eps)
 
 
 def _parts(heads: Heads) -> tuple[Tensor, Tensor]:
-    """Return T(c) and T(d), some queries at a time."""
+    """Return T(c) and T(d), in chunks of queries."""
     phi, (q, k), longest = _sizes(heads), largest_gradients(heads), _longest(heads.v)
     columns, sink = torch.zeros_like(heads.k[..., 0]), heads.sink_share()
     squares, most = torch.zeros(2, 2, *heads.q.shape[:2]).to(heads.q)
@@ -135,7 +135,7 @@ def _parts(heads: Heads) -> tuple[Tensor, Tensor]:
 
 
 def _sizes(heads: Heads) -> list[Tensor]:
-    """Return limits of ||Phi||_F of the queries, keys and values of each head."""
+    """Return upper limits of ||Phi||_F for the queries, keys and values of each head."""
     return [_size(projection) for projection in projections(heads)]
 
 

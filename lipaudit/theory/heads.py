@@ -1,4 +1,4 @@
-"""One attention layer at one point: all that the theory needs to know of it.
+"""One attention layer at one point, with everything that the theory needs.
 
 Notation of the theory: X (tokens x D) enters the projections, q_i, k_j, v_j enter the product,
 P = row-softmax(S), o_i = sum_j P_ij v_j, and Phi^q_i = dq_i / dx_i. The logits S are
@@ -18,8 +18,8 @@ from torch import Tensor
 from lipaudit.theory.policy import POLICY, Policy
 
 MASK = 9e3
-"""How far below the others an entry of a bias hides its key: conventions are -inf, the most
-negative number and -1e4, while position biases and windows of Swin (-100) stay far from it."""
+"""A bias entry this far below the largest of its row hides the key. Common masks are -inf, the
+most negative number and -1e4; position biases and windows of Swin (-100) are far smaller."""
 _NOTHING = torch.finfo(torch.float32).min / 2
 """A row whose largest bias is at most this sees no key."""
 
@@ -49,7 +49,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Pairs:
-    """How logits S_ij(q_i, k_j) that are not s <q_i, k_j> plus a constant depend on their pair.
+    """The derivatives of logits S_ij(q_i, k_j) other than s <q_i, k_j> plus a constant.
 
     dS_ij = <a_ij, dq_i> + <b_ij, dk_j>, a_ij = f_ij s k_j + r_ij, b_ij = f_ij s q_i + t_ij. A
     soft cap S = c tanh(s q.k / c) has its slope as f; relative positions that meet the queries
@@ -68,10 +68,10 @@ class Pairs:
 
 @dataclass
 class _MapCache:
-    """What has been computed of the logits of a layer, by whoever asked first.
+    """Cached results on the logits of a layer.
 
     Attributes:
-        maps: P, with the sink as a last key, in each precision that was asked for.
+        maps: P, with the sink as a last key, in each requested precision.
         causal: whether no query sees a later key.
     """
 
@@ -81,36 +81,35 @@ class _MapCache:
 
 @dataclass(frozen=True)
 class Heads:
-    """All heads of one attention layer on a batch: everything the theory needs, nothing else.
+    """All heads of one attention layer on a batch.
 
-    P is computed when it is first asked for, once in each precision, and kept as long as the heads
-    are: whoever visits a layer hands the same heads to everything. Heads made of these by `to`,
-    `pick`, `row` and `with_same_map` share it; `dataclasses.replace` starts anew. No tensor of
-    them, nor P, may be written to.
+    P is computed on first use, once in each precision, and kept as long as the heads: pass the
+    same heads to all functions. Heads derived by `to`, `pick`, `row` and `with_same_map` share P;
+    `dataclasses.replace` computes it again. Never write to any of the tensors, nor to P.
 
     A batch row is a sample, or one window of a sample (`sample` says which). Padding is encoded
     in the data: padded keys have P = 0 through `bias`, padded queries are False in `valid`, and
     padded tokens are zero rows of `x`.
 
     Attributes:
-        x: input of the query projection (and of the others when `x_kv` is None).
-        x_kv: input of the key and value projections where it is another tensor (cross-attention,
-            spatial reduction): the Jacobian is then taken in (X_q, X_kv) together.
+        x: input of the query projection (and of the others if `x_kv` is None).
+        x_kv: input of the key and value projections if it is another tensor (cross-attention,
+            spatial reduction); the Jacobian is then with respect to (X_q, X_kv) together.
         q, k, v: the rows that enter the attention product, after bias, rotary position, qk-norm;
             grouped key and value heads are already repeated.
         scale: s of the logits, one number or one per (batch, head).
-        bias: what is added to the logits (mask or position bias), broadcastable, or None; if it
-            is boolean (a quarter of the memory), 0 where True and -inf where False.
+        bias: added to the logits (mask or position bias), broadcastable, or None; if boolean (a
+            quarter of the memory), 0 where True and -inf where False.
         causal: whether key j > query i is masked on top of `bias` (aligned at the first token).
         valid: valid query rows; None when all are. Padded rows have P_i = 0 here.
         to_q, to_k, to_v: the projections; None for a constant (a learned query).
-        out: W_O of every head (d_v x D_out) where the layer's output is sum_h O_h W_O,h; or None.
-        sample: index of the sample that each batch row belongs to.
-        pairs: the derivatives of the logits where they are not scale q k^T plus a constant;
-            `bias` then holds the logits at X, all of them, and `scale` is that of the pairs.
-        sink: a logit beside those of the keys that depends on nothing, and whose value is 0:
-            the rows of P sum to less than 1. None without.
-        policy: how computations on them are cut up and rounded.
+        out: W_O of every head (d_v x D_out) if the layer's output is sum_h O_h W_O,h; or None.
+        sample: index of the sample of each batch row.
+        pairs: derivatives of the logits if they are not scale q k^T plus a constant; `bias` then
+            holds all logits at X, and `scale` belongs to the pairs.
+        sink: a constant logit beside those of the keys, with the value 0: the rows of P sum to
+            less than 1; None without.
+        policy: chunk sizes and rounding of computations.
     """
 
     x: Float[Tensor, "batch n D"]
@@ -140,8 +139,8 @@ class Heads:
 
         Args:
             start: the first query.
-            stop: the one behind the last.
-            whole: keep the sink as a last key, so that rows sum to 1 with sinks too.
+            stop: one more than the last query.
+            whole: keep the sink as a last key, so that rows sum to 1 with sinks, too.
         """
         width = self.q.shape[-1] if self.pairs is None else 0  # then all is in the bias
         q, k = self.q[..., start:stop, :width], self.k[..., :width]
@@ -150,7 +149,7 @@ class Heads:
             logits = logits.masked_fill(self._future(start, stop), -torch.inf)
         if self.bias is not None:
             logits = logits + self.bias_rows(start, stop)
-            # Not nan_to_num: a NaN in q or k has to stay one.
+            # Not nan_to_num: a NaN in q or k must stay.
             masked = logits.amax(-1, keepdim=True) == -torch.inf
             p = self._softmax(logits, start).masked_fill(masked, 0.0)
         else:
@@ -174,7 +173,7 @@ class Heads:
         return p[..., :-1] if self.valid is None else p[..., :-1].contiguous()
 
     def sink_share(self) -> Float[Tensor, "batch heads n 1"] | None:
-        """Return what the sink takes of each row's attention; None without a sink."""
+        """Return the share of the sink in each row's attention; None without a sink."""
         if self.sink is None:
             return None
         blocks = self.row_blocks()
@@ -185,7 +184,7 @@ class Heads:
     def _whole_map(self) -> Tensor:
         known, logits = self._known.maps, (self.q, self.k, self.scale, self.bias, self.sink)
         p = known.get(self.q.dtype)
-        # What was computed without a graph must not stand where one is to pass through P.
+        # A cached P without a graph must not be used if gradients pass through P.
         graph = torch.is_grad_enabled()
         differentiated = graph and any(t is not None and t.requires_grad for t in logits)
         if p is None or differentiated or (graph and p.is_inference()):
@@ -208,10 +207,10 @@ class Heads:
         return _MapCache()
 
     def visible(self, start: int, stop: int) -> Bool[Tensor, "#batch #heads rows m"]:
-        """Return which keys the queries start..stop-1 can see, whatever P makes of them.
+        """Return which keys the queries start..stop-1 can see, independent of P.
 
-        An entry of the bias is a mask where it is `MASK` or more below the largest of its row.
-        P cannot tell: where logits are far apart a key that is seen has P = 0 too.
+        An entry of the bias is a mask if it is `MASK` or more below the largest of its row. P does
+        not show this: with very different logits, a visible key may also have P = 0.
         """
         shape = (1, 1, stop - start, self.k.shape[2])
         seen = torch.ones(shape, dtype=torch.bool, device=self.q.device)
@@ -220,19 +219,19 @@ class Heads:
         if self.bias is not None:
             bias = self.bias_rows(start, stop).masked_fill(~seen, -torch.inf)
             highest = bias.amax(-1, keepdim=True)
-            # Not bias > highest - MASK: giant logits swallow MASK, and would all look hidden.
+            # Not bias > highest - MASK: very large logits absorb MASK, and all would look hidden.
             seen = (bias.sub_(highest) > -MASK) & (highest > _NOTHING)
         return seen if self.valid is None else seen & self.valid[:, None, start:stop, None]
 
     def row_blocks(self) -> list[tuple[int, int]]:
-        """Cut the queries; all at once where the maps of a sample are within `map_limit`."""
+        """Split the queries; all at once if the maps of a sample are within `map_limit`."""
         count, n, m = *self.q.shape[1:3], self.k.shape[2]
         short = count * n * m <= self.policy.map_limit
         size = n if short else max(1, self.policy.chunk_entries // (count * m))
         return [(i, min(i + size, n)) for i in range(0, n, size)]
 
     def bias_rows(self, start: int, stop: int) -> Float[Tensor, "#batch #heads #rows #m"]:
-        """Return what is added to the logits of the queries start..stop-1, 0 without a bias."""
+        """Return the bias of the logits of the queries start..stop-1; 0 without a bias."""
         if self.bias is None:
             return torch.zeros_like(self.scale)[..., None, None]
         rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., start:stop, :]
@@ -241,10 +240,10 @@ class Heads:
         return self.q.new_zeros(rows.shape).masked_fill_(~rows, -torch.inf)
 
     def is_causal(self) -> bool:
-        """Say whether no query sees a later key: by the flag, or by what the bias masks.
+        """Return whether no query sees a later key: by the flag, or by the masks in the bias.
 
-        Not by P: keys that are out of reach at X alone are not masked. Without a bias, with keys
-        of another input or one token the flag says it; a bias is looked through once.
+        P is not used: keys with P = 0 at this X are not masked. Without a bias, with keys of
+        another input, or with one token the flag decides; a bias is examined once.
         """
         if self.causal or self.bias is None or self.x_kv is not None or self.x.shape[1] == 1:
             return self.causal
@@ -254,14 +253,14 @@ class Heads:
         return self._known.causal
 
     def _future(self, start: int, stop: int) -> Tensor:
-        """Which keys are later than the queries start..stop-1."""
+        """Return which keys are later than the queries start..stop-1."""
         shape = (stop - start, self.k.shape[2])
         return torch.ones(shape, dtype=torch.bool, device=self.q.device).triu(start + 1)
 
     def to(self, dtype: torch.dtype) -> Heads:
         """Return the same heads with every floating-point tensor in another precision."""
         heads: Heads = _cast(self, dtype)
-        # What is cast up has the same logits; what is cast down has others.
+        # A cast to higher precision keeps the logits; a cast to lower precision changes them.
         same = torch.promote_types(self.q.dtype, dtype) == dtype
         return heads._share_maps(self._known) if same else heads
 
@@ -281,10 +280,10 @@ class Heads:
         return heads._share_maps(self._part_known(slice(None), index))
 
     def with_same_map(self, **changes: Any) -> Heads:
-        """Return the heads with other values or projections: what P does not depend on.
+        """Return the heads with other values or projections, on which P does not depend.
 
         Raises:
-            ValueError: a change may be one of P.
+            ValueError: a change could affect P.
 
         >>> heads = affine_heads(torch.zeros(2, 5, 3), *torch.ones(3, 1, 3, 4))
         >>> heads.with_same_map(v=2 * heads.v).attention() is heads.attention()
@@ -297,11 +296,11 @@ class Heads:
         return replace(self, **changes)._share_maps(self._known)
 
     def _share_maps(self, known: _MapCache) -> Heads:
-        self.__dict__["_known"] = known  # the place of a cached property: no field, not frozen
+        self.__dict__["_known"] = known  # the slot of a cached property: not a field, not frozen
         return self
 
     def _part_known(self, rows: slice, heads: slice) -> _MapCache:
-        """What is known of some rows and heads; not causality, which part of them may have."""
+        """Return the cached results for some rows and heads, without causality."""
         known = self._known.maps.items()
         return _MapCache({dtype: p[rows, heads].contiguous() for dtype, p in known})
 
@@ -316,7 +315,7 @@ def affine_heads(
     wk: Float[Tensor, "heads D d"],
     wv: Float[Tensor, "heads D dv"],
 ) -> Heads:
-    """Return plain self-attention at x: no biases, no mask, scale 1 / sqrt d, one row a sample.
+    """Return plain self-attention at x: no biases, no mask, scale 1 / sqrt d, one row per sample.
 
     >>> heads = affine_heads(torch.zeros(2, 5, 3), *torch.ones(3, 1, 3, 4))
     >>> heads.attention().shape, heads.attention()[0, 0, 0, 0]
@@ -337,12 +336,12 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         }
         return replace(value, **changes)
     floating = isinstance(value, Tensor) and value.is_floating_point()
-    # Contiguous: a model's q, k and v are views of one tensor, which each product would copy.
+    # Contiguous: q, k and v of a model are views of one tensor, which each product would copy.
     return value.to(dtype, memory_format=torch.contiguous_format) if floating else value
 
 
 def _row(value: Any, b: int) -> Any:
-    """Slice the batch axis, the first one; an axis of size 1 holds for every row."""
+    """Slice the batch axis (first); an axis of size 1 holds for every row."""
     if isinstance(value, Projection):
         return replace(value, local=_row(value.local, b))
     if isinstance(value, Pairs):
@@ -351,7 +350,7 @@ def _row(value: Any, b: int) -> Any:
 
 
 def _pick(value: Any, index: slice) -> Any:
-    """Slice the head axis, the second one; an axis of size 1 holds for every head."""
+    """Slice the head axis (second); an axis of size 1 holds for every head."""
     if isinstance(value, Projection):
         bias = None if value.bias is None else value.bias[index]
         local = _pick(value.local, index)
@@ -364,9 +363,9 @@ def _pick(value: Any, index: slice) -> Any:
 def rows_in_reach(
     heads: Heads, start: int, stop: int
 ) -> tuple[Float[Tensor, "batch heads rows keys"], slice]:
-    """Return P of the queries start..stop-1 and which keys its columns are; it is 0 on others.
+    """Return P for the queries start..stop-1 and a slice of keys; P is 0 on other keys.
 
-    Of a causal mask these are the keys up to the last query, of a sliding window those from the
+    For a causal mask these are the keys up to the last query, for a sliding window those from the
     first window to the last.
 
     >>> from lipaudit.theory.heads import affine_heads

@@ -37,8 +37,8 @@ def jasmin(
         attention: maps P; rows sum to one.
         k: 0, or more than 1.
         reduction: over the rows of a map.
-        mask: rows that count (no padding); rows of zeros never count, and for k > 1 neither do
-            those with at most k keys: the first rows of a causal map would own the maximum.
+        mask: rows that count (no padding). Rows of zeros never count. For k > 1, rows with at most
+            k keys do not count: the first rows of a causal map would always be the maximum.
 
     Examples:
         >>> uniform = torch.full((1, 2, 8, 8), 1 / 8)
@@ -53,7 +53,7 @@ def jasmin(
 def jasmin_rows(
     p: Float[Tensor, "*rows keys"], k: int
 ) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
-    """Return the penalty of each row, and whether it counts; in float32 at least.
+    """Return the penalty of each row, and whether the row counts; at least in float32.
 
     Raises:
         ValueError: k is 1 or negative.
@@ -67,7 +67,7 @@ def jasmin_rows(
 
 
 def count_entries(keys: int, k: int) -> int:
-    """Return how many of the largest entries of a row the penalty depends on.
+    """Return the number of largest entries of a row that the penalty depends on.
 
     Examples:
         >>> count_entries(200, 0), count_entries(200, 10), count_entries(7, 10)
@@ -79,7 +79,7 @@ def count_entries(keys: int, k: int) -> int:
 def jasmin_of_largest(
     top: Float[Tensor, "*rows largest"], k: int
 ) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
-    """Return `jasmin_rows` of rows by their largest entries, in descending order.
+    """Return `jasmin_rows` for rows given by their largest entries, in descending order.
 
     Raises:
         ValueError: k is 1 or negative.
@@ -98,14 +98,14 @@ def jasmin_of_largest(
 
 
 def _g(top: Tensor, k: int) -> Tensor:
-    """g_k out of the k + 1 largest entries; its error of a rounding is nothing beside EPS."""
+    """Return g_k from the k + 1 largest entries; its rounding error is negligible beside EPS."""
     return top[..., k - 1] * (1 - top[..., k - 1] + top[..., k])
 
 
 def over_rows(
     values: Float[Tensor, "*maps rows"], counted: Bool[Tensor, "*maps rows"], reduction: Reduction
 ) -> Float[Tensor, "*maps"]:
-    """Return the largest or the mean value of the rows that count; 0 where none does.
+    """Return the largest or the mean value of the rows that count; 0 without any.
 
     Examples:
         >>> over_rows(torch.tensor([1.0, 3.0]), torch.tensor([True, False]), "mean")
@@ -125,8 +125,8 @@ def specformer(
     step of the training, the vectors follow the weights.
 
     Args:
-        weight: W of each head: its own columns of the projection.
-        vector: where the iteration stands; random at first.
+        weight: W of each head: its columns of the projection.
+        vector: the current vectors of the iteration; random at first.
         steps: products with W^T W.
 
     Returns:

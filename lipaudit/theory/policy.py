@@ -1,4 +1,4 @@
-"""How exactly norms are computed by default, and how a computation is cut up and rounded."""
+"""Default accuracies, and the chunk sizes and rounding of computations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NODES = 60_000
 
 @dataclass(frozen=True)
 class Policy:
-    """Sizes at which something is cut into pieces, rounded to single precision or formed densely.
+    """Sizes at which computations are split, rounded to single precision, or done densely.
 
-    Every bound holds under every policy: it decides over time, memory and how far above the truth
-    a bound lies. The default is tuned on one thread of a CPU with heads of 16 to 512 tokens.
+    Every bound holds under every policy; the policy affects time, memory and tightness. The
+    default is tuned on one CPU thread with heads of 16 to 512 tokens.
 
     Attributes:
         tile_bytes: of attention maps that a chain of operations passes over at once, so that they
@@ -33,11 +33,10 @@ class Policy:
         single_keys: from how many keys on single precision is tried first, and certificates of
             norms before eigenvalues; on a device whose products keep all its digits, which may
             take 64 times as long for double.
-        single_blocks: the same of the blocks of `sharp`, where products of maps cost more.
+        single_blocks: the same for the blocks of `sharp`, where products of maps cost more.
         single_loss: share of a bound that single precision may cost; where it costs more the
             bound is computed anew in double.
-        cache_entries: numbers that a core's cache holds, or nearly so: of more a product waits for
-            its operands.
+        cache_entries: numbers that fit, about, into a core's cache.
 
     >>> [*Policy(chunk_entries=10).chunks(5, 4)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]

@@ -1,9 +1,8 @@
-"""Scales: powers of two, and heads with values of size one beside the sizes of the values.
+"""Powers of two, and heads with values rescaled to size one.
 
-The Jacobian of a head and every bound of it are homogeneous in W_V, and depend on the size of
-nothing else. A head that weight decay has shrunk to 1e-20 has squares that single precision takes
-for 0: so all is computed for W_V / c with a power of two c, and multiplied by c. Powers of two
-change no digit.
+The Jacobian of a head and all its bounds are homogeneous in W_V. Squares of a head that weight
+decay has shrunk to 1e-20 underflow in single precision. So everything is computed for W_V / c with
+a power of two c, and multiplied by c, which changes no digit.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lipaudit.theory.heads import Heads, Projection
 
 
 def powers_of_two(exponent: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return 2^exponent without rounding (`torch.ldexp` goes by way of float32), on the CPU.
+    """Return 2^exponent without rounding, on the CPU (`torch.ldexp` computes in float32).
 
     >>> powers_of_two(torch.tensor([1, -2]))
     tensor([2.0000, 0.2500], dtype=torch.float64)
@@ -31,7 +30,7 @@ def powers_of_two(exponent: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def shift_exponent(
     t: Float[Tensor, "*shape"], exponent: Int[Tensor, "*#shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return t 2^exponent, exact while t can hold it: in two steps, for 2^exponent may be out.
+    """Return t 2^exponent, exact if t can hold it: in two steps, as 2^exponent may overflow.
 
     >>> shift_exponent(torch.tensor([3.0, 2.0**-140]), torch.tensor([1, 139]))
     tensor([6.0000, 0.5000])
@@ -45,7 +44,7 @@ def shift_exponent(
 def times_power(
     z: Float[Tensor, "problems ..."], exponent: Int[Tensor, " problems"]
 ) -> Float[Tensor, "problems ..."]:
-    """Return z 2^exponent, an exponent for each problem.
+    """Return z 2^exponent, with one exponent per problem.
 
     >>> times_power(torch.tensor([[3.0], [3.0]]), torch.tensor([1, -2]))
     tensor([[6.0000],
@@ -77,7 +76,7 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
         exponents = _exponents(heads.v.abs().amax((0, 2, 3)))
         v = shift_exponent(heads.v, -exponents[:, None, None])
         return heads.with_same_map(v=v), powers_of_two(exponents)
-    # An expanded weight stays one: heads that are normalised together share it.
+    # An expanded weight stays expanded: heads that are normalised together share it.
     weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
     own = _exponents(weight.abs().amax((1, 2)))
     weight = shift_exponent(weight, -own[:, None, None]).expand_as(to_v.weight)
@@ -102,7 +101,7 @@ def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "hea
 
 
 def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
-    """Return v / c; without their bias, by X W_V again, where it is most of affine values."""
+    """Return v / c; if the bias dominates affine values, without it, as X W_V."""
     v = shift_exponent(heads.v, -exponents[:, None, None])
     if unit.local is not None or unit.bias is None or heads.sink is not None:
         return v
@@ -114,5 +113,5 @@ def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
 
 
 def _exponents(largest: Float[Tensor, "*heads"]) -> Int[Tensor, "*heads"]:
-    """The exponents of positive numbers, on the CPU; 0 for 0."""
+    """Return the exponents of positive numbers, on the CPU; 0 for 0."""
     return torch.frexp(largest.cpu()).exponent

@@ -1,8 +1,9 @@
 """The softmax Jacobian M(p) = diag(p) - p p^T of one row p of an attention map.
 
 p_(1) >= p_(2) >= ... is the sorted row, p_(n+1) = 0. Every function takes rows over the last axis
-(any leading dimensions), wants float64, and takes a row of zeros (a padded query) as M = 0.
-1 - p_(k) is always the sum of the other entries: near one-hot rows the difference has no digits.
+(any leading dimensions), expects float64, and treats a row of zeros (a padded query) as M = 0. 1 -
+p_(k) is always computed as the sum of the other entries: for nearly one-hot rows the difference
+would have no correct digits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lipaudit.errors import UsageError
 
 LEFT_OUT, UNIFORM, INTERMEDIATE, CATEGORICAL = -1, 0, 1, 2
 SHARES = {"uniform": UNIFORM, "intermediate": INTERMEDIATE, "categorical": CATEGORICAL}
-_MIN_SUPPORT = 3  # g_1 of two visible keys tells nothing of how attention is spread
+_MIN_SUPPORT = 3  # g_1 of two visible keys does not show how attention is spread
 _ROUNDING = 1e-12
 _SECULAR_STEPS = 4
 
@@ -88,7 +89,7 @@ def row_maxima(
 
 
 def _strongest(p: Tensor) -> Tensor:
-    """Return the rows that can attain a maximum of their map, the same number of every map."""
+    """Return the rows that can attain a maximum of their map, equally many for every map."""
     # g_1 = p (1 - p + p_(2)) with 0 <= p_(2) <= min(p, 1 - p): both ends, from p = p_(1) alone.
     first = p.amax(-1)
     lower = first * (1 - first)
@@ -112,7 +113,7 @@ def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
 
 
 class RowProfile(NamedTuple):
-    """What is taken from the entries of each row; the statistics follow from it row by row.
+    """Figures of each row, from which its statistics follow.
 
     Attributes:
         first, second: p_(1) and p_(2).
@@ -146,13 +147,13 @@ class RowProfile(NamedTuple):
 def profile_rows(
     p: Float[Tensor, "*rows n"], k: int = 10, *, keys: Int[Tensor, "*rows"] | None = None
 ) -> RowProfile:
-    """Meet the entries of each row, once.
+    """Compute the figures of each row in one pass.
 
     Args:
         p: rows of probabilities.
         k: the k of g_k, >= 1.
-        keys: how many keys each query can see; by default those with p > 0, too few where a row
-            is so peaked that others have p = 0 by rounding.
+        keys: number of keys that each query can see; by default those with p > 0, which are too
+            few if rounding makes others 0.
 
     Examples:
         >>> profile_rows(torch.tensor([[0.5, 0.25, 0.25]]), k=2).gk
@@ -166,15 +167,15 @@ def profile_rows(
 
 
 def row_statistics(profile: RowProfile, *, k: int = 10, gamma: float = 0.1) -> dict[str, Tensor]:
-    """Return what is known of each row, NaN where it does not count.
+    """Return the statistics of each row, NaN where a row does not count.
 
     p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, that of a uniform row as its unit,
     exp of it (the effective support), and 0 or 1 for each regime. A row of zeros (a padded query)
-    counts nowhere; rows with ||M|| = 0 have no ratio, rows with at most k entries no g_1/g_k, rows
+    never counts; rows with ||M|| = 0 have no ratio, rows with at most k entries no g_1/g_k, rows
     with one key no normalised entropy, rows with fewer than 3 no regime.
 
     Args:
-        profile: of the rows, with the same k.
+        profile: profile of the rows, with the same k.
         k: the k of g_1/g_k, > 1.
         gamma: threshold of the regimes, 0 < gamma < 1/4.
 
@@ -244,15 +245,15 @@ class _Ordered(NamedTuple):
 
     @property
     def keys(self) -> Tensor:
-        """How many entries are not zero."""
+        """Return the number of entries that are not zero."""
         zero = self.p.new_zeros(*self.p.shape[:-1], 1)
         return self.p.shape[-1] - torch.searchsorted(self.p, zero, right=True)[..., 0]
 
 
 def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
-    """Sort rows, filled up with zeros to more than k entries."""
+    """Sort rows, padded with zeros to more than k entries."""
     p = p if p.shape[-1] > k else F.pad(p, (0, k + 1 - p.shape[-1]))
-    if p.device.type == "cpu":  # NumPy's vectorised sort takes a fifth of the time of topk
+    if p.device.type == "cpu":  # NumPy's vectorised sort takes a fifth of topk's time
         p = torch.from_numpy(np.sort(p.detach().numpy(), axis=-1))
     else:
         p = p.sort(-1).values

@@ -1,1 +1,1 @@
-"""What basic operations do to forms: affine maps, moves, curves, products, attention, norms."""
+"""Rules of basic operations on forms: affine maps, moves, curves, products, attention, norms."""

@@ -36,13 +36,13 @@ def linear_map(
     """Return op(x, *weights) + constant, op linear in both and with a leading axis for the rows.
 
     Args:
-        x: settled before, if the map mixes its entries.
+        x: the form; settled before, if the map mixes its entries.
         op: takes a stack (rows, *shape).
-        weights: as stored, or off by at most so many roundings.
-        roundings: of an entry of the result: terms of its sum, and those of its weights.
-        constant: added, as stored.
-        bound: op with the sizes of all that multiplies, where that is not op of the sizes.
-        within: what op mixes: nothing, rows of the last axis alone, or all there is.
+        weights: weights as stored, or with a number of roundings.
+        roundings: roundings of an entry of the result: terms of its sum, and those of its weights.
+        constant: constant to add, as stored.
+        bound: op on absolute values, if that differs from op itself.
+        within: the entries that op mixes: none, rows of the last axis, or all.
     """
     if within != "entries":
         x = x.by_row() if within == "rows" else x.whole()
@@ -64,16 +64,16 @@ def linear_map(
 
 
 def same(x: Form, *targets: Any, **named: Any) -> Form:
-    """The rule of casts: the value as a real number is the same; not that of whole numbers.
+    """The rule of casts to floating point: the real value does not change.
 
-    Some copy and some do not: what is written into one of both makes the other stale.
+    Some casts copy and some do not, so a write to either form makes the other stale.
     """
     require_real(*targets, *named.values())
     return x.copy()
 
 
 def require_real(*targets: Any) -> None:
-    """Refuse casts but to floating point."""
+    """Refuse casts to other types than floating point."""
     for target in targets:
         dtype = target.dtype if isinstance(target, Tensor) else target
         real = isinstance(dtype, torch.dtype) and dtype.is_floating_point
@@ -82,7 +82,7 @@ def require_real(*targets: Any) -> None:
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Nothing, in evaluation."""
+    """Return the input: dropout does nothing in eval mode."""
     if training and p > 0:
         raise NoRuleError("dropout that is on (call eval() first)")
     return x
@@ -141,23 +141,23 @@ def stack_sum(x: Tensor, y: Tensor) -> Tensor:
 
 
 def align(x: Form, y: Form) -> None:
-    """Dissolve blocks of errors that both forms have, but cannot be added layer by layer."""
+    """Dissolve blocks of errors that both forms have but that cannot be added layer by layer."""
     own = {block.key: block for block in x.blocks}
     if any(b.key in own and not b.like(own[b.key]) for b in y.blocks):
         x.whole()
-    for _ in range(2):  # what one dissolves may be a block of the other
+    for _ in range(2):  # dissolving one may remove a block of the other
         for form in (x, y):
             if any(block.key in form.symbols.dissolved for block in form.blocks):
                 form.whole()
 
 
 def shape_of(*shapes: Sequence[int]) -> torch.Size:
-    """Return the shape that shapes broadcast to; torch's own loads a computer algebra system."""
+    """Return the broadcast shape; torch's own function loads a computer algebra system."""
     return torch.Size(np.broadcast_shapes(*(tuple(shape) for shape in shapes)))
 
 
 def broadcast(x: Form, other: Sequence[int]) -> Form:
-    """Return a form of the shape that both need; what one entry is off by becomes a symbol."""
+    """Return a form of the common shape; the slack of a repeated entry becomes a symbol."""
     shape = shape_of(x.shape, other)
     if tuple(x.shape) == tuple(shape):
         return x
@@ -173,7 +173,7 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
 
 
 def expand(x: Any, *shape: Any) -> Any:
-    """As of a tensor."""
+    """Return the expanded form, like Tensor.expand."""
     if not isinstance(x, Form):
         return x.expand(*shape)
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -205,7 +205,7 @@ def as_constant(value: Any, x: Form) -> Tensor:
 
 
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
-    """Weights times the last axis; a quotient waits on."""
+    """Return weights times the last axis; a quotient stays postponed."""
 
     def op(t: Tensor, w: Tensor) -> Tensor:
         return t @ w.mT
@@ -225,7 +225,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
 
 
 def _by_row(parts: Quotient) -> Quotient | None:
-    """Return it with one entry a row of the inverse, None where that is lost."""
+    """Return the quotient with one entry per row of the inverse; None if rows differ."""
     shared = (parts.inverse, parts.square)
     if not all(is_row(each) for each in shared):
         return None
@@ -234,7 +234,7 @@ def _by_row(parts: Quotient) -> Quotient | None:
 
 
 def is_row(x: Form) -> bool:
-    """Whether the entries of a row are one number in memory."""
+    """Return whether the entries of a row are one number in memory."""
     held = (x.centre, x.dense, x.slack, *(t for b in x.blocks for t in (b.rows, b.group)))
     return x.shape[-1] == 1 or all(each.stride(-1) == 0 for each in held)
 
@@ -255,7 +255,7 @@ def conv1d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Form:
-    """A convolution over the last axis: one over two axes, the first of which has one place."""
+    """Return a convolution over the last axis, as one over two axes."""
     stride, dilation = ((1, as_pair(v)[1]) for v in (stride, dilation))
     padding = padding if isinstance(padding, str) else (0, as_pair(padding)[1])
     wide: Any = input.unsqueeze(-2)
@@ -272,7 +272,7 @@ def conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Form:
-    """A convolution as a product with the patches: those of the library may round otherwise."""
+    """Return a convolution as a product with patches: the library's may round differently."""
     if input.ndim != 4:
         raise NoRuleError("a convolution without a batch axis")
     gaps, steps = as_pair(dilation), as_pair(stride)
@@ -298,7 +298,7 @@ def conv2d(
 
 
 def as_pair(value: Any) -> tuple[int, int]:
-    """Return an option of two axes as one number for each."""
+    """Return an option of two axes as one number per axis."""
     values = (value, value) if isinstance(value, int) else (*value, *value)
     return values[0], values[1]
 

@@ -20,7 +20,7 @@ Order 2. rho = log(1 + y) >= y - y^2 / 2 - t: for y < 0 because rho >= -t. So rh
 sum p (2 L R' + R'^2) is at most 2 l m + m^2, or the sum of p (2 lin rest + rest^2).
 
 sum p d = sum (p - w) d + (1 - sum w) w . ds: p and w differ by the rounding of a softmax.
-Keys so far below the others that e^-1000 of the weight is left (masked ones) are constants.
+Keys with a weight below e^-1000 (masked ones) are constants.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LEFT = 1e-300
 def softmax(
     input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
 ) -> Form:
-    """The softmax over an axis; rows of the last one are known to sum to one."""
+    """Return the softmax over an axis; rows of the last axis are marked to sum to one."""
     rows, axis = _rows(input, dim)
     log_p, hidden = _log_softmax(rows)
     out = _restore_keys(relax(log_p, EXP, ceiling=0.0), hidden)
@@ -77,7 +77,7 @@ def logsumexp(input: Form, dim: int, keepdim: bool = False) -> Form:
 
 
 def _rows(input: Form, dim: int | None) -> tuple[Form, int | None]:
-    """Return the form with the axis last, and where that was, if elsewhere."""
+    """Return the form with the axis last, and the axis' old place, if it was another."""
     if dim is None:
         raise NoRuleError("softmax without an axis")
     axis = dim % input.ndim
@@ -111,7 +111,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
 
 
 def _without_negligible(z: Form) -> tuple[Form, Tensor]:
-    """Take out keys with a weight of less than e^-1000, and say which."""
+    """Remove keys with a weight of less than e^-1000, and return which."""
     move = (z.mass + z.slack).nan_to_num(nan=0.0, posinf=torch.inf)
     masked = z.centre == -torch.inf
     move = move.masked_fill(masked, 0.0)
@@ -190,7 +190,7 @@ def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tenso
 
 
 def _better(one: Form, other: Form) -> Form:
-    """Take of each row the form with less slack."""
+    """Return, for each row, the form with less slack."""
     first = one.slack < other.slack
     centre = torch.where(first, one.centre, other.centre)
     slack = torch.minimum(one.slack, other.slack)
@@ -198,7 +198,7 @@ def _better(one: Form, other: Form) -> Form:
 
 
 def _restore_keys(out: Form, hidden: Tensor) -> Form:
-    """Put the keys back that were taken out, and say that rows sum to one."""
+    """Put removed keys back, and mark rows as summing to one."""
     if hidden.any():
         out = masked_fill(out, hidden, 0.0)
         out.slack = out.slack + _LEFT * hidden
@@ -220,7 +220,7 @@ def attention(
     scale: float | int | None = None,
     enable_gqa: bool = False,
 ) -> Form:
-    """softmax(scale q k^T + mask) v; with grouped queries, heads of k and v are repeated."""
+    """Return softmax(scale q k^T + mask) v; for grouped queries, heads of k and v are repeated."""
     if dropout_p > 0:
         raise NoRuleError("scaled_dot_product_attention with dropout")
     if enable_gqa:
@@ -232,14 +232,14 @@ def attention(
         size = query.shape[-2], key.shape[-2]
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
     query, key = make_moving(value, query, key)
-    # A constant is multiplied by what moves first: its own product would be rounded.
+    # Multiply the constant with the form first: a product of constants would be rounded.
     scores: Any = (query * scale) @ key.mT if isinstance(query, Form) else query @ key.mT * scale
     result: Form = mask_scores(scores, attn_mask).softmax(-1) @ value
     return result
 
 
 def mask_scores(logits: Any, mask: Tensor | None) -> Any:
-    """Put a mask on scores: a boolean one says what is seen, numbers are added."""
+    """Apply a mask to scores: a boolean mask selects visible keys, numbers are added."""
     if mask is None:
         return logits
     return logits.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else logits + mask
@@ -249,7 +249,7 @@ _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """nn.MultiheadAttention: in and out projections around attention; (L, batch, E) or (L, E)."""
+    """nn.MultiheadAttention: projections around attention; (L, batch, E) or (L, E)."""
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
     of = SimpleNamespace(**bound.arguments)
@@ -283,7 +283,7 @@ def _split(t: Any, heads: int, batched: bool) -> Any:
 
 
 def _by_head(mask: Tensor | None, heads: int) -> Tensor | None:
-    """A mask (L, S), or (batch heads, L, S), for scores; a boolean one hides where it is True."""
+    """Return a mask (L, S), or (batch heads, L, S), for scores; boolean masks hide where True."""
     if mask is None:
         return None
     mask = mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads))  # type: ignore[no-untyped-call]
@@ -291,7 +291,7 @@ def _by_head(mask: Tensor | None, heads: int) -> Tensor | None:
 
 
 def _by_key(mask: Tensor | None) -> Tensor | None:
-    """A mask of keys, (batch, S) or (S), for scores."""
+    """Return a mask of keys, (batch, S) or (S), for scores."""
     if mask is None:
         return None
     mask = mask.view(-1, 1, 1, mask.shape[-1])

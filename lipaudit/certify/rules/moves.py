@@ -1,4 +1,4 @@
-"""Operations that move entries, join them or put others in their place: exact."""
+"""Operations that rearrange, join or replace entries: exact."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lipaudit.certify.symbols import Sizes
 
 
 def make_move(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule of a function of tensors, or a method by its name.
+    """Return the rule of a function of tensors, or of a method by name.
 
-    It only moves entries about or copies them; a function may put zeros beside them.
+    The function only rearranges or copies entries, and may add zeros.
     """
 
     def rule(x: Form, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def _rebuild(
     x: Form, blocks: list[ErrorBlock], dense: Tensor, centre: Tensor, *known: Tensor
 ) -> Form:
     form = Form(centre, dense, known[0], x.symbols, blocks=blocks)
-    form.sizes = Sizes(*known[1:4])  # taken once, before it is cut up
+    form.sizes = Sizes(*known[1:4])  # taken once, before it is split
     if known[4:]:
         form.quadratic_range = known[4], known[5]
     return form
@@ -65,7 +65,7 @@ def _moved_quotient(quotient: Quotient, rule: Callable[[Form], Any]) -> Any:
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
-    """Put forms and constants side by side; one without entries is nothing, as torch has it."""
+    """Concatenate forms and constants; an empty one counts as absent, as in torch."""
     tensors = [each for each in tensors if each.shape != (0,)]
     forms = [each for each in tensors if isinstance(each, Form)]
     symbols, rows = forms[0].symbols, max(len(form.generators) for form in forms)
@@ -89,12 +89,12 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
 
 
 def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
-    """Put forms and constants side by side along a new axis."""
+    """Stack forms and constants along a new axis."""
     return cat([each.unsqueeze(dim) for each in tensors], dim)
 
 
 def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
-    """A constant in some entries."""
+    """Put a constant into some entries."""
     mask = mask.bool()
     input = broadcast(input, mask.shape)
     keep = ~mask
@@ -119,9 +119,10 @@ def lift(value: Any, like: Form) -> Form:
 
 
 def make_moving(like: Any, *constants: Any) -> tuple[Any, ...]:
-    """Return constants that one operation multiplies with each other, the first of them a form.
+    """Return constants that are multiplied with each other, the first as a form.
 
-    Their product then has slack for its rounding. Where one of them is a form, as they are.
+    Their product then has slack for its rounding. If one of them is a form, they are returned as
+    they are.
     """
     first, *others = constants
     if not isinstance(like, Form) or any(isinstance(each, Form) for each in constants):
@@ -130,7 +131,7 @@ def make_moving(like: Any, *constants: Any) -> tuple[Any, ...]:
 
 
 def where(condition: Tensor, input: Any, other: Any) -> Form:
-    """Entries of the one where the condition, a constant, holds, else of the other."""
+    """Return entries of one where the condition (a constant) holds, else of the other."""
     if isinstance(condition, Form):
         raise NoRuleError("where with a condition that depends on the input")
     like = input if isinstance(input, Form) else other
@@ -143,7 +144,7 @@ def where(condition: Tensor, input: Any, other: Any) -> Form:
 
 
 def setitem(input: Any, index: Any, value: Any) -> Form:
-    """Return the form with other entries at an index."""
+    """Return the form with the entries at an index replaced."""
     if not isinstance(input, Form):
         raise NoRuleError("setitem into a constant")
     value = value if isinstance(value, Form) else lift(value, input)
@@ -167,7 +168,7 @@ def setitem(input: Any, index: Any, value: Any) -> Form:
 
 
 def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
-    """More entries at the ends of axes: constants, or copies."""
+    """Add entries at the ends of axes: constants, or copies."""
     if mode != "constant":
         return make_move(F.pad)(input, tuple(pad), mode)
 
@@ -189,13 +190,13 @@ def triangle(name: str) -> Callable[..., Form]:
 
 
 def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
-    """Patches as columns (F.unfold, which torch calls with names), or windows of an axis."""
+    """Return patches as columns (F.unfold, called by keyword), or windows of an axis."""
     rule = make_move(F.unfold if "stride" in kwargs else "unfold")
     return rule(input, *args, **kwargs)
 
 
 def _constants(name: str) -> Callable[..., Tensor]:
-    """Return the rule of a method that makes a constant tensor like another."""
+    """Return the rule of a method that creates a constant tensor like another."""
 
     def rule(input: Form, *args: Any, **kwargs: Any) -> Tensor:
         like = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
@@ -206,7 +207,7 @@ def _constants(name: str) -> Callable[..., Tensor]:
 
 
 def _empty(input: Form, *size: Any, **options: Any) -> Form:
-    """Return what has no numbers yet: a form, for some will be written to."""
+    """Return a form without numbers, which is written to later."""
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     return lift(torch.full(tuple(shape or input.shape), torch.nan, dtype=DOUBLE), input)
 

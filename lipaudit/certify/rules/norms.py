@@ -132,7 +132,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Form:
-    """A LayerNorm of every group of channels (axis 1) and all places, its weights by channel."""
+    """Apply LayerNorm to groups of channels (axis 1) with all places; weights are per channel."""
     groups: Any = input.reshape(input.shape[0], num_groups, -1)
     result: Any = layer_norm(groups, groups.shape[-1], None, None, eps).reshape(input.shape)
     shape = (-1, *[1] * (input.ndim - 2))
@@ -150,7 +150,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Form:
-    """A LayerNorm of all places of every channel."""
+    """Apply LayerNorm to all places of every channel."""
     if not use_input_stats:
         raise NoRuleError("instance_norm with running statistics")
     return group_norm(input, input.shape[1], weight, bias, eps)
@@ -164,7 +164,7 @@ def vector_norm(
     *,
     dtype: Any = None,  # noqa: A002
 ) -> Form:
-    """The 1-, 2- or largest norm over axes."""
+    """Return the 1-, 2- or infinity norm over axes."""
     if ord in (2, "fro", None):
         return relax(reduce_axes(square(input), dim, keepdim), SQRT, positive=True)
     if ord == 1:
@@ -177,7 +177,7 @@ def vector_norm(
 def norm(
     input: Form, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Form:
-    """As torch.norm of vectors."""
+    """Return the norm of vectors, like torch.norm."""
     return vector_norm(input, p, dim, keepdim)
 
 

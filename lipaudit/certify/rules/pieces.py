@@ -1,4 +1,4 @@
-"""Functions of linear pieces, by the ReLU h = a z + m (1 + eps): branching reaches all of them.
+"""Piecewise linear functions, built from the ReLU h = a z + m (1 + eps): branching covers all.
 
 On l < 0 < u, with a = u / (u - l), a z <= relu(z) <= a z + 2 m for m = -a l / 2: below, z >= 0
 gives (a - 1) z <= 0 and z <= 0 gives a z <= 0; the line above through both ends is the chord of a
@@ -63,7 +63,7 @@ def relu(input: Form, inplace: bool = False) -> Form:
 
 
 class Extreme(NamedTuple):
-    """What torch returns of an axis; where an extreme is depends on the input.
+    """The extremes over an axis; their indices are unknown, because they depend on the input.
 
     Attributes:
         values: the extremes.
@@ -81,7 +81,7 @@ def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -
 
 
 def prelu(input: Form, weight: Tensor) -> Form:
-    """A leaky ReLU of channels, axis 1."""
+    """Return a leaky ReLU with a slope per channel (axis 1)."""
     shape = [1] * (input.ndim - 2) if input.ndim > 1 and weight.numel() > 1 else []
     return leaky_relu(input, weight.view(-1, *shape))
 
@@ -92,23 +92,23 @@ def absolute(input: Form) -> Form:
 
 
 def maximum(input: Any, other: Any) -> Form:
-    """The larger of two, entry by entry."""
+    """Return the larger of two, entry by entry."""
     return add(other, relu(sub(input, other)))
 
 
 def minimum(input: Any, other: Any) -> Form:
-    """The smaller of two, entry by entry."""
+    """Return the smaller of two, entry by entry."""
     return sub(input, relu(sub(input, other)))
 
 
 def clamp(input: Form, min: Any = None, max: Any = None) -> Form:  # noqa: A002
-    """Return x held to [min, max]; as torch has it, max where that is less than min."""
+    """Return x clamped to [min, max]; as in torch, max if max < min."""
     held = input if min is None else maximum(input, min)
     return held if max is None else minimum(held, max)
 
 
 def make_clamp(low: float, high: float) -> Callable[..., Form]:
-    """Return the rule of a function that holds x to a range."""
+    """Return the rule of a function that clamps x to a range."""
     return lambda input, min_val=low, max_val=high, inplace=False: clamp(input, min_val, max_val)
 
 
@@ -123,8 +123,8 @@ def hardswish(input: Form, inplace: bool = False) -> Form:
 
 
 def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
-    """The largest over axes."""
-    axes = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # no axes are all of them
+    """Return the largest value over axes."""
+    axes = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # no axes means all
     axes = [axis % input.ndim for axis in axes]
     others = [axis for axis in range(input.ndim) if axis not in axes]
     flat = input.permute(*others, *axes).flatten(len(others)) if axes else input[..., None]
@@ -134,7 +134,7 @@ def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
 
 
 def largest(x: Form) -> Form:
-    """The largest over the last axis."""
+    """Return the largest value over the last axis."""
     top = x.centre.argmax(-1, keepdim=True)
     chosen = make_move("gather")(x, -1, top)
     _, high = sub(x, chosen).range()
@@ -150,21 +150,21 @@ def _raise(x: Form, half: Tensor) -> Form:
 
 
 def maximal(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
-    """As torch.max: the largest of all, of an axis, or of two tensors."""
+    """Return the result of torch.max: of all entries, of an axis, or of two tensors."""
     if isinstance(dim, Tensor):
         return maximum(input, dim)
     return amax(input) if dim is None else Extreme(amax(input, dim, keepdim))
 
 
 def minimal(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
-    """As torch.min."""
+    """Return the result of torch.min."""
     if isinstance(dim, Tensor):
         return minimum(input, dim)
     return amin(input) if dim is None else Extreme(amin(input, dim, keepdim))
 
 
 def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
-    """The smallest over axes."""
+    """Return the smallest value over axes."""
     return neg(amax(neg(input), dim, keepdim))
 
 
@@ -177,7 +177,7 @@ def max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Form:
-    """The largest of every window; what padding adds is never it."""
+    """Return the largest value of every window; padding is never the largest."""
     if return_indices:
         raise NoRuleError("max_pool2d with indices")
     if input.ndim != 4:
@@ -204,7 +204,7 @@ def max_pool2d(
 
 
 def _exact(slope: Any) -> Any:
-    """A constant in float64, so that 1 - s is rounded as little as 1 - s can be."""
+    """Return a constant in float64, so that 1 - s has the smallest possible rounding error."""
     return slope.detach().double() if isinstance(slope, Tensor) else float(slope)
 
 

@@ -102,7 +102,7 @@ def _remainder(x: Form, y: Form, f: Bilinear) -> Tensor:
 
 
 def _top(sizes: Tensor) -> Tensor:
-    """The largest of numbers >= 0, of which there may be none."""
+    """Return the largest of numbers >= 0; 0 if there are none."""
     return sizes.amax() if sizes.numel() else sizes.sum()
 
 
@@ -131,12 +131,12 @@ def _linear_part(x: Form, y: Form, f: Bilinear) -> tuple[Tensor, list[ErrorBlock
 
 
 def _order(x: Form, y: Form) -> int:
-    """1 where x has no fewer rows than y, else -1."""
+    """Return 1 if x has at least as many rows as y, else -1."""
     return 1 if len(x.dense) >= len(y.dense) else -1
 
 
 def _rows_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """The products of two stacks, one of which has one row."""
+    """Multiply two stacks, one of which has one row."""
     return _rows_times(x, y[0]) if len(y) == 1 else _times_rows(x[0], y)
 
 
@@ -155,7 +155,7 @@ def _times_rows(x: Tensor, rows: Tensor) -> Tensor:
 def _shift_values(product: Form, x: Form, kappa: Tensor) -> Form:
     """Add (1 - sum_k x_k) kappa, which is zero: the errors are then those of V - kappa."""
     dtype, keys = product.symbols.dtype, x.shape[-1]
-    rounded = kappa.to(dtype)  # any constant will do
+    rounded = kappa.to(dtype)  # any constant is valid
     kappa = rounded.to(DOUBLE)
     row_sums, of_blocks = x.map_rows(lambda t: t.sum(-1, keepdim=True))
     product.dense[: len(row_sums)] -= row_sums * rounded

@@ -1,4 +1,4 @@
-"""Smooth functions entry by entry: a parabola and what the function is off from it.
+"""Smooth functions entry by entry: a parabola plus a bounded remainder.
 
 On a range [l, u] around m every f(x) is f0 + a (x - c) + b (x - c)^2 + d(x) for any a and b; c is
 the centre of the form. d is evaluated at `NODES` points. Between two of them, h apart, d'' is at
@@ -39,7 +39,7 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Smooth:
-    """A function of one real number, and how far its second and third derivatives go.
+    """A function of one real number, with bounds of its second and third derivatives.
 
     Attributes:
         value: f.
@@ -53,7 +53,7 @@ class Smooth:
     offset: Function = torch.zeros_like
 
     def slopes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f' and f'' by autograd: they steer, what their rounding may cost is allowed for.
+        """Return f' and f'' by autograd: they only choose the parabola; rounding is allowed for.
 
         A pass over forms may run without gradients, or in inference mode.
         """
@@ -75,14 +75,14 @@ def relax(
     """Return f of a form.
 
     Args:
-        z: argument.
-        f: what to take of it.
-        floor: the argument is no less, whatever its form says.
-        ceiling: nor more.
+        z: the argument.
+        f: the function.
+        floor: known lower bound of the argument, beside its form.
+        ceiling: known upper bound.
         positive: f is only defined for numbers > 0.
 
     Raises:
-        UnboundedError: the range of z is not finite, or reaches what f is not defined for.
+        UnboundedError: the range of z is not finite, or leaves the domain of f.
     """
     low, high = z.range()
     low, high = low.clamp(floor, ceiling), high.clamp(floor, ceiling)
@@ -98,9 +98,9 @@ def relax(
 
 
 def _parabola(f: Smooth, z: Form, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The coefficients a and b, as numbers of the generators' precision."""
+    """Return the coefficients a and b, in the precision of the generators."""
     m, w = (low + high) / 2, (high - low) / 2
-    wide = w > 1e-6 * m.abs() + 1e-12  # below, differences are nothing but rounding
+    wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
     slope, bend = f.slopes(m)
     chord = torch.where(wide, (f.value(high) - f.value(low)) / (2 * w), slope)
     if z.symbols.order == 1:
@@ -119,7 +119,7 @@ def _parabola(f: Smooth, z: Form, low: Tensor, high: Tensor) -> tuple[Tensor, Te
 def _extremes(
     f: Smooth, c: Tensor, ends: tuple[Tensor, Tensor], parabola: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The least and the largest f(x) - a (x - c) - b (x - c)^2 on a range, outwards."""
+    """Return the range of f(x) - a (x - c) - b (x - c)^2, rounded outwards."""
     (low, high), (a, b) = ends, parabola
     least, largest = torch.full_like(low, torch.inf), torch.full_like(low, -torch.inf)
     for share in torch.linspace(0, 1, NODES, dtype=DOUBLE).tolist():
@@ -157,7 +157,7 @@ def _assemble(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: 
 
 
 def worth_squaring(z: Form) -> Tensor:
-    """Say where keeping the square of the linear part costs less than a range for all of it.
+    """Say where keeping the square of the linear part gives a smaller error.
 
     Of x^2 the first leaves an error of 2 lin rest + rest^2 / 2, the second (lin + rest)^2 / 2.
     """
@@ -228,7 +228,7 @@ def square(input: Form) -> Form:
 
 
 def power(input: Form, exponent: float | int) -> Form:
-    """The powers that models use."""
+    """Raise to the powers that models use."""
     if exponent == 2:
         return square(input)
     known = {0.5: SQRT, -0.5: RSQRT, -1: RECIPROCAL}
@@ -273,7 +273,7 @@ def monomial(n: int) -> Smooth:
 
 
 def raise_power(input: Any, exponent: Any) -> Form:
-    """Powers: whole ones of any number, some others of positive numbers."""
+    """Raise to a power: whole powers of any number, some others of positive numbers."""
     if not isinstance(input, Form) or not isinstance(exponent, int | float):
         raise NoRuleError("pow with an exponent for every entry")
     if exponent == 1:
@@ -284,7 +284,7 @@ def raise_power(input: Any, exponent: Any) -> Form:
 
 
 def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) -> Form:
-    """Return log(1 + e^(beta x)) / beta; torch takes x for it above the threshold."""
+    """Return log(1 + e^(beta x)) / beta; like torch, x above the threshold."""
     z = scale(input, float(beta))
     result = relax(z, SOFTPLUS)
     beyond = up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
@@ -312,7 +312,7 @@ def selu(input: Form, inplace: bool = False) -> Form:
 
 
 def glu(input: Form, dim: int = -1) -> Form:
-    """The first half of an axis, times the sigmoid of the second."""
+    """Return the first half of an axis times the sigmoid of the second."""
     first, second = input.chunk(2, dim)
     return cast("Form", first * relax(cast("Form", second), SIGMOID))
 

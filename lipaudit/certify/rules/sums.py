@@ -19,7 +19,7 @@ from lipaudit.certify.rules.smooth import SQRT, relax
 
 
 def einsum(equation: str, *operands: Any) -> Any:
-    """Sums of products by names of axes, two operands at a time: permuted to a matmul."""
+    """Return sums of products by names of axes, two operands at a time, each as a matmul."""
     factors = list(operands[0] if isinstance(operands[0], list | tuple) else operands)
     names, wanted = _names(equation.replace(" ", ""), [factor.ndim for factor in factors])
     like = next(each for each in factors if isinstance(each, Form))
@@ -53,13 +53,13 @@ def _names(equation: str, ndims: list[int]) -> tuple[list[str], str]:
 
 
 def _sum_axes(t: Any, axes: str, kept: str) -> tuple[Any, str]:
-    """Sum over the axes that nothing else has."""
+    """Sum over the axes that no other operand has."""
     gone = [i for i, axis in enumerate(axes) if axis not in kept]
     return (t.sum(gone) if gone else t), "".join(axis for axis in axes if axis in kept)
 
 
 def _contract(one: tuple[str, Any], other: tuple[str, Any], kept: str) -> tuple[str, Any]:
-    """Multiply two operands, summed over the axes that they share and that are not kept."""
+    """Multiply two operands, and sum over shared axes that are not kept."""
     (a, x), (b, y) = one, other
     x, a = _sum_axes(x, a, b + kept)
     y, b = _sum_axes(y, b, a + kept)
@@ -109,7 +109,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Form:
-    """Another number of places on two axes: copies, or one matrix of weights for each axis."""
+    """Resize two axes: copies, or one matrix of weights per axis."""
     if input.ndim != 4 or recompute_scale_factor:
         raise NoRuleError("interpolate of other than two axes")
     if mode.startswith("nearest"):
@@ -117,7 +117,7 @@ def interpolate(
         return make_move(wide)(input)
 
     def weights(axis: int) -> Tensor:
-        """What every place of an axis takes of every other, by interpolating single ones.
+        """Return the weight of every input place in every output place, from unit vectors.
 
         The other axis is two wide: with one, torch may take antialiased images for channels last.
         """
@@ -142,7 +142,7 @@ def interpolate(
     places = input.shape[-2] + input.shape[-1]
     x = input.settle()
     result = linear_map(x, op, down, across, roundings=places + 4)
-    # A weight is the distance of two places, off by few roundings of the number of places.
+    # A weight is a difference of two places, with an error of a few roundings of their number.
     everywhere = (x.centre.abs() + x.mass + x.slack).sum((-2, -1), keepdim=True)
     result.slack = up(result.slack + gamma(64 * places, DOUBLE) * everywhere, places)
     return result
@@ -153,14 +153,14 @@ def _of(value: Any, axis: int) -> Any:
 
 
 def cumsum(input: Form, dim: int, *, dtype: Any = None) -> Form:
-    """Sums up to every place of an axis."""
+    """Return cumulative sums along an axis."""
     n = input.shape[dim]
     ones = torch.ones(n, n, dtype=torch.float64, device=input.device).triu()
     return matmul(input.movedim(dim, -1), ones).movedim(-1, dim)  # type: ignore[return-value]
 
 
 def make_pooling(mean: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
-    """Return the rule of a function that takes means over windows of the last axes."""
+    """Return the rule of a function that averages over windows of the last axes."""
 
     def rule(input: Form, *args: Any, **kwargs: Any) -> Form:
         if input.ndim != axes + 2:
@@ -179,14 +179,14 @@ def make_pooling(mean: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
 def average(
     input: Form, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: Any = None
 ) -> Form:
-    """The mean; numpy's name of axes is known too."""
+    """Return the mean; numpy's name of axes works, too."""
     return reduce_axes(input, axis if dim is None else dim, keepdim, mean=True)
 
 
 def variance(
     input: Form, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **options: Any
 ) -> Form:
-    """Return the sum of squares around the mean, over n - correction."""
+    """Return the sum of squares around the mean, divided by n - correction."""
     if isinstance(dim, bool):  # x.var(unbiased) of all entries
         dim, unbiased = None, dim
     correction = options.get("correction", int(unbiased))
@@ -196,7 +196,7 @@ def variance(
 
 
 def deviation(*args: Any, **kwargs: Any) -> Form:
-    """The root of the variance, which must not be 0."""
+    """Return the square root of the variance, which must be positive."""
     return relax(variance(*args, **kwargs), SQRT, positive=True)
 
 

@@ -1,12 +1,12 @@
-"""The derivative of O = P V in the rows q, k and v, and of logits pair by pair.
+"""The derivative of O = P V with respect to the rows q, k and v, and to each logit.
 
 dS_ij = <a_ij, dq_i> + <b_ij, dk_j> with a_ij = f_ij s k_j + r_ij and b_ij = f_ij s q_i + t_ij (see
-`Pairs`). The softmax only asks for dS: every formula of the theory holds with a_ij in place of
-s k_j and b_ij in place of s q_i, except where it moves all keys by a constant. With a slope that
-changes a_ij by more than a constant of the row.
+`Pairs`). The softmax depends on S only: every formula of the theory holds with a_ij in place of s
+k_j and b_ij in place of s q_i, except where all keys are shifted by a constant. With a slope, such
+a shift changes a_ij by more than a constant of the row.
 
-With c_ij = P_ij (v_j - o_i), dO_i = sum_j P_ij dv_j + sum_j dS_ij c_ij. Where P_i is nearly
-one-hot at key a, v_a - o_i cancels, and its rounding error meets gradients of the logits of any
+With c_ij = P_ij (v_j - o_i), dO_i = sum_j P_ij dv_j + sum_j dS_ij c_ij. If P_i is nearly one-hot
+at key a, v_a - o_i cancels, and its rounding error is multiplied by gradients of logits of any
 size. So c_ia is computed from the other keys: see `anchor_outputs`.
 """
 
@@ -24,7 +24,7 @@ from lipaudit.theory.heads import Heads, rows_in_reach
 
 
 def key_gradients(heads: Heads, queries: slice) -> Float[Tensor, "batch heads rows m d"]:
-    """Return a_ij = dS_ij / dq_i of some queries i and all keys j."""
+    """Return a_ij = dS_ij / dq_i for some queries i and all keys j."""
     s = heads.scale[..., None, None, None]
     slope, extra = _terms(heads, "with_q")
     a = s * heads.k[:, :, None]
@@ -35,7 +35,7 @@ def key_gradients(heads: Heads, queries: slice) -> Float[Tensor, "batch heads ro
 
 
 def query_gradients(heads: Heads, keys: slice) -> Float[Tensor, "batch heads columns n d"]:
-    """Return b_ij = dS_ij / dk_j of some keys j and all queries i, by key."""
+    """Return b_ij = dS_ij / dk_j for some keys j and all queries i, by key."""
     s = heads.scale[..., None, None, None]
     slope, extra = _terms(heads, "with_k")
     b = s * heads.q[:, :, None]
@@ -46,7 +46,7 @@ def query_gradients(heads: Heads, keys: slice) -> Float[Tensor, "batch heads col
 
 
 def largest_gradients(heads: Heads) -> tuple[Float[Tensor, "batch heads"], ...]:
-    """Return limits of ||b_ij|| and ||a_ij||, the gradients in keys and in queries."""
+    """Return upper limits of ||b_ij|| and ||a_ij||, the gradients in keys and queries."""
     limits = []
     for rows, name in ((heads.q, "with_k"), (heads.k, "with_q")):
         slope, extra = _terms(heads, name)
@@ -68,9 +68,9 @@ class PairProducts:
 
     Attributes:
         slope: f of each problem, or None.
-        with_q: the different r, by query, or None.
-        with_k: the different t, by key, or None.
-        sets: which r and t each problem has.
+        with_q: the distinct r, by query, or None.
+        with_k: the distinct t, by key, or None.
+        sets: indices of the r and t of each problem.
     """
 
     slope: Float[Tensor, "problems n m"] | None
@@ -90,13 +90,13 @@ class PairProducts:
         )
 
     def push(self, dq: Tensor | None, dk: Tensor | None) -> list[Tensor]:
-        """Return <r_ij, dq_i> and <t_ij, dk_j>, (problems, n, m), where they are not 0."""
+        """Return <r_ij, dq_i> and <t_ij, dk_j>, (problems, n, m), if they are not 0."""
         r = None if dq is None else _each(self.with_q, self.sets[0], dq, _images)
         t = None if dk is None else _each(self.with_k, self.sets[1], dk, _images)
         return ([] if r is None else [r]) + ([] if t is None else [t.mT])
 
     def select(self, index: Tensor | slice) -> PairProducts:
-        """Return those of some problems."""
+        """Return the products of some problems."""
         slope = None if self.slope is None else self.slope[index]
         return replace(self, slope=slope, sets=(self.sets[0][index], self.sets[1][index]))
 
@@ -123,19 +123,19 @@ def _sets(term: Tensor | None, shape: torch.Size, device: torch.device) -> Tenso
 
 
 def _sum_keys(ds: Tensor, vectors: Tensor) -> Tensor:
-    """sum_j ds_ij x_ij of several problems with the same vectors: one product per token i."""
+    """Return sum_j ds_ij x_ij for problems with the same vectors: one product per token i."""
     return (ds.transpose(0, 1) @ vectors).transpose(0, 1)
 
 
 def _images(tangents: Tensor, vectors: Tensor) -> Tensor:
-    """<x_ij, y_i> of several problems with the same vectors."""
+    """Return <x_ij, y_i> for problems with the same vectors."""
     return (tangents.transpose(0, 1) @ vectors.mT).transpose(0, 1)
 
 
 def _each(
     vectors: Tensor | None, sets: Tensor, rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
-    """Apply a product to the problems of each set at once: no vectors are copied."""
+    """Apply a product to the problems of each set together, without copying vectors."""
     if vectors is None:
         return None
     used = sorted(set(sets.tolist()))
@@ -162,9 +162,9 @@ class Maps:
     """The maps P of many problems; a problem is one head on one batch row.
 
     Attributes:
-        heads: whose maps these are.
-        kept: P of each problem; None where a sample has more of it than is kept: then each
-            reading computes it again, some rows at a time.
+        heads: the heads of the maps.
+        kept: P of each problem; None if a sample's maps exceed the limit: each use then computes
+            them again, in chunks of rows.
     """
 
     heads: Heads
@@ -195,13 +195,13 @@ class Maps:
         return torch.cat([rows[..., keys] @ p.mT for p, _, keys in self], 2)
 
     def select(self, index: Tensor | slice) -> Maps:
-        """Return those of some problems; of maps that are not kept only all."""
+        """Return the maps of some problems; maps that are not kept can only return all."""
         assert self.kept is not None
         return Maps(self.heads, self.kept[index])
 
 
 class Anchored(NamedTuple):
-    """The outputs of some queries, and what their largest entry of P contributes to a change.
+    """The outputs of some queries, and the contribution of the largest entry of each row of P.
 
     Attributes:
         o: o_i, (..., n, d_v).
@@ -219,7 +219,7 @@ class Anchored(NamedTuple):
 
 
 def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored:
-    """Return o_i and c_ia, the latter to nearly all digits however close to one-hot P_i is.
+    """Return o_i and c_ia, with nearly full precision however close to one-hot P_i is.
 
     v_a - o_i = (1 - P_ia) v_a - sum_{j != a} P_ij v_j, where 1 - P_ia is the sum of the others.
 
@@ -239,14 +239,14 @@ def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored
 
 
 def join_rows(blocks: Sequence[Anchored]) -> Anchored:
-    """Return those of some blocks of queries as one."""
+    """Return the outputs of several blocks of queries as one."""
     if len(blocks) == 1:
         return blocks[0]
     return Anchored(*(torch.cat(rows, -2) for rows in zip(*blocks, strict=True)))
 
 
 def deviations(heads: Heads) -> Float[Tensor, "batch heads n m dv"]:
-    """Return c_ij = P_ij (v_j - o_i) of all pairs: for small cases."""
+    """Return c_ij = P_ij (v_j - o_i) for all pairs, for small cases."""
     p, v = heads.attention(), heads.v
     rows = anchor_outputs(p, v, heads.sink_share())
     c = p[..., None] * (v[:, :, None] - rows.o[:, :, :, None])
@@ -256,7 +256,7 @@ def deviations(heads: Heads) -> Float[Tensor, "batch heads n m dv"]:
 
 @dataclass(frozen=True)
 class Attend:
-    """Derivative of O = P V in the rows q, k, v; all tensors (problems, tokens, channels)."""
+    """The derivative of O = P V with respect to q, k, v; tensors (problems, tokens, channels)."""
 
     maps: Maps
     q: Tensor  # times s
@@ -268,7 +268,7 @@ class Attend:
     pairs: PairProducts | None = None
 
     def pull(self, u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """Cotangents of the named rows under the cotangent u of O."""
+        """Return cotangents of the named rows for the cotangent u of O."""
         # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
         inner = (u * self.o).sum(-1, keepdim=True)
         if self.maps.kept is not None:
@@ -282,7 +282,7 @@ class Attend:
     def _pull_rows(
         self, block: MapRows, u: Tensor, inner: Tensor, names: Sequence[str]
     ) -> dict[str, Tensor]:
-        """What some rows of P add to the cotangents, where they do."""
+        """Add the contribution of some rows of P to the cotangents."""
         p, i, j = block
         u, key = u[:, i], self._key(block)
         ds = (u @ self.v[:, j].mT).sub_(inner[:, i]).mul_(p)
@@ -300,11 +300,11 @@ class Attend:
         return rows
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Tangent of O under tangents of the rows; rows that are not named stand still."""
+        """Return the tangent of O for tangents of the named rows; other rows are constant."""
         return _join_blocks([self._push_rows(block, tangents) for block in self.maps])
 
     def _push_rows(self, block: MapRows, tangents: dict[str, Tensor]) -> Tensor:
-        """The tangent of some rows of O."""
+        """Return the tangent of some rows of O."""
         p, i, j = block
         pairs = [(tangents["q"][:, i], self.k[:, j])] if "q" in tangents else []
         pairs += [(self.q[:, i], tangents["k"][:, j])] if "k" in tangents else []
@@ -332,7 +332,7 @@ class Attend:
         return self.key[:, block.queries] - (block.keys.start or 0)
 
     def select(self, index: Tensor | slice) -> Attend:
-        """Return that of some problems."""
+        """Return the derivative for some problems."""
         names = ("q", "k", "v", "o", "key", "c")
         rows = {name: getattr(self, name)[index] for name in names}
         pairs = None if self.pairs is None else self.pairs.select(index)
@@ -340,9 +340,9 @@ class Attend:
 
 
 def derivative(heads: Heads) -> Attend:
-    """Linearise O = P V of every head on every batch row.
+    """Linearise O = P V for every head on every batch row.
 
-    Logits that are not plain are themselves as large as P: of such heads P is kept at any length.
+    Logits that are not plain take as much memory as P, so such heads keep P at any length.
     """
     short = len(heads.row_blocks()) == 1 or heads.pairs is not None
     p = heads.attention().flatten(0, 1) if short else None

@@ -48,8 +48,8 @@ class LayerNorms:
     """Exact Jacobian norms of all heads of a layer together, one per batch row.
 
     Attributes:
-        concat: of the heads side by side; None where it was not asked for.
-        out: of sum_h O_h W_O,h; None where the layer's output has no such form.
+        concat: norms of the heads side by side; None if not requested.
+        out: norms of sum_h O_h W_O,h; None if the layer's output does not have this form.
     """
 
     concat: Norms | None
@@ -66,15 +66,16 @@ def head_norms(
 ) -> Norms:
     """Return ||J|| of every head at every batch row, shape (batch, heads).
 
-    J is taken in X, or in (X_q, X_kv) together where the heads read two inputs. Domain: at X; any
+    J is with respect to X, or to (X_q, X_kv) together if the heads read two inputs. Domain: at X;
+    any
     constant mask or position bias, any token-wise projections.
 
     Args:
-        heads: one layer.
-        seeds: one per sample: start vectors, and so results, depend on nothing else.
+        heads: the heads of one layer.
+        seeds: one per sample; start vectors, and so results, depend on nothing else.
         tol: relative accuracy of the norms, estimated.
-        max_steps: most steps per head; beyond it `converged` is False.
-        within: how far `upper` may lie above a norm, relatively: what is proven.
+        max_steps: largest number of steps per head; after it `converged` is False.
+        within: proven relative error: how far `upper` may be above a norm.
 
     Raises:
         EvaluationError: a product is not finite.
@@ -97,19 +98,19 @@ def _head_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> Norms:
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
     products = head_products(unit)
     guess = head_guess(products)
-    # The values of size one are made in double, as those of the bounds are.
+    # The rescaled values are computed in float64, as for the bounds.
     families = products.select, lambda: head_products(unit_values(heads.to(torch.float64))[0])
     return norms_in_double(solve, families, start, guess).times(size.repeat(batch))
 
 
 def _join_norms(parts: Sequence[Norms]) -> Norms:
-    """Return the norms of all problems of some groups."""
+    """Return the norms of the problems of several groups."""
     names = ("norm", "upper", "products", "converged")
     return Norms(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 def _kept_together(heads: Heads) -> list[Heads]:
-    """Cut a layer with longer maps than are kept into single problems."""
+    """Split a layer with longer maps than are kept into single problems."""
     if len(heads.row_blocks()) == 1:
         return [heads]
     rows = (heads.row(b) for b in range(heads.q.shape[0]))
@@ -127,7 +128,7 @@ def layer_norms(
 ) -> LayerNorms:
     """Return the norms of all heads together, one per batch row; arguments as `head_norms`.
 
-    Without `concat` the norm before W_O is left out where there is one after it.
+    Without `concat`, the norm before W_O is left out if there is one after it.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2).expand(2, 2, 2)
@@ -158,7 +159,7 @@ def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve, *, concat: bo
 
     before = after = None
     if concat:
-        # All values are of size one: each head gets its own back, relative to the largest.
+        # All values have size about one: scale each head back, relative to the largest.
         before = norms(ScaledHeads, size / size.amax()).times(size.amax())
     if heads.out is not None:
         wo, length = unit_matrices(heads.out.double() * size.to(heads.out.device)[:, None, None])
@@ -173,15 +174,15 @@ def splitting_gain(
     seeds: Sequence[int],
     tol: float = 1e-3,
 ) -> Float[Tensor, "batch heads"]:
-    """Return how much duplicating every token raises ||J||; NaN where it did not converge.
+    """Return how much duplicating every token raises ||J||; NaN if it did not converge.
 
-    With every token repeated m >= 2 times, ||J|| becomes max(||J||, max_i s ||T_i Phi^q_i||),
-    whatever m is (closed form of mass splitting, Castin et al., arXiv 2312.14820). Domain: at X,
+    With every token repeated m >= 2 times, ||J|| becomes max(||J||, max_i s ||T_i Phi^q_i||) for
+    every m (closed form of mass splitting, Castin et al., arXiv 2312.14820). Domain: at X,
     attention that is not causal and has no sink, whose share would fall; the copies share the
     token's position.
 
     Args:
-        heads: one layer.
+        heads: the heads of one layer.
         exact: ||J||, from `head_norms`.
         seeds: one per sample.
         tol: relative accuracy of the second norm.
@@ -219,13 +220,13 @@ def sketched_vjp_x(
     size: Float[Tensor, "batch heads"],
     sketches: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return u, scaled, and R^T J^T u of X_q (`x`) and X_kv (`x_kv`), where the heads read them.
+    """Return u, scaled, and R^T J^T u for X_q (`x`) and X_kv (`x_kv`), if the heads read them.
 
     Args:
-        heads: one layer.
+        heads: the heads of one layer.
         u: a cotangent of O; each head and row is scaled such that ||R^T J^T u|| is `size`.
-        size: of each head and row.
-        sketches: R, some directions of the channels of each input, (D, r).
+        size: the norm for each head and row.
+        sketches: R, directions in the channels of each input, (D, r).
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
@@ -265,14 +266,14 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
 
 
 def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float) -> Tensor:
-    """max_i s ||T_i Phi^q_i|| of every problem; a lower bound of it where that is below `exact`.
+    """Return max_i s ||T_i Phi^q_i|| of every problem; a lower bound if it is below `exact`.
 
     With constant keys and values J is block diagonal, and these are its blocks.
     """
     products = head_products(heads.with_same_map(to_k=None, to_v=None))
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(heads.q.shape[1], 0)
     first = spectral_norms(products.select, start, tol=tol, max_steps=_SCREEN)
-    # A limit below ||J|| ends it: the gain is then 1, whatever the block norm is exactly.
+    # A limit below ||J|| ends it: the gain is then 1, for any value of the block norm.
     left = (~first.converged & (first.upper > exact)).nonzero()[:, 0]
     if not len(left):
         return first.norm
@@ -281,7 +282,7 @@ def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float
 
 
 def _token_jacobians(heads: Heads) -> list[Tensor]:
-    """Phi^q, Phi^k, Phi^v, each (#batch, heads, tokens, d, D); zero for a constant."""
+    """Return Phi^q, Phi^k, Phi^v, each (#batch, heads, tokens, d, D); zero for a constant."""
     x_kv = heads.x if heads.x_kv is None else heads.x_kv
     jacobians = []
     for projection, rows, x in (
@@ -301,7 +302,7 @@ def _token_jacobians(heads: Heads) -> list[Tensor]:
 
 
 def _starts(heads: Heads, seeds: Sequence[int], channels: int) -> Tensor:
-    """One start per batch row, (batch, n channels), zero at padded queries."""
+    """Return one start per batch row, (batch, n channels), zero at padded queries."""
     n = heads.q.shape[2]
     start = random_starts(seeds, n * channels).to(heads.q)[heads.sample]
     if heads.valid is None:

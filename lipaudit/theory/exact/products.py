@@ -1,4 +1,4 @@
-"""Products with the Jacobian of an attention layer, without forming it, and where Lanczos starts.
+"""Products with the Jacobian of an attention layer without forming it, and starts for Lanczos.
 
 A cotangent u of O is pulled back to the rows q, k, v, from there through each token-wise
 projection to x; tangents are pushed the other way. One product with J J^T costs about one
@@ -41,7 +41,7 @@ class _InputSide:
     weight: Tensor  # W, (heads, D, sum of e)
 
     def pull(self, rows: dict[str, Tensor]) -> Tensor:
-        """Cotangents of x W, side by side."""
+        """Return cotangents of x W, side by side."""
         parts = [
             rows[name] if g is None else torch.einsum("pnd,pnde->pne", rows[name], g)
             for name, g in self.local.items()
@@ -49,7 +49,7 @@ class _InputSide:
         return torch.cat(parts, -1)
 
     def push(self, y: Tensor) -> dict[str, Tensor]:
-        """Tangents of the rows from those of x W."""
+        """Return tangents of the rows from those of x W."""
         parts = zip(self.local.items(), torch.split(y, self.widths, -1), strict=True)
         return {
             name: part if g is None else torch.einsum("pne,pnde->pnd", part, g)
@@ -112,15 +112,15 @@ class HeadProducts:
 
     @cached_property
     def _parts(self) -> list[HeadProducts]:
-        """Views of a few problems each: what they work on stays in a core's cache."""
+        """Yield views of a few problems each, small enough for a core's cache."""
         attend, (count, n, d) = self.attend, self.attend.q.shape
         cache = attend.maps.heads.policy.cache_entries
         whole = attend.maps.kept is None or attend.pairs is not None
         if whole or attend.q.device.type != "cpu":
-            return []  # a list of itself would keep it alive
+            return []  # a list that holds the object would keep it alive
         size = max(1, cache // (2 * n * attend.k.shape[1] + 12 * n * d))
         if size >= count:
-            return []  # a list of itself would keep it alive
+            return []  # a list that holds the object would keep it alive
         return [self._some(slice(i, i + size)) for i in range(0, count, size)]
 
 
@@ -165,7 +165,7 @@ class LayerProducts:
         return factor, {name: torch.einsum("bhnr,bh->bnr", z, factor) for name, z in each.items()}
 
     def push(self, inputs: list[Tensor]) -> Tensor:
-        """J x for a tangent x of each input; what `pull` is the adjoint of."""
+        """Return J x for a tangent x of each input: the adjoint of `pull`."""
         tangents: dict[str, Tensor] = {}
         for side, weight, x in zip(self.sides, self.weights, inputs, strict=True):
             y = (x @ weight).view(*x.shape[:2], self.heads, -1)
@@ -200,12 +200,12 @@ class ScaledHeads:
 
     @property
     def channels(self) -> int:
-        """Of one token's output."""
+        """Return the number of channels of one token's output."""
         return len(self._gains)
 
     @property
     def sizes(self) -> Tensor:
-        """The square of what each head is multiplied by, (heads,)."""
+        """Return the square of each head's gain, (heads,)."""
         return self.gains.square()
 
     def __call__(self, u: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ class ScaledHeads:
         return (tokens.mT[..., None] * rows[:, None]).flatten(1)
 
     def pull_image(self, t: Tensor, inner: Tensor) -> Tensor:
-        """Return what of that image gets back to each t, given all <a_h, a_g>."""
+        """Return the part of that image that returns to each t, given all <a_h, a_g>."""
         return (inner.diagonal(0, 1, 2) * self.sizes)[..., None] * t
 
     def select(self, rows: Tensor) -> ScaledHeads:
@@ -246,12 +246,12 @@ class Through:
 
     @property
     def channels(self) -> int:
-        """Of one token's output."""
+        """Return the number of channels of one token's output."""
         return self.weight.shape[2]
 
     @property
     def sizes(self) -> Tensor:
-        """||W_O||_F^2 of each head, (heads,)."""
+        """Return ||W_O||_F^2 of each head, (heads,)."""
         return self.weight.square().sum((1, 2))
 
     def __call__(self, u: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class Through:
         return (tokens.mT @ torch.einsum("bhd,hdo->bho", t, self.weight)).flatten(1)
 
     def pull_image(self, t: Tensor, inner: Tensor) -> Tensor:
-        """Return what of that image gets back to each t, given all <a_h, a_g>."""
+        """Return the part of that image that returns to each t, given all <a_h, a_g>."""
         after = inner @ torch.einsum("bhd,hdo->bho", t, self.weight)
         return torch.einsum("bho,hdo->bhd", after, self.weight)
 
@@ -285,21 +285,21 @@ class Through:
 
 
 def head_products(heads: Heads) -> HeadProducts:
-    """Linearise every head of a layer on its own."""
+    """Linearise every head of a layer separately."""
     sides, batch = _sides(heads), len(heads.q)
     grams = [(side.weight.mT @ side.weight).repeat(batch, 1, 1) for side in sides]
     return HeadProducts(derivative(heads), sides, grams)
 
 
 def layer_products(heads: Heads) -> LayerProducts:
-    """Linearise a layer, all heads together."""
+    """Linearise a layer with all heads together."""
     sides = _sides(heads)
     weights = [side.weight.transpose(0, 1).flatten(1) for side in sides]
     return LayerProducts(derivative(heads), sides, weights, heads.q.shape[1])
 
 
 def value_weight(products: HeadProducts | LayerProducts) -> Tensor | None:
-    """Return W_V, (heads, D, d_v); None where v is constant or no affine map of its token."""
+    """Return W_V, (heads, D, d_v); None if v is constant or not an affine map of its token."""
     side, channels = products.sides[-1], products.attend.v.shape[2]
     affine = "v" in side.local and side.local["v"] is None
     return side.weight[..., -channels:] if affine else None
@@ -332,8 +332,8 @@ def _per_problem(local: Tensor | None, shape: torch.Size) -> Tensor | None:
     return local.expand(*shape, -1, -1, -1).flatten(0, 1)
 
 
-_TOKEN_STEPS = 4  # power steps: the first singular value of a map stands apart
-_CHANNEL_STEPS = 12  # Lanczos steps: those of weights crowd
+_TOKEN_STEPS = 4  # power steps: the first singular value of a map is well separated
+_CHANNEL_STEPS = 12  # Lanczos steps: singular values of weights are close together
 
 
 def head_guess(products: HeadProducts) -> Tensor:
@@ -349,7 +349,7 @@ def head_guess(products: HeadProducts) -> Tensor:
 
 
 def layer_guess(family: ScaledHeads | Through) -> Tensor:
-    """Return what all values together make of the b kron y they stretch most, one a row, or 0."""
+    """Return the image under all values of the b kron y that they stretch most, per row, or 0."""
     layer, weight = family.layer, value_weight(family.layer)
     heads, (count, n, dv) = layer.heads, layer.attend.o.shape
     if weight is None:

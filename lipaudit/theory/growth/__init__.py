@@ -1,1 +1,1 @@
-"""How large the norm of a head can get as tokens are added or moved."""
+"""How large the norm of a head can get if tokens are added or changed."""

@@ -1,11 +1,11 @@
-"""Searches for bad inputs of a head by gradient ascent; what they find is a lower limit.
+"""Gradient ascent for inputs of a head with a large norm; the result is a lower limit.
 
 Searches over tokens take one head of affine self-attention; `ball_norm` takes any heads.
 
-The steepest tokens stand at three points (ours): most of them follow, they share their attention
-among two leaders on opposite sides of the ball, and every follower's output moves when a leader
-does. Unmasked, no search over all tokens was seen to end higher from n = 5 on, and the closed form
-of copies makes the search as dear as one for three tokens, whatever n is.
+The steepest tokens are at three points (ours): most tokens are followers, which share their
+attention between two leaders on opposite sides of the ball, so every follower's output changes
+with a leader. Without a mask, no search over all tokens was seen to end higher from n = 5 on. With
+the closed form for copies, the search costs as much as one for three tokens, for every n.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PATIENCE = 5
 
 
 class Summit(NamedTuple):
-    """Where the rows are, how high, and the gradient there."""
+    """The points of the rows, with height and gradient."""
 
     x: Float[Tensor, "rows size"]
     height: Float[Tensor, " rows"]
@@ -48,13 +48,13 @@ class Summit(NamedTuple):
 def climb(
     heights: Heights, x: Float[Tensor, "rows size"], *, steps: int, gain: float = 1e-6
 ) -> Summit:
-    """Return where each row gets to from its start; rows do not know of each other.
+    """Return the end point of each row's climb; rows are independent.
 
     Args:
-        heights: what is maximised; differentiable, one number a row.
+        heights: the function to maximise; differentiable, one number per row.
         x: the starts.
-        steps: most steps.
-        gain: a row rests when it gains less than this, relatively, in `_PATIENCE` steps on end.
+        steps: largest number of steps.
+        gain: a row stops if it gains less than this, relatively, in `_PATIENCE` steps in a row.
 
     >>> peak = climb(lambda x: 5 - (x - 3).square().sum(1), torch.zeros(1, 2), steps=50)
     >>> peak.x
@@ -83,7 +83,7 @@ def measure_heights(heights: Heights, x: Float[Tensor, "rows size"]) -> Summit:
 
 
 def _step(heights: Heights, place: Summit, move: Tensor, active: Tensor) -> Summit:
-    """Go along the move in active rows, less far until they rise; stay where they do not."""
+    """Move active rows, in shorter steps until they rise; rows that cannot rise stay."""
     size = torch.ones_like(place.height)
     promised = _dot(move, place.slope)[:, 0]
     arrived = promised <= torch.finfo(move.dtype).eps ** 0.5 * place.height.abs()
@@ -96,7 +96,7 @@ def _step(heights: Heights, place: Summit, move: Tensor, active: Tensor) -> Summ
         to = left[rises]
         place = Summit(*(a.index_copy(0, to, b[rises]) for a, b in zip(place, tried, strict=True)))
         left = left[~rises]
-        size = size * _SHRINK  # of rows that have risen it is of no use any more
+        size = size * _SHRINK  # useless for rows that have risen
     return place
 
 
@@ -107,7 +107,7 @@ class _Memory:
         self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def keep(self, last: Summit, place: Summit) -> None:
-        """Add a step; rows in which the slope did not fall count for nothing."""
+        """Add a step; rows in which the slope did not fall are ignored."""
         step, fall = place.x - last.x, last.slope - place.slope
         bend = _dot(step, fall)
         firm = bend > 1e-12 * step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
@@ -115,7 +115,7 @@ class _Memory:
         self.pairs = [*self.pairs[1 - _MEMORY :], (step, fall, weight)]
 
     def direction(self, slope: Tensor) -> Tensor:
-        """Return where to go: no further than 1 in any row."""
+        """Return the direction; no row moves by more than 1."""
         move, shares = slope, []
         for step, fall, weight in reversed(self.pairs):
             shares.append(weight * _dot(step, move))
@@ -152,15 +152,15 @@ STARTS = 6
 STEPS = 150
 
 _POWER_STEPS = 5
-_ROUGH = 1e-4  # gain of a step at which starts rest
-_POLISH = 200  # most steps of the highest ends, once their copies are whole
-_TILT = 0.1  # of the leaders towards the query that they share
-_EDGE = 0.95  # starts stand a little inside the ball, where the gradient sees its edge
+_ROUGH = 1e-4  # a row stops if a step gains less than this
+_POLISH = 200  # largest number of steps for the highest ends, after their copies are rounded
+_TILT = 0.1  # direction of the leaders towards the query that they share
+_EDGE = 0.95  # starts are slightly inside the ball, where the gradient sees its boundary
 
 
 @dataclass(frozen=True)
 class Steepest:
-    """The steepest tokens of n that each of several independent searches ended at.
+    """The steepest n tokens found by each of several independent searches.
 
     Attributes:
         points: the distinct tokens.
@@ -181,7 +181,7 @@ def steepest_tokens(
     seed: int,
     causal: bool,
 ) -> Iterator[Steepest]:
-    """Yield for every length tokens with ||x_i|| <= radius at which ||J|| is large.
+    """Yield, for every length, tokens with ||x_i|| <= radius at which ||J|| is large.
 
     Each search maximises ||J^T u|| over the three points, the number of copies of the leaders and
     the unit vector u together, from starts at random and from its end at the length before. It
@@ -191,8 +191,8 @@ def steepest_tokens(
         heads: one head, in float64.
         radius: R.
         lengths: numbers of tokens, ascending.
-        seed: of the starts.
-        causal: whether later keys are masked; leaders then stand first, one copy each.
+        seed: seed of the starts.
+        causal: whether later keys are masked; leaders then come first, one copy each.
     """
     head, basis = _in_span(heads)
     generator = torch.Generator().manual_seed(seed)
@@ -206,7 +206,7 @@ def steepest_tokens(
 
 @dataclass(frozen=True)
 class _Slope:
-    """||J^T u|| / ||u|| over rows of parameters: three points, copies of the leaders, and u.
+    """||J^T u|| / ||u|| as a function of rows of parameters: three points, copies, and u.
 
     A point z stands for R sin|z| z / |z|, any point of the ball; t for (n / 3)^(sin^2 t) copies of
     each leader. Unmasked, u is over the points, weighted by copies as in `weighted_norm`.
@@ -226,12 +226,12 @@ class _Slope:
     whole: bool = False
 
     def starts(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return points where followers attend to both leaders; every second with copies."""
+        """Return points where followers attend to both leaders; half of them with copies."""
         to_q, to_k, to_v = affine_projections(self.head)
         wq, wk, wv = (projection.weight[0] for projection in (to_q, to_k, to_v))
         follower, apart = normalize(_normal(generator, 2, count, len(wq)), dim=-1)
         bias = torch.zeros_like(wq[0]) if to_q.bias is None else to_q.bias[0]
-        # On this side of the ball the bias turns a follower's attention away from followers.
+        # On this side of the ball the bias turns a follower's attention away from other followers.
         follower = torch.where((follower @ wk @ bias)[:, None] > 0, -follower, follower)
         query = normalize((self.radius * follower @ wq + bias) @ wk.mT, dim=1)
         apart = apart @ wv @ wv.mT
@@ -255,7 +255,7 @@ class _Slope:
         return ends[:, : starts.shape[2]]
 
     def steepest(self, rows: Tensor, basis: Tensor, seed: int) -> Steepest:
-        """Return the tokens that the rows stand for, and the norms there."""
+        """Return the tokens that the rows describe, and the norms there."""
         points, copies = self._points(rows), replace(self, whole=True)._copies(rows)
         if self.causal:
             x = points[:, self._places]
@@ -269,12 +269,12 @@ class _Slope:
 
     @property
     def _most(self) -> int:
-        """Most copies of a leader."""
+        """Return the largest number of copies of a leader."""
         return 1 if self.causal else max(self.n // 3, 1)
 
     @property
     def _places(self) -> Tensor:
-        """At which point each token stands."""
+        """Return the point of each token."""
         return torch.arange(self.n).clamp_max(2)
 
     def _points(self, rows: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ class _Slope:
         return math.log(self.n / 3) if self._most > 1 else 0.0
 
     def _round_copies(self, rows: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Bring the copies of the leaders to a whole number."""
+        """Round the copies of the leaders to whole numbers."""
         turn = 3 * self.head.x.shape[2]
         leaders = whole(self._copies(rows)[:, 0]).clamp(1, self._most)
         rows = rows.clone()
@@ -325,7 +325,7 @@ class _Slope:
 
 
 def _in_span(heads: Heads) -> tuple[Heads, Tensor]:
-    """Return a head in coordinates of what its projections read, on the CPU, and their axes."""
+    """Return a head in the coordinates that its projections read, on the CPU, and the axes."""
     projections = affine_projections(heads)
     weights = torch.cat([projection.weight[0].cpu() for projection in projections], 1)
     left, size, _ = torch.linalg.svd(weights, full_matrices=False)
@@ -363,13 +363,13 @@ AT_X, UPHILL = 20, 12
 
 @torch.inference_mode(False)
 def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, "batch heads"]:
-    """Return the largest ||J(X')|| found with ||X' - X||_F <= r, each head on its own; from below.
+    """Return the largest ||J(X')|| found with ||X' - X||_F <= r, for each head; a lower bound.
 
     In turn the unit vector u goes to J J^T u and X' to the end of the gradient of ||J^T u|| in the
     ball: power steps on both, exact as r falls. ||J^T u|| is never above ||J(X')||.
 
     Args:
-        heads: self-attention with affine (or constant) projections; others give NaN.
+        heads: heads of self-attention with affine (or constant) projections; others give NaN.
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
         seeds: one per sample.
     """
@@ -383,7 +383,7 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
 
 
 def _climb_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
-    # In coordinates of what the projections of a head read; R keeps the lengths of moves there.
+    # In the coordinates that the projections of a head read; R preserves lengths of moves there.
     weights = torch.cat([to.weight for to in projections(heads)], -1)
     read = torch.linalg.qr(weights, mode="r").R
     move = heads.q.new_zeros(*heads.q.shape[:3], read.shape[1])

@@ -1,9 +1,9 @@
-"""How large the norm of a head can get as tokens are added: worst-case tokens, and fits.
+"""Worst-case tokens of a head, the growth of its norm with the number of tokens, and fits.
 
 [C24] Castin, Ablin, Peyré, How Smooth Is Attention?, arXiv 2312.14820. The tokens are c_i R u with
-u an eigenvector of s W_K W_Q^T: its norm grows like sqrt n while n is well under n_max, peaks
+u an eigenvector of s W_K W_Q^T: its norm grows like sqrt n while n is well below n_max, peaks
 around n_max and falls like n^(-1/2). All functions take one head (`Heads.pick`) of affine
-self-attention, in float64, and put its projections on other tokens than it was captured at.
+self-attention, in float64, and apply its projections to other tokens than those of the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Adversary:
 
     @property
     def gamma(self) -> float:
-        """The constant of n_max: an eighth of a positive eigenvalue, or minus a negative one."""
+        """Return gamma in n_max: an eighth of a positive eigenvalue, or minus a negative one."""
         return self.eigenvalue / 8 if self.eigenvalue > 0 else -self.eigenvalue
 
     def gap(self, radius: float) -> float:
@@ -74,7 +74,7 @@ class Adversary:
 
 
 def adversary(heads: Heads) -> Adversary | None:
-    """Return the worst-case tokens of one head ([C24]); None where no eigenvalue is real.
+    """Return the worst-case tokens of one head ([C24]); None if no eigenvalue is real.
 
     With the largest and the smallest real eigenvalue: X = R (u, u/2, ..., u/2) for lambda_max if
     lambda_max > -8 lambda_min, else X = R (-u, u, ..., u) for lambda_min.
@@ -109,9 +109,9 @@ def move_heads(
     """Return affine heads at other tokens, without padding or position bias.
 
     Args:
-        heads: affine self-attention, one row or more.
-        x: the new tokens; a graph through them is kept.
-        causal: whether later keys are masked; None leaves it as it is.
+        heads: heads of affine self-attention, one row or more.
+        x: the new tokens; their graph is kept.
+        causal: whether later keys are masked; None: as before.
 
     Raises:
         ValueError: a projection is not affine.
@@ -132,7 +132,7 @@ def move_heads(
 
 
 def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
-    """Return the norm with token i standing for w_i copies that move together.
+    """Return the norm if token i stands for w_i copies that change together.
 
     Copies enter the softmax as the bias log w_j; inputs and outputs are measured in
     sum_i w_i ||x_i||^2. Only ratios of weights matter: this is the mean-field constant at the
@@ -170,12 +170,12 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, 
 
 
 def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[float, float]:
-    """Return the largest mean-field constant of the two points, and at how many second ones.
+    """Return the largest mean-field constant of the two points, and the number of second ones.
 
     The maximum of `weighted_norm` over the weights (1, m), log m within 6 of log n_max: what the
     norm of the worst-case tokens reaches as n grows. It grows like R^2 e^{c R^2} with the radius.
     """
-    from scipy.optimize import minimize_scalar  # takes a fifth of a second to import
+    from scipy.optimize import minimize_scalar  # the import takes a fifth of a second
 
     at = move_heads(heads, worst.points(radius), causal=False)
 
@@ -184,7 +184,7 @@ def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[floa
         return float(weighted_norm(at, weights))
 
     centre = min(worst.gap(radius), 600.0)
-    # There may be several humps: a grid finds the highest, a search within it the top.
+    # There may be several peaks: a grid finds the highest one, a search in it the top.
     top = max((centre + 0.5 * i for i in range(-12, 13)), key=norm)
     ends, accuracy = (top - 0.5, top + 0.5), {"xatol": 1e-3}  # flat there: 1e-6 of the norm
     found = minimize_scalar(lambda x: -norm(x), ends, ends, method="bounded", options=accuracy)
@@ -244,7 +244,7 @@ def power_law(
 
 
 def _independent(columns: Tensor) -> bool:
-    """Whether every column varies, and none is a multiple of another one."""
+    """Return whether every column varies, and none is a multiple of another one."""
     sizes = torch.linalg.vector_norm(columns, dim=0)
     if not (sizes > 1e-6 * len(columns) ** 0.5).all():
         return False
@@ -255,7 +255,7 @@ def affine_projections(heads: Heads) -> tuple[Projection, Projection, Projection
     """Return the maps to queries, keys and values.
 
     Raises:
-        ValueError: it is not affine self-attention with plain logits.
+        ValueError: the heads are not affine self-attention with plain logits.
     """
     projections = (heads.to_q, heads.to_k, heads.to_v)
     plain = [p for p in projections if p is not None and p.local is None]

@@ -79,7 +79,7 @@ def below(ritz: Tensor, level: Tensor, factor: float) -> Tensor:
 
 
 def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
-    """Solve log det(t - T) = level for t above theta_1 and return t.
+    """Return the t above theta_1 with log det(t - T) = level.
 
     Newton's method in y = log(t - theta_1), where the left side is convex and increasing: started
     to the right it only descends, so every iterate is a limit too.
@@ -104,8 +104,8 @@ def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
 
     Args:
         ritz: eigenvalues of T, ascending.
-        shorter: those one step earlier.
-        beta: what couples the newest basis vector to T.
+        shorter: eigenvalues of T one step earlier.
+        beta: coupling of the newest basis vector to T.
 
     Source: Kato, J. Phys. Soc. Japan 4, 1949.
     """
@@ -138,16 +138,16 @@ class Norms:
     """Spectral norms, one per problem, float64 on the CPU.
 
     Attributes:
-        norm: root of the largest Ritz value: never above the truth, beyond rounding.
-        upper: the truth is at most this with probability 1 - ETA over the start, whatever the
-            matrix; `norm` itself where the Krylov space was exhausted.
-        products: products A u that were spent.
-        converged: whether the stop rule was met: `upper` is at most (1 + within) norm, and either
+        norm: root of the largest Ritz value: never above the true norm, apart from rounding.
+        upper: upper limit of the true norm with probability 1 - ETA over the start, for every
+            matrix; equal to `norm` if the Krylov space is exhausted.
+        products: number of products A u.
+        converged: whether the stop rule holds: `upper` is at most (1 + within) norm, and either
             the error is estimated at most tol or `upper` is at most (1 + tol) norm. The estimate
-            is no proof: where singular values crowd below the first, a norm may lie anywhere
-            below `upper`.
-        vector: the u with the largest |J^T u| / |u| that was met, in the precision of the
-            products; None unless asked for.
+            is no proof: if singular values are close to the first one, the true norm may be
+            anywhere between `norm` and `upper`.
+        vector: the u with the largest |J^T u| / |u|, in the precision of the products; None unless
+            requested.
     """
 
     norm: Float[Tensor, "*problems"]
@@ -157,11 +157,11 @@ class Norms:
     vector: Float[Tensor, "problems size"] | None = None
 
     def times(self, factor: Tensor | float) -> Norms:
-        """Return the norms of the same problems times a factor, one or one for each."""
+        """Return the norms times a factor, one or one per problem."""
         return replace(self, norm=self.norm * factor, upper=self.upper * factor)
 
     def update(self, index: Int[Tensor, " some"], rest: Norms) -> Norms:
-        """Return the same with some problems solved anew; their products add up."""
+        """Return the norms with some problems solved again; products add up."""
         return Norms(
             self.norm.index_put((index,), rest.norm),
             self.upper.index_put((index,), rest.upper),
@@ -171,23 +171,23 @@ class Norms:
 
     @property
     def within(self) -> Float[Tensor, "*problems"]:
-        """How far the truth may lie above norm, with probability 1 - ETA: upper / norm - 1."""
+        """Return the proven relative error: upper / norm - 1, with probability 1 - ETA."""
         return torch.where(self.upper == self.norm, 0.0, self.upper / self.norm - 1)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Norms:
-        """Return the same norms with every tensor but the vectors passed through `change`."""
+        """Return the norms with every tensor except the vectors passed through `change`."""
         return Norms(*map(change, (self.norm, self.upper, self.products, self.converged)))
 
 
 def random_starts(seeds: Sequence[int], size: int) -> Float[Tensor, "problems size"]:
-    """Draw one float64 Gaussian start vector per seed, whatever else is in the batch.
+    """Draw one float64 Gaussian start vector per seed, independent of the batch.
 
-    The vector of a seed is the beginning of its longer ones, so padding a sample changes nothing.
+    Shorter vectors of a seed are beginnings of longer ones, so padding a sample changes nothing.
 
     >>> torch.equal(random_starts([7], 3)[0], random_starts([5, 7], 20)[1, :3])
     True
     """
-    drawn = -(-size // 16) * 16  # randn fills blocks of 16 and draws a partial one differently
+    drawn = -(-size // 16) * 16  # randn fills blocks of 16, and draws a partial block differently
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     return torch.stack(
         [torch.randn(drawn, generator=g, dtype=torch.float64)[:size] for g in generators]
@@ -207,23 +207,24 @@ def spectral_norms(
 ) -> Norms:
     """Return the largest singular value of J for every problem, from products with A = J J^T.
 
-    The result of a problem depends on its own start vector, not on what it is batched with.
+    The result of a problem depends on its start vector, not on its batch.
 
     Args:
-        select: gives the products of a set of problems; asked for all of them first, and again
-            for those still running when enough others are done.
+        select: returns the products of a set of problems; called for all first, and again for the
+            remaining ones when enough others are finished.
         start: Gaussian vectors (`random_starts`) in the precision and on the device of the
             products, exactly zero on coordinates where A is known to vanish (padding).
         guess: vectors that may be near the singular vectors, added to the start vectors at the
-            same length; or zeros. A norm close to the second one is then rarely missed, and the
-            probabilistic limit stays what it is: a shift of a symmetric unimodal density puts no
-            more of it near zero.
+            same length; or zeros. Then the leading value is rarely missed, and the probabilistic
+            limit still holds: a shift of a symmetric unimodal density puts no more of it near
+            zero.
         tol: relative accuracy of the norm, estimated.
-        max_steps: most steps per problem; a problem that needs more has `converged` False.
-        within: how far `upper` may lie above the norm, relatively; as small as `tol` it proves
-            tol, for 1.4 to 2.4 times the products.
-        rebuild: share of finished problems at which `select` is asked again; above 1 never.
-        vectors: whether to return the leading vectors too.
+        max_steps: largest number of steps per problem; a problem that needs more has `converged`
+            False.
+        within: how far `upper` may be above the norm, relatively; if it equals `tol`, tol is
+            proven, for 1.4 to 2.4 times the products.
+        rebuild: share of finished problems at which `select` is called again; above 1: never.
+        vectors: whether to return the leading vectors, too.
 
     Raises:
         EvaluationError: a product is not finite.
@@ -259,14 +260,14 @@ def spectral_norms(
 
 @dataclass
 class _Krylov:
-    """The problems the products cover at present: one row each in every tensor."""
+    """The running problems: one row each in every tensor."""
 
-    index: Tensor  # which of the caller's problems
-    size: Tensor  # dimension of the space A acts on
+    index: Tensor  # indices among the caller's problems
+    size: Tensor  # dimension of the space
     done: Tensor
     basis: list[Tensor]  # the orthonormal basis U, (problems, _GROWTH, size) each
     t: Tensor  # T = U^T A U, tridiagonal, lower triangle; on the CPU, float64
-    beta: Tensor  # what couples the newest basis vector to T
+    beta: Tensor  # coupling of the newest basis vector to T
     coupling: Tensor  # beta once more, (problems, 1, 1), as the basis has it and where that is
     level: Tensor  # log of beta_1 ... beta_k / delta
     ritz: Tensor  # eigenvalues of T, ascending
@@ -280,7 +281,7 @@ class _Krylov:
 
     @property
     def last(self) -> Tensor:
-        """The newest basis vector."""
+        """Return the newest basis vector."""
         return self._vector(self.steps).squeeze(1)
 
     def image(self, products: Products) -> Tensor:
@@ -308,7 +309,7 @@ class _Krylov:
         torch.div(w, beta.clamp_min(tiny), out=self._vector(self.steps))
 
     def has_settled(self, tol: float, within: float) -> Tensor:
-        """Which problems meet the stop rule."""
+        """Return which problems fulfil the stop rule."""
         reached = below(self.ritz, self.level, (1 + within) ** 2)
         if within > tol and reached.any():
             proven = below(self.ritz, self.level, (1 + tol) ** 2)
@@ -317,7 +318,7 @@ class _Krylov:
         return reached | self.is_exhausted()
 
     def vectors(self, mask: Tensor) -> Tensor:
-        """The combinations of basis vectors that belong to the largest Ritz values of some."""
+        """Return the vectors of the largest Ritz values of some problems."""
         weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.basis[0])
         rows = mask.nonzero()[:, 0].to(weights.device)
         total = torch.zeros_like(self.basis[0][rows, :1])
@@ -326,22 +327,22 @@ class _Krylov:
         return total.squeeze(1)
 
     def is_exhausted(self) -> Tensor:
-        """Where the Krylov space is invariant: T has every eigenvalue that the start can see."""
+        """Return where the Krylov space is invariant: T has all eigenvalues of the start."""
         return (self.beta == 0) | (self.size <= self.steps)
 
     def keep(self, mask: Tensor) -> None:
-        """Drop the other problems."""
+        """Remove the other problems."""
         rows = mask.nonzero()[:, 0].to(self.coupling.device)
         self.basis, self.coupling = [block[rows] for block in self.basis], self.coupling[rows]
         for name in (f.name for f in fields(self) if f.name not in ("basis", "coupling")):
             setattr(self, name, getattr(self, name)[mask])
 
     def _first(self, products: Products) -> Tensor:
-        """The first product, after scaling A such that it is of about the size of one."""
+        """Return the first product, after scaling A to about the size of one."""
         image = self._product(products)
         change = _towards_one(image)
         far = change.abs() > _ROOM // 2
-        if far.any():  # it overflowed or lost its digits, or nearly so
+        if far.any():  # it overflowed, or lost digits to underflow
             self.exponent += change.where(far, 0)
             self.repeated += far
             image = self._product(products)
@@ -389,7 +390,7 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Krylov:
     # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0 (Anderson,
     # symmetric unimodal density), so delta / |g + h| holds as delta did.
     if guess is not None:
-        # In one dimension every vector is right, and the sum of two opposite ones is none.
+        # In one dimension every vector is exact, and the sum of two opposite ones is zero.
         mixed = block[:, 0] + _normalize(guess) * (live > 1)[:, None]
         length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
         block[:, 0] = _normalize(mixed)
@@ -412,7 +413,7 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Krylov:
 
 
 def _normalize(vectors: Tensor) -> Tensor:
-    """Unit vectors; 0 stays 0. Squares of small numbers underflow: a power of two goes first."""
+    """Return unit vectors; 0 stays 0. Squares may underflow: first divide by a power of two."""
     exponent = torch.frexp(vectors.abs().amax(1).to("cpu", torch.float64))[1]
     return torch.nn.functional.normalize(times_power(vectors, -exponent), dim=1)
 
@@ -466,13 +467,14 @@ def norms_in_double(
     start: Float[Tensor, "problems size"],
     guess: Float[Tensor, "problems size"],
 ) -> Norms:
-    """Return norms that are never above the truth, beyond the rounding of double precision.
+    """Return norms that are never above the true norm, apart from float64 rounding.
 
     Args:
-        solve: finds norms and vectors from products, a start and a guess.
-        families: the products in the precision of `start`; makes the same problems in double.
-        start: as `spectral_norms` takes it.
-        guess: likewise.
+        solve: returns norms and vectors from products, a start and a guess.
+        families: the products in the precision of `start`, which can also create the problems in
+            float64.
+        start: as in `spectral_norms`.
+        guess: as in `spectral_norms`.
     """
     select, double = families
     norms = solve(select, start, guess=guess, vectors=True)

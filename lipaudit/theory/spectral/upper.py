@@ -21,7 +21,7 @@ _PRODUCTS = {"cpu": "mkldnn", "cuda": "cuda"}
 
 
 def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
-    """Return the largest singular value of each matrix, from the smaller of its Gram matrices.
+    """Return the largest singular value of each matrix, from the smaller of its two Gram matrices.
 
     Examples:
         >>> spectral_norm(torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
@@ -50,7 +50,7 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
 def gram_norm(
     gram: Float[Tensor, "*batch n n"], tol: float = 1e-6, *, policy: Policy = POLICY
 ) -> Float[Tensor, "*batch"]:
-    """Return ||A||, at most `tol` relatively too large, given G = A A^T.
+    """Return ||A|| from G = A A^T, too large by at most `tol`, relatively.
 
     With u nearly the leading eigenvector, rho = <u, G u>, r = ||G u / rho - u|| and q ||G|| no
     less than the norm of G across u, ||G|| <= rho (1/2 + (1/4 + r^2 / (1 - q))^1/2).
@@ -151,7 +151,7 @@ def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[T
 def nonnegative_pair(
     b: Float[Tensor, "*batch n m"], steps: int = 10
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch 1 m"]]:
-    """Return the bound of `nonnegative_norm` and the vector u > 0 that proves it, a row.
+    """Return the bound of `nonnegative_norm`, and the row vector u > 0 that proves it.
 
     Examples:
         >>> nonnegative_pair(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))[1]
@@ -166,7 +166,7 @@ def nonnegative_pair(
 
 
 def _rounding(b: Tensor) -> float:
-    """Return more than the relative error of products with a non-negative matrix."""
+    """Return more than the relative rounding error of products with a non-negative matrix."""
     return (sum(b.shape[-2:]) + 16) * torch.finfo(b.dtype).eps
 
 
@@ -177,13 +177,12 @@ def map_norm(
     *,
     policy: Policy = POLICY,
 ) -> Float[Tensor, "*batch"]:
-    """Return ||P|| of attention maps, never too small and at most `tol` relatively too large.
+    """Return ||P|| of attention maps, never too small and too large by at most `tol`, relatively.
 
-    The certificate of `nonnegative_norm` is compared with ||P u|| / ||u||; where the two do not
-    meet, as on one map in ten of a trained model, another one proves the norm, but for maps with
-    more than `policy.map_limit` entries: there more steps are taken and the first one is returned,
-    never too small but maybe further above. `single` is P in single precision where the caller
-    has it.
+    The certificate of `nonnegative_norm` is compared with ||P u|| / ||u||. If they differ by more
+    than `tol`, as on one map in ten of a trained model, another certificate proves the norm. Maps
+    with more than `policy.map_limit` entries instead get more steps and the first certificate:
+    never too small, but maybe less tight. `single` is P in single precision, if the caller has it.
 
     Examples:
         >>> map_norm(torch.full((4, 4), 0.25, dtype=torch.float64))
@@ -192,7 +191,7 @@ def map_norm(
     long = p.shape[-2] * p.shape[-1] > policy.map_limit
     steps = _LONG_STEPS if long else 11
     u = _positive_steps(p.float() if single is None else single, steps).to(p)
-    u = u @ p.mT @ p  # a last step wipes out single precision
+    u = u @ p.mT @ p  # a last step removes errors of single precision
     u = (u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
     image = u @ p.mT
     norm = ((image @ p) / u).amax((-2, -1)).sqrt()
@@ -203,14 +202,14 @@ def map_norm(
 
 
 def single_pays(maps: Float[Tensor, "*batch n m"], policy: Policy = POLICY) -> bool:
-    """Whether the maps are large, and products in single precision keep all its digits here."""
+    """Return whether the maps are large, and single-precision products keep all digits here."""
     return maps.shape[-1] >= policy.single_keys and keeps_single(maps.device)
 
 
 def keeps_single(device: torch.device) -> bool:
-    """Whether products in single precision keep all its digits, and cost less, on this device.
+    """Return whether single-precision products keep all digits, and are cheaper, on this device.
 
-    The limits of its rounding hold in any order of the sums: a GPU's as a CPU's.
+    The rounding limits hold for sums in any order, on GPUs and CPUs.
     """
     backend = _PRODUCTS.get(device.type)
     if backend is None or torch.is_autocast_enabled(device.type):
@@ -228,7 +227,7 @@ def _positive_steps(b: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         before, u = u, u @ b.mT @ b
         u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)  # hold up what decays
-        # An accelerator would wait for the answer, for longer than the steps take it.
+        # An accelerator would wait for the answer longer than the steps take.
         if u.device.type == "cpu" and float((u - before).abs().amax()) < 1e-6:
             break
     return u

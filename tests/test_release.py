@@ -173,5 +173,5 @@ def test_version_and_date_are_the_same_wherever_they_stand():
 def test_a_report_has_the_version_of_the_code_that_ran(monkeypatch):
     """An editable install keeps the version that it was made with."""
     monkeypatch.setattr(provenance, "version", lambda _name: "0.0")
-    versions = provenance.versions()
+    versions = provenance.versions.__wrapped__()
     assert (versions["lipaudit"], versions["torch"]) == (lipaudit.__version__, "0.0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -117,6 +118,7 @@ def _name_state(commit: Commit | None) -> dict[str, str]:
     return {"revision": commit.repository.revision, "commit": commit.sha}
 
 
+@functools.cache  # reading the metadata of every package takes as long as a small model
 def versions() -> dict[str, str]:
     """Return the versions of packages that can change a number."""
     installed = {"python": platform.python_version(), "lipaudit": __version__}

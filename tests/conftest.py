@@ -4,6 +4,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from tests import shapes
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -17,6 +19,7 @@ REPEATABLE = settings(
 settings.register_profile("search", REPEATABLE, derandomize=False, max_examples=1000)
 settings.register_profile("repeatable", REPEATABLE)
 settings.load_profile("repeatable")
+shapes.install()
 
 
 def pytest_configure(config):

@@ -2,24 +2,11 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
 
 from lipaudit.certify.form import Form
-
-
-@pytest.fixture(autouse=True)
-def _shapes_checked_once(request):
-    """Shapes are those of either norm: where tests run over norms and orders, l2 checks none.
-
-    To check them takes twice as long as what is computed.
-    """
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    jaxtyping.config.update("jaxtyping_disable", "order" in params and params.get("norm") == "l2")
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)  # noqa: FBT003
 
 
 @pytest.fixture

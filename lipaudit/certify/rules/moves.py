@@ -57,11 +57,10 @@ def _rebuild(
 
 
 def _moved_quotient(quotient: Quotient, rule: Callable[[Form], Any]) -> Any:
-    parts: Any = quotient.move(lambda form: rule(broadcast(form, quotient.numerator.shape)))
-    if isinstance(parts.numerator, Form):
-        return Form.from_quotient(parts)
-    each = zip(*vars(parts).values(), strict=True)
-    return tuple(Form.from_quotient(Quotient(*one)) for one in each)
+    moved = [rule(broadcast(form, quotient.numerator.shape)) for form in vars(quotient).values()]
+    if isinstance(moved[0], Form):
+        return Form.from_quotient(Quotient(*moved))
+    return tuple(Form.from_quotient(Quotient(*one)) for one in zip(*moved, strict=True))
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:

@@ -1,0 +1,148 @@
+"""Check the shapes that annotations state, in the rooms of mathematics.
+
+Every function of these rooms is checked by jaxtyping and beartype. Calls whose arguments and
+results have types, shapes and dtypes that passed before are not checked again: the answer would be
+the same, and a check takes longer than most of the functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import is_dataclass
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from itertools import islice
+from typing import Any, TypeVar
+
+import beartype
+import jaxtyping
+import numpy as np
+import torch
+
+ROOMS = ("lipaudit.theory", "lipaudit.certify", "lipaudit.attacks")
+PASSED: dict[object, set[Hashable]] = {}
+"""By function: the calls that passed, as types, shapes and dtypes."""
+CHECKS: dict[object, Callable[..., None]] = {}
+T = TypeVar("T")
+
+
+class Descriptions(dict[type, Callable[[Any], Hashable] | None]):
+    """By type: what an annotation can say of a value besides its type."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Hashable] | None:
+        self[kind] = None
+        if issubclass(kind, (torch.Tensor, np.ndarray)):
+            self[kind] = lambda value: (kind, value.shape, value.dtype)
+        elif issubclass(kind, (list, tuple)) and kind is not torch.Size:
+            self[kind] = lambda value: (kind, *map(describe, value))
+        elif issubclass(kind, dict):
+            # beartype looks at one entry
+            self[kind] = lambda value: (kind, *map(describe, islice(value.items(), 2)))
+        elif kind in (str, bool):  # of a Literal
+            self[kind] = lambda value: value
+        return self[kind]
+
+
+DESCRIPTIONS = Descriptions()
+
+
+def describe(value: object) -> Hashable:
+    """Return all that an annotation can say of a value: types, shapes, dtypes and literals."""
+    kind = type(value)
+    description = DESCRIPTIONS[kind]
+    return description(value) if description else kind
+
+
+def checked(function: T) -> T:
+    """Return a function, or a dataclass, whose arguments and results are checked."""
+    if inspect.isclass(function):
+        if is_dataclass(function):
+            function.__init__ = checked(function.__init__)
+        return function
+    # The functions of dataclasses have equal code; those inside of others are made at each call.
+    name = (function.__module__, function.__qualname__, function.__code__)
+    passed = PASSED.setdefault(name, set())
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        # Classes of ours are checked themselves, and modes would see what shapes are asked for.
+        with torch._C.DisableTorchFunction():
+            inputs = (*map(describe, args), *options, *map(describe, options.values()))
+        result = function(*args, **options)
+        with torch._C.DisableTorchFunction():
+            case = (inputs, describe(result))
+        if case not in passed:
+            if name not in CHECKS:
+                CHECKS[name] = make_check(function)
+            CHECKS[name](result, args, options)
+            passed.add(case)
+        return result
+
+    return call
+
+
+def make_check(function: types.FunctionType) -> Callable[..., None]:
+    """Return what raises if arguments or a result are not what the annotations say."""
+    results: list[object] = []
+    replay = lambda *_args, **_options: results.pop()  # noqa: E731
+    # with the names that the annotations are looked up in
+    stand_in = types.FunctionType(
+        replay.__code__, function.__globals__, function.__name__, closure=replay.__closure__
+    )
+    functools.update_wrapper(stand_in, function)
+    strict = jaxtyping.jaxtyped(stand_in, typechecker=beartype.beartype)
+
+    def check(result: object, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        results[:] = [result]
+        strict(*args, **options)
+
+    return check
+
+
+class Decoration(ast.NodeTransformer):
+    """Decorate each function before its other decorators, and each class after them."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        node.decorator_list.append(ast.Name("__checked__", ast.Load()))
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        self.generic_visit(node)
+        node.decorator_list.insert(0, ast.Name("__checked__", ast.Load()))
+        return node
+
+
+class Loader(SourceFileLoader):
+    """Load a module with every function checked."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        path = self.get_filename(fullname)
+        tree = Decoration().visit(ast.parse(self.get_data(path)))
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__checked__ = checked
+        super().exec_module(module)
+
+
+class Finder(PathFinder):
+    """Find the modules of the rooms."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not fullname.startswith(ROOMS):
+            return None
+        spec = super().find_spec(fullname, path, target)
+        spec.loader = Loader(fullname, spec.origin)
+        return spec
+
+
+def install() -> None:
+    """Check the rooms from now on."""
+    assert not any(name.startswith(ROOMS) for name in sys.modules), "imported too early"
+    sys.meta_path.insert(0, Finder)

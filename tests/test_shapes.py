@@ -1,0 +1,45 @@
+"""Shapes that annotations state are checked, also behind calls that passed."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float, TypeCheckError
+from torch import Tensor
+
+from lipaudit.certify.rounding import up
+from tests.shapes import checked
+
+
+@checked
+def twice(x: Float[Tensor, "n d"], rows: int | None = None) -> Float[Tensor, "n d"]:
+    return (2 * x)[:rows]
+
+
+@checked
+@dataclass
+class Pair:
+    one: Float[Tensor, "2"]
+    other: Float[Tensor, "2"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: twice(torch.ones(3)),
+        lambda: twice(torch.ones(2, 3).long()),
+        lambda: twice(torch.ones(2, 3), torch.tensor(2)),
+        lambda: twice(torch.ones(2, 3), 1),
+        lambda: Pair(torch.ones(2), torch.ones(3)),
+        lambda: up(np.ones(1)),
+    ],
+    ids=["dimensions", "dtype", "type", "result", "dataclass", "room"],
+)
+def test_what_no_annotation_allows_is_noticed(call):
+    for _ in range(2):
+        twice(torch.ones(2, 3))
+        twice(torch.ones(2, 3), 2)
+        Pair(torch.ones(2), torch.ones(2))
+        with pytest.raises(TypeCheckError):
+            call()

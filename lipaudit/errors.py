@@ -196,6 +196,15 @@ def of_machine(error: BaseException) -> bool:
     return out_of_memory(error) or device or isinstance(error, OSError)
 
 
+def is_ours(error: BaseException) -> bool:
+    """Tell whether an exception was raised by lipaudit's own code, not by code that it calls."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    file = trace.tb_frame.f_code.co_filename if trace else ""
+    return Path(file).is_relative_to(Path(__file__).parent)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message."""
     return str(error).strip().partition("\n")[0]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 IMPORTED = [
     "lipaudit.api.measuring",
@@ -201,6 +202,7 @@ def _forked_run(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(said.parent)
     os.environ |= env
+    torch.set_num_threads(1)  # with more, sums may change their order from run to run
     before()
     run(commands)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import EvaluationError, InputError, of_machine
+from lipaudit.errors import EvaluationError, InputError, first_line, of_machine
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, exact_arithmetic
 from lipaudit.tables import Note
@@ -198,23 +198,27 @@ def _collect_outputs(module: nn.Module, forward: Callable[[], object]) -> list[t
 
 
 def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
-    """Run a model on each sample of a batch alone, up to the first failure.
+    """Run a model on each sample of a batch alone, then with a gradient, up to the first failure.
 
     Returns:
         The index of that sample in the batch, a description of the failure, and the exception of
         the model, if any; None without a failure, or if the machine fails.
     """
     for i in range(len(batch)):
+        sample = batch[i : i + 1].trim()
         try:
             with torch.no_grad():
-                output = net.output(batch[i : i + 1].trim())
+                output = net.output(sample)
+            if not bool(output.isfinite().all()):
+                return i, "its output is not finite", None
+            if net.kind != "text" or net.entry is not None:
+                with torch.enable_grad():
+                    point = net.point(sample).detach().requires_grad_()
+                    _compute_gradient(net.forward(point, sample).sum(), point)
         except Exception as error:  # the model's own code may raise anything
             if of_machine(error):
                 return None
-            said = str(error).partition("\n")[0]
-            return i, f"{type(error).__name__}: {said}", error
-        if not bool(output.isfinite().all()):
-            return i, "its output is not finite", None
+            return i, f"{type(error).__name__}: {first_line(error)}", error
     return None
 
 

@@ -27,7 +27,7 @@ BAD = 3
 
 
 class Failing(Handwritten):
-    """A model that gives NaN for a sample that begins with a 7, or raises an error."""
+    """A model that fails on a sample that begins with a 7: NaN, an error, one of its gradient."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -37,6 +37,8 @@ class Failing(Handwritten):
         out, bad = super().forward(x), x[:, 0, 0] == 7
         if self.how == "raises" and bool(bad.any()):
             raise ValueError("index 9 is out of range\nand more")
+        if self.how == "gradient" and bool(bad.any()) and out.requires_grad:
+            raise NotImplementedError("no backward pass here")
         return out / (~bad).to(out)[:, None] if self.how == "nan" else out
 
 
@@ -53,7 +55,11 @@ def data():
     return x, torch.arange(6) % 2
 
 
-SAYS = {"nan": "its output is not finite", "raises": "ValueError: index 9 is out of range"}
+SAYS = {
+    "nan": "its output is not finite",
+    "raises": "ValueError: index 9 is out of range",
+    "gradient": "NotImplementedError: no backward pass here",
+}
 
 
 @pytest.mark.parametrize("how", SAYS)

@@ -98,12 +98,15 @@ def alone(tmp_path, monkeypatch):
     """Run the command here, with the cache of the others."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the others have
 
     def invoke(*args: str) -> None:
         done = CliRunner().invoke(build(), args)
         assert done.exit_code == 0, done.output
 
-    return invoke
+    yield invoke
+    torch.set_num_threads(threads)
 
 
 def written(path: Path) -> dict:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, of_machine
+from lipaudit.errors import InputError, LipauditError, first_line, is_ours, of_machine
 from lipaudit.models import requirements
 from lipaudit.models.attention.observe.calls import Address, AttentionCall, Loop
 from lipaudit.models.attention.observe.trace import Place, Tracer, freeze, run_observed
@@ -144,7 +144,7 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
 def make_survey(net: Net, batch: Batch) -> Surveyor:
     """Return what `survey` has seen: the layers, and where other attention is."""
     net, pair, other = make_generic(net, batch)
-    with freeze(net.module), exact_arithmetic(net.device):
+    with _explain_refusal(net), freeze(net.module), exact_arithmetic(net.device):
         output, uses = _run_plain(net, pair)
         try:
             surveyor = _run_observed(net, pair, other, output, uses)
@@ -157,6 +157,25 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
             requirements.require_fixed(net, pair, output)
             requirements.require_isolation(net, pair, other, output)
             raise
+
+
+@contextmanager
+def _explain_refusal(net: Net) -> Iterator[None]:
+    """Say which of its operations a model refuses to have recorded; our own faults stay faults.
+
+    Raises:
+        InputError: code that is not lipaudit's failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, LipauditError) or of_machine(error) or is_ours(error):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(
+            f"{net.info.architecture} fails while lipaudit records its operations ({reason})",
+            "Replace that operation. lipaudit jacobian and lipaudit attack record none.",
+        ) from error
 
 
 def _list_modules(surveyor: Surveyor) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.attention.own_modules import (
@@ -71,6 +72,109 @@ def square(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     p = (q @ k.mT).softmax(-1)
     return a.o(join((p @ p) @ v))
+
+
+@own(
+    "an output divided by the norm of its row of P",
+    "read+left",
+    truth=layers(attend, lambda a, x: attend(a, x) / p_of(a, x).norm(dim=-1, keepdim=True)),
+)
+def normed_rows(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1)
+    return a.o(join(p @ v / p.norm(dim=-1, keepdim=True)))
+
+
+@own(
+    "an output times the largest entry of its row of P",
+    "read+left",
+    truth=layers(attend, lambda a, x: attend(a, x) * p_of(a, x).amax(-1, keepdim=True)),
+)
+def sure_rows(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1)
+    return a.o(join(p.amax(-1, keepdim=True) * (p @ v)))
+
+
+@own("a running softmax over blocks of keys (flash attention)", "left")
+def running(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    top, total, o = q.new_full((*q.shape[:-1], 1), -torch.inf), 0.0, torch.zeros_like(q)
+    for keys, values in zip(k.split(2, -2), v.split(2, -2), strict=True):
+        s = q @ keys.mT
+        higher = torch.maximum(top, s.amax(-1, keepdim=True))
+        e, kept = (s - higher).exp(), (top - higher).exp()
+        total, o, top = total * kept + e.sum(-1, keepdim=True), o * kept + e @ values, higher
+    return a.o(join(o / total))
+
+
+@own("a decay by distance in place of the softmax (retention)", "left")
+def retention(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    i = torch.arange(TOKENS)
+    decay = (0.9 ** (i[:, None] - i)).tril().to(x)
+    return a.o(join((q @ k.mT * decay) @ v))
+
+
+@own("a softmax over the queries, normalised over the keys (slots)", "left")
+def slots(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-2) + 1e-8
+    return a.o(join(p / p.sum(-1, keepdim=True) @ v))
+
+
+@own("logits by vecdot", "left")
+def vecdot(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    s = torch.linalg.vecdot(q[..., :, None, :], k[..., None, :, :])
+    return a.o(join(s.softmax(-1) @ v))
+
+
+@own("a causal bias of torch.nn.attention", "refused")
+def causal_bias(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
+    bias = causal_lower_right(TOKENS, TOKENS)
+    return a.o(join(F.scaled_dot_product_attention(q, k, v, attn_mask=bias)))
+
+
+@own(
+    "queries that share keys by enable_gqa",
+    heads=lambda a, x: attend(
+        a,
+        x,
+        k=affine(a.k, x)[:1].expand(HEADS, -1, -1),
+        v=affine(a.v, x)[:1].expand(HEADS, -1, -1),
+    ),
+)
+def grouped(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
+    return a.o(join(F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)))
+
+
+def _turn(t: Tensor) -> Tensor:
+    """Turn pairs of channels as complex numbers, by an angle for each position."""
+    angle = torch.arange(t.shape[-2], dtype=t.dtype)[:, None] * t.new_tensor([1.0, 0.3])
+    pairs = torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+
+
+@own(
+    "rotary positions by complex numbers",
+    heads=lambda a, x: attend(a, x, q=_turn(affine(a.q, x)), k=_turn(affine(a.k, x))),
+)
+def complex_rotary(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
+    return a.o(join(F.scaled_dot_product_attention(_turn(q), _turn(k), v)))
+
+
+@own(
+    "keys of a convolution over the tokens",
+    "numerical",
+    heads=lambda a, x: attend(a, x, k=affine(a.k, a.mix(x.mT[None])[0].mT)),
+    build=add(mix=lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)),
+)
+def mixed_keys(a: Any, x: Tensor) -> Tensor:
+    return sdpa(a, a.q(x), a.k(a.mix(x.mT).mT), a.v(x))
 
 
 @own(

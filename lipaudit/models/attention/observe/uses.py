@@ -3,8 +3,9 @@
 `events` reads attention by the functions that a model calls. The mode below is the net under it:
 it follows the ops of torch themselves, below autograd, `vmap`, TorchScript and `no_grad`.
 
-    s = q k^T   a product of two tensors that depend on the sample: a pair
-    o = f(s) v  a product of what a pair has become, and of a third: a use
+    s = q k^T    a product of two tensors that depend on the sample: a pair
+    o = f(s) v   a product of what a pair has become, and of a third: a use
+    o * g(s)     a third, scaled by fewer numbers that a pair has become: a use
 
 A linear map ends a pair. Fused attention is a use. Sums and products of all pairs of entries,
 q_i + k_j, are a pair once a softmax was taken of them.
@@ -29,7 +30,10 @@ _PRODUCTS |= {"addmm": 1, "baddbmm": 1, "addmv": 1}
 _ENTRYWISE = {"mul", "add", "sub", "div"}
 _SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax"}
 _CHOICES = {"gather", "index", "index_select", "embedding", "take"}
-_FUSED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_native_multi_head")
+_FUSED = (
+    *("_scaled_dot_product", "_flash_attention", "_efficient_attention"),
+    *("_native_multi_head", "flex_attention"),
+)
 _NEW = ("new_", "empty")
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parents[2]))
 
@@ -44,6 +48,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counts: the uses in each module.
         lines: the line of code of the first of them, `file:line`.
     """
+
+    supports_higher_order_operators = True  # flex_attention is one
 
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,7 +79,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
+        name = getattr(func, "overloadpacket", func).__name__
         given = [self._find_marks(t) for t in _walk_tensors((args, kwargs))]
         if any(given) and not name.endswith("_like") and not name.startswith(_NEW):
             marks = self._compute_marks(
@@ -103,6 +109,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             marks |= each
         if name in _ENTRYWISE and _is_outer(args, out) and all(given[:2]):
             return self._count_use() if marks & _PAIR and name == "mul" else marks | _OUTER
+        if name in ("mul", "div") and _is_scaled(args, given, out):
+            return self._count_use()
         if name == "add" and len(given) == 2 and all(given) and (given[0] ^ given[1]) & _PAIR:
             return _SAMPLE  # a residual stream
         return marks | _SAMPLE | (_PAIR if marks & _OUTER and name in _SOFTMAXES else 0)
@@ -154,6 +162,14 @@ def _is_outer(args: tuple[Any, ...], out: Any) -> bool:
     """Say whether each entry of the result is of a pair of entries of two tensors."""
     sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
     return len(sizes) == 2 and isinstance(out, Tensor) and out.numel() > max(sizes)
+
+
+def _is_scaled(args: tuple[Any, ...], given: list[int], out: Any) -> bool:
+    """Say whether a tensor that is no pair is scaled by fewer numbers that a pair has become."""
+    if len(given) != 2 or not all(given) or not (given[0] ^ given[1]) & _PAIR:
+        return False
+    pair = args[0] if given[0] & _PAIR else args[1]
+    return isinstance(out, Tensor) and pair.numel() < out.numel()
 
 
 def line_of_code() -> str:

@@ -1,4 +1,4 @@
-"""Is a layer what we take it for? Its closed form beside autograd through the model's own ops."""
+"""Check a layer: compare its closed form with autograd through the model's operations."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from lipaudit.theory.heads import Heads
 
 HOPELESS = 0.1
 """If rounding changes J by more than this, the closed form cannot be checked against autograd."""
-SKETCH = 16  # directions of an input's channels in which gradients are compared
+SKETCH = 16  # number of directions in an input's channels in which gradients are compared
 
 
 def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: AttentionCall) -> bool:
-    """Compare the closed form of J^T u with autograd on every sample that is measured.
+    """Compare the closed form of J^T u with autograd on every measured sample.
 
-    u is random, and of a size in each head and row of the batch such that ||J^T u|| = 1. The
-    gradients of different rows and heads do not cancel but by chance, so that the norm of the
-    whole difference is at least about the relative error of any head on any sample. Rounding adds
-    that of each, and what `forward_error` allows a head is taken off its u. Gradients are compared
-    in some random directions of the channels. Costs one backward pass through the attention and
-    about as much for the closed form: 1.3 forward passes of a ViT, together.
+    u is random, scaled in each head and row of the batch such that ||J^T u|| = 1. Gradients of
+    different rows and heads cancel only by chance, so the norm of the whole difference is at least
+    about the relative error of any head on any sample. Rounding errors of all heads add up, so the
+    u of a head is reduced by what `forward_error` allows it. Gradients are compared in some random
+    directions of the channels. The cost is one backward pass through the attention and about as
+    much for the closed form: together 1.3 forward passes of a ViT.
 
     Args:
-        heads: the layer.
+        heads: the heads of the layer.
         parts: its q, k and v.
-        call: the canonical attention call.
+        call: the attention call with canonical axes.
     """
     generator = torch.Generator(call.output.device).manual_seed(0)
     u = torch.randn(
@@ -73,14 +73,14 @@ def _draw_sketch(x: Tensor) -> Tensor:
 
 
 def _pull_back(part: Projected, output: Tensor, u: Tensor, sketch: Tensor) -> Tensor:
-    """R^T J^T u through the graph, for the input of one linear map, a token per row."""
+    """Return R^T J^T u through the graph, for the input of one linear map, a token per row."""
     pulled = vjp(output, part.leaf, u)
     assert pulled is not None
     return part.linear.outputs(pulled) @ (part.linear.weight.T @ sketch)
 
 
 def _scatter(part: Projected, dx: Tensor) -> Tensor:
-    """The same of the closed form, whose tokens are those of the attention."""
+    """Return the same for the closed form, whose tokens are those of the attention."""
     inputs, index = part.linear.inputs, part.index
     rows = index.rows(len(inputs) // index.length).flatten()
     whole = dx.new_zeros(len(inputs), dx.shape[-1])

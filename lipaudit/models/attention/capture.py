@@ -1,9 +1,8 @@
 """Read the attention of any transformer: one pass over the unmodified model, layer by layer.
 
-`survey` (in `lipaudit.models.attention.survey`) finds out once what each layer is.
-`capture` then runs the model on a batch and hands each layer to a function while the model is
-in it, so that the tensors of one layer are alive at a time. The first half of this file turns an
-attention call into `Heads`.
+`survey` (in `lipaudit.models.attention.survey`) analyses each layer once. `capture` then runs the
+model on a batch and passes each layer to a function while the model runs, so that only the tensors
+of one layer are in memory. The first half of this file turns an attention call into `Heads`.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ def arrange_call(call: AttentionCall, layout: str, samples: int) -> AttentionCal
 def read_distribution(
     call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
 ) -> Heads:
-    """Return P of a layer, without X and projections; of a written-out softmax, by its logits.
+    """Return P of a layer, without X and projections; for a written-out softmax, by its logits.
 
     Args:
         call: the attention call, as the model made it.
         layout: the axes of its q, k and v.
         batch: the samples, for their padding.
-        queries: which tokens these are, where that is known.
+        queries: the tokens of the queries, if known.
     """
     if isinstance(call.form, Fused):
         return read_product(call, layout, batch, queries)[0]
@@ -70,10 +69,10 @@ def read_distribution(
 def read_product(
     call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
 ) -> tuple[Heads, Tensor | None]:
-    """Return q, k, v and the logits of a layer; and, where q or k meet positions, with a graph.
+    """Return q, k, v and the logits of a layer, with a graph if q or k meet position vectors.
 
     Raises:
-        NotClosedForm: a logit depends on the product of another pair.
+        NotClosedForm: a logit depends on another pair's product.
     """
     arranged = arrange_call(call, layout, len(batch))
     form = _read_form(call, layout, len(batch))
@@ -115,17 +114,17 @@ def add_inputs(
     batch: Batch,
     relative: Tensor | None,
 ) -> tuple[Heads, dict[str, Projected]]:
-    """Add X, the projections, what meets positions and W_O to the heads of a canonical call.
+    """Add X, the projections, position vectors and W_O to the heads of a canonical call.
 
     Args:
-        structure: how its tensors come about.
+        structure: the structure of the layer.
         attention: its q, k, v and logits, from `read_product`.
         call: the call.
         batch: the samples.
         relative: its logits with their graph, from `read_product`.
 
     Raises:
-        NotClosedForm: the call is not what the structure says.
+        NotClosedForm: the call does not have this structure.
     """
     parts = _project_parts(structure, call, len(batch))
     memory = _zero_padding(parts["k"], batch)
@@ -147,7 +146,7 @@ def add_inputs(
 def _project_parts(
     structure: Structure, call: AttentionCall, samples: int
 ) -> dict[str, Projected]:
-    """Project k, v and, where it depends on the input, q."""
+    """Project k, v and, if it depends on the input, q."""
     forms = {"k": structure.k, "v": structure.v}
     forms |= {} if structure.q is None else {"q": structure.q}
     tensors = {name: getattr(call, name) for name in forms}
@@ -180,7 +179,7 @@ def _read_form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
     if mask.requires_grad:
         logits = arrange(layout, call.form.scale * (call.q @ call.k.mT) + mask, samples)
         return LogitForm(scale, logits.detach(), relative=logits)
-    if layout == "batch heads tokens":  # a mask that is broadcast stays small
+    if layout == "batch heads tokens":  # a broadcast mask stays small
         return LogitForm(scale, mask[(None,) * (4 - mask.ndim)])
     return LogitForm(scale, arranged(mask.expand(*call.q.shape[:-1], call.k.shape[-2])))
 
@@ -196,7 +195,7 @@ def has_map(call: AttentionCall) -> bool:
 def _wrap_logits(
     logits: Tensor, q: Tensor, layout: str, samples: int
 ) -> tuple[_Vectors, LogitForm]:
-    """Return q, k, v of width 0 and scale 0: all of P is in the bias, the captured logits."""
+    """Return q, k, v of width 0 and scale 0: the bias holds the captured logits."""
     logits = arrange(layout, logits.reshape(*q.shape[:-1], -1), samples)
     windows, heads, queries, keys = logits.shape
     q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (queries, keys, keys))
@@ -226,17 +225,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer on a batch; valid while the model is in it.
+    """One attention layer on a batch; valid only while the model runs it.
 
     Attributes:
-        site: which one.
-        call: what the model does there.
+        site: the layer's site.
+        call: the attention call of the model.
         batch: the samples.
-        attention: its P, for every kind of layer, without X and projections. Where the model
-            writes its softmax out, q, k and v are empty and `bias` holds the captured logits.
+        attention: its P, for every kind of layer, without X and projections. If the model writes
+            its softmax out, q, k and v are empty and `bias` holds the captured logits.
         output: O of every head, (windows, heads, tokens, d_v).
-        frame: the module call that it is part of (`site.scope`); None where that is not known.
-        numbers: which attention calls of that module call it is.
+        frame: the module call that contains it (`site.scope`); None if unknown.
+        numbers: numbers of its attention calls within that module call.
     """
 
     site: Site
@@ -249,16 +248,16 @@ class Layer:
 
     @property
     def samples(self) -> int:
-        """Number of samples in the batch."""
+        """Return the number of samples in the batch."""
         return len(self.batch)
 
     def heads(self) -> Heads:
-        """Return the layer with X and its projections: what the closed form takes.
+        """Return the layer with X and its projections, for the closed form.
 
         Raises:
             ValueError: `site.closed_form` is False.
-            StructureError: the layer is not what it was when the model was surveyed, or its
-                closed form is not what autograd makes of a random vector on these samples.
+            StructureError: the layer differs from its survey, or its closed form differs from
+                autograd for a random vector on these samples.
         """
         site, structure = self.site, self.site.structure
         if structure is None:
@@ -288,30 +287,30 @@ def capture(
 ) -> list[Result]:
     """Run the unmodified model on a batch and reduce its attention layers in call order.
 
-    The pass ends behind the last layer that is wanted.
+    The pass ends after the last requested layer.
 
     Args:
         net: the model.
-        sites: its layers, from `survey`; all of them, since a layer is known by how many of its
-            module come before it.
+        sites: all its layers, from `survey`: a layer is identified by its number within its
+            module.
         batch: the samples.
-        reduce: what to make of a layer while the model is in it; what the result does not keep is
-            freed before the next layer.
+        reduce: function of a layer; tensors that its result does not keep are freed before the
+            next layer.
         layers: indices of the layers to reduce; None for all.
-        projections: whether `reduce` calls `Layer.heads`; the pass is cheaper where it does not.
+        projections: whether `reduce` calls `Layer.heads`; the pass is cheaper if it does not.
 
     Returns:
-        The results, a layer each.
+        The results, one per layer.
 
     Raises:
-        EvaluationError: a selected layer was not met.
+        EvaluationError: a selected layer did not run.
     """
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
     cut = [s for s in sites if s.explicit or (projections and s.address in chosen)]
     pending, results = dict(chosen), list[Result]()
 
     def visit(call: AttentionCall, address: Address) -> None:
-        """Reduce a layer, if it is wanted, while the model is in it."""
+        """Reduce a layer, if it is requested, while the model runs it."""
         site = pending.pop(address, None)
         if site is None:
             return
@@ -333,11 +332,11 @@ def capture(
 
 
 class _AllRead(Exception):
-    """Ends a pass: the rest of the model, its logits over all tokens too, would be for nothing."""
+    """Ends a pass: the rest of the model, with its logits over all tokens, is not needed."""
 
 
 def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Frame]) -> Layer:
-    """Return the layer that a call is, while the model is inside the given module calls."""
+    """Return the layer of a call, while the model is inside the given module calls."""
     queries = None if site.structure is None else site.structure.queries
     attention = read_distribution(call, site.layout, batch, queries)
     output = arrange_call(call, site.layout, len(batch)).output.detach()

@@ -30,15 +30,15 @@ def compute_numeric_norms(
 ) -> Norms:
     """Return ||J|| of every head of a layer, (samples, heads), by differentiating its module.
 
-    J is the Jacobian of the head's output O_h in everything that the innermost module around the
-    layer and its projections takes from the rest of the model. That module is run again.
+    J is the Jacobian of the head's output O_h with respect to all inputs of the innermost module
+    that contains the layer and its projections. That module runs again.
 
     Args:
-        layer: a layer while its visit lasts; NaN where there is an `find_obstacle`.
-        seeds: of the start vectors, one per sample.
+        layer: a layer during its visit; the result is NaN if `find_obstacle` finds one.
+        seeds: seeds of the start vectors, one per sample.
         tol: relative accuracy of the norms, estimated.
-        max_steps: most products per head.
-        within: how far `upper` may lie above a norm, relatively: what is proven.
+        max_steps: largest number of products per head.
+        within: proven relative error: how far `upper` may be above a norm.
     """
     linear = _linearize_module(layer)
     if isinstance(linear, str):
@@ -47,8 +47,8 @@ def compute_numeric_norms(
     how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
 
     def of_head(head: int) -> Norms:
-        # The samples share one graph, since the module is run as a whole: those that have
-        # converged ride along, and it is never built anew for the others.
+        # The samples share one graph, because the module runs as a whole: converged samples
+        # stay in it, and it is never built again for the others.
         norms = spectral_norms(
             lambda _: _make_products(linear, layer, head), start, rebuild=2.0, **how
         )
@@ -60,13 +60,13 @@ def compute_numeric_norms(
 
 
 def find_obstacle(layer: Layer) -> str | None:
-    """Say why the norms of a layer cannot be computed numerically; None where they can."""
+    """Return why the norms of a layer cannot be computed numerically; None if they can."""
     linear = _linearize_module(layer)
     return linear if isinstance(linear, str) else None
 
 
 def _linearize_module(layer: Layer) -> Linearization | str:
-    """Linearise the module of a layer, or say why it cannot be run on its own."""
+    """Linearise the module of a layer, or return why it cannot run on its own."""
     outside = "its module cannot be run alone"
     site, samples = layer.site, layer.samples
     missing = len(layer.numbers) < len(site.addresses)
@@ -75,7 +75,7 @@ def _linearize_module(layer: Layer) -> Linearization | str:
     try:
         linear = _linearize_layer(layer)
         linear.outer(torch.ones_like(linear.output))
-    except Exception as error:  # whatever the model's own code says of being run again
+    except Exception as error:  # the model's own code may raise anything when run again
         if of_machine(error):
             raise
         return str(error).partition("\n")[0] or outside
@@ -83,7 +83,7 @@ def _linearize_module(layer: Layer) -> Linearization | str:
 
 
 def _linearize_layer(layer: Layer) -> Linearization:
-    """Linearise O in all inputs of the module around the layer, end to end: (1, numbers)."""
+    """Linearise O with respect to all inputs of the module, flattened and joined: (1, numbers)."""
     assert layer.frame is not None
     inputs = list({id(t): t for t in _pick_inputs(layer.frame, layer.site.inputs)}.values())
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
@@ -104,7 +104,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
 
 
 class _Output(Exception):
-    """Carries the output of the layer out of its module: the rest of the module may stay unrun."""
+    """Carries the output of the layer out of its module, so that the rest need not run."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Output(Exception):
 
 
 def _run_module(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
-    """Run the module with some tensors replaced: O, (windows, heads, tokens, d_v)."""
+    """Return O with some tensors replaced, (windows, heads, tokens, d_v)."""
     calls: list[AttentionCall] = []
 
     def attention(call: AttentionCall) -> Tensor:
@@ -140,7 +140,7 @@ def _pick_inputs(frame: Frame, keys: Sequence[int | str]) -> list[Any]:
 
 
 def _make_products(linear: Linearization, layer: Layer, head: int) -> Products:
-    """J_h J_h^T u of one head at every sample, in units of its own."""
+    """Return J_h J_h^T u of one head at every sample, in units of its own."""
     linear.reset()
 
     def apply(u: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _draw_starts(layer: Layer, seeds: Sequence[int]) -> Tensor:
 
 
 def _zero_padding(rows: Tensor, layer: Layer) -> Tensor:
-    """Zero the rows of padded queries, which are no outputs."""
+    """Set the rows of padded queries to zero: they are not outputs."""
     valid = layer.attention.valid
     return rows if valid is None else rows * valid[..., None]
 

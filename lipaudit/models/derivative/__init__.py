@@ -1,1 +1,1 @@
-"""A whole model as a linear map: `linearize.linearize` runs it, `model_norms` takes its norms."""
+"""The Jacobian of a whole model: `linearize` gives its products, `model_norms` its norms."""

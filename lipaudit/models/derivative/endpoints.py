@@ -1,8 +1,8 @@
-"""The function whose Jacobian is taken: from where in the model to where.
+"""The function whose Jacobian is computed, from an input of the model to an output.
 
-Texts are read position by position. The head of a language model maps every position to its
-vocabulary; here it is given only the positions that are asked for, or some at a time: of a long
-text all logits would be larger than everything else together.
+The head of a language model maps every position of a text to the vocabulary. Here it gets only the
+requested positions, or a few at a time: the logits of a long text would be larger than everything
+else together.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ Score = Callable[[Tensor], Tensor]
 
 
 def find_places(batch: Batch, where: str) -> Tensor:
-    """Return in which columns of a batch of texts a position is, (samples, 1).
+    """Return the columns of a position in a batch of texts, (samples, 1).
 
-    Positions count the tokens that are not padded, wherever the padding is.
+    Positions count the tokens without padding, wherever the padding is.
 
     Args:
         batch: the texts.
-        where: last, all, or a number, from the end where it is negative; of all positions the
-            result is (samples, tokens of the longest).
+        where: last, all, or an index, from the end if negative; for all positions the result is
+            (samples, tokens of the longest text).
 
     Returns:
-        The columns; -1 where a text has no such position.
+        The columns; -1 for texts without this position.
     """
     real = _find_real(batch)
-    # The columns of a text's own tokens, then those of its padding.
+    # The columns of a text's tokens, then those of its padding.
     columns = torch.argsort((~real).long(), dim=1, stable=True)
     count = real.sum(1, keepdim=True)
     if where == "all":
@@ -61,7 +61,7 @@ def find_places(batch: Batch, where: str) -> Tensor:
 
 
 def _find_real(batch: Batch) -> Tensor:
-    """Which columns are no padding, (samples, columns)."""
+    """Return which columns are not padding, (samples, columns)."""
     return torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
 
 
@@ -72,7 +72,7 @@ def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> T
 
 
 def read_hidden_states(scorer: NextToken, forward: Forward) -> Tensor:
-    """Return what the head reads, (samples, columns, width); it is given one column of it."""
+    """Return the input of the head, (samples, columns, width); the head gets one column only."""
     seen: list[Tensor] = []
 
     def first(states: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def read_hidden_states(scorer: NextToken, forward: Forward) -> Tensor:
 
 
 def embedding(net: Net, scorer: NextToken, batch: Batch) -> Tensor:
-    """Return the embeddings of texts: the model has to run, its head on one column only."""
+    """Return the embeddings of texts: the model has to run, but its head on one column only."""
     with _replace_head_input(scorer, lambda states: states[:, :1]):
         return net.embedding(batch)
 
@@ -99,10 +99,10 @@ def compute_text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward
     """Return the mean cross-entropy of each text's own next tokens, in nat, (samples, 1).
 
     L = -1 / (n - 1) sum_(t = 1)^(n - 1) log p(x_t | x_0, ..., x_(t - 1)); a text of one token
-    has none (NaN).
+    has no loss (NaN).
     """
     states = read_hidden_states(scorer, forward)
-    real = _find_real(part).to(states.device)  # the head may lie on another device than the texts
+    real = _find_real(part).to(states.device)  # the head may be on another device than the texts
     leads = real[:, :-1] & real[:, 1:]
     vocabulary = net.vocabulary or 1
 
@@ -123,17 +123,17 @@ def compute_text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward
 def _apply_head(net: Net, scorer: NextToken, ids: Tensor, rows: Tensor) -> Tensor:
     """Return the logits of hidden states, (rows, vocabulary).
 
-    By the model's own head and whatever it does behind it: the model runs on one token, and its
-    head is given these in place of what comes of that.
+    This includes all steps behind the head: the model runs on one token, and its head gets these
+    states in place of its own input.
     """
     with _replace_head_input(scorer, lambda _: rows[None]):
         return scorer.read(net.call(ids[:1, :1], None))[0]
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """-log p of one token at each of some hidden states, few of them at a time.
+    """-log p of one token at each hidden state, a few states at a time.
 
-    The gradient is taken along with the value: no logits are kept.
+    The gradient is computed with the value, so no logits are stored.
     """
 
     @staticmethod
@@ -161,7 +161,7 @@ def require_head(net: Net, batch: Batch) -> NextToken:
     """Return how a language model scores the next token.
 
     Raises:
-        InputError: it does not do so position by position.
+        InputError: the model does not score positions one by one.
     """
     if net.next_token is None or not has_head(net, batch):
         raise InputError(
@@ -172,7 +172,7 @@ def require_head(net: Net, batch: Batch) -> NextToken:
 
 
 def has_head(net: Net, batch: Batch) -> bool:
-    """Try on a few tokens whether the head of a language model scores positions one by one."""
+    """Test on a few tokens whether the head of a language model scores positions one by one."""
     scorer, text = net.next_token, batch.x[:1, :TRIED].to(net.device)
     if scorer is None or not text.numel():
         return False
@@ -199,7 +199,7 @@ def has_head(net: Net, batch: Batch) -> bool:
 
 @contextmanager
 def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let the head read something else in place of its input while the block runs the model."""
+    """Replace the input of the head while the block runs the model."""
     hook = scorer.head.register_forward_pre_hook(lambda _m, args: (change(args[0]), *args[1:]))
     try:
         yield
@@ -214,8 +214,8 @@ class SampleFunction:
     Attributes:
         f: (z, index) -> output, on any samples of the batch.
         x: the points, (batch, *in).
-        start: where they lie: pixels, tokens or embeddings.
-        target: what f returns, as it is typed: `logits`, `logits:last`; or `scores`.
+        start: their space: pixels, tokens or embeddings.
+        target: the output of f in typed form, such as `logits` or `logits:last`; or `scores`.
     """
 
     f: Function
@@ -226,13 +226,13 @@ class SampleFunction:
 
 @dataclass(frozen=True)
 class _Ends:
-    """Where f ends.
+    """The output end of f.
 
     Attributes:
         net: the model.
-        labels: of the samples, if any.
-        place: the column of every sample that is asked for, if one is.
-        scorer: how it scores the next token, if that is what its logits are.
+        labels: labels of the samples, if any.
+        place: the requested column of every sample, if any.
+        scorer: how the model scores the next token, if its logits do.
     """
 
     net: Net
@@ -242,13 +242,13 @@ class _Ends:
 
 
 def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
-    """Return what the Jacobian of a model is of, with the position where there is one.
+    """Return the output of a model's Jacobian, with the position if there is one.
 
-    By default the logits, of a causal language model those of the token behind the last one; of a
-    model without either, the features.
+    The default is the logits, for a causal language model those of the token behind the last one,
+    for other models the features.
 
     Raises:
-        InputError: the model has no such end.
+        InputError: the model lacks this output.
     """
     speaks = net.classes is None and net.next_token is not None
     if speaks and target is None:
@@ -300,10 +300,10 @@ def make_sample_function(
         batch: the samples.
         start: pixels or embeddings.
         target: one of `ENDS`, of texts perhaps at a position.
-        place: the column of each sample that is meant, in place of the position of `target`.
+        place: the column of each sample, in place of the position of `target`.
 
     Raises:
-        InputError: the model has no such place, or a text no such position.
+        InputError: the model lacks this input or output, or a text this position.
     """
     embedded = net.kind == "text" or start == "embeddings"
     name = "embeddings" if embedded else {"image": "pixels"}.get(net.kind, net.kind)
@@ -317,7 +317,7 @@ def make_sample_function(
     def f(z: Tensor, index: Tensor) -> Tensor:
         part = batch.without_ids(index)
         forward = _run_from_embedding if embedded else _run_from_input
-        # What is read inside of a model that is spread over devices lies on any of them.
+        # Tensors inside a model that is spread over devices may be on any of them.
         return read(ends, part, index, lambda: forward(net, z, part)).to(z.device)
 
     if not embedded:
@@ -378,14 +378,14 @@ def _read_loss(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Ten
     if ends.scorer is not None:
         return compute_text_loss(ends.net, ends.scorer, part, forward)
     logits = ends.net.read(forward())
-    predicted = logits.detach().argmax(1)  # our choice of class, not part of the function
+    predicted = logits.detach().argmax(1)  # the class is our choice, not a part of the function
     own = predicted if ends.labels is None else ends.labels[index]
     own = own.where(own >= 0, predicted)
     return torch.nn.functional.cross_entropy(logits, own, reduction="none")[:, None]
 
 
 def _read_hidden(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    """Read what enters the head of a language model, else the last layer norm over tokens."""
+    """Return the input of a language model's head, else the output of the last layer norm."""
     if ends.scorer is None:
         states = _read_tokens(ends, part, index, forward)
     else:
@@ -400,7 +400,7 @@ def _read_hidden(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> T
 
 
 def _read_features(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    """Read what enters the last linear layer of a classifier, or a headless model's output."""
+    """Return the input of a classifier's last linear layer, or a headless model's output."""
     if ends.net.classes is None:
         return ends.net.read(forward())
     is_linear = lambda m: isinstance(m, nn.Linear)  # noqa: E731
@@ -410,7 +410,7 @@ def _read_features(ends: _Ends, part: Batch, index: Tensor, forward: Forward) ->
 
 
 def _read_tokens(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    """Read the output of the last layer norm over tokens; padded tokens are left out as zeros."""
+    """Return the output of the last layer norm over tokens, with padded tokens set to zero."""
     is_norm = lambda m: "Norm" in type(m).__name__  # noqa: E731
     with _watch_modules(ends.net.module, is_norm, lambda _, out: out) as seen:
         forward()
@@ -428,7 +428,7 @@ def _watch_modules(
     wanted: Callable[[nn.Module], bool],
     pick: Callable[[tuple[Any, ...], Any], Any],
 ) -> Iterator[list[Tensor]]:
-    """Collect what `pick` takes of the (arguments, output) of each module that is wanted."""
+    """Collect what `pick` returns for the (arguments, output) of each wanted module."""
     seen: list[Tensor] = []
     with ExitStack() as hooks:
         for part in filter(wanted, module.modules()):

@@ -1,4 +1,4 @@
-"""Run an unmodified model so that it can be linearised: what is replaced, what is refused."""
+"""Run an unmodified model so that it can be linearised: replaced and refused operations."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _check_attention(
 
 
 class _LinearMap(torch.autograd.Function):
-    """A linear map that is given by both of its directions: x -> A x and u -> A^T u.
+    """A linear map given by both of its directions: x -> A x and u -> A^T u.
 
-    Autograd would get A x as the derivative of its formula for A^T u: of a normalisation that
-    derivative takes ten operations, and it keeps what they read.
+    Autograd would compute A x as the derivative of its formula for A^T u. For a normalisation,
+    that takes ten operations and stores their inputs.
     """
 
     @staticmethod
@@ -54,7 +54,7 @@ class _LinearMap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
-        if not torch.is_grad_enabled():  # J^T u or J v alone: no graph of it is wanted
+        if not torch.is_grad_enabled():  # only J^T u or J v: no graph of it is needed
             return ctx.back(u), None, None
         return _LinearMap.apply(u, ctx.back, ctx.ahead), None, None
 
@@ -62,8 +62,8 @@ class _LinearMap(torch.autograd.Function):
 def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Read a weight that is stored in another precision or place again for every product.
 
-    A graph that kept W would hold a copy of every such weight beside the model: that of a 7B
-    model in bfloat16 takes 28 GB.
+    A graph that stores W would keep a converted copy of every weight: 28 GB for a 7B model in
+    bfloat16.
     """
     kept = keep(weight)
     if isinstance(kept, Tensor):
@@ -124,10 +124,10 @@ def _run_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Refuse batch statistics, and write the others out: they are an affine map per channel.
+    """Refuse batch statistics, and compute fixed ones as an affine map per channel.
 
-    On a CPU torch's own backward pass (up to 2.15 at least) gives wrong gradients for a batch of
-    one whose cotangent is a transposed view, as in every model that turns channels into tokens.
+    On a CPU, torch's backward pass (at least up to 2.15) gives wrong gradients for a batch of one
+    if the cotangent is a transposed view, as in every model that turns channels into tokens.
     """
     if training and (running_mean is not None or _mixes_samples(input)):
         raise InputError(
@@ -147,11 +147,11 @@ def _to_channels(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _mixes_samples(input: Tensor) -> bool:
-    """Say whether statistics over axis 0 and those from 2 on may be taken over several samples.
+    """Say whether statistics over axis 0 and axes from 2 on may cover several samples.
 
-    A weight that is standardised is made of parameters alone. One row with every sample's
-    channels side by side is an instance norm; should the samples lie in the other axes, the check
-    of their gradients finds it.
+    A standardised weight depends on parameters only. One row with all samples' channels side by
+    side is an instance norm; if samples are in the other axes, the check of their gradients finds
+    it.
     """
     return len(input) > 1 and not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
 
@@ -170,12 +170,12 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
 class LinearMode(TorchFunctionMode):
     """Run a model so that it can be differentiated twice, and refuse what is no fixed function.
 
-    Outputs change by rounding only. In a float64 run (`widen`) nothing is computed in float32 on
-    the way: many models cast to float32 inside, for norms, rotary positions or softmax, which
-    would leave seven of the sixteen digits.
+    Outputs change by rounding only. In a float64 run (`widen`) casts to float32 inside the model
+    are skipped: many models compute norms, rotary positions or softmax in float32, which would
+    leave seven of sixteen digits.
 
     Raises:
-        InputError: inside the block, where the model uses dropout or batch statistics.
+        InputError: raised inside the block if the model uses dropout or batch statistics.
     """
 
     def __init__(self, *, widen: bool) -> None:
@@ -189,7 +189,7 @@ class LinearMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the replacement of `func` where there is one that applies, else `func`."""
+        """Call the replacement of `func` if one applies, else `func`."""
         kwargs = kwargs or {}
         if self.widen:
             func, args, kwargs = widen_call(func, args, kwargs)
@@ -202,9 +202,10 @@ def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor)
     """Evaluate f with operations that can be differentiated twice."""
     sdpa = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
-    # The backward pass of fused kernels has no derivative; that of MATH, torch operations, has.
+    # Fused kernels have a backward pass without derivative; MATH uses torch operations, which have
+    # one.
     with sdpa, hooks, LinearMode(widen=leaf.dtype == torch.float64):
-        return f(leaf.clone(), index)  # a copy, which f may change in place
+        return f(leaf.clone(), index)  # a copy, because f may change it in place
 
 
 _CHECKPOINTING = "gradient checkpointing is on"
@@ -221,10 +222,10 @@ _CAUSES = {
 
 @contextmanager
 def explain_errors() -> Iterator[None]:
-    """Turn what autograd says of an unsuitable model into advice."""
+    """Turn autograd's messages on an unsuitable model into hints."""
     try:
         yield
-    except AssertionError as error:  # in a backward pass of the model's own
+    except AssertionError as error:  # inside a backward pass written by the model's authors
         raise InputError(
             f"the model cannot be linearised: {str(error).partition(chr(10))[0]}",
             "Its code forbids a backward pass in eval mode. Use `lipaudit attention`, or a "

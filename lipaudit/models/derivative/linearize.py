@@ -15,13 +15,14 @@ from lipaudit.models.precision import exact_arithmetic
 from lipaudit.theory.scale import times_power
 
 Function = Callable[[Tensor, Tensor], Tensor]
-"""f(x, index) -> y: row i of x and of y is sample index[i] of the batch, whose mask applies."""
+"""f(x, index) -> y: row i of x and y belongs to sample index[i] of the batch, whose mask applies.
+"""
 
 Product = Callable[[Tensor], Tensor]
 
 TOGETHER = 2**20
-"""Entries of the Jacobian that are formed at a time: in a small model most of the cost of a
-backward pass is that of calling its operations, not theirs."""
+"""Entries of the Jacobian formed at a time: in a small model most of the cost of a backward pass
+is the overhead of its operations."""
 
 _ROOM = {torch.float32: 100, torch.float64: 800}
 """Power of two by which a vector can be scaled without loss."""
@@ -32,22 +33,22 @@ rounding."""
 
 
 class Linearization:
-    """J v and J^T u of f at every sample of x at once, in units of 2^exponent.
+    """J v and J^T u of f at every sample of x together, in units of 2^exponent.
 
-    One forward pass is kept; a product costs about as much as one more. J^T u is a backward pass,
-    J v the derivative of J^T u with respect to u: two backward
-    passes replace forward mode, which fused attention lacks.
+    The graph of one forward pass is kept; a product costs about one more pass. J^T u is a backward
+    pass. J v is the derivative of J^T u with respect to u: two backward passes replace forward
+    mode, which fused attention lacks.
 
-    All products are those of 2^-exponent J. The exponents are 0 until `fit` or the first `outer`,
-    `inner`, `rows` or `columns` meets derivatives that are far from one: products of two would
-    underflow or overflow. They scale the vector that goes in, as far as its precision carries it,
-    and the rest what comes out: exactly. In float32 norms from about 1e-60 to 1e38 are met so,
-    provided that nothing on the way through the model is out of range.
+    All products are with 2^-exponent J. The exponents are 0 until `fit` or the first `outer`,
+    `inner`, `rows` or `columns` finds derivatives so far from one that products of two would
+    underflow or overflow. The scaling is exact: it is applied to the input vector as far as its
+    precision allows, and the rest to the result. In float32 this covers norms from about 1e-60 to
+    1e38, unless a value inside the model is out of range.
 
     Attributes:
         f: the map.
         x: the points, (batch, *in).
-        index: which samples of the first batch the rows are, (batch,).
+        index: indices of the rows in the first batch, (batch,).
         output: f(x), (batch, *out).
         exponent: per sample, (batch,), on the CPU.
     """
@@ -64,12 +65,12 @@ class Linearization:
 
     @property
     def inputs(self) -> int:
-        """Entries of one sample's input."""
+        """Return the number of entries of one sample's input."""
         return self.x[0].numel()
 
     @property
     def outputs(self) -> int:
-        """Entries of one sample's output."""
+        """Return the number of entries of one sample's output."""
         return self.output[0].numel()
 
     def vjp(self, u: Tensor) -> Tensor:
@@ -94,17 +95,17 @@ class Linearization:
         return self.vjp(self.sized(self.jvp, v))
 
     def fit(self) -> None:
-        """Choose the exponents by one product, unless that has been done."""
+        """Choose the exponents by one product, unless they are chosen already."""
         if not self._fitted:
             self.sized(self.vjp, _draw_noise(self.output))
 
     def reset(self) -> None:
-        """Forget the exponents: products of other vectors may be of another size."""
+        """Reset the exponents, because products with other vectors may differ in size."""
         self.exponent, self._fitted = torch.zeros_like(self.exponent), False
 
     @cached_property
     def rows(self) -> Tensor:
-        """The dense Jacobian, (batch, outputs, inputs), by one J^T u per output."""
+        """Return the dense Jacobian, (batch, outputs, inputs), by one J^T u per output."""
         units = torch.eye(self.outputs, dtype=self.output.dtype, device=self.output.device)
         units = units.view(-1, 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
         parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
@@ -116,7 +117,7 @@ class Linearization:
 
     @cached_property
     def columns(self) -> Tensor:
-        """The dense transpose, (batch, inputs, outputs), by one J v per input."""
+        """Return the dense transpose, (batch, inputs, outputs), by one J v per input."""
 
         def dense(_: Tensor) -> Tensor:
             units = (_make_unit(self.x, i) for i in range(self.inputs))
@@ -129,7 +130,7 @@ class Linearization:
         return self.vjp(_make_unit(self.output, i)).flatten(1)
 
     def select(self, index: Tensor) -> Linearization:
-        """Linearise again at some of the samples, so that the others cost nothing more."""
+        """Linearise again at some of the samples, so that the others cost nothing."""
         part = Linearization(self.f, self.x[index], self.index[index])
         part.exponent, part._fitted = self.exponent[index.cpu()], self._fitted
         return part
@@ -141,13 +142,13 @@ class Linearization:
 
     @cached_property
     def _graph(self) -> tuple[Tensor, Tensor]:
-        """A leaf at x and f of it."""
+        """Return a leaf at x, and f of it."""
         with exact_arithmetic(self.x.device), explain_errors():
             leaf = self.x.clone().requires_grad_()
             return leaf, evaluate(self.f, leaf, self.index)
 
     def _transpose(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """A leaf at u and J^T u of it."""
+        """Return a leaf at u, and J^T u of it."""
         leaf, value = self._graph
         with exact_arithmetic(self.x.device), explain_errors():
             u = u.detach().clone().requires_grad_()
@@ -155,14 +156,14 @@ class Linearization:
         return u, pullback
 
     def _begin(self, u: Tensor) -> Tensor:
-        """J^T u, which comes with the graph that J needs."""
+        """Return J^T u; its graph also serves J."""
         self._transposed = self._transpose(u)
         return self._transposed[1].detach()
 
     def sized(self, product: Product, z: Tensor) -> Tensor:
-        """Return product(z), after choosing the exponents such that it is of the size of z."""
+        """Return product(z), after choosing exponents that give it the size of z."""
         image = product(z)
-        for _ in range(0 if self._fitted else 3):  # a first image may be 0 or infinite itself
+        for _ in range(0 if self._fitted else 3):  # the first result may be 0 or infinite
             change = _compute_excess(image, z)
             if not change.any():
                 break
@@ -174,7 +175,7 @@ class Linearization:
         return image
 
     def _in_units(self, product: Product, z: Tensor) -> Tensor:
-        """The image of z, times 2^-exponent."""
+        """Return product(z), times 2^-exponent."""
         if not self.exponent.any():
             return product(z)
         room = _ROOM[z.dtype]
@@ -182,7 +183,7 @@ class Linearization:
         return times_power(product(times_power(z, before)), -self.exponent - before)
 
     def _pull_rows(self, u: Tensor) -> Tensor:
-        """J^T u of several u, in one backward pass where every operation can be mapped over."""
+        """Return J^T u of several u, in one backward pass if all operations can be mapped over."""
         if len(u) > 1:
             leaf, value = self._graph
 
@@ -213,7 +214,7 @@ def _make_unit(like: Tensor, i: int | Tensor) -> Tensor:
 
 
 def _compute_excess(image: Tensor, z: Tensor) -> Tensor:
-    """By which powers of two the image is out of range, per sample; 0 where it is not."""
+    """Return the powers of two by which each sample's result is out of range; 0 if it is not."""
     room = _ROOM[z.dtype]
     sizes = [t.flatten(1).abs().amax(1) for t in (image, z)]
     size, given = torch.stack(sizes).to("cpu", torch.float64)
@@ -223,21 +224,21 @@ def _compute_excess(image: Tensor, z: Tensor) -> Tensor:
 
 
 def linearize(f: Function, x: Tensor) -> Linearization:
-    """Linearise f at every sample of x, and check that each sample has a Jacobian of its own.
+    """Linearise f at every sample of x, and check that samples are independent.
 
-    The plain model is run on the last sample between two that are all NaN, and what is computed
-    from NaN is NaN: where its output is that of the full batch nonetheless, nothing of its
-    neighbours went into it. That costs three forward passes of one sample. Where it is not, where
-    an operation is random or may have lost a NaN, and on an accelerator, where NaN may end the
-    process, derivatives decide: of two samples, neither output may have any gradient with respect
-    to the other sample. That costs about eight passes of one sample.
+    The model runs on the last sample between two samples of NaN. Results computed from NaN are
+    NaN; so if the output equals that of the full batch, it does not depend on the neighbours. This
+    costs three forward passes of one sample. If it differs, if an operation is random or may hide
+    a NaN, and on an accelerator, where NaN may end the process, derivatives decide: the output of
+    one of two samples may not have a gradient with respect to the other. This costs about eight
+    passes of one sample.
 
     Args:
         f: f(x, index) -> y, (batch, *in) -> (batch, *out), on any rows `index` of the batch.
         x: the points, (batch, *in), float32 or float64.
 
     Raises:
-        UsageError: x is of another type.
+        UsageError: x has another dtype.
         InputError: dropout or batch statistics are in use, samples depend on each other, gradient
             checkpointing is on, or an operation cannot be differentiated.
         EvaluationError: the output is not finite, or differs from one call to the next.
@@ -256,8 +257,8 @@ def linearize(f: Function, x: Tensor) -> Linearization:
 
 
 def _stands_alone(whole: Linearization) -> bool:
-    """Whether the last sample's output is the plain model's between two samples of NaN."""
-    # The last sample between two others: attention over the batch, causal or not, would see one.
+    """Return whether the last sample's output is the same between two samples of NaN."""
+    # Between two others: attention over the batch, causal or not, would see one of them.
     rows = torch.tensor([0, len(whole) - 1, 0])
     beside, value, trail = whole.x[rows], whole._graph[1], Trail()
     beside[::2] = torch.nan
@@ -266,20 +267,20 @@ def _stands_alone(whole: Linearization) -> bool:
     try:
         with exact_arithmetic(whole.x.device), torch.no_grad(), trail:
             plain = whole.f(beside.clone(), whole.index[rows])
-    except Exception as error:  # a model may look at its numbers, and say so in any way
+    except Exception as error:  # a model may check its numbers, and raise anything
         if of_machine(error):
             raise
         return False
     finally:
         if trail.restore():
-            whole.release()  # its graph keeps what has been written into
+            whole.release()  # its graph stores what was written into it
     if trail.lost or plain.shape[1:] != value.shape[1:]:
         return False
     return _agree(whole.output[-1:], plain[1:2])
 
 
 def _check_outputs(f: Function, x: Tensor) -> Tensor:
-    """The outputs of the ends, once they are known to be independent functions of the two."""
+    """Return f of two samples, after checking that the outputs are independent."""
     index = torch.tensor([0, len(x) - 1], device=x.device)
     x = x[index]
     pair = Linearization(f, x, index)
@@ -288,7 +289,7 @@ def _check_outputs(f: Function, x: Tensor) -> Tensor:
     pair.exponent[1] = pair.exponent[0]
     back = pair.vjp(_draw_one(1, pair.output))
     leak = torch.maximum(gradient[1].abs().max(), back[0].abs().max())
-    if leak != 0:  # the host waits for this once
+    if leak != 0:  # the only wait of the host
         require_finite(leak)
         raise InputError(
             f"the output of one sample depends on another one (gradient up to {leak:.1e})",
@@ -301,14 +302,14 @@ def _check_outputs(f: Function, x: Tensor) -> Tensor:
 
 
 def _draw_one(sample: int, output: Tensor) -> Tensor:
-    """A random vector for one sample and 0 for the others."""
+    """Return a random vector for one sample, and 0 for the others."""
     u = torch.zeros_like(output)
     u[sample] = _draw_noise(output)[sample]
     return u
 
 
 def _draw_noise(output: Tensor) -> Tensor:
-    """The same random vector for every sample."""
+    """Return the same random vector for every sample."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(output[0].shape, generator=generator).to(output)
     return noise.expand_as(output).clone()

@@ -1,4 +1,4 @@
-"""Exact norms of a whole model's Jacobian per sample, and what else its rows tell."""
+"""Exact norms of a whole model's Jacobian per sample, and margins from its rows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class JacobianNorms:
     """Norm of the Jacobian per sample, on the CPU.
 
     Attributes:
-        norm: the operator norm; from lanczos not above the truth, beyond rounding.
-        upper: from lanczos, the truth is at most this with probability `1 - lanczos.ETA`.
-        within: upper / norm - 1, which is what is proven of the norm; 0 where nothing is left out.
-        products: products with J or its transpose that were spent.
-        converged: whether the stop rule was met within the allowed steps.
+        norm: the operator norm; by lanczos never above the true norm, apart from rounding.
+        upper: by lanczos, upper limit of the true norm with probability `1 - lanczos.ETA`.
+        within: upper / norm - 1, the proven relative error; 0 for dense Jacobians.
+        products: number of products with J or its transpose.
+        converged: whether the stop rule held within the allowed steps.
         method: dense (all rows or columns), rows (one at a time) or lanczos.
-        direction: the v with the largest |J v| / |v| that was met, (batch, inputs), of any length,
-            where x is; None unless asked for.
+        direction: the v with the largest |J v| / |v|, (batch, inputs), of any length, on the
+            device of x; None unless requested.
     """
 
     norm: Tensor
@@ -52,17 +52,18 @@ class JacobianNorms:
 
 @dataclass(frozen=True)
 class Margins:
-    """First-order picture of the decision at each sample, on the CPU: indicative, no certificate.
+    """First-order figures of the decision at each sample, on the CPU: estimates, no certificates.
 
     Attributes:
-        margin: m = f_y - max_{j != y} f_j; negative where the sample is misclassified.
+        margin: m = f_y - max_{j != y} f_j; negative if the sample is misclassified.
         gradient: ||grad(f_y - f_j)||_q for the runner-up j, q dual to the attack's norm.
-        radius: min_j (f_y - f_j) / ||grad(f_y - f_j)||_q over all j != y; a lower limit of it
-            where not `complete`.
-        closest: the class j that attains the smallest among those looked at.
-        rivals: how many classes j were looked at.
-        complete: whether the others are known to be no nearer.
-        direction: grad(f_y - f_j) for the runner-up, (batch, inputs), of any length, where x is.
+        radius: min_j (f_y - f_j) / ||grad(f_y - f_j)||_q over all j != y; if not `complete`, a
+            lower limit of it.
+        closest: the examined class j with the smallest value.
+        rivals: number of examined classes j.
+        complete: whether no other class can be nearer.
+        direction: grad(f_y - f_j) for the runner-up, (batch, inputs), of any length, on the device
+            of x.
     """
 
     margin: Tensor
@@ -86,22 +87,22 @@ def compute_jacobian_norms(
 ) -> JacobianNorms:
     """Return the operator norm of every sample's Jacobian.
 
-    `2`: sigma_1(J), exact from the dense Jacobian where one side is at most `DENSE`, else by the
-    Lanczos process in the smaller of the two spaces. `inf`: max_i sum_j |J_ij|, from l_inf to
-    l_inf, one J^T u per output. Nothing depends on how samples are batched.
+    `2`: sigma_1(J), from the dense Jacobian if one side is at most `DENSE`, else by the Lanczos
+    process in the smaller of the two spaces. `inf`: max_i sum_j |J_ij|, from l_inf to l_inf, by
+    one J^T u per output. Results do not depend on the batch.
 
     Args:
         linear: the map, linearised at the samples; its graph may be dropped to save memory.
         norm: which operator norm.
-        tol: relative accuracy, estimated, at which lanczos ends a sample.
-        max_steps: most products with J J^T per sample.
-        within: how far `upper` may lie above a norm, relatively.
-        seeds: of the start vectors, one per sample; the same vector for all when None.
-        directions: whether to return the leading right singular vectors of `2` too, which may
+        tol: estimated relative accuracy at which lanczos ends a sample.
+        max_steps: largest number of products with J J^T per sample.
+        within: how far `upper` may be above a norm, relatively.
+        seeds: seeds of the start vectors, one per sample; None: the same vector for all.
+        directions: whether to return the leading right singular vectors for `2`, too, which may
             take one more product.
 
     Raises:
-        UsageError: `inf` of more than `MOST_ROWS` outputs.
+        UsageError: `inf` with more than `MOST_ROWS` outputs.
         EvaluationError: a derivative is not finite.
     """
     if norm == "inf":
@@ -122,16 +123,16 @@ def compute_margins(
 ) -> Margins:
     """Return margins, their gradients and the first-order radius of every sample.
 
-    Other classes j are looked at in the order of f_y - f_j, until none of the others can be
-    nearer: ||J^T (e_y - e_j)||_q is at most G = sqrt(2) ||J|| for q = 2, and
+    Other classes j are examined in the order of f_y - f_j, until none of the rest can be nearer:
+    ||J^T (e_y - e_j)||_q is at most G = sqrt(2) ||J|| for q = 2, and
     G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1, so their radii are at least (f_y - f_j) / G.
 
     Args:
         linear: the map to logits (batch, classes), linearised at the samples.
-        y: class of each sample, (batch,); the predicted class stands in where it is negative.
-        norm: of the attack: gradients are measured in the dual one (l_1 for inf).
-        upper: what the same norm of J is at most, from `compute_jacobian_norms`; None: not known.
-        rivals: how many other classes are looked at, where there are more than `DENSE`; None: all.
+        y: class of each sample, (batch,); negative: the predicted class.
+        norm: norm of the attack: gradients are measured in the dual norm (l_1 for inf).
+        upper: upper limit of the same norm of J, from `compute_jacobian_norms`; None: unknown.
+        rivals: number of other classes to examine, if there are more than `DENSE`; None: all.
 
     Raises:
         UsageError: the output is not (batch, classes) with at least two classes.
@@ -155,7 +156,7 @@ class _Slopes:
         if self.every > DENSE:
             linear.fit()
         self.own = self._compute_row(y)
-        # Gradients are in units of 2^exponent, and so is what limits them.
+        # Gradients are in units of 2^exponent, and so are their limits.
         self.most = 2**0.5 * upper if self.dual == 2 else upper + self.norm(self.own)
 
     def gradient(self, j: Tensor) -> Tensor:
@@ -163,7 +164,7 @@ class _Slopes:
         return self.own - self._compute_row(j)
 
     def norm(self, *gradients: Tensor) -> Tensor:
-        """Return the norms of gradients, (batch,) of each, one behind the other."""
+        """Return the norms of gradients, (batch,) each, one after the other."""
         sizes = [torch.linalg.vector_norm(g.to(torch.float64), self.dual, 1) for g in gradients]
         exponent = self.linear.exponent.repeat(len(gradients))
         return times_power(torch.cat(sizes).cpu(), exponent)
@@ -171,7 +172,7 @@ class _Slopes:
     def of(self, first: Tensor, order: Tensor) -> Iterator[Tensor]:
         """Yield the norms of the first gradient and of those of all further classes, (batch,).
 
-        Where the rows are there, all are met at once: an accelerator is waited for once.
+        If the rows are known, all norms are computed together: one wait for an accelerator.
         """
         gradients = chain([first], (self.gradient(j) for j in order[:, 1:].unbind(1)))
         if self.every > DENSE:
@@ -186,9 +187,9 @@ class _Slopes:
 
 
 def _find_nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -> Margins:
-    """Look at the classes of `order`, (batch, classes - 1), as long as one may be the nearest.
+    """Examine the classes of `order`, (batch, classes - 1), while one may be the nearest.
 
-    Gaps are on the CPU, the order where the gradients are.
+    Gaps are on the CPU, the order is on the device of the gradients.
     """
     most = gaps.shape[1] if rivals is None or slopes.every <= DENSE else rivals
     count, classes = min(most, gaps.shape[1]), order.cpu()
@@ -200,7 +201,7 @@ def _find_nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | No
         nearer = ~complete & (here < radius)
         radius, closest = here.where(nearer, radius), classes[:, i].where(nearer, closest)
         looked += ~complete
-        # Gaps only grow from here: a class that is no nearer at the largest slope ends the search.
+        # Gaps only grow: a class that is not nearer at the largest slope ends the search.
         later = gaps[:, i + 1] if i + 1 < gaps.shape[1] else torch.full_like(radius, torch.inf)
         complete |= (later >= 0) & (later >= radius * slopes.most) | later.isinf()
         if complete.all():
@@ -227,7 +228,7 @@ def _compute_row_norms(linear: Linearization) -> JacobianNorms:
 def _compute_dense_norms(linear: Linearization, *, directions: bool) -> JacobianNorms:
     few_outputs = linear.outputs <= linear.inputs
     dense = linear.rows if few_outputs else linear.columns
-    # One sample at a time: the whole in float64 would be twice the memory of what there is.
+    # One sample at a time: all in float64 would double the memory.
     wide = (j.to(torch.float64) for j in dense)
     gram = torch.stack([j @ j.T for j in wide])
     require_finite(gram)
@@ -263,7 +264,7 @@ def _compute_lanczos_norms(
         return make_gram_products(linear.select(index.to(device)))
 
     norms = spectral_norms(select, start, **how).times(powers_of_two(linear.exponent))
-    spent = 2 * norms.products  # J^T u comes with A u = J J^T u
+    spent = 2 * norms.products  # J^T u is a by-product of A u = J J^T u
     return JacobianNorms(
         norms.norm,
         norms.upper,
@@ -276,7 +277,7 @@ def _compute_lanczos_norms(
 
 
 def _compute_leading(linear: Linearization, vector: Tensor) -> Tensor:
-    """Return the leading right singular vectors, given those of the smaller space."""
+    """Return the leading right singular vectors, from those of the smaller space."""
     if linear.outputs > linear.inputs:
         return vector
     u = vector.to(linear.x.dtype).view(linear.output.shape)

@@ -1,4 +1,4 @@
-"""Whether NaN marks all that is computed from it, and one run tells what the next one does."""
+"""Whether NaN marks everything computed from it, so that one run predicts the next."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ _DROPS = frozenset(
 )
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-"""torch marks it as random because of dropout, which its CPU version does not support."""
+"""torch marks it as random because of dropout, which the CPU version does not support."""
 
 
 class Trail(EagerMode):
-    """Watch for random numbers, for operations whose NaN leaves none behind, and for state.
+    """Watches for random numbers, for operations that hide a NaN, and for state.
 
-    What is not a floating-point number cannot be NaN: a comparison, a place in an order, a number
-    that Python gets to see. So nothing is known of what a mask or a route does that was made of
-    NaN.
+    Only floating-point numbers can be NaN: not a comparison, a rank, or a Python number. So the
+    effect of a mask or a route made from NaN is unknown.
 
     Attributes:
-        lost: whether an operation of either kind has been met.
+        lost: whether such an operation occurred.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class Trail(EagerMode):
         self._states: list[tuple[Tensor, Tensor]] = []
 
     def restore(self) -> bool:
-        """Put back what the run has written into tensors that are older than it, if any."""
+        """Restore older tensors that the run has written into, if any."""
         with torch.no_grad():
             for state, before in reversed(self._states):
                 state.copy_(before)
@@ -45,7 +44,7 @@ class Trail(EagerMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call the operation, and look at what went in where NaN may not come out."""
+        """Call the operation; check its inputs if NaN may not come out."""
         given = {
             _identify_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
         }
@@ -61,7 +60,7 @@ class Trail(EagerMode):
         return result
 
     def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy what an operation is about to write into, if the run has not made it."""
+        """Copy a tensor before an operation writes into it, unless the run created it."""
         for place, argument in enumerate(func._schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -71,12 +70,12 @@ class Trail(EagerMode):
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """What tells a storage from all others that are there at the same time."""
+    """Return a value that identifies a storage among all live ones."""
     return tensor.untyped_storage()._cdata
 
 
 def _shows_nan(value: Any) -> bool:
-    """Whether a NaN could be seen in a result."""
+    """Return whether a result could show a NaN."""
     if not isinstance(value, Tensor):
         return value is None
     return value.is_floating_point() or value.is_complex()

@@ -1,5 +1,5 @@
 """Find attention calls and linear maps while an unmodified model runs.
 
 `linears` and `events` recognise them op by op, `trace` cuts the graph there and numbers them,
-`calls` holds what was found, and `uses` counts attention that nothing else recognises.
+`calls` holds the results, and `uses` counts attention that the others do not recognise.
 """

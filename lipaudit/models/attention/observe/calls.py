@@ -1,8 +1,8 @@
-"""An attention call as a model makes it: its tensors, their axes, and what each was made from.
+"""An attention call of a model: its tensors, their axes, and their origins.
 
-The graph of a pass is cut at linear maps. `Origins` knows what made each leaf of it; an
-`AttentionCall` holds q, k, v, how the logits come about, and the output; `arrange` brings them
-from the axes that models use to (windows, heads, tokens, width).
+The graph of a pass is cut at linear maps. `Origins` stores the origin of each leaf. An
+`AttentionCall` holds q, k, v, the form of the logits, and the output. `arrange` converts the axes
+of a model to (windows, heads, tokens, width).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lipaudit.models.graph import leaves
 
 
 class Address(NamedTuple):
-    """Which op of a forward pass: the innermost module, the kind of op, its running number there.
+    """An op of a forward pass: its innermost module, its kind, and its running number there.
 
-    It does not depend on the data: a mixture of experts changes the numbers inside its own
-    modules only.
+    It does not depend on the data: a mixture of experts changes only the numbers inside its own
+    modules.
     """
 
     module: str
@@ -35,13 +35,13 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """What made a leaf of the cut graph: a linear map, the model's input, or an attention.
+    """The origin of a leaf of the cut graph: a linear map, the model's input, or an attention.
 
     Attributes:
-        address: which op it was.
+        address: address of the op.
         linear: the linear map.
-        root: marks the tensor whose tokens the linear map reads, see `root`; None in a pass that
-            is not the survey's.
+        root: mark of the tensor whose tokens the linear map reads, see `root`; None outside of
+            surveys.
         divided: whether the linear map reads parts of the channels of a token, row by row.
     """
 
@@ -52,19 +52,20 @@ class Origin:
 
     @property
     def is_map(self) -> bool:
-        """Whether it is a linear map, forgotten or not."""
+        """Return whether it is a linear map, released or not."""
         return self.address.op in (LEFT, RIGHT)
 
     @property
     def forgotten(self) -> bool:
-        """Whether it was a linear map, which `Origins.release` has forgotten."""
+        """Return whether it is a linear map that `Origins.release` has released."""
         return self.linear is None and self.is_map
 
     def reads_same(self, other: Origin) -> bool:
-        """Say whether two linear maps of one pass read the same tokens of one tensor.
+        """Say whether two linear maps of one pass read the same tokens of the same tensor.
 
-        That it is one tensor is a matter of the graph, not of values: two layer norms may agree
-        today. The values, at a generic point, then tell that the tokens come in the same order.
+        The graph shows that it is the same tensor; values do not, because two layer norms may be
+        equal by chance. Values at a generic point then show that the order of the tokens is the
+        same.
         """
         if self.linear is None or other.linear is None or self.root is not other.root:
             return False
@@ -73,14 +74,14 @@ class Origin:
 
 
 class Leaf(NamedTuple):
-    """A leaf of a cut graph, and what made it."""
+    """A leaf of a cut graph, and its origin."""
 
     tensor: Tensor
     origin: Origin
 
 
 class Origins:
-    """What made each leaf of the cut graph of one pass; forgotten when the graph is."""
+    """The origins of all leaves of the cut graph of one pass; freed with the graph."""
 
     def __init__(self) -> None:
         self._origins: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
@@ -90,20 +91,20 @@ class Origins:
         )
 
     def note(self, leaf: Tensor, origin: Origin) -> None:
-        """Write down what made a leaf."""
+        """Record the origin of a leaf."""
         self._origins[leaf] = origin
 
     def leaves(self, *tensors: Tensor) -> list[Leaf]:
-        """Return the leaves that each tensor was made from, one tensor after the other.
+        """Return the leaves that each tensor depends on, one tensor after the other.
 
-        A constant for which the model itself asks gradients is none: it depends on nothing.
+        A constant with gradients enabled by the model does not count: it depends on nothing.
         """
         behind: Iterable[Tensor] = (leaf for t in tensors for leaf in self._leaves(t))
         pairs = ((leaf, self._origins.get(leaf)) for leaf in behind)
         return [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
 
     def beside(self, made: Iterable[Tensor], given: Iterable[Tensor]) -> list[Origin]:
-        """Return the origins of what some tensors are made of beside others that are given."""
+        """Return the origins of tensors, except those of other given tensors."""
         given = list(given)
         stop = [t.grad_fn for t in given if t.grad_fn is not None]
         known = {id(t) for t in given}
@@ -112,12 +113,12 @@ class Origins:
         return [origin for origin in origins if origin is not None]
 
     def met(self, *made: Tensor, given: Iterable[Tensor]) -> int:
-        """Count which of the tensors that are given lead to others."""
+        """Count the given tensors that some of the others depend on."""
         stop = [t.grad_fn for t in given if t.grad_fn is not None]
         return len({node for t in made for node in leaves(t, stop)[1]})
 
     def _leaves(self, t: Tensor) -> list[Tensor]:
-        """Walk the graph behind a tensor once, or again where it has been written to."""
+        """Walk the graph behind a tensor once; again if it has been written to."""
         node, known = self._behind.get(t, (None, []))
         if node is None or node is not t.grad_fn:  # a write in place gives t another node
             known = leaves(t)[0]
@@ -125,18 +126,18 @@ class Origins:
         return known
 
     def mix(self, t: Tensor) -> None:
-        """Write down that the linear maps behind a tensor have met in it, if they are several."""
+        """Record that several linear maps behind a tensor have been combined in it."""
         behind = self.leaves(t)
         if len(behind) > 1:
             self._mixed.update(leaf for leaf in behind if leaf.origin.linear is not None)
 
     def release(self, *read: Tensor) -> None:
-        """After an attention call that reads some tensors, forget what will not be read again.
+        """After an attention call that reads some tensors, release what will not be read again.
 
-        A q, k or v has a closed form as a function of one linear map. Maps that met others before
-        this call, and are not behind it, are the residual stream: the graph keeps their outputs
-        to the end of the pass, and what they read would stay with them. Where a later call reads
-        one of them after all, its origin says so: see `forgotten`.
+        A q, k or v has a closed form as a function of one linear map. Maps that were combined with
+        others before this call, and are not behind it, belong to the residual stream: the graph
+        keeps their outputs to the end of the pass, and their inputs would stay in memory with
+        them. If a later call still reads one of them, its origin is marked `forgotten`.
         """
         kept = {id(leaf.tensor) for leaf in self.leaves(*read)}
         for leaf, origin in list(self._mixed.items()):
@@ -147,7 +148,7 @@ class Origins:
 
 @dataclass(frozen=True)
 class Fused:
-    """Logits of the fused op: scale q k^T + mask (True or 0 where a key is seen)."""
+    """Logits of the fused op: scale q k^T + mask (True or 0 for visible keys)."""
 
     scale: float
     mask: Tensor | None
@@ -159,12 +160,13 @@ class Explicit:
     """Logits of a written-out softmax.
 
     Attributes:
-        products: where q k^T enters the autograd graph of the logits; of a loop, of each call.
-        logits: what the softmax is taken of.
+        products: the edge at which q k^T enters the autograd graph of the logits; for a loop, of
+            each call.
+        logits: the input of the softmax.
         p: its result.
-        weights: what multiplies v: p itself, or what the model made of it.
+        weights: the factor of v: p itself, or a function of it.
         others: whether the logits depend on more than this product and constants.
-        axis: along which the calls of a loop are joined.
+        axis: axis along which the calls of a loop are joined.
     """
 
     products: tuple[GradientEdge, ...]
@@ -175,7 +177,7 @@ class Explicit:
     axis: int = 1
 
     def pull(self, cotangent: Tensor) -> Tensor | None:
-        """Return J^T u of the logits with respect to q k^T; None where nothing leads there."""
+        """Return J^T u of the logits with respect to q k^T; None if they do not depend on it."""
         pulled = torch.autograd.grad(
             self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
         )
@@ -191,10 +193,10 @@ class AttentionCall:
 
     Attributes:
         q, k, v: (..., tokens, width), leading axes broadcast, grouped heads repeated.
-        form: how the logits come about.
-        output: what the model's own ops make of it, (..., tokens, width), in the model's shape.
+        form: the form of the logits.
+        output: the model's output, (..., tokens, width), in the model's shape.
         transposed: whether the model keeps tokens last, (..., width, tokens).
-        origins: what made the leaves of its graph, where a tracer has cut it.
+        origins: origins of the leaves of its graph, if a tracer has cut it.
     """
 
     q: Tensor
@@ -213,11 +215,11 @@ def _show_heads(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Loop:
-    """Attention calls that a model's code makes one after the other, and that are one layer.
+    """Attention calls that a model makes one after the other, and that form one layer.
 
     Attributes:
-        addresses: of the calls, in order.
-        axis: along which they are joined: 1, each computes some heads, or 2, some queries.
+        addresses: addresses of the calls, in order.
+        axis: axis along which they are joined: 1 if each computes some heads, 2 if some queries.
     """
 
     addresses: tuple[Address, ...]
@@ -269,7 +271,7 @@ class Loop:
 
 
 def compute_probabilities(call: AttentionCall) -> Tensor:
-    """Return P, all of it, differentiable to any order."""
+    """Return P as a whole, differentiable to any order."""
     if isinstance(call.form, Explicit):
         return call.form.p
     logits = call.form.scale * (call.q @ call.k.mT)
@@ -279,12 +281,12 @@ def compute_probabilities(call: AttentionCall) -> Tensor:
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(future, -torch.inf)
     p = torch.softmax(logits, -1)
-    # A row without any key: softmax gives NaN, the fused op zero.
+    # A row without keys: softmax gives NaN, the fused op zero.
     return p if call.form.mask is None else p.masked_fill(logits.isneginf().all(-1, True), 0.0)
 
 
 def make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as what is added to the logits: -inf where a boolean one is False."""
+    """Return a mask in additive form: -inf where a boolean mask is False."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
@@ -314,7 +316,7 @@ _FOLDED = re.compile(r"windows\*(\d+)heads tokens")
 
 
 def arrange(layout: str, t: Tensor, samples: int) -> Tensor:
-    """Bring a tensor from the axes a model has to (windows, heads, tokens, width)."""
+    """Convert a tensor from the axes of a model to (windows, heads, tokens, width)."""
     if folded := _FOLDED.fullmatch(layout):
         return t.reshape(-1, int(folded[1]), *t.shape[1:])
     return LAYOUTS[layout](t, samples)

@@ -1,4 +1,4 @@
-"""The residual connections around attention layers, and the exact norm of each."""
+"""The residual connections around attention layers, and their exact norms."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lipaudit.theory.policy import TOL, WITHIN
 
 
 class Residual(NamedTuple):
-    """A call of a module that adds what its attention gives to its own input.
+    """A call of a module that adds the result of its attention to its own input.
 
     Attributes:
-        module: its path.
-        call: which of its calls in a forward pass (layers may share a module).
-        input: the position of the input among all that it is called with, containers flattened.
-        output: likewise among all that it returns.
+        module: path of the module.
+        call: number of the call in a forward pass (layers may share a module).
+        input: position of the input among all arguments, with containers flattened.
+        output: position of the output among all results, with containers flattened.
     """
 
     module: str
@@ -41,14 +41,14 @@ class Residual(NamedTuple):
 
 
 def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Residual | None, ...]:
-    """Find the residual of every attention layer: the smallest module around it with a skip path.
+    """Return the residual of each attention layer: the smallest module with a skip path.
 
-    In a pass that is cut at every linear map and every attention, the output of a module still
-    leads back to its input only where something bypasses both. That of a pre-norm model holds
-    attention and MLP, that of BERT the attention with its LayerNorm.
+    In a pass that is cut at every linear map and every attention, the output of a module depends
+    on its input only if a path bypasses both. In a pre-norm model the residual holds attention and
+    MLP, in BERT the attention with its LayerNorm.
 
     Returns:
-        One residual per site; None where no module around it has a skip path.
+        One residual per site; None if no module around it has a skip path.
     """
     seen = _SkipPaths()
     module = net.module
@@ -67,21 +67,21 @@ def compute_residual_norms(
     max_steps: int = 300,
     within: float = WITHIN,
 ) -> Iterator[tuple[Residual, JacobianNorms]]:
-    """Yield ||d output / d input|| of each residual per sample, at the inputs it has in the model.
+    """Yield ||d output / d input|| of each residual per sample, at its inputs in the model.
 
-    Padded tokens are neither input nor output.
+    Padded tokens count neither as input nor as output.
 
     Args:
         net: the model.
         batch: the samples.
         residuals: from `find_residuals`.
-        seeds: of the start vectors, one per sample.
+        seeds: seeds of the start vectors, one per sample.
         tol: relative accuracy of the norms, estimated.
-        max_steps: most products per sample.
-        within: how far `upper` may lie above a norm, relatively: what is proven.
+        max_steps: largest number of products per sample.
+        within: proven relative error: how far `upper` may be above a norm.
 
     Raises:
-        InputError, EvaluationError: as `linearize`, on such a module.
+        InputError, EvaluationError: as in `linearize`.
     """
     module = net.module
     with (
@@ -102,7 +102,7 @@ def compute_residual_norms(
 
 @dataclass
 class _Running:
-    """A module call that is under way, or was."""
+    """A module call, in progress or finished."""
 
     module: str
     call: int
@@ -112,26 +112,26 @@ class _Running:
 
 @dataclass
 class _SkipPaths:
-    """Which module calls let something past every linear map inside them."""
+    """The module calls in which a path bypasses every linear map."""
 
     stack: list[_Running] = field(default_factory=list)
     around: dict[Address, list[_Running]] = field(default_factory=dict)
 
     def attention(self, _call: AttentionCall, address: Address) -> None:
-        """Remember which module calls hold an attention call, the innermost first."""
+        """Record which module calls contain an attention call, innermost first."""
         self.around[address] = self.stack[::-1]
 
     def residual(self, address: Address) -> Residual | None:
-        """Return the smallest of them with a skip path."""
+        """Return the smallest of these module calls with a skip path."""
         around = (call.residual for call in self.around.get(address, ()))
         return next((residual for residual in around if residual is not None), None)
 
     def enter(self, module: str, call: int, _module: nn.Module, given: Any) -> None:
-        """Note where a module call starts."""
+        """Record the start of a module call."""
         self.stack.append(_Running(module, call, _find_first_moving(given)))
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """See whether the output of a module call leads back to its input."""
+        """Check whether the output of a module call depends on its input."""
         here, end = self.stack.pop(), _find_first_moving(output)
         if here.input is None or end is None:
             return
@@ -159,7 +159,7 @@ class _Call:
 
     @property
     def x(self) -> Tensor:
-        """Its input."""
+        """Return its input."""
         return self.given[self.residual.input]
 
     def at(self, z: Tensor, index: Tensor) -> Tensor:
@@ -170,13 +170,13 @@ class _Call:
         return tree_flatten(self.module(*args, **kwargs))[0][self.residual.output]
 
     def without_padding(self, mask: Tensor | None) -> Function:
-        """`at` with 0 in place of what padded tokens give; nothing else depends on them."""
+        """Return `at` with zeros at padded tokens, which affect nothing else."""
         if mask is None or self.x.shape[:2] != mask.shape:
             return self.at
         return lambda z, index: self.at(z, index) * mask[index, :, None]
 
     def _take_part(self, value: Any, index: Tensor) -> Any:
-        """The rows of what is given per sample: masks and positions may be shared by all."""
+        """Return the rows of per-sample arguments; masks and positions may be shared."""
         shared = not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(self.x)
         return value if shared else value[index]
 
@@ -185,7 +185,7 @@ class _Call:
 def _record_calls(
     module: nn.Module, residuals: Sequence[Residual]
 ) -> Iterator[dict[Residual, _Call]]:
-    """Keep what the wanted module calls are given, as it is before they can change it."""
+    """Store the arguments of the requested module calls, before the calls can change them."""
     wanted = {(residual.module, residual.call): residual for residual in residuals}
     calls: dict[Residual, _Call] = {}
 
@@ -203,7 +203,7 @@ def _record_calls(
 def _watch_entries(
     module: nn.Module, notify: Callable[[str, int, nn.Module, Any], None]
 ) -> Iterator[None]:
-    """Call notify(path, number of the call, module, (args, kwargs)) whenever one starts."""
+    """Call notify(path, number of the call, module, (args, kwargs)) at the start of each call."""
     calls: Counter[str] = Counter()
 
     def watch(name: str) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
@@ -224,7 +224,7 @@ def _watch_entries(
 def _watch_exits(
     module: nn.Module, notify: Callable[[nn.Module, Any, Any], None]
 ) -> Iterator[None]:
-    """Call notify(module, args, output) whenever a module call ends, by an error too."""
+    """Call notify(module, args, output) at the end of each call, also after an error."""
     with ExitStack() as hooks:
         for part in module.modules():
             hook = part.register_forward_hook(notify, always_call=True)

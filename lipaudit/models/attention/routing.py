@@ -1,7 +1,7 @@
-"""Choices that a model makes by the largest scores: which experts, which keys.
+"""Choices of a model by the largest scores: of experts, or of keys.
 
-A top-k is constant but where two scores tie, and there it jumps: the Jacobian at a sample is that
-of the choices made there, and has no part in changing them.
+A top-k is constant except where two scores tie, where it jumps. The Jacobian at a sample holds for
+the choices made there; it does not include a change of choices.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LARGEST = (torch.argmax, Tensor.argmax)
 
 
 class Routing(TorchFunctionMode):
-    """Watches a model that is being differentiated choose by scores that depend on its input.
+    """Watches a model under differentiation for choices by scores that depend on its input.
 
     Attributes:
-        modules: that choose, in order; whether the scores of a choice were equal.
+        modules: the modules that choose, in order, each with whether scores were equal.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Routing(TorchFunctionMode):
             self._note(input, 1, dim)
 
     def notes(self) -> tuple[Note, ...]:
-        """Say what the derivative is where there are choices."""
+        """Note the meaning of the derivative if there are choices."""
         if not self.modules:
             return ()
         first = next(iter(self.modules))

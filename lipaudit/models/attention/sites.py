@@ -1,4 +1,4 @@
-"""What a survey knows of each attention layer of a model, whatever the batch."""
+"""The results of a survey for each attention layer of a model, independent of the batch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MODULE_INPUT = "module input"
 
 @dataclass(frozen=True)
 class OutputMap:
-    """W_O, where the layer's output is sum_h O_h W_O,h.
+    """W_O, if the layer's output is sum_h O_h W_O,h.
 
     Attributes:
         kept: weight of the output projection, (channels in, channels out), see `lifting.keep`.
-        order: which of its rows each channel of the concatenated heads meets.
-        gain: what the channel is multiplied by on the way.
+        order: its row for each channel of the concatenated heads.
+        gain: factor of each channel before the projection.
     """
 
     kept: Tensor | Kept
@@ -38,12 +38,12 @@ class OutputMap:
 
 @dataclass(frozen=True)
 class Structure:
-    """How the tensors of a closed-form layer come about.
+    """The origins of the tensors of a closed-form layer.
 
     Attributes:
         q, k, v: their forms; None for a query that does not depend on the input.
         joint: whether q reads the same tokens as k and v.
-        out: the output projection, where there is a plain one.
+        out: the output projection, if there is a plain one.
     """
 
     q: ProjectionForm | None
@@ -54,7 +54,7 @@ class Structure:
 
     @property
     def queries(self) -> TokenIndex | None:
-        """Which tokens the queries are, where they depend on the input."""
+        """Return the tokens of the queries, if these depend on the input."""
         return None if self.q is None else self.q.index
 
 
@@ -66,25 +66,24 @@ class Site:
         index: its number, in call order.
         module: path of the innermost module that computes it.
         heads: number of heads.
-        kinds: what q, k and v are as functions of the layer's input: affine, rotation,
-            linear-pos, local, cross-head, constant, or what keeps them from the closed form.
-        reason: why there is no closed form; None where there is one.
-        address: which attention call of the forward pass it is.
+        kinds: kinds of q, k and v as functions of the layer's input: affine, rotation, linear-pos,
+            local, cross-head, constant, or the obstacle to a closed form.
+        reason: why there is no closed form; None if there is one.
+        address: address of its attention call in the forward pass.
         layout: the axes of its q, k and v (see `calls.arrange`).
-        structure: how its tensors come about; None without a closed form.
-        sources: the ops at which the graph has to be cut to read it.
+        structure: origins of its tensors; None without a closed form.
+        sources: the ops at which the graph must be cut to read it.
         explicit: whether the model writes its softmax out.
         scope: path of the innermost module that holds the layer and its projections.
-        inputs: the arguments of that module which depend on the model's input; empty where its
-            Jacobian cannot be taken numerically.
-        inner: linear maps between what q, k and v read and what they are, beside the first ones.
-        direct: whether the projections read those arguments themselves: then the norm in the
-            inputs of the projections is the norm in the module's.
+        inputs: arguments of that module that depend on the model's input; empty if the Jacobian
+            cannot be computed numerically.
+        inner: further linear maps between the input and q, k and v.
+        direct: whether the projections read these arguments directly: the norm with respect to the
+            projections' inputs is then the module's.
         line: the line of code that computes it, `file:line`.
-        partners: numbers of all layers that share its maps of q and k; empty where it has them
-            to itself.
-        loop: the attention calls that it is, where the model's code computes its heads, or chunks
-            of its queries, one by one; `address` is the last of them.
+        partners: numbers of all layers that share its maps of q and k; empty if none do.
+        loop: its attention calls, if the model computes heads, or chunks of queries, one by one;
+            `address` is the last one.
     """
 
     index: int
@@ -107,30 +106,30 @@ class Site:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """The attention calls of the forward pass that it is."""
+        """Return the addresses of its attention calls in the forward pass."""
         return (self.address,) if self.loop is None else self.loop.addresses
 
     @property
     def closed_form(self) -> bool:
-        """Whether the Jacobian has the closed form of the theory."""
+        """Return whether the Jacobian has the closed form of the theory."""
         return self.structure is not None
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The modules whose input X is; of a layer without closed form the one it is given to."""
+        """Return the modules whose input is X; without a closed form, the module of the layer."""
         if not self.closed_form:
             return (self.scope,)
         return tuple(sorted({source.module for source in self.sources}))
 
     @property
     def reads_inside(self) -> bool:
-        """Whether these are the module of the attention and its parts."""
+        """Return whether these are the attention's module and its parts."""
         within = f"{self.module}." if self.module else ""
         return all(f"{name}.".startswith(within) for name in self.reads)
 
     @property
     def input(self) -> str:
-        """In what the norm of its Jacobian is taken."""
+        """Return the input with respect to which the norm is computed."""
         if self.structure is None:
             return MODULE_INPUT
         if self.structure.q is None:
@@ -139,15 +138,15 @@ class Site:
 
 
 def list_loops(sites: Iterable[Site]) -> list[Loop]:
-    """Return the loops that layers are computed in."""
+    """Return the loops of layers that are computed in parts."""
     return [site.loop for site in sites if site.loop is not None]
 
 
 def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[str, ...]:
-    """Return the paths of blocks without attention in stacks in which others have some.
+    """Return the paths of blocks without attention, in stacks of which other blocks have some.
 
-    A stack is a list of modules that is in no other stack. Of a module that several blocks share
-    each has what it holds.
+    A stack is a list of modules that is not inside another stack. A module shared by several
+    blocks counts in each.
     """
     holders = {id(module.get_submodule(site.module)) for site in sites}
 

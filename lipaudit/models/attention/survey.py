@@ -1,4 +1,4 @@
-"""Find out once what each attention layer of a model is, and check it before any number."""
+"""Analyse each attention layer of a model once, and check the analysis before any number."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from lipaudit.models.sources.weights import few
 
 
 def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
-    """Return what an earlier survey of this model says of its layers, or survey it.
+    """Return the attention layers of a model, from an earlier survey if it still holds.
 
     A model is surveyed again
     - when its weights have been written to;
-    - at a sample of another shape, if some layer has no closed form: there it may have one, and
-      reading a layer would not look for it;
-    - at a sample of another shape, if its attention calls are others there, which one pass shows.
-    Otherwise reading compares every closed form, on every batch, with what was surveyed.
+    - at a sample of another shape, if some layer has no closed form: it may have one there, and
+    reading a layer would not look for it;
+    - at a sample of another shape, if its attention calls differ there, which one pass shows.
+    In all other cases, each batch compares every closed form with the survey.
 
     Raises:
-        InputError, EvaluationError: as `survey`.
+        InputError, EvaluationError: as in `survey`.
     """
     shape = shape_at(net, batch)
     known: _Known
@@ -52,7 +52,7 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
 
 
 def list_unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
-    """Return the modules, with a line of code, where a survey met attention it cannot read."""
+    """Return the modules, with lines of code, whose attention a survey could not read."""
     known: _Known
     for known in net.surveys:
         if known.sites is sites:
@@ -61,18 +61,18 @@ def list_unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
 
 
 class NoHeadsError(InputError):
-    """The model has no attention that can be read; other measures need none."""
+    """The model has no readable attention; other measures need none."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A survey, and for what it holds.
+    """A survey, and the conditions under which it holds.
 
     Attributes:
-        sites: what it says.
-        unread: the modules, with a line of code, where attention is none of them.
-        weights: which weights the model had.
-        shapes: of samples for which it is known to hold.
+        sites: the layers.
+        unread: modules, with lines of code, whose attention is not among the layers.
+        weights: fingerprint of the weights.
+        shapes: shapes of samples for which the survey holds.
     """
 
     sites: tuple[Site, ...]
@@ -81,11 +81,11 @@ class _Known:
     shapes: set[torch.Size]
 
     def holds(self, net: Net, batch: Batch, shape: torch.Size) -> bool:
-        """Say whether the survey holds for a batch; remember it if so."""
+        """Say whether the survey holds for a batch; store its shape if so."""
         if self.weights != _fingerprint_weights(net.module):
             return False
         if shape not in self.shapes:
-            # A layer that mixes 5 tokens may be affine at 9: only a survey would find that out.
+            # A layer that mixes 5 tokens may be affine at 9: only a survey would show that.
             if not all(site.closed_form for site in self.sites):
                 return False
             if [site.address for site in self.sites] != _list_attention_calls(
@@ -97,9 +97,9 @@ class _Known:
 
 
 def _fingerprint_weights(module: nn.Module) -> Hashable:
-    """Return what changes when a weight is replaced, moved or written to.
+    """Return a fingerprint that changes if a weight is replaced, moved or written to.
 
-    Sums are of the values: a write to `p.data` leaves the version of p as it was.
+    It includes sums of the values: a write to `p.data` does not change the version of p.
     """
     tensors = [t.detach() for t in chain(module.parameters(), module.buffers())]
     versions = tuple(0 if t.is_inference() else t._version for t in tensors)
@@ -124,25 +124,24 @@ def _list_attention_calls(net: Net, batch: Batch, sites: Sequence[Site]) -> list
 
 
 def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
-    """Analyse every attention layer of a model, and check that the analysis can be trusted.
+    """Analyse every attention layer of a model, and check the analysis.
 
-    What a layer is, is decided at two generic points near a sample (see `make_generic`), never
-    by the data: of a black image everything looks affine. Before anything is returned: two
-    passes give the same output, a sample does not depend on its companion, observing the model
-    does not change its output, and in every closed-form layer J^T u agrees to 1e-4 with autograd
-    through the model's own attention, for one random u. A layer that fails, or that cannot be
-    read, has no closed form and says why.
+    Layers are analysed at two generic points near a sample (see `make_generic`), never at the
+    data: on a black image everything looks affine. Checks: two passes give the same output, a
+    sample does not depend on its companion, observing the model does not change its output, and in
+    every closed-form layer J^T u agrees to 1e-4 with autograd through the model's own attention,
+    for one random u. A layer that fails or cannot be read has no closed form, with a reason.
 
     Raises:
-        InputError: no attention was seen, or some that cannot be read, or the model is
-            randomised, mixes samples or changes when it is observed.
-        EvaluationError: its output is not finite.
+        InputError: there is no attention, or none that can be read, or the model is random, mixes
+            samples or changes when it is observed.
+        EvaluationError: the output is not finite.
     """
     return make_survey(net, batch).sites
 
 
 def make_survey(net: Net, batch: Batch) -> Surveyor:
-    """Return what `survey` has seen: the layers, and where other attention is."""
+    """Return a survey: the layers, and the modules of other attention."""
     net, pair, other = make_generic(net, batch)
     with _explain_refusal(net), freeze(net.module), exact_arithmetic(net.device):
         output, uses = _run_plain(net, pair)
@@ -153,7 +152,7 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
         except Exception as error:
             if of_machine(error):
                 raise
-            # Of a model that is no fixed function of each sample, nothing else is worth saying.
+            # If the model is no fixed function of each sample, only that is reported.
             requirements.require_fixed(net, pair, output)
             requirements.require_isolation(net, pair, other, output)
             raise
@@ -179,12 +178,12 @@ def _explain_refusal(net: Net) -> Iterator[None]:
 
 
 def _list_modules(surveyor: Surveyor) -> list[str]:
-    """Return the module of each attention call that is part of a layer."""
+    """Return the module of each attention call that belongs to a layer."""
     return [each.module for site in surveyor.sites for each in site.addresses]
 
 
 def _run_plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
-    """Run the model as it is: return its output, and where it attends."""
+    """Run the model unobserved; return its output, and the places of its attention."""
     place = Place()
     uses = Uses(place.module)
     if net.kind != "text":
@@ -197,7 +196,7 @@ def _run_plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
 
 
 def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> Surveyor:
-    """Return what two observed passes show, whose outputs must be the plain one's."""
+    """Return the results of two observed passes; their outputs must equal the unobserved one."""
     surveyor = _run_surveyor(net, pair, output, uses)
     if loops := surveyor.find_loops():
         surveyor = _run_surveyor(net, pair, output, uses, loops=loops)
@@ -205,7 +204,7 @@ def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Use
         surveyor.adopt(_run_surveyor(net, pair, output, uses, uncut=inner, loops=loops))
     explicit = (site for site in surveyor.sites if site.explicit)
     written_out = frozenset().union(*(site.sources for site in explicit))
-    # Same sample, another companion: what moves is not of this sample.
+    # Same sample, another companion: everything that changes mixes samples.
     tracer = Tracer(surveyor.compare, wanted=written_out, loops=loops)
     alone = run_observed(net, other, tracer)
     if not agree(output[0], alone[0]):
@@ -227,7 +226,7 @@ def _run_surveyor(
     uncut: frozenset[Address] = frozenset(),
     loops: Sequence[Loop] = (),
 ) -> Surveyor:
-    """Return what has seen a pass; a second one where a layer needs what the first forgot."""
+    """Return the surveyor after a pass; run a second one if a layer needs released tensors."""
     for sparing in (True, False):
         surveyor = Surveyor(pair, uncut, sparing, loops)
         observed = run_observed(net, pair, surveyor.tracer())

@@ -1,8 +1,8 @@
-"""One pass of a survey: every attention call analysed, its output projection and module found.
+"""One pass of a survey: analyse every attention call, with its output projection and module.
 
-`Chains` finds how far back q, k and v have to go to read one input. A compressed key (x -> latent
--> norm -> key) or a shared bottleneck makes them read three tensors, each a function, token by
-token, of one that came before. A second pass leaves the graph uncut at the maps in between.
+`Chains` finds the common input of q, k and v. With a compressed key (x -> latent -> norm -> key)
+or a shared bottleneck they read three tensors, each a token-wise function of an earlier one. A
+second pass does not cut the graph at the maps in between.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ from lipaudit.models.requirements import agree
 from lipaudit.theory.condition import forward_error
 
 _LATEST = 16  # linear maps that are remembered: those of one attention layer, and some before
-_DEEPEST = 3  # linear maps in a row
+_DEEPEST = 3  # largest number of linear maps in sequence
 
 
 @dataclass
 class Chains:
-    """The latest linear maps of a pass: what they read, and which others that was made from."""
+    """The latest linear maps of a pass, with their inputs and the maps behind these."""
 
     latest: OrderedDict[Address, tuple[Tensor, tuple[Address, ...]]] = field(
         default_factory=OrderedDict
     )
 
     def note(self, address: Address, linear: Linear, origins: Sequence[Origin]) -> None:
-        """Remember a linear map of something that was made from these origins."""
+        """Remember a linear map, with the origins of its input."""
         self.latest[address] = linear.x.detach(), tuple(origin.address for origin in origins)
         while len(self.latest) > _LATEST:
             self.latest.popitem(last=False)
 
     def inner(self, origins: Sequence[Origin]) -> frozenset[Address]:
-        """Return the linear maps to leave in the graph so that all of `origins` read one tensor.
+        """Return the linear maps to leave uncut so that all of `origins` read one tensor.
 
-        The nearest such tensor counts. Empty where there is none, or where they do already.
+        The nearest such tensor counts. Empty if there is none, or if they already read one tensor.
         """
         ways = [
             list(self._walk_back(address))
@@ -89,9 +89,9 @@ class Chains:
         return frozenset()
 
     def _walk_back(self, address: Address) -> Iterator[tuple[Tensor, tuple[Address, ...]]]:
-        """Yield what a linear map reads, what the one before it reads, and so on.
+        """Yield the input of a linear map, of the map before it, and so on.
 
-        With each comes what lies between.
+        Each comes with the maps in between.
         """
         between: tuple[Address, ...] = ()
         while address in self.latest and len(between) < _DEEPEST:
@@ -109,19 +109,19 @@ def _find_way(
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Say whether two tensors are the same memory, read alike; both are alive."""
+    """Say whether two live tensors are the same memory with the same layout."""
     return a is b or (
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
     )
 
 
 HALF = (torch.bfloat16, torch.float16)
-"""Types in which a Jacobian has only two or three correct digits."""
+"""Dtypes in which a Jacobian has only two or three correct digits."""
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a call is; see `Site` for the fields."""
+    """The analysis of a call; see `Site` for the fields."""
 
     layout: str
     kinds: tuple[str, str, str]
@@ -130,7 +130,7 @@ class Analysis:
 
 
 def analyse(call: AttentionCall, batch: Batch) -> Analysis:
-    """Read a call in the first layout in which it has a closed form, or else in the likeliest."""
+    """Analyse a call in the first layout with a closed form, else in the likeliest layout."""
     if call.output.dtype in HALF:
         kind = str(call.output.dtype).removeprefix("torch.")
         reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
@@ -144,7 +144,7 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
 
 
 def find_output_map(linear: Linear, source: Probed) -> OutputMap | None:
-    """Return W_O if a linear map takes the concatenated heads, permuted and scaled at most.
+    """Return W_O if a linear map reads the concatenated heads, only permuted and scaled.
 
     Args:
         linear: a linear map behind the attention.
@@ -173,8 +173,8 @@ def _analyse_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     except RuntimeError as error:
         if of_machine(error):
             raise
-        # The graph is the model's own: a write in place, an op without a derivative. Whatever it
-        # is, this layer has no closed form that we could vouch for, and the others may.
+        # The graph comes from the model: a write in place, an op without a derivative. In any such
+        # case we cannot vouch for a closed form of this layer; the other layers may have one.
         reason = f"its graph cannot be differentiated: {str(error).partition(chr(10))[0]}"
         return Analysis(layout, ("unread", "unread", "unread"), None, reason)
 
@@ -185,7 +185,7 @@ def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     behind = call.origins.leaves(call.q, call.k, call.v)
     unread = any(isinstance(part, NotClosedForm) for part in parts.values())
     windows = len(arranged.q) != len(batch)
-    # `Linear(d, d)` on (B, N, H, d), as many tutorials have it, looks like N windows of H tokens.
+    # `Linear(d, d)` on (B, N, H, d), common in tutorials, looks like N windows of H tokens.
     if (unread or windows) and any(leaf.origin.divided for leaf in behind):
         reason = "one linear map is applied to each head separately"
         return Analysis(layout, ("shared", "shared", "shared"), None, reason)
@@ -230,7 +230,7 @@ def _build_structure(
     arranged: AttentionCall,
     parts: Mapping[str, ProjectionForm | NotClosedForm | None],
 ) -> Structure:
-    """Put the forms together, or raise NotClosedForm with everything that is in the way."""
+    """Combine the forms, or raise NotClosedForm with all obstacles."""
     problems = [
         f"{name} {part.reason}" for name, part in parts.items() if isinstance(part, NotClosedForm)
     ]
@@ -248,7 +248,7 @@ def _build_structure(
     if not _reads_alike(arranged, ("k", k), ("v", v)):
         raise NotClosedForm("two inputs", "its keys and values read different inputs")
     joint = q is not None and _reads_alike(arranged, ("q", q), ("k", k))
-    # Rolled or flipped keys are no second input: varied apart, norms would be of cross-attention.
+    # Rolled or flipped keys are not a second input: norms would be those of cross-attention.
     if q is not None and not joint and _is_reordered(arranged, q, k):
         reason = "its keys are the tokens of its queries in another order"
         raise NotClosedForm("reordered", reason)
@@ -269,7 +269,7 @@ def _reads_alike(
 
 
 def _is_reordered(call: AttentionCall, q: ProjectionForm, k: ProjectionForm) -> bool:
-    """Say whether queries and keys read the same tokens, at a generic point, in another order."""
+    """Say whether queries and keys read the same tokens in another order, at a generic point."""
     sides = []
     for t, form in ((call.q, q), (call.k, k)):
         (leaf,) = call.origins.leaves(t)
@@ -285,17 +285,17 @@ def _is_reordered(call: AttentionCall, q: ProjectionForm, k: ProjectionForm) -> 
 
 @dataclass
 class Surveyed:
-    """A layer, and what is needed to go on with it.
+    """A layer, and data for the rest of the pass.
 
     Attributes:
-        site: what is known of it.
+        site: its site.
         first: q, k and v of the first sample.
         transposed: whether its output keeps tokens last.
-        maps: the modules and tensors that made q, and the ops that made k.
-        sizes: what tells its q, k and v from others.
-        reads: for q, k and v, which rows and columns of each linear map they are made from.
-        form: what its logits must have in common with those of other calls of a loop.
-        projected: whether a linear map of its output has been met.
+        maps: the modules and tensors behind q, and the ops behind k.
+        sizes: sizes that distinguish its q, k and v from others.
+        reads: for q, k and v, the rows and columns of each linear map that they read.
+        form: properties of the logits that all calls of a loop share.
+        projected: whether a linear map of its output was seen.
     """
 
     site: Site
@@ -308,12 +308,12 @@ class Surveyed:
     projected: bool = False
 
     def as_rows(self, t: Tensor) -> Tensor:
-        """Bring the model's O to (tokens, heads * d_v)."""
+        """Convert the model's O to (tokens, heads * d_v)."""
         o = arrange(self.site.layout, t.mT if self.transposed else t, 2)
         return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def open(self, reason: str) -> None:
-        """Leave the layer without a closed form and without norms."""
+        """Set the layer to have no closed form and no norms."""
         self.site = replace(self.site, structure=None, reason=reason, inputs=())
 
 
@@ -322,16 +322,16 @@ class Surveyor:
     """Analyses the attention calls of a pass over two samples.
 
     Attributes:
-        batch: these.
+        batch: the two samples.
         uncut: linear maps at which the pass does not cut the graph.
-        sparing: whether the pass forgets what the maps of the residual stream read.
-        loops: attention calls that are one layer.
-        inner: those at which another pass should not, so that more layers can be read.
-        forgot: whether a layer needed what was forgotten.
+        sparing: whether the pass releases inputs of the residual stream's maps.
+        loops: attention calls that form one layer.
+        inner: linear maps that another pass should leave uncut, to read more layers.
+        forgot: whether a layer needed a released tensor.
         layers: the layers so far.
-        unread: the modules, with a line of code, where attention is none of these.
-        place: where the pass is.
-        origins: what made the leaves of its graph.
+        unread: modules, with lines of code, whose attention is not among the layers.
+        place: position of the pass.
+        origins: origins of the leaves of its graph.
     """
 
     batch: Batch
@@ -349,11 +349,11 @@ class Surveyor:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The layers as they are known by now."""
+        """Return the layers found so far."""
         return tuple(layer.site for layer in self.layers.values())
 
     def tracer(self) -> Tracer:
-        """Return what observes attention and linear maps for this pass."""
+        """Return the observer of attention and linear maps for this pass."""
         return Tracer(
             self.attention,
             self.linear,
@@ -365,7 +365,7 @@ class Surveyor:
         )
 
     def adopt(self, deeper: Surveyor) -> None:
-        """Take over the layers that another pass, cut at fewer linear maps, could read."""
+        """Take over the layers that another pass, with fewer cuts, could read."""
         for address, again in deeper.layers.items():
             before = self.layers.get(address)
             if before is None or before.site.closed_form or not again.site.closed_form:
@@ -374,7 +374,7 @@ class Surveyor:
             self.layers[address] = again
 
     def attention(self, call: AttentionCall, address: Address) -> None:
-        """Analyse a call; one whose map has other axes is left to `Uses`, which names it."""
+        """Analyse a call; if its map has other axes, leave it to `Uses`, which names it."""
         if not has_map(call):
             return
         site = self._make_site(call, address)
@@ -418,13 +418,13 @@ class Surveyor:
         )
 
     def linear(self, linear: Linear, address: Address) -> None:
-        """See whether a linear map is the output projection of a layer."""
+        """Check whether a linear map is the output projection of a layer."""
         leaves = self.origins.leaves(linear.x)
         self._chains.note(address, linear, [origin for _, origin in leaves])
         if len(leaves) != 1 or leaves[0].origin.address not in self.layers:
             return
         layer = self.layers[leaves[0].origin.address]
-        # Of a loop, what is projected is the output of all calls.
+        # In a loop, the joined output of all calls is projected.
         single = layer.site.loop is None
         if layer.site.structure is not None and single and not layer.projected:
             source = Probed(linear.inputs[None, None], leaves[0].tensor, layer.as_rows)
@@ -433,12 +433,12 @@ class Surveyor:
         layer.projected = True
 
     def compare(self, call: AttentionCall, address: Address) -> None:
-        """Check in a second pass that a layer's rows belong to the samples they are given to."""
+        """Check in a second pass that a layer's rows belong to their samples."""
         layer = self.layers.get(address)
         if layer is None:
             return
-        if layer.site.sources:  # a call of constants moves with no sample
-            # What holds both samples changes with one of them, maybe less than any tolerance.
+        if layer.site.sources:  # a call of constants changes with no sample
+            # A row with both samples changes with one of them, maybe by less than any tolerance.
             moved = layer.sizes != _measure_sizes(call)
             self._moved.setdefault(address.module, set()).add(moved)
         if len(layer.first[0]) == 0:
@@ -448,9 +448,9 @@ class Surveyor:
             layer.open("its rows cannot be attributed to samples")
 
     def leave_loops(self) -> None:
-        """Leave out the modules that attend to one sample after the other.
+        """Leave out modules that attend to one sample after the other.
 
-        The companion of a sample moves some of their calls, and not the others.
+        The companion of a sample changes only some of their calls.
         """
         alone = {module for module, moved in self._moved.items() if len(moved) > 1}
         alone |= {each.site.module for each in self.layers.values() if len(each.first[0]) == 0}
@@ -460,7 +460,7 @@ class Surveyor:
         self.layers = {layer.site.address: layer for layer in kept}
 
     def find_loops(self) -> list[Loop]:
-        """Find the calls that are heads, or chunks of the queries, of one attention."""
+        """Find calls that are heads, or chunks of the queries, of one attention."""
         loops = []
         for group in self._group():
             axis = _find_loop_axis(group)
@@ -477,9 +477,9 @@ class Surveyor:
         return [group for group in groups.values() if len(group) > 1]
 
     def join(self) -> None:
-        """Mark the layers that are parts of one attention, and could not be joined.
+        """Mark layers that are parts of one attention and could not be joined.
 
-        What reads a part of the queries has norms that are none of a head.
+        The norm of a part of the queries is not the norm of a head.
         """
         for group in self._group():
             for layer in group:
@@ -490,7 +490,7 @@ class Surveyor:
                     layer.open("its queries are computed in several parts")
 
     def _check_numeric(self, site: Site, call: AttentionCall) -> Site:
-        """Try whether the layer can be differentiated numerically."""
+        """Test whether the layer can be differentiated numerically."""
         if call.output.dtype in HALF:
             return replace(site, inputs=())
         why = find_obstacle(make_layer(site, call, self.batch, self.place.frames))
@@ -501,11 +501,11 @@ class Surveyor:
 
 
 _Reads = dict[Address, tuple[Tensor, Tensor]]
-"""Of linear maps: which tokens, and which columns of the output, are read."""
+"""For linear maps: the tokens and the columns of the output that are read."""
 
 
 def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:
-    """Find the rows and columns of the linear maps that q, k or v is made from."""
+    """Return the rows and columns of the linear maps that q, k or v depends on."""
     found = {}
     for leaf, origin in call.origins.leaves(t):
         if origin.linear is not None:
@@ -515,7 +515,7 @@ def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:
 
 
 def _describe_form(call: AttentionCall, samples: int) -> tuple[object, ...]:
-    """Return what calls must have in common to be a loop; nothing where they can be none."""
+    """Return the properties that calls of a loop share; None if they cannot form one."""
     form, axes = call.form, call.q.ndim
     if axes not in (3, 4) or len(call.q) != samples:
         return ()
@@ -525,7 +525,7 @@ def _describe_form(call: AttentionCall, samples: int) -> tuple[object, ...]:
 
 
 def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
-    """Return along which axis calls are parts of one attention: 1 for heads, 2 for queries."""
+    """Return the axis along which calls are parts of one attention: 1 for heads, 2 for queries."""
     form = group[0].form
     if not form or any(layer.form != form for layer in group):
         return None
@@ -534,7 +534,7 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     rows, columns = 0, 1
     single = all(shape[0][:2] == (1, 1) for shape in shapes)
     split = [part for part in (q, k, v) if _are_apart(part, columns)]
-    # Heads of several calls that share keys would repeat them in another order than groups do.
+    # Heads of several calls that share keys would repeat them in another order than groups.
     whole = q in split and (single or len(split) == 3)
     if whole and _are_same(q, rows) and all(shape == shapes[0] for shape in shapes):
         return 1
@@ -564,16 +564,16 @@ def _are_apart(reads: Sequence[_Reads], axis: int) -> bool:
 
 
 def _has_tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:
-    """Say whether the heads of a text model's layer are as many as its tokens, which are not.
+    """Say whether the number of heads of a text model's layer follows its number of tokens.
 
-    Without a closed form nothing else proves which of the axes is which.
+    Without a closed form, nothing else distinguishes the two axes.
     """
     heads, tokens = arrange_call(call, site.layout, len(batch)).q.shape[1:3]
     return batch.x.ndim == 2 and heads == batch.x.shape[1] != tokens
 
 
 def _reads_forgotten(call: AttentionCall) -> bool:
-    """Say whether q, k or v is a function of one linear map, which was forgotten."""
+    """Say whether q, k or v is a function of a single linear map that was released."""
     behind = (call.origins.leaves(t) for t in (call.q, call.k, call.v))
     return any(len(each) == 1 and each[0].origin.forgotten for each in behind)
 
@@ -596,9 +596,9 @@ def _measure_sizes(call: AttentionCall) -> tuple[float, ...]:
 
 
 def _find_scope(call: AttentionCall, frames: Sequence[Frame]) -> Frame:
-    """Return the innermost module call that holds an attention call and its projections.
+    """Return the innermost module call that contains an attention call and its projections.
 
-    All else that q, k, v and the logits are made of has to enter it as an argument.
+    Everything else that q, k, v and the logits depend on must enter it as an argument.
     """
     return next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
 
@@ -607,7 +607,7 @@ def _holds(frame: Frame, call: AttentionCall) -> bool:
     behind = [(root(t), call.origins.leaves(t)) for t in (call.q, call.k, call.v)]
     made_by = [origin for _, leaves in behind for _, origin in leaves]
     maps = [origin for origin in made_by if origin.is_map]
-    # Values that are the input of the keys' map were made by no map of this layer.
+    # Values that are the input of the keys' map come from no map of this layer.
     projections = [
         leaves[0].origin
         for mark, leaves in behind
@@ -617,7 +617,8 @@ def _holds(frame: Frame, call: AttentionCall) -> bool:
         return False
     held = any(frame.holds(origin.address.module) for origin in maps)
     given = [value for _, value in _find_inputs(frame)]
-    # What is given q, k and v one by one holds no map of theirs, and is no module of attention.
+    # A module that gets q, k and v one by one contains none of their maps, so it is not the
+    # attention module.
     if made_by and not held and call.origins.met(call.q, call.k, call.v, given=given) != 1:
         return False
     made = [call.q, call.k, call.v]

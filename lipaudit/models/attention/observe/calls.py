@@ -333,7 +333,7 @@ def list_layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
 
 
 def _count_folded_heads(call: AttentionCall, samples: int) -> int:
-    """Return how many heads q has if its first axis holds several windows of a sample; else 0."""
+    """Return the number of heads of q if its first axis holds several windows; else 0."""
     t = call.q
     linears = [o.linear for _, o in call.origins.leaves(t) if o.linear is not None]
     tokens = sum(len(linear.inputs) for linear in linears)

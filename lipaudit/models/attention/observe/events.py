@@ -1,15 +1,16 @@
 """Find every attention call of an unmodified model while it runs.
 
 A model computes attention in one of two ways: by the fused op `scaled_dot_product_attention`, or
-written out. The mode below recognises both and hands each call to a function, whatever the model's
-code looks like. What is written out is put together from three ops, by the autograd graph alone:
+written out. The mode below recognises both in any code, and passes each call to a function.
+Written-out attention is recognised by three ops and the autograd graph:
 
     s = q @ k.mT       a product of two batched tensors that depend on the input: noted
     p = softmax(f(s))  the graph of the logits leads back to a noted product: p is awaited
     o = g(p) @ v       the graph of one operand leads back to an awaited p: an attention call
 
-f and g are the model's own: scale, bias, mask, cap, dropout. `project.logits` judges them later.
-The softmax may be written out too, e / sum(e) of e = exp(f(s)). `uses` names the rest.
+f and g are any functions of the model: scale, bias, mask, cap, dropout. `project.logits` examines
+them later. The softmax may be written out, too, as e / sum(e) with e = exp(f(s)). `uses` names the
+rest.
 
 Kernels that torch does not dispatch (flash-attn, flex attention, compiled or scripted modules)
 cannot be seen.
@@ -41,7 +42,7 @@ from lipaudit.models.graph import Past, leaves, nodes, op, vjp
 
 
 def reaches(t: Tensor, target: Tensor, past: Past) -> bool:
-    """Say whether t is made from the target, across cuts too."""
+    """Say whether t depends on the target, also across cuts."""
     if t.grad_fn is None or target.grad_fn is None:
         return False
     return bool(leaves(t, (target.grad_fn,), past)[1])
@@ -50,9 +51,9 @@ def reaches(t: Tensor, target: Tensor, past: Past) -> bool:
 def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     """Say whether a linear map mixes the heads of logits entry by entry, or the keys of a row.
 
-    Any other map is a layer further on: linear attention and state-space mixers end in a product
-    too, which is no logits to the softmax of the next layer. Told by what one row of its input is
-    made from; a second map of the logits is judged by what it takes from the first.
+    Any other map belongs to a later layer: linear attention and state-space mixers end in a
+    product, too, which is not the logits of the next layer's softmax. The test is which entries
+    one row of the input depends on; a second map of the logits is tested against the first.
     """
     spread = _count_spread(linear, product)
     if not spread:
@@ -63,15 +64,15 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
 
 
 def _count_spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
-    """Count along each axis of `source` what one row of the input of a map is made from."""
+    """Count, along each axis of `source`, the entries that one row of a map's input depends on."""
     row = torch.zeros_like(linear.inputs)
     row[len(row) // 2] = 1.0
     pulled = vjp(linear.inputs, source, row)
     return [] if pulled is None else [axis.unique().numel() for axis in pulled.nonzero().T]
 
 
-_PRODUCTS = 8  # that are noted at a time: those of one layer, and some that were no logits
-_AWAITED = 4  # softmaxes at a time that have not met their values yet
+_PRODUCTS = 8  # largest number noted at a time: those of one layer, and some that were no logits
+_AWAITED = 4  # largest number of softmaxes at a time without values
 
 
 _MOVES = {"Permute", "Transpose"}
@@ -83,9 +84,9 @@ Cut = tuple[Linear, Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True)
 class _Product:
-    """A batched matrix product that may turn out to be q k^T.
+    """A batched matrix product that may be q k^T.
 
-    Its edge is kept, not its result: the model may change its logits in place.
+    Only its graph edge is stored, because the model may change the logits in place.
     """
 
     edge: GradientEdge
@@ -95,7 +96,7 @@ class _Product:
 
 @dataclass(frozen=True, eq=False)
 class _Softmax:
-    """A softmax over logits that contain a product; it has not met its values yet."""
+    """A softmax over logits that contain a product, before its product with values."""
 
     product: _Product
     logits: Tensor
@@ -105,11 +106,11 @@ class _Softmax:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """What a softmax has become, and the values that it multiplies.
+    """A function of a softmax, and the values that it multiplies.
 
     Attributes:
-        weights: g(p), as the model lays it out.
-        values: v, likewise.
+        weights: g(p), with the model's axes.
+        values: v, with the model's axes.
         transposed: whether the model multiplies v^T g(p)^T.
     """
 
@@ -120,23 +121,23 @@ class _Meeting:
 
     @property
     def p(self) -> Tensor:
-        """The weights, (..., queries, keys)."""
+        """Return the weights, (..., queries, keys)."""
         return self.weights.mT if self.transposed else self.weights
 
     @property
     def v(self) -> Tensor:
-        """The values, (..., keys, width)."""
+        """Return the values, (..., keys, width)."""
         return self.values.mT if self.transposed else self.values
 
     def fits(self) -> bool:
-        """Say whether P meets v in the axes in which q met k: not if chunks were laid out anew."""
+        """Say whether P and v have the axes of q and k; not if chunks were rearranged."""
         a, b = self._arrange_factors()
         if not _can_broadcast(a, b, self.v):
             return False
         return self.p.shape[-2] == a.shape[-2] and self.v.shape[-2] == b.shape[-1]
 
     def _arrange_factors(self) -> tuple[Tensor, Tensor]:
-        """Return q and k^T; heads that were one axis with the samples, as v has them, or not."""
+        """Return q and k^T, with heads joined to the samples if v has them so."""
         a, b = self.softmax.product.a, self.softmax.product.b
         lead = self.v.shape[:-2]
         folded = a.shape[:-2] == b.shape[:-2] and math.prod(lead) == math.prod(a.shape[:-2])
@@ -145,7 +146,7 @@ class _Meeting:
         return a.reshape(*lead, *a.shape[-2:]), b.reshape(*lead, *b.shape[-2:])
 
     def call(self, output: Tensor) -> AttentionCall:
-        """Return the attention call that this is, with what the model's product gives."""
+        """Return the attention call, with the output of the model's product."""
         softmax, (a, b) = self.softmax, self._arrange_factors()
         q, k, v = _broadcast(a, b.mT, self.v)
         logits, p = _order_axes(softmax.logits, softmax.p, self.p)
@@ -154,16 +155,15 @@ class _Meeting:
 
 
 class AttentionMode(TorchFunctionMode):
-    """While active, hand every attention call of the running model to a function.
+    """While active, pass every attention call of the running model to a function.
 
-    The tensors must carry an autograd graph from q or k to the logits, else a written-out softmax
-    cannot be told from any other.
+    The tensors need an autograd graph from q or k to the logits; otherwise a written-out softmax
+    cannot be distinguished from others.
 
     Args:
-        on_attention: takes the call, returns the output the model goes on with.
-        on_product: takes what an op multiplies; returns the linear map that this is, if it is to
-            be cut, and what takes its result and returns the one the model goes on with. None
-            leaves linear maps alone.
+        on_attention: takes the call, returns the output for the model.
+        on_product: takes the factors of an op; returns the linear map, if it is to be cut, and a
+            function from its result to the result for the model. None ignores linear maps.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class AttentionMode(TorchFunctionMode):
         self._exponentials: MutableMapping[Tensor, tuple[Node | None, Any]] = (
             WeakTensorKeyDictionary()
         )
-        self._past: Past = WeakTensorKeyDictionary()  # behind cuts of logits and of P
+        self._past: Past = WeakTensorKeyDictionary()  # marks behind cuts of logits and of P
 
     def __torch_function__(
         self,
@@ -199,9 +199,9 @@ class AttentionMode(TorchFunctionMode):
         return handler(self, func, *args, **kwargs) if handler else func(*args, **kwargs)
 
     def _remember_cut(self, linear: Linear, cut: Tensor) -> Tensor:
-        """Where a linear map mixes logits or P, remember across the cut what they are.
+        """If a linear map mixes logits or P, remember across the cut what they are.
 
-        Talking heads: behind a cut q k^T would be out of sight.
+        This happens in talking heads: behind a cut, q k^T would be lost.
         """
         known = self._find_known()
         hits = leaves(linear.x, known, self._past)[1]
@@ -233,14 +233,14 @@ class AttentionMode(TorchFunctionMode):
             self._note_product(out, *operands)
             return out
         self._awaited.remove(meeting.softmax)
-        # Longformer lays P out anew, in chunks, before it meets v: `uses` names such a layer.
+        # Longformer rearranges P in chunks before its product with v: `uses` names such a layer.
         return self._on_attention(meeting.call(out)) if meeting.fits() else out
 
     def _find_meeting(self, a: Tensor, b: Tensor) -> _Meeting | None:
-        """Return the softmax that a product brings to its values, if any."""
+        """Return the softmax that a product combines with its values, if any."""
         for softmax in self._awaited:
             made = [reaches(t, softmax.p, self._past) for t in (a, b)]
-            if all(made):  # P P is still a map: (P P) v is one attention, read numerically
+            if all(made):  # P P is still a map: (P P) v is one attention, measured numerically
                 return None
             if any(made):
                 weights, values = (a, b) if made[0] else (b, a)
@@ -248,7 +248,7 @@ class AttentionMode(TorchFunctionMode):
         return None
 
     def _note_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        # A factor of two axes is a weight or a state, whichever way it came about: no q or k.
+        # A factor with two axes is a weight or a state, not q or k.
         if out.requires_grad and a.ndim > 2 and b.ndim > 2:
             product = _Product(get_gradient_edge(out), a, b)
             self._products = [*self._products, product][-_PRODUCTS:]
@@ -273,7 +273,7 @@ class AttentionMode(TorchFunctionMode):
             if isinstance(equation, str) and len(operands) == 2
             else None
         )
-        # With several axes of rows, columns or sums there is no one map of queries by keys.
+        # With several axes of rows, columns or sums there is no single map from queries to keys.
         if c is None or not len(c.rows) == len(c.columns) == len(c.summed) == 1:
             return func(equation, *operands)
         a = operands[0].permute([c.first.index(x) for x in c.batch + c.rows + c.summed])
@@ -281,13 +281,13 @@ class AttentionMode(TorchFunctionMode):
         out, axes = self._handle_matmul(torch.matmul, a, b), c.batch + c.rows + c.columns
         if axes == c.out:
             return out
-        # A copy: in a view, autograd would not tell what the model writes in place.
+        # A copy: in a view, autograd would miss what the model writes in place.
         return out.permute([axes.index(x) for x in c.out]).clone()
 
     def _handle_softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Await the values of a softmax whose logits contain a noted product.
+        """Note a softmax whose logits contain a noted product, until its values come.
 
-        A row whose keys are all masked is NaN, and constant; torch has NaN for its gradient too.
+        A row with all keys masked is NaN and constant; torch also returns NaN for its gradient.
         """
         p = func(*args, **kwargs)
         logits = args[0] if args else kwargs["input"]
@@ -299,20 +299,20 @@ class AttentionMode(TorchFunctionMode):
         return p
 
     def _handle_exp(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Note an exponential while there are products that it may be of."""
+        """Note an exponential while noted products may be its logits."""
         e = func(*args, **kwargs)
         if self._products and e.requires_grad:
             self._exponentials[e] = e.grad_fn, args[0] if args else kwargs["input"]
         return e
 
     def _handle_divide(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Await the values of a softmax that is written out, e / sum(e) of e = exp(logits)."""
+        """Note a written-out softmax, e / sum(e) with e = exp(logits), until its values come."""
         quotient = func(*args, **kwargs)
         if len(args) == 2 and not kwargs and all(isinstance(t, Tensor) for t in args):
             e, divisor = args
             node, logits = self._exponentials.get(e, (None, None))
-            # An e that was written to since has another node. The divisor is the sum of each row
-            # to the last bit: with something added to it, this is another function.
+            # If e was written to, it has another node. The divisor is the sum of each row
+            # to the last bit: with anything added, this is another function.
             written_out = logits is not None and node is e.grad_fn
             if written_out and torch.equal(divisor, e.sum(-1, keepdim=True)):
                 self._await_values(logits, quotient, -1)
@@ -326,18 +326,18 @@ class AttentionMode(TorchFunctionMode):
         if not hits or dim not in (-1, logits.ndim - 1):
             return
         first = next(product for node, product in noted.items() if node in hits)
-        self._products.clear()  # what came before this softmax is not of the next one
+        self._products.clear()  # products before this softmax do not belong to the next one
         softmax = _Softmax(first, logits, p, others=bool(inputs) or len(hits) > 1)
         self._awaited = [*self._awaited, softmax][-_AWAITED:]
 
 
 def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits and P with the axes in the order in which P meets the values.
+    """Return logits and P with the axes in the order of P's product with the values.
 
     Heads may lie between queries and keys: P of (b, n, h, m) meets values of (b, h, m, d). The
-    graph tells, not the values: cotangents that number the rows of the weights come back to the
-    rows of P that these are, times what P is multiplied by. Where rows meet each other on the
-    way, both stay as they are.
+    graph shows the order, not the values: cotangents that number the rows of the weights are
+    pulled back to the same rows of P, times a factor. If rows are mixed on the way, both keep
+    their axes.
     """
     path = nodes(weights, [] if p.grad_fn is None else [p.grad_fn])
     if p.shape[-1] != weights.shape[-1] or _MOVES.isdisjoint(op(node) for node in path):
@@ -348,7 +348,7 @@ def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Ten
     if pulled is None or factor is None:
         return logits, p
     number = (pulled / factor).round()[..., 0]
-    # Of an axis of which there is more than one entry, the second one lies a stride behind.
+    # In an axis with several entries, the second one is a stride behind the first.
     strides = [
         float(number.select(a, -1).amin() - number.amin()) / max(1, size - 1)
         for a, size in enumerate(number.shape)
@@ -393,10 +393,10 @@ def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _strip_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a torch composite that runs its body instead of asking the mode again."""
+    """Return a torch composite that runs its body without asking the mode again."""
     assert isinstance(func, FunctionType)
-    # nn.MultiheadAttention calls it, and its body decides between the fused op and a softmax that
-    # is written out; a mode is asked about the whole, and would never see that body.
+    # nn.MultiheadAttention calls it, and its body chooses between the fused op and a written-out
+    # softmax; the mode is called for the whole function, and would not see its body.
     scope = {**func.__globals__, "has_torch_function": lambda _: False}
     copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
     copy.__kwdefaults__ = func.__kwdefaults__

@@ -26,14 +26,14 @@ Arrange = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Linear:
-    """One product y = x W + b with a weight that does not depend on the sample.
+    """A product y = x W + b with a weight that does not depend on the sample.
 
     Attributes:
         x: the input, channels last.
-        parameter: W, (channels in, channels out), whatever the orientation of the parameter, or
-            what it is read from (`lifting.keep`).
+        parameter: W, (channels in, channels out), for any orientation of the parameter, or a
+            reference to it (`lifting.keep`).
         bias: b, or None.
-        arrange: brings y, as the op gives it, to the axes of x.
+        arrange: converts y to the axes of x.
     """
 
     x: Tensor
@@ -57,15 +57,15 @@ class Linear:
 
 
 class Operands(NamedTuple):
-    """Two tensors that an op multiplies, one of which may be a weight.
+    """Two factors of an op, one of which may be a weight.
 
     Attributes:
-        x: the input, if the other is one.
+        x: the input, if the other factor is a weight.
         weight: the weight.
-        bias: what is added, or None.
-        op: of the address of the linear map.
-        read: gives the linear map; None where the op is none.
-        entire: whether the op is made for linear maps, and for nothing else.
+        bias: the bias, or None.
+        op: the op in the address of the linear map.
+        read: returns the linear map; None if the op is none.
+        entire: whether the op is used for linear maps only.
     """
 
     x: Tensor
@@ -79,9 +79,9 @@ class Operands(NamedTuple):
 def find_operands(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Operands, ...] | None:
-    """Return what an op may multiply by a weight; None of an op that multiplies nothing.
+    """Return the factors of an op, one of which may be a weight; None if it multiplies nothing.
 
-    A product of two tensors may be a linear map of either.
+    In a product of two tensors, either may be the weight.
     """
     reader = _READERS.get(func)
     return None if reader is None else tuple(reader(*args, **kwargs))
@@ -89,7 +89,7 @@ def find_operands(
 
 @dataclass(frozen=True)
 class Contraction:
-    """The letters of a two-operand einsum, by the part they play."""
+    """The letters of an einsum with two operands, by role."""
 
     first: str
     second: str
@@ -101,7 +101,7 @@ class Contraction:
 
 
 def parse_contraction(equation: str) -> Contraction | None:
-    """Read "ab,bc->ac"; None where it is implicit, has an ellipsis, a diagonal or a lone sum."""
+    """Read "ab,bc->ac"; None for implicit ones, an ellipsis, a diagonal or a lone sum."""
     operands, arrow, out = equation.replace(" ", "").partition("->")
     first, comma, second = operands.partition(",")
     if not arrow or not comma or "," in second or "." in equation:
@@ -144,7 +144,7 @@ def _read_conv(
 
         def read() -> Linear:
             whole = weight.flatten(1)
-            if groups > 1:  # channels apart: a block of W each
+            if groups > 1:  # channels kept apart: a block of W each
                 whole = torch.block_diag(*whole.chunk(groups))  # type: ignore[no-untyped-call]
             return Linear(_to_channels_last(input), whole.t(), bias, _to_channels_last)
 
@@ -190,10 +190,10 @@ def _read_einsum(equation: Any, *operands: Any) -> Iterator[Operands]:
 
 
 def _read_either(a: Tensor, first: str, b: Tensor, second: str, out: str) -> Iterator[Operands]:
-    """Read a sum over products of entries, with the second operand for a weight, and the first.
+    """Read a sum over products of entries, with the second operand as the weight, else the first.
 
-    The first is one only where it is the same for all samples: what has axes in common with the
-    second is a learned query.
+    The first is a weight only if it is the same for all samples: with axes in common with the
+    second, it is a learned query.
     """
     yield Operands(a, b, None, RIGHT, lambda: _contract(a, first, b, second, out))
     # A weight on the left has no axis in common with the samples of the other operand.
@@ -204,7 +204,7 @@ def _read_either(a: Tensor, first: str, b: Tensor, second: str, out: str) -> Ite
 def _contract(x: Tensor, given: str, weight: Tensor, letters: str, out: str) -> Linear | None:
     """Return y = x W of a sum over products of entries.
 
-    Along axes that both have, and that are not summed over, each entry has a block of W.
+    Along common axes that are not summed over, each entry has its own block of W.
     """
     for axis in set(given) & set(letters) & set(out):
         if _is_even(weight, letters.index(axis)):
@@ -229,7 +229,7 @@ def _contract(x: Tensor, given: str, weight: Tensor, letters: str, out: str) -> 
 
 
 def _is_even(t: Tensor, axis: int) -> bool:
-    """Say whether a tensor is the same all along an axis, by its layout."""
+    """Say whether a tensor is constant along an axis, judged by its strides."""
     return t.shape[axis] == 1 or t.stride(axis) == 0
 
 

@@ -1,4 +1,4 @@
-"""Run a model once, cut at its linear maps, and know where in the model each op is."""
+"""Run a model once, cut at its linear maps, with the address of each op."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
 
 @dataclass
 class Frame:
-    """A module call that is under way."""
+    """A module call in progress."""
 
     name: str
     module: nn.Module
@@ -43,7 +43,7 @@ class Frame:
 
 @dataclass
 class Place:
-    """Where the forward pass is: the module calls under way, and how many ops each has seen."""
+    """The position of the forward pass: module calls in progress, and their numbers of ops."""
 
     frames: list[Frame] = field(default_factory=list)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -80,17 +80,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Tracer:
-    """A forward pass under observation.
+    """An observed forward pass.
 
     Attributes:
         on_attention: takes each attention call and its address.
-        on_linear: takes each linear map of something that depends on the input, and its address.
-        wanted: where to cut; None cuts whatever depends on the input.
+        on_linear: takes each linear map of a tensor that depends on the input, and its address.
+        wanted: addresses at which to cut; None: all tensors that depend on the input.
         inner: linear maps at which the graph is not cut.
-        sparing: whether what the maps of the residual stream read is forgotten on the way.
-        place: where the pass is.
-        origins: what made the leaves of the cut graph.
-        loops: attention calls that are reported as one, with the address of the last of them.
+        sparing: whether inputs of the residual stream's maps are released on the way.
+        place: position of the pass.
+        origins: origins of the leaves of the cut graph.
+        loops: attention calls that are reported as one, by the address of the last one.
     """
 
     on_attention: Callable[[AttentionCall, Address], None]
@@ -117,7 +117,7 @@ class Tracer:
         return self._cut(t, Origin(address)) if wanted else t
 
     def product(self, factors: Sequence[Operands]) -> Cut | None:
-        """Return the linear map of something that depends on the sample, if that is one."""
+        """Return the linear map of a tensor that depends on the sample, if the op is one."""
         place = self.place.address(RIGHT)
         for each in factors:
             address = place._replace(op=each.op)
@@ -127,9 +127,9 @@ class Tracer:
         return None
 
     def _is_map(self, factors: Operands, address: Address) -> bool:
-        """Say whether to cut at a product, for a linear map: one factor is a constant.
+        """Say whether to cut at a product, as a linear map: one factor is a constant.
 
-        A weight is what does not depend on the sample, whatever it is made from.
+        Every factor that does not depend on the sample counts as a weight.
         """
         if self.wanted is not None or address in self.inner:
             return self.wanted is not None and address in self.wanted
@@ -139,14 +139,14 @@ class Tracer:
         return factors.x.requires_grad and not self._meets_positions(factors)
 
     def _meets_positions(self, factors: Operands) -> bool:
-        """Say whether vectors that are parts of the output of one linear map meet a matrix.
+        """Say whether parts of the output of one linear map are multiplied by a matrix.
 
-        These are queries or keys of one head, which a rotation or the vectors of positions meet.
+        These are queries or keys of one head, multiplied by a rotation or by position vectors.
         """
         behind = [] if factors.entire else self.origins.leaves(factors.x)
         width = factors.x.shape[-1]
-        # A head is narrower than the output of its linear map; a second map in a row (LoRA, a
-        # latent) reads the whole of it.
+        # A head is narrower than the output of its linear map; a second map in sequence (LoRA, a
+        # latent) reads the whole output.
         return (
             len(behind) == 1
             and behind[0].origin.linear is not None
@@ -160,7 +160,7 @@ class Tracer:
         if self.sparing:
             self.origins.mix(linear.x)
         bias = None if linear.bias is None else linear.bias.detach()
-        # `keep`: weights that are lifted for the run must not live as long as the graph.
+        # `keep`: weights converted for the run must not live as long as the graph.
         constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
         if self.wanted is not None:
             return self._cut(output, Origin(address, constant))
@@ -181,7 +181,7 @@ class Tracer:
         return call.output.detach()
 
     def _join(self, call: AttentionCall, address: Address) -> AttentionCall | None:
-        """Return the call, or the loop that it is the last call of; None within a loop."""
+        """Return the call, or the loop that ends with it; None within a loop."""
         loop = next((each for each in self.loops if address in each.addresses), None)
         if loop is None:
             return call
@@ -194,14 +194,14 @@ class Tracer:
         return source.requires_grad if self.wanted is None else address in self.wanted
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
-        """Return t as a leaf of known origin: a clone, since the model may write into it."""
+        """Return t as a leaf of known origin: a clone, because the model may write into it."""
         leaf = t.detach().requires_grad_()
         self.origins.note(leaf, origin)
         return leaf.clone()
 
 
 def run_observed(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
-    """Run a model under observation and return its output; in float64, all of it."""
+    """Run an observed model and return its output; in float64, everything is computed so."""
     wide = Widening() if net.dtype == torch.float64 else nullcontext()
     with wide, tracer.watching(net.module), _cut_at_embeddings(net, tracer):
         x = batch.x if net.kind == "text" else tracer.input(batch.x)
@@ -220,7 +220,7 @@ def _cut_at_embeddings(net: Net, tracer: Tracer) -> Iterator[None]:
 
 @contextmanager
 def freeze(module: nn.Module) -> Iterator[None]:
-    """Run in eval mode with frozen parameters; put flags and random state back afterwards."""
+    """Run in eval mode with frozen parameters; restore flags and random state afterwards."""
     training = {part: part.training for part in module.modules()}
     parameters = list(module.parameters())
     trainable = [p for p in parameters if p.requires_grad]

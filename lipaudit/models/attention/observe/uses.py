@@ -1,11 +1,11 @@
-"""Count where a model weights values by products of its own activations, however it is written.
+"""Count the places where a model weights values by products of activations, in any code.
 
-`events` reads attention by the functions that a model calls. The mode below is the net under it:
-it follows the ops of torch themselves, below autograd, `vmap`, TorchScript and `no_grad`.
+`events` reads attention by the functions that a model calls. The mode below finds the rest: it
+follows torch's ops, below autograd, `vmap`, TorchScript and `no_grad`.
 
     s = q k^T    a product of two tensors that depend on the sample: a pair
-    o = f(s) v   a product of what a pair has become, and of a third: a use
-    o * g(s)     a third, scaled by fewer numbers that a pair has become: a use
+    o = f(s) v   a product of a function of a pair with a third tensor: a use
+    o * g(s)     a third tensor, scaled by a smaller function of a pair: a use
 
 A linear map ends a pair. Fused attention is a use. Sums and products of all pairs of entries,
 q_i + k_j, are a pair once a softmax was taken of them.
@@ -42,11 +42,11 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, count the uses of pairs in each module.
 
     Args:
-        where: names the module that is running.
+        where: returns the name of the running module.
 
     Attributes:
-        counts: the uses in each module.
-        lines: the line of code of the first of them, `file:line`.
+        counts: number of uses in each module.
+        lines: the line of code of the first use, `file:line`.
     """
 
     supports_higher_order_operators = True  # flex_attention is one
@@ -59,11 +59,11 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._marks: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def input(self, x: Tensor) -> None:
-        """Follow what is made of the samples."""
+        """Follow all tensors that depend on the samples."""
         self._mark(x, _SAMPLE)
 
     def beyond(self, modules: Iterable[str]) -> list[str]:
-        """Return where there are more uses than some layers are, by their modules."""
+        """Return the modules with more uses than their layers explain."""
         layers = Counter(modules)
         return [
             f"{module or 'the model itself'}, {self.lines[module]}"
@@ -116,7 +116,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return marks | _SAMPLE | (_PAIR if marks & _OUTER and name in _SOFTMAXES else 0)
 
     def _keep_score(self, out: Tensor, marks: int) -> int:
-        """Return what is left of a mark behind a linear map to a single column: a score."""
+        """Return the mark that remains after a linear map to a single column: a score."""
         return marks & _OUTER if out.ndim == 1 or out.shape[-1] == 1 else 0
 
     def _count_use(self) -> int:
@@ -136,7 +136,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key is not None:
             entire = t.numel() * t.element_size() == key.nbytes()
             before = 0 if entire else self._marks.get(key._cdata, (None, 0))[1]
-            # The reference keeps the address from another storage, not the memory.
+            # The reference prevents reuse of the address, without keeping the memory.
             self._marks[key._cdata] = (_reference(key), before | marks)
 
 
@@ -159,7 +159,7 @@ def _find_storage(t: object) -> Any:
 
 
 def _is_outer(args: tuple[Any, ...], out: Any) -> bool:
-    """Say whether each entry of the result is of a pair of entries of two tensors."""
+    """Say whether each entry of the result depends on a pair of entries of two tensors."""
     sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
     return len(sizes) == 2 and isinstance(out, Tensor) and out.numel() > max(sizes)
 
@@ -173,7 +173,7 @@ def _is_scaled(args: tuple[Any, ...], given: list[int], out: Any) -> bool:
 
 
 def line_of_code() -> str:
-    """Return the line of code that torch was called from, `file:line`."""
+    """Return the line of code that called torch, `file:line`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back

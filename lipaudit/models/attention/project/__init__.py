@@ -1,5 +1,5 @@
-"""Which linear maps of the tokens make q, k, v and the logits: read from autograd graphs.
+"""Recover the linear maps of the tokens behind q, k, v and the logits, from autograd graphs.
 
-`projections` says how, once and then on every batch; `logits` reads what stands beside q k^T;
-`probes` asks the graph.
+`projections` decodes them once, and applies them to every batch. `logits` reads the terms beside q
+k^T. `probes` queries the graph.
 """

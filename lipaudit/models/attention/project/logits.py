@@ -1,8 +1,9 @@
-"""Read logits: s q k^T + bias, any function of each pair (q_i, k_j), a sink, vectors of positions.
+"""Read logits: s q k^T + bias, any function of each pair (q_i, k_j), a sink, position vectors.
 
-`read_logits` takes a written-out softmax apart. `read_position_terms` finds what q and k meet
-beside each other: in S_ij = s <q_i, k_j> + <q_i, r_ij> + <k_j, t_ij> + bias the gradients of the
-logits in q_i and k_j are s k_j + r_ij and s q_i + t_ij, so r and t are what remains of them.
+`read_logits` analyses a written-out softmax. `read_position_terms` finds the vectors that q and k
+are multiplied by in addition: in S_ij = s <q_i, k_j> + <q_i, r_ij> + <k_j, t_ij> + bias the
+gradients of the logits with respect to q_i and k_j are s k_j + r_ij and s q_i + t_ij. So r and t
+are these gradients without the first terms.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ _AFFINE_OPS = {
 }
 _ADDED = {"Add", "Clamp", "MaskedFill", "Maximum", "Rsub", "Sub", "Where"}
 """Ops that may put a bias into the logits."""
-_LARGEST = {"Amax", "Max"}  # the largest logit of a row, which is taken off all of them
+_LARGEST = {"Amax", "Max"}  # the largest logit of a row, subtracted from all of them
 _ROUNDING = 4  # times the machine epsilon of the row's largest logit
 _NEGLIGIBLE = 1e-5  # in a logit: P moves by this share, far below every tolerance
-_OUT_OF_REACH = 1e9  # a level that logits are not cut off at: the end of float32 stands for -inf
+_OUT_OF_REACH = 1e9  # a level that no logit reaches: the lowest number of float32 stands for -inf
 
 
 BESIDE = "its logits depend on the input not only through q k^T"
@@ -49,15 +50,15 @@ BESIDE = "its logits depend on the input not only through q k^T"
 
 @dataclass(frozen=True)
 class LogitForm:
-    """How the logits of a call depend on q and k; tensors in the shape of the call.
+    """The logits of a call as a function of q and k; tensors in the shape of the call.
 
     Attributes:
         scale: s, one number per head.
-        bias: B with S = s q k^T + B, or None for 0; S itself where there is a slope or `relative`.
+        bias: B with S = s q k^T + B, or None for 0; S itself if there is a slope or `relative`.
             Masked entries are -inf; so is every entry of a query whose keys are all masked.
         slope: f with dS_ij = f_ij s d<q_i, k_j>, or None for 1.
         sink: a logit beside those of the keys, (..., queries), or None.
-        relative: S with its graph, where it depends on q or k beside their product.
+        relative: S with its graph, if it depends on q or k beyond their product.
     """
 
     scale: Tensor
@@ -71,15 +72,15 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
     """Read the logits of a written-out softmax.
 
     Raises:
-        NotClosedForm: a logit depends on the product of another pair, or P is changed before it
-            meets v.
+        NotClosedForm: a logit depends on another pair's product, or P is changed before its
+            product with v.
     """
     product = (call.q @ call.k.mT).detach()
     keys = _find_keys(form, product)
     slope = _read_slopes(form, product, keys)
     _check_weights(form, keys)
     sink = _read_sink(form, product, keys)
-    # No model is known to have both; position terms would have to leave out the sink.
+    # No known model has both; position terms would have to exclude the sink.
     if form.others and sink is not None:
         raise NotClosedForm("sinks", f"it has sinks, and {BESIDE}")
     logits, p = (t.detach()[..., keys].reshape(product.shape) for t in (form.logits, form.p))
@@ -98,19 +99,19 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
     )
     relative = form.logits.reshape(product.shape) if form.others else None
     bias = logits.masked_fill(masked, -torch.inf)
-    # Level slopes stay where an op may bend the logits elsewhere: they are not s q k^T + B.
+    # Constant slopes are kept if an op may bend the logits elsewhere: they are not s q k^T + B.
     bent = None if level and form.others else share
     return LogitForm(scale[..., 0, 0], bias, bent, sink, relative)
 
 
 def _find_keys(form: Explicit, product: Tensor) -> slice:
-    """Return which of the logits of a row are those of the keys: those that meet the values."""
+    """Return which logits of a row belong to keys: those whose weights multiply values."""
     m, extra = product.shape[-1], form.logits.shape[-1] - product.shape[-1]
     if form.logits.numel() == product.numel():
         return slice(None)
     if extra != 1 or form.logits.numel() != product.numel() // m * (m + 1):
         raise NotClosedForm("sinks", "it has logits beyond those of its keys and one sink")
-    # The sink stands behind the keys (gpt-oss) or in front of them.
+    # The sink is behind the keys (gpt-oss) or in front of them.
     for keys in (slice(0, m), slice(1, m + 1)):
         if _is_unchanged(form, keys):
             return keys
@@ -124,22 +125,22 @@ def _read_sink(form: Explicit, product: Tensor, keys: slice) -> Tensor | None:
 
 
 def _find_sink_column(keys: slice) -> int:
-    """Where the sink is: behind the keys, or in front of them."""
+    """Return the place of the sink: behind the keys, or in front of them."""
     return -1 if keys.start == 0 else 0
 
 
 def _read_slopes(form: Explicit, product: Tensor, keys: slice) -> Tensor:
-    """Return dS_ij / d<q_i, k_j>, once it is seen that S_ij depends on no other product.
+    """Return dS_ij / d<q_i, k_j>, after checking that S_ij depends on no other product.
 
-    What is taken off all logits of a row does not count: softmax does not see it. With a sink the
-    cotangents of a row sum to 0, with no rounding; so a sink that depends on a product shows as
-    another pair's.
+    A value subtracted from all logits of a row does not count: it does not change the softmax.
+    With a sink the cotangents of a row sum to 0 exactly, so a sink that depends on a product
+    appears as another pair's.
     """
     _require_shift(form, product)
     generator = torch.Generator(product.device).manual_seed(0)
     some = torch.rand(product.shape, generator=generator, device=product.device) < 0.5
     ones, pulled = (_pull_slopes(form, t.to(product), keys) for t in (torch.ones_like(some), some))
-    # Exact zeros: a small share of a large head's logits would still be much in another head.
+    # Exact zeros: a small share of a large head's logits would still be large in another head.
     if not _is_close(pulled, ones * some, 1e-3):
         raise NotClosedForm("mixed-logits", "its logits mix heads or keys")
     return ones
@@ -154,15 +155,15 @@ def _pull_slopes(form: Explicit, cotangent: Tensor, keys: slice) -> Tensor:
         whole = padded
     with _hook_largest(form, lambda grads: tuple(g if g is None else 0 * g for g in grads)):
         pulled = form.pull(whole.to(form.logits.dtype))
-    if pulled is None:  # a linear map of the logits, at which the graph is cut
+    if pulled is None:  # a linear map of the logits, where the graph is cut
         raise NotClosedForm("x-dependent-bias", BESIDE)
     return pulled.reshape(cotangent.shape).to(cotangent.dtype)
 
 
 def _require_shift(form: Explicit, product: Tensor) -> None:
-    """Check that the largest logit of a row is taken off all of them alike, and nothing else.
+    """Check that only the largest logit of a row is subtracted, equally from all of them.
 
-    Cotangents that sum to 0 over a row, with no rounding, then pull nothing back to it.
+    Cotangents that sum exactly to 0 over a row then give no gradient to it.
     """
     if _LARGEST.isdisjoint(_list_ops(form)):
         return
@@ -179,7 +180,7 @@ def _require_shift(form: Explicit, product: Tensor) -> None:
 
 @contextmanager
 def _hook_largest(form: Explicit, hook: Callable[[Any], Any]) -> Iterator[None]:
-    """Call `hook` with what is pulled back to the largest logit of each row."""
+    """Call `hook` with the gradient of the largest logit of each row."""
     with ExitStack() as hooks:
         for node in _walk_path(form):
             if op(node) in _LARGEST:
@@ -190,10 +191,10 @@ def _hook_largest(form: Explicit, hook: Callable[[Any], Any]) -> Iterator[None]:
 def _read_bias(
     form: Explicit, logits: Tensor, linear: Tensor, masked: Tensor, *, with_sink: bool
 ) -> Tensor | None:
-    """Return B; zero in heads in which no row has more of it than rounding, None if in all.
+    """Return B; zero in heads with only rounding errors in every row, None if in all heads.
 
-    By the row: the logits of one head say nothing of the rounding in another one's. Rounding that
-    would move P is kept, so that P is the model's own.
+    Rows are judged separately, because heads differ in the size of their rounding errors. Rounding
+    that would change P is kept, so that P equals the model's.
     """
     if _ADDED.isdisjoint(_list_ops(form)) and not masked.any():
         return None
@@ -222,7 +223,7 @@ def _walk_path(form: Explicit) -> Iterator[Node]:
 
 
 def _is_cut_off(node: Node) -> bool:
-    """Say whether an op cuts the logits off at a level that they may reach, at X or elsewhere."""
+    """Say whether an op cuts logits off at a level that they may reach, at X or elsewhere."""
     names = {"Clamp": ("_saved_min", "_saved_max"), "Maximum": ("_saved_self", "_saved_other")}
     levels = [getattr(node, name, None) for name in names.get(op(node), ())]
     constant = [t for t in levels if t is not None and not getattr(t, "requires_grad", False)]
@@ -230,7 +231,7 @@ def _is_cut_off(node: Node) -> bool:
 
 
 def _is_affine(form: Explicit, *, with_sink: bool) -> bool:
-    """Say whether the logits pass through affine ops only: are what they are here everywhere."""
+    """Say whether the logits pass through affine ops only, so that slopes are constant."""
     allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST | ({"ConstantPadNd"} if with_sink else set())
     return _list_ops(form) <= allowed and not any(_is_cut_off(node) for node in _walk_path(form))
 
@@ -241,28 +242,28 @@ def _check_weights(form: Explicit, keys: slice) -> None:
 
 
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
-    """Say whether the values are met by these columns of P as they are; a row of NaN, by zeros."""
+    """Say whether these columns of P multiply the values unchanged; a NaN row counts as zeros."""
     p, weights = form.p.detach()[..., keys].nan_to_num(0.0), form.weights.detach()
     return p.numel() == weights.numel() and torch.equal(
         p.reshape(weights.shape).to(weights), weights
     )
 
 
-LARGEST = 2**27  # numbers in r, or in t: 1 GiB in float64
+LARGEST = 2**27  # largest number of entries in r, or in t: 1 GiB in float64
 _GRADIENT_ROUNDING = 64  # times the machine epsilon of the largest gradient
 
 
 def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected]) -> Pairs:
-    """Return r and t of a layer, the same in all windows, beside its slope.
+    """Return r and t of a layer, the same in all windows, with its slope.
 
     Args:
-        heads: the layer; its `pairs` hold the slope.
+        heads: the heads of the layer; their `pairs` hold the slope.
         logits: S with its graph, (windows, heads, queries, keys).
-        parts: where its q, k and v come from.
+        parts: the origins of its q, k and v.
 
     Raises:
-        NotClosedForm: S_ij depends on more than q_i and k_j; what they meet depends on the input;
-            or it is too large.
+        NotClosedForm: S_ij depends on more than q_i and k_j, r or t depends on the input, or they
+            are too large.
     """
     assert heads.pairs is not None
     sides = {name: parts[name] for name in "qk" if name in parts}
@@ -289,7 +290,7 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
 
 
 def _make_source(logits: Tensor, part: Projected) -> Probed:
-    """Return the logits as a function of the columns of one linear map that made q (or k)."""
+    """Return the logits as a function of the columns of the linear map behind q (or k)."""
     mix, repeat = part.form.mix, part.form.repeat
     if part.projection.local is not None or repeat > 1:
         how = "shared keys" if repeat > 1 else "a rotation or norm"
@@ -304,7 +305,7 @@ def _make_source(logits: Tensor, part: Projected) -> Probed:
 
 
 def _invert_mix(part: Projected) -> Tensor:
-    """Return the changes of every row of a source that move one channel each."""
+    """Return the changes of every row of a source that change one channel each."""
     mix, (heads, width) = part.form.mix, part.form.columns.shape
     unit = torch.eye(width, dtype=part.leaf.dtype, device=part.leaf.device)
     inverse = unit.expand(heads, -1, -1) if mix is None else torch.linalg.inv(mix)
@@ -313,15 +314,15 @@ def _invert_mix(part: Projected) -> Tensor:
 
 @dataclass(frozen=True)
 class _Side:
-    """The logits as a function of q (or, with queries and keys turned round, of k).
+    """The logits as a function of q (or, with queries and keys swapped, of k).
 
     Attributes:
-        source: S, (windows, heads, tokens, others), and what made its tokens.
-        rows: where these stand in the linear map, (windows, tokens).
-        columns: which of the columns of `source` each head reads, (heads, d).
-        moves: of each channel of q, the change of all columns, the same at every token, that
-            moves this channel alone: (d, heads * d).
-        plain: s k_j of all others, (windows, heads, others, d).
+        source: S, (windows, heads, tokens, others), with the origin of its tokens.
+        rows: rows of these tokens in the linear map, (windows, tokens).
+        columns: columns of `source` that each head reads, (heads, d).
+        moves: for each channel of q, the change of all columns, the same at every token, that
+            changes this channel alone: (d, heads * d).
+        plain: s k_j for all others, (windows, heads, others, d).
         slope: f, or None for 1.
         live: P_ij > 0; the other pairs do not matter.
     """
@@ -354,11 +355,11 @@ class _Side:
         return torch.stack(parts, -1)[None] if bool((largest > rounding).any()) else None
 
     def _yield_gradients(self) -> Iterator[Tensor]:
-        """Yield dS_ij / dq_ic of all pairs, (windows, heads, tokens, others), channel by channel.
+        """Yield dS_ij / dq_ic for all pairs, (windows, heads, tokens, others), channel by channel.
 
-        J^T u is linear in u: its own vector-Jacobian product with a move of all tokens is J times
-        that move. As S_ij depends on q_i alone, entry ij of it is the move of q_i: d products for
-        all pairs, where one key after the other would take as many as there are keys.
+        J^T u is linear in u, so its vector-Jacobian product with a change of all tokens is J times
+        that change. As S_ij depends on q_i alone, entry ij is the effect of changing q_i: d
+        products suffice for all pairs, instead of one product per key.
         """
         t, leaf = self.source.t, self.source.leaf
         u = torch.zeros_like(t, requires_grad=True)
@@ -369,7 +370,7 @@ class _Side:
             yield image
 
     def _require_own_pairs(self) -> None:
-        """Check by exact zeros that row i of the logits of a head depends on its q_i only."""
+        """Check by exact zeros that row i of a head's logits depends on its q_i only."""
         windows, heads, tokens, _ = self.source.t.shape
         number = torch.arange(windows * tokens, device=self.rows.device)
         by_row = probes.label_fed(self.source, number.view(windows, 1, tokens, 1), rows=True)
@@ -388,5 +389,5 @@ class _Side:
 
 
 def _find_largest(t: Tensor) -> Tensor:
-    """Return the largest size of an entry of each head, the second axis."""
+    """Return the largest absolute entry of each head (second axis)."""
     return t.abs().amax((0, 2, 3))

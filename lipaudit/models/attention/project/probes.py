@@ -1,8 +1,8 @@
-"""Ask an autograd graph which entries depend on which, and how.
+"""Query an autograd graph: which entries depend on which, and how.
 
-Between a linear map and the q of an attention call lie only cheap ops (reshapes, rotary positions,
-norms per head), so a vector-Jacobian product here costs next to nothing. Dependence is read off
-exact zeros: no threshold, no rounding.
+Between a linear map and the q of an attention call there are only cheap ops (reshapes, rotary
+positions, norms per head), so a vector-Jacobian product costs almost nothing. Dependence is read
+from exact zeros: without a threshold, unaffected by rounding.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.graph import vjp
 
-AFFINE_TOLERANCE = 2e-5  # of the head's largest |q|: rounding of float32, and nothing else
+AFFINE_TOLERANCE = 2e-5  # relative to the head's largest |q|: float32 rounding, and nothing else
 LINEAR_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Probed:
-    """A tensor t of an attention call, (windows, heads, tokens, width), and what made it.
+    """A tensor t of an attention call, (windows, heads, tokens, width), and its origin.
 
     Attributes:
         t: q, k or v, with its graph down to `leaf`.
-        leaf: what it was made from: the output y of a linear map, as a rule.
-        as_rows: brings a tensor of the leaf's shape to one token per row.
+        leaf: the leaf that it depends on, usually the output y of a linear map.
+        as_rows: converts a tensor of the leaf's shape to one token per row.
     """
 
     t: Tensor
@@ -51,24 +51,24 @@ class Probed:
         return replace(self, t=self.t.transpose(1, 2).flatten(2).unsqueeze(1))
 
     def touched(self, cotangent: Tensor, axis: int) -> Tensor:
-        """Return which columns (axis 0) or rows (axis 1) of y lead to what a cotangent picks."""
+        """Return which columns (axis 0) or rows (axis 1) of y a cotangent depends on."""
         return _find_touched(self.pull(cotangent), axis)
 
     @cached_property
     def read(self) -> Tensor:
-        """The pull of `random`: zero where nothing of t depends on y."""
+        """Return the pullback of `random`: zero where t does not depend on y."""
         return self.pull(self.random)
 
     @cached_property
     def random(self) -> Tensor:
-        """A cotangent without zeros."""
+        """Return a cotangent without zeros."""
         generator = torch.Generator(self.t.device).manual_seed(0)
         shape, dtype, device = self.t.shape, self.t.dtype, self.t.device
         return torch.rand(shape, generator=generator, dtype=dtype, device=device) + 0.5
 
 
 def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Index one axis by a tensor of any shape: a view of t where the index counts up by one."""
+    """Index one axis by a tensor of any shape; a view of t if the index counts up by one."""
     if index not in _FIRST:
         _FIRST[index] = _find_first(index)
     first = _FIRST[index]
@@ -87,7 +87,7 @@ _FIRST = WeakTensorKeyDictionary()
 
 
 def _find_first(index: Tensor) -> int | None:
-    """Where an index starts that counts up by one, else None."""
+    """Return the first entry of an index that counts up by one, else None."""
     flat = index.flatten()
     first, steps = flat[0], flat.diff()
     counts = steps.eq(1).all()
@@ -96,14 +96,14 @@ def _find_first(index: Tensor) -> int | None:
 
 
 def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
-    """Find which value of `code`, broadcast over t, each row (or column) of y feeds.
+    """Return the value of `code`, broadcast over t, that each row (or column) of y affects.
 
-    Each value stands for a set of probes, half of them all: what two values feed is touched by
-    more than half of the probes, what one feeds by just its own.
+    Each value has a set of probes, half of all. A row that affects two values is hit by more than
+    half of the probes, a row that affects one value exactly by the probes of its set.
 
     Returns:
-        One label per row or column of y, -1 where it feeds nothing; None where one feeds parts of
-        t with different values.
+        One label per row or column of y, -1 without an effect; None if one affects parts of t with
+        different values.
     """
     axis = 1 if rows else 0
     sets = _make_probe_sets(int(code.max()) + 1).to(code.device)
@@ -113,12 +113,12 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     count = hits.sum(-1)
     if ((count > 0) & (count != sets[0].sum())).any():
         return None
-    # A set meets itself in all of its probes, and every other set of its size in fewer.
+    # A set shares all its probes with itself, and fewer with every other set of its size.
     return (hits.float() @ sets.mT.float()).argmax(-1).masked_fill(count == 0, -1)
 
 
 def _make_probe_sets(count: int) -> Tensor:
-    """Return as many different halves of the fewest probes, (count, probes)."""
+    """Return distinct halves of the fewest possible probes, (count, probes)."""
     probes = next(k for k in range(2, 2 + count) if comb(k, k // 2) >= count)
     sets = torch.zeros(count, probes, dtype=torch.bool)
     members = list(islice(combinations(range(probes), probes // 2), count))
@@ -126,17 +126,17 @@ def _make_probe_sets(count: int) -> Tensor:
 
 
 def reads_only(source: Probed, rows: Tensor) -> bool:
-    """Check a row map by one product: half of the tokens of t must not touch other rows of y."""
+    """Check a row map by one product: half of the tokens of t must not affect other rows of y."""
     pick = source.random[:, :1, :, :1]
     half = pick > pick.median()  # a random half of the tokens
     touched = source.touched(source.random * half, 1)
     rows, half = rows.flatten(), half[:, 0, :, 0].flatten()
-    touched[rows] &= ~half  # a row feeds one token
+    touched[rows] &= ~half  # a row affects one token
     return not bool(touched.any())
 
 
 def in_order(source: Probed, rows: Tensor) -> bool:
-    """Say whether y has just these rows: the usual case, seen in two products."""
+    """Say whether y has exactly these rows: the usual case, checked by two products."""
     touched = _find_touched(source.read, 1)
     return len(touched) == rows.numel() and bool(touched.all()) and reads_only(source, rows)
 
@@ -185,7 +185,7 @@ def local_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor:
 def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
     """Check t = G y."""
     t, y = source.t.detach(), source.values(rows, columns)
-    if local.shape[:2] == (1, 1):  # else torch copies it for every head
+    if local.shape[:2] == (1, 1):  # otherwise torch copies it for every head
         image = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
     else:
         image = (local @ y[..., None])[..., 0]
@@ -193,12 +193,12 @@ def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> b
 
 
 def within(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
-    """Say whether a difference is rounding in every head: a large head hides no small one.
+    """Say whether a difference is rounding in every head, so that large heads hide no small one.
 
     Args:
         rest: the difference, (windows, heads, tokens, width).
         tolerance: relative to the largest entry of the head in any of `sizes`.
-        sizes: what the difference was taken of.
+        sizes: the tensors of the difference.
     """
     size = torch.stack([_find_largest_per_head(t) for t in sizes]).amax(0)
     return bool(
@@ -233,7 +233,7 @@ def _probe(
 
 
 def _find_touched(pulled: Tensor, axis: int) -> Tensor:
-    # (pulled != 0).any(axis), several times faster; NaN counts as touched here and there
+    # (pulled != 0).any(axis), several times faster; NaN sometimes counts as an effect
     return (pulled.amax(axis) != 0) | (pulled.amin(axis) != 0)
 
 

@@ -1,4 +1,4 @@
-"""Recover from an autograd graph which part of which linear map made q, k or v.
+"""Recover, from an autograd graph, the part of a linear map behind q, k or v.
 
 The tracer cuts the graph at every linear map y = X W + b: y is a leaf. Between y and a tensor t of
 an attention call, (windows, heads, tokens, width), lies t = phi(y), made of cheap ops: reshapes,
@@ -40,7 +40,7 @@ from lipaudit.theory.heads import Projection
 
 
 class NotClosedForm(Exception):
-    """A layer does something that the closed form does not cover.
+    """A layer is not covered by the closed form.
 
     Args:
         kind: one word for the table of layers.
@@ -55,7 +55,7 @@ class NotClosedForm(Exception):
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """Which token of a linear map each attention row reads, for any number of samples.
+    """The token of a linear map that each attention row reads, for any number of samples.
 
     Attributes:
         tokens: index of the token within its sample, (windows per sample, tokens per window).
@@ -79,7 +79,7 @@ class TokenIndex:
         return values[:, self.tokens].flatten(0, 1)
 
     def resized(self, length: int, tokens: int) -> TokenIndex | None:
-        """Return the same index for longer or shorter samples, where that is obvious."""
+        """Return the same index for longer or shorter samples, if that is unambiguous."""
         if (length, tokens) == (self.length, self.tokens.shape[1]):
             return self
         every = [torch.arange(n, device=self.tokens.device)[None] for n in (self.length, length)]
@@ -90,17 +90,17 @@ class TokenIndex:
 
 @dataclass(frozen=True)
 class ProjectionForm:
-    """How q, k or v comes out of a linear map: enough to build its Projection on any batch.
+    """The path from a linear map to q, k or v: enough to build the Projection on any batch.
 
     Attributes:
         kind: affine | rotation | linear-pos | local | cross-head.
         source: the linear map.
-        index: which of its rows, each a token.
-        columns: which of its columns feed each head, (heads, e).
-        repeat: how often each head is repeated (grouped queries).
-        mix: constant map from these columns to the channels of the head, (heads, d, e), where it
-            is affine and not the identity.
-        offset: what is added after the linear map, (heads, d), if anything is.
+        index: its rows, one token each.
+        columns: its columns that each head reads, (heads, e).
+        repeat: number of repetitions of each head (grouped queries).
+        mix: constant map from these columns to the channels of the head, (heads, d, e), if affine
+            and not the identity.
+        offset: constant added after the linear map, (heads, d), if any.
         shared: whether the local Jacobian is the same in every head and window.
     """
 
@@ -114,22 +114,22 @@ class ProjectionForm:
     shared: bool = False
 
 
-LARGEST_LOCAL = 2**28  # numbers in a local Jacobian: 1 GiB in float32
+LARGEST_LOCAL = 2**28  # largest number of entries of a local Jacobian: 1 GiB in float32
 
 
 def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | None:
-    """Work out how a tensor of an attention call, (windows, heads, tokens, width), was made.
+    """Decode how a tensor of an attention call, (windows, heads, tokens, width), is computed.
 
     Args:
         t: q, k or v, with its graph.
-        leaves: what it was made from.
+        leaves: the leaves that it depends on.
         samples: number of samples in the batch.
 
     Returns:
         The form, or None for a constant (a learned query).
 
     Raises:
-        NotClosedForm: it is not a token-wise function of one linear map.
+        NotClosedForm: the tensor is not a token-wise function of one linear map.
     """
     if not leaves:
         return None
@@ -165,15 +165,15 @@ def find_token_rows(source: Probed) -> Tensor:
         raise NotClosedForm("mixing", "depends on several tokens")
     if (times == 0).any():
         raise NotClosedForm("partial", "has tokens that do not come from the input")
-    # Row r of y feeds token[r], -1 none: sorted by token, behind those that feed none.
+    # Row r of y affects token[r], -1 for none: sort by token, after rows without an effect.
     return token.argsort()[int((token < 0).sum()) :].view(windows, tokens)
 
 
 def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
-    """Attribute the rows of y that are read to samples and their tokens.
+    """Assign the rows of y that are read to samples and their tokens.
 
     Args:
-        rows: of y, (windows, tokens).
+        rows: rows of y, (windows, tokens).
         samples: number of samples in the batch; windows are ordered by sample.
         total: number of rows of y.
 
@@ -192,11 +192,11 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
 
 
 def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
-    """Find the columns of y that each distinct head reads, (heads, e), and how often it stands.
+    """Return the columns of y that each distinct head reads, (heads, e), and the repetitions.
 
     Returns:
-        The source without repeated heads; the columns, None where heads share them; the number of
-        times that each head is repeated.
+        The source without repeated heads; the columns, None if heads share them; the number of
+        repetitions of each head.
     """
     columns = _find_head_columns(source)
     if columns is not None:
@@ -219,9 +219,9 @@ def _find_head_columns(source: Probed) -> Tensor | None:
 
 
 def _undo_repeat(t: Tensor) -> tuple[Tensor, int]:
-    """Return the distinct heads of grouped keys or values, and how often each is repeated.
+    """Return the distinct heads of grouped keys or values, and the number of their repetitions.
 
-    Only for heads that share what they read: others may be equal by accident, or be zero.
+    Only heads that read the same columns count: others may be equal by chance, or zero.
     """
     heads = t.shape[1]
     for repeat in range(heads, 1, -1):
@@ -232,7 +232,7 @@ def _undo_repeat(t: Tensor) -> tuple[Tensor, int]:
 
 
 def _refine(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
-    """Tell affine, rotation, linear-pos and local apart."""
+    """Distinguish affine, rotation, linear-pos and local."""
     if not is_affine(source.t):
         _refuse_large(source, form)
         return replace(form, kind="local")
@@ -245,7 +245,7 @@ def _refine(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionFor
 
 
 def _refine_by_position(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
-    """Tell t_i = G_i y_i, orthogonal or not, from what is affine in y with a constant."""
+    """Distinguish t_i = G_i y_i, orthogonal or not, from an affine function with a constant."""
     local = probes.position_map(source, rows, form.columns)
     shared = local is not None
     if local is None:
@@ -270,16 +270,16 @@ def _is_identity(mix: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Projected:
-    """A projection on a batch, and what it reads.
+    """A projection on a batch, and its input.
 
     Attributes:
-        form: what it is on every batch.
+        form: its form on every batch.
         projection: the map, per head.
         x: its input, (windows, tokens, D).
-        index: which tokens of the linear map these are.
+        index: index of these tokens in the linear map.
         linear: the linear map.
         leaf: its output, as q, k or v depends on it.
-        origin: what made that.
+        origin: origin of the leaf.
     """
 
     form: ProjectionForm
@@ -297,11 +297,11 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     Args:
         form: from `decode`.
         t: q, k or v, with its graph.
-        leaves: what it was made from.
+        leaves: the leaves that it depends on.
         samples: number of samples in the batch.
 
     Raises:
-        NotClosedForm: it is not what was decoded.
+        NotClosedForm: the tensor differs from the decoded form.
     """
     leaf, origin, linear = _find_leaf(form, leaves)
     source = Probed(t[:, :: form.repeat], leaf, linear.outputs)
@@ -314,7 +314,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
 
 
 def _find_leaf(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[Tensor, Origin, Linear]:
-    """Return the one leaf behind q, k or v, once it is the output of the decoded linear map."""
+    """Return the one leaf behind q, k or v, after checking that it is the decoded linear map's."""
     for leaf, origin in leaves:
         if len(leaves) == 1 and origin.address == form.source and origin.linear is not None:
             return leaf, origin, origin.linear
@@ -325,7 +325,7 @@ def _find_index(form: ProjectionForm, source: Probed, samples: int, total: int) 
     index = form.index.resized(total // samples, source.t.shape[2])
     if index is None:
         return attribute_rows(find_token_rows(source), samples, total)
-    # An affine map is compared by value on every token: other rows would show there.
+    # An affine map is compared by value on every token, where other rows would show.
     if form.kind != "affine" and not probes.reads_only(source, index.rows(samples)):
         raise NotClosedForm("changed", "reads other tokens than in the first pass")
     return index
@@ -345,7 +345,7 @@ def _build_projection(
 def _build_affine(
     form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor
 ) -> Projection:
-    """T = M y + c of y = X W + b: t = X (W M^T) + (M b + c), checked on every token."""
+    """Return T = M y + c with y = X W + b: t = X (W M^T) + (M b + c), checked on every token."""
     mix, offset, columns = form.mix, form.offset, form.columns
     t, value = source.t.detach(), source.values(rows, columns)
     weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
@@ -362,7 +362,7 @@ def _build_affine(
 
 
 def _build_local(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) -> Projection:
-    """t_i = phi(X_i W + b) with the Jacobian G_i of phi."""
+    """Return t_i = phi(X_i W + b) with the Jacobian G_i of phi."""
     columns = form.columns
     local = probes.position_map(source, rows, columns) if form.shared else None
     if local is None:
@@ -373,7 +373,7 @@ def _build_local(form: ProjectionForm, source: Probed, linear: Linear, rows: Ten
 
 
 def _split_heads(merged: Projection, heads: int) -> Projection:
-    """Turn the projection of all heads as one into one per head, each reading all columns."""
+    """Turn one projection of all heads into one per head, each reading all columns."""
     assert merged.local is not None
     local = merged.local[:, 0]
     local = local.reshape(*local.shape[:2], heads, -1, local.shape[3]).transpose(1, 2)

@@ -21,7 +21,7 @@ from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk
 from lipaudit.attacks.plan import Trial
 from lipaudit.certify.branch import Effort, decide
-from lipaudit.certify.form import UnboundedError
+from lipaudit.certify.form import Form, UnboundedError
 from lipaudit.certify.prove import ball, margins, run
 from lipaudit.certify.symbols import Norm
 from lipaudit.data.batch import Batch
@@ -193,6 +193,7 @@ def require_rules(net: Net, sample: Batch) -> None:
 
     Raises:
         NoRuleError: the message names the operation and its module.
+        InputError: the output does not depend on the input.
     """
     point = net.point(sample)
     first = torch.zeros(point.shape, dtype=torch.bool, device=point.device)
@@ -200,9 +201,14 @@ def require_rules(net: Net, sample: Batch) -> None:
     start = ball(point, 0.0, moving=first, dtype=net.dtype, settle=math.inf)
     try:
         with eager():
-            run(lambda z: net.forward(z, sample), start, module=net.module)
+            output = run(lambda z: net.forward(z, sample), start, module=net.module)
     except UnboundedError:
         return  # slack grows faster than symbols: later operations are checked in the run
+    if not isinstance(output, Form):
+        raise InputError(
+            f"the output of {net.info.architecture} does not depend on its input",
+            "There is nothing to certify: check the model.",
+        )
 
 
 START = 2.0**-8

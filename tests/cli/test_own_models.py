@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import lipaudit
 from lipaudit.cli.commands import build
+from lipaudit.errors import InputError
 
 OWN = """
 import torch
@@ -122,3 +123,58 @@ def test_the_hint_on_what_a_module_takes_can_be_followed():
         channels = ("--model-kwargs", f"channels={wanted[0]}")
         assert shape("py:own.py:image", *channels, "--input-size", size) == wanted
     assert "lipaudit init py" in hint
+
+
+class Weighted(nn.Module):
+    """A classifier with one more parameter or buffer than it uses, and a state of its own."""
+
+    def __init__(self, extra: torch.Tensor) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("extra", extra)
+
+    def forward(self, x):
+        return self.head(x).mean(1)
+
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Packed(Weighted):
+    """A model that saves a weight as modules of dynamic quantisation do."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}packed"] = (self.extra, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [(Weighted(torch.eye(4).to_sparse()), "extra"), (Packed(torch.eye(4)), "packed")],
+    ids=["sparse", "quantised"],
+)
+def test_weights_that_are_not_dense_are_refused(model, named):
+    with pytest.raises(InputError) as refused:
+        lipaudit.measure(model, "jacobian", data=torch.randn(2, 3, 4))
+    assert f"quantised or sparse: {named}" in refused.value.message
+    assert "to_dense()" in refused.value.advice
+
+
+def test_a_state_that_is_no_weight_is_left_alone():
+    report = lipaudit.measure(Weighted(torch.eye(4)), "jacobian", data=torch.randn(2, 3, 4))
+    assert report.status == "complete"
+
+
+class Constant(Weighted):
+    """A model that does not read its input."""
+
+    def forward(self, x):
+        return torch.zeros(len(x), 2)
+
+
+def test_an_output_that_does_not_depend_on_the_input_is_not_certified():
+    with pytest.raises(InputError, match="does not depend on its input"):
+        lipaudit.measure(Constant(torch.eye(4)), "certify", data=torch.randn(2, 3, 4), eps="0.1")

@@ -162,13 +162,19 @@ def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
 
 
 def require_finite_weights(module: nn.Module, origin: str) -> None:
-    """Refuse weights that are NaN or infinite, and a model without weights.
+    """Refuse weights that are NaN, infinite, quantised or sparse, and a model without weights.
 
     Raises:
         InputError: the message names the first such tensors.
     """
     if next(module.parameters(), None) is None:
         raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
+    odd = [n for n, value in _list_state(module) if not _is_dense(value)]
+    if odd:
+        raise InputError(
+            f"{origin} has weights that are quantised or sparse: {few(odd)}",
+            "Load the model before it was quantised, or make its weights dense (to_dense()).",
+        )
     bad = [n for n, p in module.named_parameters() if not bool(torch.isfinite(p).all())]
     bad += [n for n, b in module.named_buffers() if bool(torch.isnan(b).any())]
     if bad:
@@ -178,10 +184,19 @@ def require_finite_weights(module: nn.Module, origin: str) -> None:
         )
 
 
+def _list_state(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return what a module saves, sorted, without the extra state of modules: no weights."""
+    return sorted(pair for pair in module.state_dict().items() if "_extra_state" not in pair[0])
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+
+
 def hash_weights(module: nn.Module) -> str:
     """Hash the sorted (name, dtype, shape, bytes) of the state dict."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in _list_state(module):
         value = tensor.detach().cpu().contiguous()
         # Half precision is hashed as float32, so the hash does not depend on `weights`.
         dtype = torch.float32 if value.dtype in HALF else value.dtype

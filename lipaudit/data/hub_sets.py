@@ -33,13 +33,13 @@ IMAGES = ("image", "img", "picture")
 
 
 def read_dataset(reference: str, net: Net, options: DataOptions) -> Samples:
-    """Read `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`; a directory is a name too.
+    """Read `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`; a directory is a name, too.
 
-    Of a repository of the Hub only the split is downloaded, `test` where none is named. Labels
-    that the data set names are matched by name.
+    From a repository of the Hub, only the split is downloaded, by default `test`. Labels with
+    names are matched by name.
 
     Raises:
-        InputError: `datasets` is not installed, or has no such data set, split or column.
+        InputError: `datasets` is not installed, or the data set, split or column does not exist.
     """
     origin = f"hf:{reference}"
     with hub_access(offline=options.offline):
@@ -69,7 +69,7 @@ def read_dataset(reference: str, net: Net, options: DataOptions) -> Samples:
 
 
 class _Rows(Sequence[Row]):
-    """The rows of a data set, each read when it is asked for."""
+    """The rows of a data set, each read on first use."""
 
     def __init__(self, table: Any) -> None:
         self.table = table

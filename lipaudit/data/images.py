@@ -1,4 +1,4 @@
-"""Images from folders, and the way from a picture to the pixels a model takes."""
+"""Images from folders, and the conversion of pictures to the pixels of a model."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 def resize(
     image: Image.Image, shape: Sequence[int], steps: Sequence[Callable[[Any], Any]] = ()
 ) -> Tensor:
-    """Return the pixels of a picture in [0, 1], of a shape (channels, height, width).
+    """Return the pixels of a picture in [0, 1], in the shape (channels, height, width).
 
-    A picture that already has the size is taken as it is; any other goes through `steps` (the
-    resizing the model was trained with, ending in a tensor), or without any is scaled to cover the
-    size and cropped in the middle.
+    A picture of this size is not changed. Others go through `steps` (the model's resizing, which
+    ends in a tensor); without steps they are scaled to cover the size and cropped in the middle.
 
     Raises:
-        InputError: no picture has that many channels.
-        ValueError: the picture is so narrow that it would be scaled to too many pixels.
+        InputError: pictures cannot have that many channels.
+        ValueError: the picture is so narrow that scaling would give too many pixels.
     """
     channels, height, width = shape
     if channels not in COLOUR_MODES:
@@ -83,11 +82,11 @@ def resize(
 def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
     """Return pixels (channels, height, width) of a box, or of [0, 1], as a PNG file in base64.
 
-    The longer side is at most `SIDE`; of more than three channels the first is shown.
+    The longer side is at most `SIDE`; with more than three channels the first one is shown.
     """
     low, high = box or (0.0, 1.0)
     shown = (pixels if len(pixels) in (1, 3) else pixels[:1]).sub(low).div(high - low)
-    # Back to bytes, as the file of a picture holds them.
+    # Bytes, as in a picture file.
     array = (shown.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8).numpy()
     image = Image.fromarray(array[0] if len(array) == 1 else array.transpose(1, 2, 0))
     image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
@@ -103,10 +102,10 @@ def to_box(pixels: Tensor, box: tuple[float, float] | None) -> Tensor:
 
 
 def read_folder(path: Path, net: Net, options: DataOptions) -> Samples:
-    """Read pictures: of sub-folders named for their classes, or without labels of one folder.
+    """Read pictures from sub-folders named by class, or from one folder without labels.
 
     Raises:
-        InputError: no pictures, a damaged one, or classes the model does not have.
+        InputError: there are no pictures, one is damaged, or classes are unknown to the model.
     """
     if net.kind != "image" or net.prepare is None:
         raise InputError(
@@ -134,7 +133,7 @@ def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
     """Read one picture.
 
     Raises:
-        InputError: it is damaged; the message names it.
+        InputError: the picture is damaged; the message names it.
     """
     with refuse_images(path), Image.open(path) as image:
         image.load()
@@ -143,7 +142,7 @@ def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
 
 @contextmanager
 def refuse_images(name: object) -> Iterator[None]:
-    """Turn what Pillow raises or warns of, pictures of too many pixels among it, into one error.
+    """Turn Pillow's exceptions and warnings, also on too many pixels, into one error.
 
     Raises:
         InputError: the block cannot read a picture.
@@ -155,7 +154,7 @@ def refuse_images(name: object) -> Iterator[None]:
 
 
 def find_common_shape(path: Path) -> tuple[int, int, int] | None:
-    """Return (channels, height, width) of a folder's pictures, None if they are not all alike."""
+    """Return (channels, height, width) of a folder's pictures, None if they differ."""
     shapes = set()
     for file in (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES):
         with suppress(InputError), refuse_images(file), Image.open(file) as image:
@@ -166,7 +165,7 @@ def find_common_shape(path: Path) -> tuple[int, int, int] | None:
 
 
 def _list_files(path: Path) -> tuple[list[Path], list[str]]:
-    """Return the pictures and, where they lie in sub-folders, the class of each."""
+    """Return the pictures, and the class of each if they are in sub-folders."""
 
     def pictures(folder: Path) -> list[Path]:
         return sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)

@@ -34,35 +34,35 @@ UNPROVEN: frozenset[VerdictStatus] = frozenset({"inconclusive", "pass (not prove
 class Verdict(Frozen):
     """The verdict on one rule for one row or column.
 
-    Changes and limits are written like the rule's limit: as a share of the baseline's value
-    (unit "%"), in percentage points as a share (unit "pp"), or as a difference (unit "").
+    Changes and limits use the unit of the rule's limit: a share of the baseline's value
+    (unit "%"), percentage points as a share (unit "pp"), or a difference (unit "").
 
     Attributes:
-        rule: the rule as it was written.
+        rule: the rule as the user wrote it.
         metric: its metric in full, e.g. `bounds.exact:each`.
-        name: the row or column, e.g. `layer 3 head 1`; empty where there is only one.
+        name: the row or column, e.g. `layer 3 head 1`; empty if there is only one.
         status: the verdict.
         old: the baseline's value on the shared samples.
         new: the current value on the shared samples.
-        paired: the change that was tested, sample by sample: the median of the samples' changes
+        paired: the tested change, sample by sample: the median of the samples' changes
             (`median`), their geometric mean (`each`), else the change of the two values.
         low: lower limit of the paired change at one-sided confidence 1 - level.
         high: upper limit of the paired change at one-sided confidence 1 - level.
-        unit: of change, paired, low, high, detectable.
+        unit: unit of change, paired, low, high and detectable.
         p: p-value of "the rule holds".
         p_adjusted: the same after Holm's correction over all rules.
-        level: at which it was tested, and to which low and high belong.
-        change_status: whether there is a change at all, whatever the rule allows: the word that
-            `compare` has for it. None where values are compared as they are.
-        change_low: lower limit of the paired change by itself, at 95 %, as `compare` has it.
-        change_high: upper limit, likewise.
+        level: level of the test, and of low and high.
+        change_status: whether there is a change at all, independent of the rule, in the words of
+            `compare`; None without a test.
+        change_low: lower 95 % limit of the paired change alone, as in `compare`.
+        change_high: upper 95 % limit, as in `compare`.
         mcnemar: exact two-sided p-value of "no change" for shares, for information.
-        samples: pairs that the verdict rests on; 0 where values are compared as they are.
-        detectable: the smallest paired change that this run would have called a regression;
-            infinite where so few samples could call none one, None where it is not known.
+        samples: number of pairs behind the verdict; 0 without a test.
+        detectable: smallest paired change that this run would have called a regression; infinite
+            if the samples are too few for any, None if unknown.
         moved: the samples that changed most for the worse, at most three, the worst first.
-        samples_needed: about how many samples would settle an inconclusive change.
-        reason: why it was not judged.
+        samples_needed: approximate number of samples that would settle an inconclusive change.
+        reason: why the rule was not judged.
     """
 
     rule: str
@@ -166,16 +166,16 @@ class Judgement(Frozen):
     """Everything a gate decided.
 
     Attributes:
-        current: the model that was judged.
-        baseline: the model that it was compared with.
+        current: the judged model.
+        baseline: the model of the baseline.
         alpha: the chance of flagging any rule that holds.
-        strict: whether what is not proven fails.
+        strict: whether verdicts that are not proven fail.
         verdicts: one per rule and row, in the order of the rules.
         shown: figures that are shown but never fail (clean accuracy).
-        notes: what differs without forbidding the comparison, rules that were dropped.
-        warnings: what the current report warns of: it spoils the figures.
-        places: where the samples that verdicts name are found in the data, by id.
-        baseline_file: where the baseline is kept, as it was named; empty where nobody said.
+        notes: differences that permit the comparison, and dropped rules.
+        warnings: warnings of the current report, which affect its figures.
+        places: places in the data of the samples named by verdicts, by id.
+        baseline_file: path of the baseline as given; empty if unknown.
     """
 
     current: str

@@ -1,4 +1,4 @@
-"""The last check of every head: no bound may lie below the exact norm that it bounds."""
+"""The last check of every head: no bound may be below its exact norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as every measure sees it: from a point of the attacked space to its output."""
+"""A model for all measures: a function from a point of the attacked space to the output."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ NO_DECISION = "no-decision"
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a report says about the model: plain values only.
+    """The facts about the model in a report: plain values only.
 
     Attributes:
-        spec: the MODEL argument as the user typed it.
-        source: which rule resolved it: demo, timm, hf, file or py; or `OWN`.
+        spec: the MODEL argument as typed.
+        source: source of the model: demo, timm, hf, file or py; or `OWN`.
         architecture: the architecture's name.
         parameters: number of parameters.
         weights_sha256: hash over the sorted (name, dtype, shape, bytes) of the state dict.
-        preprocess: mean, std, size, interpolation: what stands between pixels and the network.
-        labels: class names by index, where the checkpoint knows them.
-        notes: remarks on loading (converted from half precision, say), for the report.
-        commit: the state of a repository of the Hub that it was read from.
-        device_map: where the weights of its modules lie, by name, where that was asked for.
+        preprocess: the steps from pixels to the network: mean, std, size, interpolation.
+        labels: class names by index, if the checkpoint has them.
+        notes: notes on loading (such as a conversion from half precision), for the report.
+        commit: the commit of a repository of the Hub.
+        device_map: placement of the weights by module name, if requested.
     """
 
     spec: str
@@ -61,8 +61,8 @@ class NextToken:
 
     Attributes:
         head: the linear map from the last hidden states, (batch, tokens, width), to the
-            vocabulary; the model may do more behind it, entry by entry.
-        read: the logits, (batch, tokens, vocabulary), of what `call` returns.
+            vocabulary; entry-wise functions may follow.
+        read: returns the logits, (batch, tokens, vocabulary), from a result of `call`.
     """
 
     head: nn.Module
@@ -71,7 +71,7 @@ class NextToken:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How samples become what a model takes: what a `ModelSpec` says and a `Net` keeps.
+    """The conversion of samples into the input of a model, as a `ModelSpec` declares it.
 
     Attributes: see `ModelSpec`.
     """
@@ -93,24 +93,25 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Net(Reading):
-    """An unmodified model and how to call it.
+    """An unmodified model and the functions that call it.
 
     The attacked space is pixels in [0, 1] for images (normalisation happens inside), the tensor
     itself for float tokens, and the output of the token embedding for text.
 
     Attributes:
-        info: what the report says of the model.
+        info: the facts for the report.
         module: the model itself, in eval mode, parameters frozen.
-        call: runs the module on (x, mask) and returns what `read` takes; for images it normalises
-            first.
-        read: the output tensor, (batch, classes) logits or (batch, ...) features, of that result.
+        call: runs the module on (x, mask); for images it normalises first.
+        read: returns the output tensor from the result of `call`: (batch, classes) logits or
+            (batch, ...) features.
         sample_shape: shape of one sample of x; for text (max_tokens,).
         box: the smallest and largest value of the attacked space, or None.
         classes: number of classes of a classifier, else None.
-        scored: what its classes are where they are continuations that it scores, else nothing: a
-            sample is then a prompt with what follows, packed by `data.continuations.packed`, and
-            only the prompt can be moved.
-        surveys: results of `attention.survey.find_layers` on this model; of a changed copy anew.
+        scored: the kind of its classes if they are scored continuations, else empty. A sample is
+            then a prompt with continuations, packed by `data.continuations.pack`, and only the
+            prompt can change.
+        surveys: results of `attention.survey.find_layers` on this model; a changed copy starts
+            without any.
     """
 
     info: ModelInfo
@@ -125,12 +126,12 @@ class Net(Reading):
 
     @property
     def device(self) -> torch.device:
-        """Where samples go: where the model reads its first parameter."""
+        """Return the device of samples: the one on which the model reads its first parameter."""
         return next(devices(self.module))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type in which the model reads its parameters."""
+        """Return the floating-point dtype in which the model reads its parameters."""
         return precision(self.module)
 
     @property
@@ -145,13 +146,13 @@ class Net(Reading):
 
     @property
     def lacks_classes(self) -> str:
-        """What keeps it from having an accuracy."""
+        """Return why the model has no accuracy."""
         said = next((note.text for note in self.info.notes if note.code == NO_DECISION), "")
         return said.partition(":")[0] or f"{self.info.architecture} has no class scores"
 
     @property
     def why_unchanged(self) -> str:
-        """What keeps attacks from changing its texts."""
+        """Return why attacks cannot change its texts."""
         if self.tokenize is None:
             return "it has no tokenizer (put its files beside config.json)"
         if self.lexicon is None:
@@ -166,26 +167,26 @@ class Net(Reading):
         return self.read(self.call(batch.x, batch.mask))
 
     def point(self, batch: Batch) -> Tensor:
-        """Return where each sample lies in the attacked space (detached)."""
+        """Return the point of each sample in the attacked space (detached)."""
         if self.kind != "text":
             return batch.x.detach()
         return self.embedding(batch)
 
     def free(self, batch: Batch) -> Tensor | None:
-        """Return which positions of its samples may move, (batch, tokens); None: all."""
+        """Return which positions of its samples may change, (batch, tokens); None: all."""
         if not self.scored:
             return batch.mask if self.kind == "text" else None
         prompt = batch.x < (self.vocabulary or 0)
         return prompt if batch.mask is None else prompt & batch.mask
 
     def forward(self, z: Tensor, batch: Batch) -> Tensor:
-        """Run from the attacked space: z replaces the samples of `batch` (its mask is kept)."""
+        """Run from the attacked space: z replaces the samples of `batch`, whose mask is kept."""
         if self.kind != "text":
             return self.read(self.call(z, batch.mask))
         return self.from_embedding(z, batch)
 
     def classifier(self, batch: Batch) -> Classifier | ByRow:
-        """Return the function of `forward` as attacks take it."""
+        """Return `forward` as a function for attacks."""
         if self.kind == "text":
             return ByRow(lambda z, rows: self.forward(z, batch.without_ids(rows)))
         return lambda z: self.forward(z, batch)
@@ -198,19 +199,19 @@ class Net(Reading):
     def embed(self, batch: Batch) -> Tensor:
         """Return the output of `entry` on a batch, as a function of its weights."""
         seen: list[Tensor] = []
-        # A copy: some models scale their embeddings in place, and would do so to what is kept.
+        # A copy: some models scale their embeddings in place.
         with _on_output(self._entry(), lambda out: seen.append(out.clone())):
             self.call(batch.x, batch.mask)
         return seen[0]
 
     def from_embedding(self, z: Tensor, batch: Batch) -> Tensor:
-        """Run with the first output of `entry` replaced by z: positions and masks stay right."""
+        """Run with the first output of `entry` replaced by z; positions and masks stay correct."""
         with self.replace_embedding(z):
             return self.read(self.call(batch.x, batch.mask))
 
     @contextmanager
     def replace_embedding(self, z: Tensor) -> Iterator[None]:
-        """Replace the first output of `entry` by z while the block runs the model."""
+        """Replace the first output of `entry` by z inside the block."""
         pending = [z.clone()]
         with _on_output(self._entry(), lambda out: pending.pop() if pending else out):
             yield
@@ -223,7 +224,7 @@ class Net(Reading):
 
 @contextmanager
 def _on_output(module: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Pass each output of `module` through `change` (None leaves it) while the block runs."""
+    """Pass each output of `module` through `change` inside the block (None keeps it)."""
     handle = module.register_forward_hook(lambda _m, _args, out: change(out))
     try:
         yield

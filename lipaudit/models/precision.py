@@ -1,4 +1,4 @@
-"""Arithmetic and execution that figures can be trusted with, whatever is switched on."""
+"""Arithmetic and execution modes that figures can rely on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SEEDED = ("cuda", "xpu")
 
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Compute in the tensors' own precision with gradients on: no TF32, autocast, inference mode.
+    """Compute in the tensors' own precision with gradients: no TF32, autocast or inference mode.
 
-    Every setting comes back as it was. TF32 would leave three digits of a spectral norm. A model
-    may still choose for itself, by `torch.backends.cudnn.flags()` say: it is measured as it is.
+    All settings are restored. TF32 would leave three digits of a spectral norm. A model may still
+    change settings itself, for example by `torch.backends.cudnn.flags()`: it is measured as it is.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -32,10 +32,10 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 
 
 class Widening(TorchFunctionMode):
-    """Run a float64 model without the steps that it takes in float32.
+    """Run a float64 model without its casts to float32.
 
-    Many models cast to float32 for norms, rotary positions or softmax, whatever their own
-    precision: that would leave seven of the sixteen digits.
+    Many models cast to float32 for norms, rotary positions or softmax, in any precision: that
+    would leave seven of sixteen digits.
     """
 
     def __torch_function__(
@@ -53,10 +53,10 @@ class Widening(TorchFunctionMode):
 def widen_call(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    """Return the same call with float64 wherever it asks for float32."""
+    """Return the same call with float64 in place of float32."""
     if func is Tensor.float:
         return Tensor.double, args, kwargs
-    if func is Tensor.view:  # of the bits
+    if func is Tensor.view:  # a view of the bits
         return func, args, kwargs
     wide = {name: _wide(value) for name, value in kwargs.items()}
     return func, tuple(_wide(value) for value in args), wide
@@ -68,9 +68,9 @@ def _wide(value: Any) -> Any:
 
 @contextmanager
 def seed_device(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the CPU and one device while the block runs; their random states come back.
+    """Seed the CPU and one device inside the block, and restore their random states.
 
-    No other device is touched: reading the state of a GPU takes memory, which it may not have.
+    Other devices are not used: reading the state of a GPU takes memory, which may be missing.
     """
     own = [device] if device.type in SEEDED else []
     with torch.random.fork_rng(devices=own, device_type=device.type if own else "cuda"):
@@ -83,13 +83,13 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _leave_out_tf32(stack: ExitStack) -> None:
-    """Compute in float32 where it is asked for, until the stack is closed.
+    """Compute float32 in full precision until the stack is closed.
 
-    torch 2.9 has a setting per operation beside the two older ones, and refuses to read the older
-    where they contradict it: so all of them say the same here, and each is read where nothing
-    contradicts it.
+    torch 2.9 has a setting per operation beside the two older ones, and refuses to read an older
+    one if they contradict each other. So all are set to the same value here, and each is read
+    while nothing contradicts it.
     """
-    for part in _operations():  # the general ones first: what follows them reads as "none"
+    for part in _operations():  # the general ones first: the dependent ones then read as "none"
         stack.callback(setattr, part, "fp32_precision", part.fp32_precision)
         part.fp32_precision = "none"
     cudnn = torch.backends.cudnn
@@ -102,7 +102,7 @@ def _leave_out_tf32(stack: ExitStack) -> None:
 
 
 def _operations() -> list[Any]:
-    """What torch keeps a precision of, from all there is to single operations."""
+    """Return the operations with a precision setting, from general to single ones."""
     backends: Any = torch.backends
     cudnn, onednn = backends.cudnn, backends.mkldnn
     if not hasattr(cudnn, "conv"):
@@ -112,7 +112,7 @@ def _operations() -> list[Any]:
 
 
 def _cudnn_allows_tf32() -> bool:
-    """Return the older setting; once all newer ones are "none", only True contradicts them."""
+    """Return the older setting; after all newer ones are "none", only True contradicts them."""
     try:
         return torch.backends.cudnn.allow_tf32
     except RuntimeError:
@@ -121,11 +121,11 @@ def _cudnn_allows_tf32() -> bool:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run what `torch.compile` wraps as the Python it is: kernels it made cannot be observed.
+    """Run compiled code as plain Python: compiled kernels cannot be observed.
 
-    That covers a module that is wrapped or compiled in place, parts of one, and functions.
+    This covers modules that are wrapped or compiled in place, parts of them, and functions.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled: importing it takes a second
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled: the import takes a second
         yield
         return
     with torch.compiler.set_stance("force_eager"):

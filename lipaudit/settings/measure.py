@@ -100,7 +100,7 @@ class NormOptions(MeasureOptions):
     Attributes:
         tol: relative accuracy of the norms, estimated.
         max_steps: most Lanczos steps per norm.
-        within: how far the probabilistic limit may lie above a norm: what is proven.
+        within: proven relative error: how far the probabilistic limit may be above a norm.
     """
 
     tol: float = option(

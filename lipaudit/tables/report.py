@@ -155,14 +155,13 @@ class Section(Frozen):
         rows: one per head, layer, attack..., ordered by (layer, head) if present.
         samples: per-sample columns in the order of its `ids`.
         arrays: per-head per-sample values, histograms and maps.
-        notes: remarks that belong to these numbers.
-        examples: adversarial ones, by sample id; written only where there are any.
-        gradients: of texts and other tokens, by sample id; written only where there are any.
-        attended: of attention maps, by the name of their array; written only where known.
-        classes: names of the classes that samples have or are taken for, by their number;
-            written only where known.
-        failure: why there are none; written only where the measure failed.
-        unmeasured: samples that a time limit left; written only where there are any.
+        notes: notes on these numbers.
+        examples: adversarial examples by sample id; written only if there are any.
+        gradients: shares of tokens by sample id; written only if there are any.
+        attended: samples of attention maps, by array name; written only if known.
+        classes: names of true and predicted classes by number; written only if known.
+        failure: why there are no figures; written only if the measure failed.
+        unmeasured: number of samples that a time limit left out; written only if positive.
     """
 
     measure: str

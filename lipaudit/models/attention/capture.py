@@ -69,7 +69,7 @@ def read_distribution(
 def read_product(
     call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
 ) -> tuple[Heads, Tensor | None]:
-    """Return q, k, v and the logits of a layer, with a graph if q or k meet position vectors.
+    """Return q, k, v and the logits of a layer, with a graph if there are position vectors.
 
     Raises:
         NotClosedForm: a logit depends on another pair's product.

@@ -44,7 +44,7 @@ class NotClosedForm(Exception):
 
     Args:
         kind: one word for the table of layers.
-        reason: what the model does instead, for the reader of a report.
+        reason: what the model does instead, as a text for reports.
     """
 
     def __init__(self, kind: str, reason: str) -> None:

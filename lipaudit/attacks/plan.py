@@ -208,7 +208,6 @@ def _refuse_units(
 def _select_radii(
     radii: Sequence[Radius], unit: Norm | None, attacks: Sequence[Attack], *, plain: bool
 ) -> Sequence[Radius]:
-    """Return the radii for an ensemble."""
     simple = [radius for radius in radii if not radius.unit]
     if unit is None:
         return simple

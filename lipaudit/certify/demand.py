@@ -204,7 +204,6 @@ def _axes(call: Call, read: Tensor) -> list[int]:
 
 
 def _argument(call: Call, name: str) -> Any:
-    """Return the second argument, by position or name."""
     return call.kwargs[name] if name in call.kwargs else call.args[1]
 
 
@@ -224,8 +223,6 @@ def _read_places(call: Call, node: Node) -> None:
 
 
 def _narrow_arguments(name: str, args: Any, cut: Cut, size: int) -> list[Any]:
-    """Return the needed parts of the arguments."""
-
     def narrow(value: Any) -> Any:
         if _size(value, cut[0]) != size:
             return value

@@ -309,7 +309,6 @@ def _choose_type(option: Option) -> Any:
 
 
 def _spell_option(option: Option) -> Any:
-    """Return the spelling and the help of an option."""
     # A flag that is on by default needs a way to switch it off.
     flags = option.flags
     if option.kind is bool and option.default is True:

@@ -46,7 +46,6 @@ def complete_words(
 
 
 def _declare_model() -> Any:
-    """Declare the argument MODEL."""
     return typer.Argument(
         metavar="MODEL",
         autocompletion=complete_words(model_names),

@@ -300,7 +300,6 @@ def _list_lacks(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _format_time(forward: dict[str, Any] | None) -> str:
-    """Format the time of a forward pass."""
     if forward is None:
         return "unknown: memory ran out with several samples at once"
     count, seconds = forward["samples"], forward["seconds"]

@@ -165,7 +165,6 @@ def _ask(
 def _encode_pair(
     prompt: str, text: str, tokenize: Callable[[str, int], list[int]]
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of a prompt and of its continuation."""
     start = prompt.rstrip()
     blank = prompt[len(start) :] or ("" if text[:1].isspace() else " ")
     before, both = tokenize(start, WHOLE), tokenize(start + blank + text, WHOLE)

@@ -386,7 +386,6 @@ def _list_splits(reference: Reference) -> list[str]:
 
 
 def _select_rows(reference: Reference, tables: dict[str, Any]) -> Any:
-    """Return the requested rows of the splits."""
     import datasets
 
     with explain_failure(

@@ -119,7 +119,6 @@ def _check_certify(job: Job, first: Batch) -> dict[str, str]:
 
 
 def _write_sentence(error: LipauditError) -> str:
-    """Write an error as sentences."""
     end = "" if error.message.endswith("?") else "."
     return f"{error.message}{end} {error.advice[:1].upper()}{error.advice[1:]}".strip()
 

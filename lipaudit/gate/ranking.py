@@ -165,7 +165,6 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
 
 
 def _summarise_model(name: str, report: Report) -> Ranked:
-    """Return the summary of a model."""
     summed, section = summary(report), report.section("jacobian")
     norms = None
     if summed.norms and section:

@@ -127,7 +127,6 @@ def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> B
 
 
 def _values(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
-    """Return the figures of one sample."""
     radii = [float(radius) for radius in options.eps]
     tried = [bracket.tried.get(eps, Certificate(certified=True, why="")) for eps in radii]
     seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
@@ -195,7 +194,6 @@ def _row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOpti
 
 
 def _columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, tuple[Any, ...]]:
-    """Return the columns of every sample."""
     label, correct = arrays["label"].tolist(), arrays["correct"]
     columns: dict[str, Any] = {
         "label": [y if y >= 0 else None for y in label],

@@ -38,7 +38,6 @@ def measures() -> Mapping[str, MeasureRecord]:
 
 
 def _fault(record: MeasureRecord) -> str:
-    """Return the fault of a plug-in's record."""
     sections = [table.name for table in record.tables]
     if not sections or sections[0] != record.name:
         return f"has no table of the section {record.name!r}"

@@ -442,7 +442,6 @@ def _tabulate_samples(
 
 
 def _describe_change(sample: SampleChange) -> str:
-    """Describe how the verdicts on a sample changed."""
     states = ((name, *both) for name, both in sample.states.items())
     return "; ".join(f"{name}: {old} → {new}" for name, old, new in states if old != new)
 

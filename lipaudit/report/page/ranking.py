@@ -134,7 +134,6 @@ def _format_difference(difference: Verdict | None) -> str | None:
 
 
 def _explain_ranking(ranking: Ranking) -> str:
-    """Explain the criterion of the ranking and its test."""
     by = BY.get(ranking.criterion.partition("@")[0], ranking.criterion)
     by += f", {ranking.ball}" if ranking.ball and by != ranking.criterion else ""
     wide = f", each corrected for {ranking.compared} comparisons with the best"

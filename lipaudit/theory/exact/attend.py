@@ -304,7 +304,6 @@ class Attend:
         return _join_blocks([self._push_rows(block, tangents) for block in self.maps])
 
     def _push_rows(self, block: MapRows, tangents: dict[str, Tensor]) -> Tensor:
-        """Return the tangent of some rows of O."""
         p, i, j = block
         pairs = [(tangents["q"][:, i], self.k[:, j])] if "q" in tangents else []
         pairs += [(self.q[:, i], tangents["k"][:, j])] if "k" in tangents else []

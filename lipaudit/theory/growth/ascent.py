@@ -294,7 +294,6 @@ class _Slope:
         return math.log(self.n / 3) if self._most > 1 else 0.0
 
     def _round_copies(self, rows: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Round the copies of the leaders to whole numbers."""
         turn = 3 * self.head.x.shape[2]
         leaders = whole(self._copies(rows)[:, 0]).clamp(1, self._most)
         rows = rows.clone()
@@ -342,7 +341,6 @@ def _in_basis(projection: Projection, basis: Tensor) -> Projection:
 
 
 def _highest(rows: Tensor, height: Tensor) -> Tensor:
-    """Return the highest row of each search."""
     which = height.view(rows.shape[:2]).argmax(1)
     return rows[torch.arange(len(rows)), which]
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from traceback import extract_tb
 
 
 class ExitCode(IntEnum):
@@ -198,11 +199,8 @@ def of_machine(error: BaseException) -> bool:
 
 def is_ours(error: BaseException) -> bool:
     """Tell whether an exception was raised by lipaudit's own code, not by code that it calls."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    file = trace.tb_frame.f_code.co_filename if trace else ""
-    return Path(file).is_relative_to(Path(__file__).parent)
+    files = [frame.filename for frame in extract_tb(error.__traceback__)]
+    return Path(files[-1]).is_relative_to(Path(__file__).parent)
 
 
 def first_line(error: BaseException) -> str:

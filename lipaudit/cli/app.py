@@ -20,7 +20,7 @@ from lipaudit import __version__
 from lipaudit.cli.options import Output, Terminal, complete_words, read_config, resolve_group
 from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, explain_error, visible
-from lipaudit.settings import RunOptions, Settings
+from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Option
 
 HELP_ALL = "help_all"
@@ -197,7 +197,7 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
     """Return a command for Typer: one parameter per option, an exit status per error."""
     hints = get_type_hints(function, include_extras=True)
     known = inspect.signature(function).parameters
-    groups = {name: hints[name] for name in known if _is_group(hints[name])}
+    groups = {n: hints[n] for n in known if hasattr(_plain_type(hints[n]), "options")}
     kinds = {name: _plain_type(group) for name, group in groups.items()}
 
     def call(**typed: Any) -> None:
@@ -228,11 +228,6 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
 
 def _plain_type(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
-
-
-def _is_group(hint: Any) -> bool:
-    kind = _plain_type(hint)
-    return isinstance(kind, type) and issubclass(kind, Settings)
 
 
 def _unwrap_paragraphs(text: str) -> str:
@@ -297,15 +292,14 @@ def _parameters(group: Any) -> list[inspect.Parameter]:
             option.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[_choose_type(option), _spell_option(option)],
+            annotation=Annotated[
+                list[option.kind] | None if option.repeats else option.kind | None,  # type: ignore[name-defined]
+                _spell_option(option),
+            ],
         )
         for name, known in _plain_type(group).options().items()
         for option in [replace(known, usual=usual.get(name, known.usual))]
     ]
-
-
-def _choose_type(option: Option) -> Any:
-    return list[option.kind] | None if option.repeats else option.kind | None  # type: ignore[name-defined]
 
 
 def _spell_option(option: Option) -> Any:

@@ -54,12 +54,12 @@ def audit(
     """
     from lipaudit.cli.emit import check_outputs
     from lipaudit.engine.files import require_folder
-    from lipaudit.report import RANKED, REPORT
+    from lipaudit.report import REPORT
 
     # Samples, radii and the quick preset are a demo's only if every model is a demo.
     demo = all(model.partition(":")[0] == "demo" for model in models)
     extent.require_several(len(models))
-    check_outputs(output, REPORT if len(models) == 1 else RANKED)
+    check_outputs(output, REPORT)
     require_folder(options.run_dir or RUNS)
     if len(models) > 1:
         require_alone(run, "several models")

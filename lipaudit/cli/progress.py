@@ -66,7 +66,9 @@ class OnStderr(Observer):
         """
         # Every measure of an audit repeats notes on loading: print only the first.
         colour = "yellow" if note.level == "warning" else "dim"
-        shape = note.code, note.text if note.code == "reused" else _blank_numbers(note.text)
+        numbers = rf"\d[\d.,]*|\b({'|'.join(measures())})\b"
+        blank = note.text if note.code == "reused" else re.sub(numbers, "#", note.text)
+        shape = note.code, blank
         if not self.quiet and shape not in self.said:
             self.said.add(shape)
             self.console.print(f"[{colour}]note:[/] {escape(visible(note.text))}")
@@ -122,10 +124,6 @@ class OnStderr(Observer):
         text = f"{self.label}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
         self.console.print(text, markup=False)
         self.last = now
-
-
-def _blank_numbers(text: str) -> str:
-    return re.sub(rf"\d[\d.,]*|\b({'|'.join(measures())})\b", "#", text)
 
 
 def _make_bar(console: Console) -> Progress:

@@ -30,10 +30,6 @@ TRIES = 3
 AGAIN = "Delete its report to measure it again."
 
 
-def _is_following(options: Following) -> bool:
-    return options.follow
-
-
 def _list_loggers() -> tuple[str, ...]:
     from lipaudit.monitor.loggers import LOGGERS
 
@@ -48,7 +44,7 @@ class Following(Settings):
         10.0,
         "Seconds between two checks for new checkpoints.",
         panel=PANEL,
-        need=Need("--follow", _is_following),
+        need=Need("--follow", lambda options: options.follow),
         gt=0,
     )
     logger: Names = option(
@@ -86,9 +82,9 @@ def watch(
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.monitor.checkpoints import CheckpointFolder
     from lipaudit.monitor.loggers import loggers
-    from lipaudit.report import RANKED, of_reports
+    from lipaudit.report import REPORT, of_reports
 
-    check_outputs(output, RANKED)
+    check_outputs(output, REPORT)
     require_alone(run, "the course of a training", unlimited=True)
     if not folder.is_dir():
         raise InputError(

@@ -218,15 +218,11 @@ def compare(reports: Sequence[Report]) -> Comparison:
 
 
 def _explain_nothing(reports: Sequence[Report], names: Sequence[str]) -> str:
-    measured = (
-        f"{name}: {', '.join(_name_section(s) for s in report.sections) or 'nothing'}"
-        for name, report in zip(names, reports, strict=True)
-    )
+    measured = []
+    for name, report in zip(names, reports, strict=True):
+        sections = [s.measure + " (failed)" * bool(s.failure) for s in report.sections]
+        measured.append(f"{name}: {', '.join(sections) or 'nothing'}")
     return f"no common section ({'; '.join(measured)})"
-
-
-def _name_section(section: Section) -> str:
-    return section.measure if section.failure is None else f"{section.measure} (failed)"
 
 
 def _compare_two(reports: tuple[Report, Report], names: tuple[str, str], by_place: str) -> Pair:
@@ -526,13 +522,13 @@ def _list_sample_changes(old: Report, new: Report, flips: list[Flips]) -> tuple[
         )
         for sample, known in figures.items()
     )
-    return tuple(sorted(changes, key=_make_sort_key))
 
+    def rank(change: SampleChange) -> tuple[int, float]:
+        norm = change.figures.get("jacobian.norm", (None, None))[1]
+        return len(change.gained) - len(change.lost), -order(norm)
 
-def _make_sort_key(change: SampleChange) -> tuple[int, float]:
-    """Sort by losses, then by norm, largest first."""
-    norm = change.figures.get("jacobian.norm", (None, None))[1]
-    return len(change.gained) - len(change.lost), -order(norm)
+    # Those that lost most first; of equal ones that with the larger norm.
+    return tuple(sorted(changes, key=rank))
 
 
 def _find_comparable(measure: str, old: Report, new: Report) -> Iterator[tuple[Section, Section]]:

@@ -174,13 +174,10 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
 def _in_double(heads: Heads) -> Heads:
     """Cast the inputs of P to float64; the bias is cast row by row later."""
     sink = None if heads.sink is None else heads.sink.double()
-    q, k, scale = (_double(t) for t in (heads.q, heads.k, heads.scale))
-    return replace(heads, q=q, k=k, scale=scale, sink=sink)
-
-
-def _double(t: Tensor) -> Tensor:
     # Contiguous, as `Heads.to` needs it: the product would copy a view.
-    return t.to(torch.float64, memory_format=torch.contiguous_format)
+    dense: dict[str, Any] = {"dtype": torch.float64, "memory_format": torch.contiguous_format}
+    q, k, scale = (t.to(**dense) for t in (heads.q, heads.k, heads.scale))
+    return replace(heads, q=q, k=k, scale=scale, sink=sink)
 
 
 def _groups(heads: Heads) -> Iterator[slice]:

@@ -100,7 +100,11 @@ def _facts(sites: Sequence[Site], options: BoundsOptions) -> Facts:
     return {
         "heads": head_names(sites),
         "kinds": [_kind(site, options) for site in sites for _ in range(site.heads)],
-        "inputs": [_input(site, options) for site in sites for _ in range(site.heads)],
+        "inputs": [
+            site.input if options.input == "projections" else MODULE_INPUT
+            for site in sites
+            for _ in range(site.heads)
+        ],
         "layers": [(site.index, site.module) for site in sites],
         "apart": [site.index for site in closed if site.input == APART and not site.direct],
     }
@@ -109,10 +113,6 @@ def _facts(sites: Sequence[Site], options: BoundsOptions) -> Facts:
 def _kind(site: Site, options: BoundsOptions) -> str:
     kinds = site.kinds if _has_bounds(site, options) else (NUMERICAL,)
     return kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
-
-
-def _input(site: Site, options: BoundsOptions) -> str:
-    return site.input if options.input == "projections" else MODULE_INPUT
 
 
 def _closed_form(
@@ -181,16 +181,16 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     """Make the sections `bounds`, `bounds.layers` and, with radii, `bounds.ball`."""
     facts = parts[0].facts
     measured = _drop_bounds({name: join_parts(parts, name) for name in parts[0].values})
+    heads = list(zip(facts["heads"], facts["kinds"], facts["inputs"], strict=True))
+    per_head = {n: v for n, v in measured.items() if v.ndim == 2 and v.shape[1] == len(heads)}
     rows = tuple(
-        _row(*labels, {name: values[:, i] for name, values in measured.items() if _per_head(name)})
-        for i, labels in enumerate(
-            zip(facts["heads"], facts["kinds"], facts["inputs"], strict=True)
-        )
+        _row(*labels, {name: values[:, i] for name, values in per_head.items()})
+        for i, labels in enumerate(heads)
     )
     ids = sample_ids(parts)
     samples = {"ids": ids, "exact_max": tuple(np.nanmax(measured["exact"], 1).tolist())}
     arrays = {name: Array.of(measured[name].T) for name in ("exact", "sharp")}
-    heads = BOUNDS_TABLE.section(
+    of_heads = BOUNDS_TABLE.section(
         settings=options.model_dump(),
         rows=rows,
         samples=samples,
@@ -204,7 +204,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
             {name: measured[name] for name in BOUNDS},
         ),
     )
-    sections = [heads, _layer_section(facts, measured, options, ids)]
+    sections = [of_heads, _layer_section(facts, measured, options, ids)]
     if options.radius:
         sections.append(ball_section(facts, measured, options, ids))
         found = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
@@ -227,10 +227,6 @@ def _drop_bounds(measured: dict[str, Values]) -> dict[str, Values]:
     """
     lost = measured["numerical"].any(0)
     return measured | {name: np.where(lost, np.nan, measured[name]) for name in BOUNDS}
-
-
-def _per_head(name: str) -> bool:
-    return not name.startswith(("layer_", "at_r_")) and name != "out_norm"
 
 
 def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:

@@ -180,10 +180,14 @@ class Net(Reading):
         return prompt if batch.mask is None else prompt & batch.mask
 
     def forward(self, z: Tensor, batch: Batch) -> Tensor:
-        """Run from the attacked space: z replaces the samples of `batch`, whose mask is kept."""
+        """Run from the attacked space: z replaces the samples of `batch`, whose mask is kept.
+
+        Of texts it replaces the first output of `entry`: positions and masks stay correct.
+        """
         if self.kind != "text":
             return self.read(self.call(z, batch.mask))
-        return self.from_embedding(z, batch)
+        with self.replace_embedding(z):
+            return self.read(self.call(batch.x, batch.mask))
 
     def classifier(self, batch: Batch) -> Classifier | ByRow:
         """Return `forward` as a function for attacks."""
@@ -203,11 +207,6 @@ class Net(Reading):
         with _on_output(self._entry(), lambda out: seen.append(out.clone())):
             self.call(batch.x, batch.mask)
         return seen[0]
-
-    def from_embedding(self, z: Tensor, batch: Batch) -> Tensor:
-        """Run with the first output of `entry` replaced by z; positions and masks stay correct."""
-        with self.replace_embedding(z):
-            return self.read(self.call(batch.x, batch.mask))
 
     @contextmanager
     def replace_embedding(self, z: Tensor) -> Iterator[None]:

@@ -17,7 +17,6 @@ from lipaudit.report.formats import find_format as find_format
 from lipaudit.report.formats import find_usual_format as find_usual_format
 from lipaudit.report.page.subjects import COMPARISON as COMPARISON
 from lipaudit.report.page.subjects import JUDGEMENT as JUDGEMENT
-from lipaudit.report.page.subjects import RANKED as RANKED
 from lipaudit.report.page.subjects import REPORT as REPORT
 from lipaudit.report.page.subjects import of_comparison as of_comparison
 from lipaudit.report.page.subjects import of_judgement as of_judgement

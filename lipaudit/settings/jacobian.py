@@ -66,11 +66,7 @@ class Target(NamedTuple):
         return ":".join(filter(None, self))
 
 
-def _an_end(text: str) -> str:
-    return Target.parse(text).text
-
-
-EndPoint = Annotated[str, AfterValidator(_an_end)]
+EndPoint = Annotated[str, AfterValidator(lambda text: Target.parse(text).text)]
 """Output of a Jacobian, as `Target` reads it."""
 
 

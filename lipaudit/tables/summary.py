@@ -341,7 +341,8 @@ def _make_fragile(section: Section | None) -> Fragile | None:
     rows = [row for row in rows_of(section) if finite([row.intermediate])]
     if section is None or not rows:
         return None
-    shares = {n: _average(rows, n) for n in ("intermediate", "uniform", "categorical")}
+    names = ("intermediate", "uniform", "categorical")
+    shares = {name: sum(finite(row[name] for row in rows)) / len(rows) for name in names}
     flat = shares["uniform"] > shares["categorical"]
     # A row of n <= k keys has no g_k: with short rows only k = 0 affects all rows.
     k: Any = section.settings.get("k", 10)
@@ -354,10 +355,6 @@ def _make_fragile(section: Section | None) -> Fragile | None:
         side="uniform" if flat else "one-hot",
         k=pulled,
     )
-
-
-def _average(rows: Sequence[Row], name: str) -> float:
-    return sum(finite(row[name] for row in rows)) / len(rows)
 
 
 def _list_tightness(rows: Sequence[Row]) -> Iterator[Tightness]:

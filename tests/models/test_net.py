@@ -35,7 +35,7 @@ def test_a_model_that_writes_into_its_embeddings_is_measured_where_it_is():
     table = net.module.table.weight
     z = net.embedding(batch)
     assert torch.equal(z, table[batch.x])
-    assert torch.equal(net.from_embedding(z, batch), net.output(batch))
+    assert torch.equal(net.forward(z, batch), net.output(batch))
     assert torch.equal(z, table[batch.x])
 
     def plain(z):

@@ -14,7 +14,6 @@ from lipaudit.gate import compare, judge, parse_rule
 from lipaudit.report import (
     COMPARISON,
     JUDGEMENT,
-    RANKED,
     RENDERERS,
     REPORT,
     Format,
@@ -107,7 +106,7 @@ def test_a_file_is_what_the_format_says_where_its_suffix_leaves_a_choice(folder)
 
 def test_the_forms_that_are_promised_are_those_that_come(report, other):
     assert of_reports(report).keys() - {"screen"} == REPORT
-    assert of_reports(report, other).keys() - {"screen"} == RANKED
+    assert of_reports(report, other).keys() - {"screen"} == REPORT
     assert of_comparison(compare([report, other]), [report, other]).keys() == COMPARISON
     rules = tuple(map(parse_rule, RULES))
     assert of_judgement(judge(report, report, rules)).keys() == JUDGEMENT

@@ -311,7 +311,8 @@ def make_sample_function(
     _require_start(net, start, embedded)
     if place is None and end.where:
         place = _find_only_place(batch, end)
-    scorer = require_head(net, batch) if net.classes is None and _needs_head(net, end) else None
+    scores = net.next_token is not None and end.what not in ("features", "tokens")
+    scorer = require_head(net, batch) if net.classes is None and scores else None
     ends, read = _Ends(net, batch.y, place, scorer), _READERS[end.what]
 
     def f(z: Tensor, index: Tensor) -> Tensor:
@@ -326,12 +327,9 @@ def make_sample_function(
         x = net.embedding(batch)
     else:
         x = embedding(net, scorer, batch)
-    scores = bool(net.scored) and end.what == "logits"
-    return SampleFunction(f, x, name, "scores" if scores else end.text)
-
-
-def _needs_head(net: Net, end: Target) -> bool:
-    return net.next_token is not None and end.what not in ("features", "tokens")
+    return SampleFunction(
+        f, x, name, "scores" if net.scored and end.what == "logits" else end.text
+    )
 
 
 def _find_only_place(batch: Batch, end: Target) -> Tensor:

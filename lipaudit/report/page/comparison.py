@@ -446,10 +446,6 @@ def _describe_change(sample: SampleChange) -> str:
     return "; ".join(f"{name}: {old} → {new}" for name, old, new in states if old != new)
 
 
-def _name_sample(sample: SampleChange) -> str:
-    return ", ".join(filter(None, (sample.id[:CHARACTERS], sample.place)))
-
-
 def _find_sample_column(metric: str, when: str) -> Column:
     """Return the heading of a per-sample figure: `||J||, old`."""
     column, trial = find_column(metric), metric.partition("@")[2]

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from lipaudit.report.blocks import Document
     from lipaudit.tables import Report
 
-RANKED: frozenset[Form] = frozenset({"page", "record", "frame"})
-"""Forms of a ranking of several reports."""
-REPORT: frozenset[Form] = RANKED
+REPORT: frozenset[Form] = frozenset({"page", "record", "frame"})
+"""Forms of a report, and of several."""
 COMPARISON: frozenset[Form] = frozenset({"page", "screen", "record", "frame"})
 JUDGEMENT: frozenset[Form] = frozenset({"page", "record", "lines", "judgement"})
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lipaudit.models.attention.observe.calls import AttentionCall, Fused, compute_probabilities
+from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused, make_additive
 from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.linears import Linear, find_operands
 
@@ -28,6 +28,21 @@ def calls_of(forward) -> list[AttentionCall]:
     with AttentionMode(keep):
         forward()
     return found
+
+
+def compute_probabilities(call: AttentionCall) -> torch.Tensor:
+    """Return P as a call defines it, in plain operations."""
+    if isinstance(call.form, Explicit):
+        return call.form.p
+    logits = call.form.scale * (call.q @ call.k.mT)
+    if call.form.mask is not None:
+        logits = logits + make_additive(call.form.mask, logits.dtype)
+    if call.form.causal:
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+        logits = logits.masked_fill(future, -torch.inf)
+    p = torch.softmax(logits, -1)
+    # A row without keys: softmax gives NaN, the fused op zero.
+    return p if call.form.mask is None else p.masked_fill(logits.isneginf().all(-1, True), 0.0)
 
 
 MASK = torch.tensor([[True, True, False, True, False]]).expand(4, 5)

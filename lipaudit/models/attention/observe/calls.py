@@ -270,21 +270,6 @@ class Loop:
         )
 
 
-def compute_probabilities(call: AttentionCall) -> Tensor:
-    """Return P as a whole, differentiable to any order."""
-    if isinstance(call.form, Explicit):
-        return call.form.p
-    logits = call.form.scale * (call.q @ call.k.mT)
-    if call.form.mask is not None:
-        logits = logits + make_additive(call.form.mask, logits.dtype)
-    if call.form.causal:
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-        logits = logits.masked_fill(future, -torch.inf)
-    p = torch.softmax(logits, -1)
-    # A row without keys: softmax gives NaN, the fused op zero.
-    return p if call.form.mask is None else p.masked_fill(logits.isneginf().all(-1, True), 0.0)
-
-
 def make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask in additive form: -inf where a boolean mask is False."""
     if mask.dtype != torch.bool:

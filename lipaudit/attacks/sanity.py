@@ -115,20 +115,17 @@ def note_signs(
     }
     texts = {
         "zero-gradients": f"{checks.zero_gradients} of {checks.correct} correct samples have "
-        "a cross-entropy gradient of exactly 0. FGSM, PGD and APGD-CE "
-        "cannot attack them",
+        "a cross-entropy gradient of exactly 0. FGSM, PGD and APGD-CE cannot attack them",
         "gradients-not-finite": f"the gradient is not finite at {checks.nonfinite} of "
         f"{checks.samples} samples and in {100 * nonfinite:.2g} % of the gradients that attacks "
         "took. Attacks ignore NaN, so they are weaker than they could be",
         "randomised": f"{checks.random} of {checks.samples} samples get different logits in a "
-        "second forward pass. Attacks need a deterministic model: switch "
-        "dropout and noise off",
+        "second forward pass. Attacks need a deterministic model: switch dropout and noise off",
         "probabilities": "the outputs look like probabilities. Remove the final softmax: "
         "attacks on logits are stronger",
-        "clean-accuracy-at-chance": f"{checks.correct} of {checks.samples} samples are "
-        "correct without an attack, no better than guessing "
-        f"among {checks.classes} classes. Check labels and "
-        "preprocessing",
+        "clean-accuracy-at-chance": f"{checks.correct} of {checks.samples} samples are correct "
+        f"without an attack, no better than guessing among {checks.classes} classes. Check labels "
+        "and preprocessing",
     }
     return tuple(_make_warning(code, texts[code]) for code, present in signs.items() if present)
 

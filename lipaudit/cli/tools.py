@@ -328,13 +328,11 @@ def _format_memory(planned: dict[str, Any]) -> str:
 
 SUPPORTED = """\
 MODEL is one of
-  demo                      a vision transformer for handwritten digits, included in lipaudit;
-                            demo:jasmin, demo:robust: trained defences
+  demo                      a small vision transformer for digits; also demo:jasmin, demo:robust
   timm:NAME[.TAG]           a model of timm with its pretrained weights
   hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers, timm or peft)
   DIRECTORY                 config.json and weights, of transformers or timm
-  FILE --arch timm:NAME     .safetensors, .pt, .pth, .bin or .ckpt; of a model of your own with
-                            --arch py:FILE:FACTORY
+  FILE --arch timm:NAME     .safetensors, .pt, .pth, .bin or .ckpt; or --arch py:FILE:FACTORY
   py:FILE_OR_MODULE:FACTORY a function that returns a torch module or a ModelSpec
 Random weights: --model-kwargs pretrained=false
 

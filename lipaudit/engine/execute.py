@@ -232,9 +232,8 @@ class Task:
     def _list_lacks(self, left: int) -> Iterator[Note]:
         if not self.ids:
             text = (
-                f"{self.name} has no batch in this shard: {self.job.counts[self.name]} "
-                f"samples in batches of {self.job.cut(self.name)} give fewer batches than "
-                "shards"
+                f"{self.name} has no batch in this shard: {self.job.counts[self.name]} samples in "
+                f"batches of {self.job.cut(self.name)} give fewer batches than shards"
             )
             yield Note(level="info", code="empty-shard", text=text)
         if left:

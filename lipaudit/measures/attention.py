@@ -204,9 +204,8 @@ def _read(heads: Heads, options: AttentionOptions) -> Reduced:
         mass[..., reach] += p.sum(-2)
         seen = heads.visible(start, stop).sum(-1).expand(p.shape[:-1])
         profile = softmax.profile_rows(p, options.k, keys=seen)
-        chunks.append(
-            [column.clone() for column in profile]
-        )  # views would keep all rows in memory
+        # Clones, because views would keep all rows in memory.
+        chunks.append([column.clone() for column in profile])
     columns = zip(*chunks, strict=True)
     rows = {n: torch.cat(c, 2) for n, c in zip(softmax.RowProfile._fields, columns, strict=True)}
     p_norm = mass.new_full((batch, count), torch.nan) if whole is None else map_norm(whole, 1e-7)

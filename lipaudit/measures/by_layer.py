@@ -214,9 +214,8 @@ def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     if not modules:
         return ()
     text = (
-        f"attention that was not measured ({few(modules)}). Its weights are not a plain "
-        "softmax over keys, or are used twice, detached, or computed per sample. Layer "
-        "numbers skip it"
+        f"attention that was not measured ({few(modules)}). Its weights are not a plain softmax "
+        "over keys, or are used twice, detached, or computed per sample. Layer numbers skip it"
     )
     return (Note(level="warning", code="attention-unread", text=text),)
 

@@ -247,8 +247,7 @@ def _remarks(
     dtype = parts[0].facts["dtype"]
     texts = {
         "real-arithmetic": "certificates hold for exact arithmetic with the stored weights. "
-        f"Running the model in {dtype} adds rounding errors that they do "
-        "not cover"
+        f"Running the model in {dtype} adds rounding errors that they do not cover"
     }
     unknown, cut = int((arrays["label"] < 0).sum()), int((arrays["why"] == "seconds").sum())
     if unknown:

@@ -209,9 +209,8 @@ def _large_budgets(parts: Sequence[Part], counted: Sequence[Trial]) -> Iterator[
         whole = sum(0 < size <= budget for size in sizes)
         if 2 * whole > len(sizes):
             text = (
-                f"{budget} {norm} can replace whole texts: {whole} of {len(sizes)} have no "
-                f"more (median {median_low(sizes)}). Allow fewer changes: --attack {norm} "
-                "--eps 1,2"
+                f"{budget} {norm} can replace whole texts: {whole} of {len(sizes)} have no more "
+                f"(median {median_low(sizes)}). Allow fewer changes: --attack {norm} --eps 1,2"
             )
             yield Note(level="warning", code="whole-texts", text=text)
 

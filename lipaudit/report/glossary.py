@@ -65,15 +65,12 @@ STATISTICS: Mapping[str, str] = {
 """How a rule of the gate reduces many values to one number."""
 
 VERDICTS: Mapping[str, str] = {
-    "unchanged": "The weights are the same, and the values agree within the accuracy of the "
-    "norms.",
+    "unchanged": "The weights are equal, and the values agree within the accuracy of the norms.",
     "improved": "Better than the baseline by more than the limit of the rule, beyond chance.",
     "pass": "Statistically shown to be no worse than the limit allows.",
-    "pass (not proven)": "Within the limit on these samples, but chance may hide a "
-    "regression. With --strict this fails.",
-    "inconclusive": "Chance may explain the change: its 95 % interval contains the limit of "
-    "the rule (in a comparison: zero). Measure more samples. With --strict "
-    "this fails.",
+    "pass (not proven)": "Within the limit, but chance may hide a regression. --strict fails it.",
+    "inconclusive": "Chance may explain the change: its 95 % interval contains the limit of the "
+    "rule (in a comparison: zero). Measure more samples. With --strict this fails.",
     "regressed": "Worse than the limit allows, beyond chance: the gate fails (exit code 1).",
     "not comparable": "The two reports were measured in different ways (exit code 5).",
     "error": "The current figures are unfinished, not finite or not converged (exit code 3).",
@@ -83,8 +80,7 @@ VERDICTS: Mapping[str, str] = {
 WORDS: Mapping[str, str] = {
     "at X": "The figure holds at the measured samples X and says nothing about other inputs.",
     "in the ball": "The figure holds for every input within the radius around a sample.",
-    "all inputs, every ||x_i|| <= R": "The figure holds for every input with as many tokens, "
-    "each with norm at most R.",
+    "all inputs, every ||x_i|| <= R": "Holds for every input of as many tokens of norm at most R.",
     "heads": "Number of heads with a finite value.",
     "largest": "The largest value of the row.",
     "smallest": "The smallest value of the row.",
@@ -94,22 +90,19 @@ WORDS: Mapping[str, str] = {
     "holds": "Where a bound holds: at the samples X, or on a set of inputs.",
     "statistic": "The column of heads whose distribution is shown.",
     "sample": "A sample by the first characters of its id, a hash of its values.",
-    "broken": "The smallest radius, for each norm, at which an attack made the model "
-    "misclassify the sample.",
+    "broken": "The smallest radius, for each norm, at which an attack broke the sample.",
     "figure": "A column of a section, with the attack or radius where needed.",
     "value": "The value for the sample on this page.",
     "all": "The median over all samples, or the share of yes.",
     "from the worst": "The rank of a sample among all; 1 is the worst.",
-    "share of the gradient": "Token t's part of the gradient of the margin m = f_y - max_(j "
-    "!= y) f_j in the embeddings. It is ||grad_t m||^2 / sum_s ||grad_s "
-    "m||^2 over all tokens s, exact at X. A small change of a token "
-    "with a large share changes the decision most. It does not "
+    "share of the gradient": "Token t's part of the gradient of the margin m = f_y - max_(j != y) "
+    "f_j in the embeddings. It is ||grad_t m||^2 / sum_s ||grad_s m||^2 over all tokens s, exact "
+    "at X. A small change of a token with a large share changes the decision most. It does not "
     "explain why the model chose the class.",
     "share of the steepest direction": "For a model without classes: ||v_t||^2 of token t. Here v "
     "is the unit change of the embeddings along which the output changes most (the leading "
     "right singular vector of the Jacobian). It is an estimate: v converges later than the norm.",
-    "place": "The place of a sample in the data: file of a folder, line of a table, index of an "
-    "array, or character of a text.",
+    "place": "Place of a sample: file in a folder, line of a table, index of an array or text.",
     "rows": "Number of attention rows (one per query) in each bin.",
     "key": "Position of a key: the token that is attended to.",
     "query": "Position of a query: the token that attends.",
@@ -124,8 +117,7 @@ WORDS: Mapping[str, str] = {
     "certified accuracy": "Share of the samples that are proven correct for every input "
     "within the radius.",
     "certified radius": "Radius around a sample in which its class is proven not to change. "
-    "Shown: the median over correct samples with a 95 % interval (sign "
-    "test).",
+    "Shown: the median over correct samples with a 95 % interval (sign test).",
     "model sensitivity": "Jacobian norm ||J||: how much a small change of a sample can grow in "
     "the model's output.",
     "steepest attention head": "The head with the largest exact norm ||J||, median over the "
@@ -186,9 +178,8 @@ WORDS: Mapping[str, str] = {
     "p (Holm)": "p-value that the head did not change (two-sided Student's t over the "
     "samples), with Holm's correction over all heads.",
     "median head": "The median over the heads, sample by sample.",
-    "steepest head of a sample": "The largest head norm at each sample; median over the "
-    "samples. It is at least the norm of the scorecard's "
-    "steepest head, which is a single head.",
+    "steepest head of a sample": "The largest head norm at each sample; median over the samples. "
+    "It is at least the norm of the scorecard's steepest head, which is a single head.",
     "softmax norm": "||M|| of an attention row, mean over rows and median over the heads.",
     "exit code": "0 fine, 1 regression, 2 usage, 3 internal or evaluation error, 4 model or data, "
     "5 baseline. 6 not proven (--strict), 7 time limit, 130 interrupted.",

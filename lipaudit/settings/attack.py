@@ -206,9 +206,8 @@ ATTACK_TABLE = Layout(
         ),
         "loss": Column(
             "loss",
-            "Negative log-likelihood of the continuation in nats (with --score mean: per "
-            "token). @ATTACK: for the example that broke the sample, else the highest value "
-            "found.",
+            "Negative log-likelihood of the continuation in nats (with --score mean: per token). "
+            "@ATTACK: for the example that broke the sample, else the highest value found.",
             better="lower",
             status="empirical",
             domain="",

@@ -85,9 +85,8 @@ ATTENTION_TABLE = Layout(
             "g1",
             f"p(1) (1 - p(1) + p(2)), bounds ||M||; {OVER_ROWS}.",
             better="lower",
-            reading="0: the row is one-hot or spread over very many keys. 1/2: two keys "
-            "share the row. The norm of the softmax Jacobian is at most g1, and "
-            "close to it.",
+            reading="0: the row is one-hot or spread over very many keys. 1/2: two keys share the "
+            "row. The norm of the softmax Jacobian is at most g1, and close to it.",
             reduction=Reduction("mean", "g1", weights="rows"),
         ),
         "g1_max": Column("g1 max", "Largest g1 of any row of any sample."),

@@ -235,9 +235,8 @@ RADII_TABLE = Layout(
             better="higher",
             status="empirical",
             domain="ball",
-            reading="Proven share of the way to the nearest adversarial example found. At 1 "
-            "the radius is known exactly; below 1, the proof or the attack could be "
-            "stronger.",
+            reading="Proven share of the way to the nearest adversarial example found. At 1 the "
+            "radius is known exactly; below 1, the proof or the attack could be stronger.",
         ),
         "smallest": Column(
             "smallest", "Smallest certified radius.", status="certified", domain="ball"

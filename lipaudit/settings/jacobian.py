@@ -181,10 +181,9 @@ JACOBIAN_TABLE = Layout(
             "complete",
             "Whether no other class can be nearer.",
             format="",
-            reading="Classes are considered in the order of their margin. The search ends "
-            "when no further class can be nearer (probability 99.9 %) or after "
-            "--rivals classes. In the second case, complete is no and the radius is "
-            "a lower limit.",
+            reading="Classes are considered in the order of their margin. The search ends when no "
+            "further class can be nearer (probability 99.9 %) or after --rivals classes. In the "
+            "second case, complete is no and the radius is a lower limit.",
         ),
         "correct": Column("correct", "Whether the prediction is right.", format=""),
     },

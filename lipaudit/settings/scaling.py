@@ -148,9 +148,8 @@ FITS_TABLE = Layout(
             "exponent",
             "Exponent a of the fit c n^a.",
             status="estimate",
-            reading="How fast the norm grows with the number of tokens. 0 is no growth, 0.5 "
-            "the largest growth that theory allows for long sequences in a fixed "
-            "ball.",
+            reading="How fast the norm grows with the number of tokens. 0 is no growth, 0.5 the "
+            "largest growth that theory allows for long sequences in a fixed ball.",
         ),
         "exponent_se": Column("s.e.", "Standard error of the exponent.", status="estimate"),
         "r2": Column(

@@ -84,13 +84,12 @@ HEAD_NORMS = {
     "input": text_column(
         "input",
         "Input of the norms and bounds.",
-        reading="one input: queries, keys and values read the same X. queries apart: queries "
-        "read another input than keys and values, and both vary independently. If "
-        "both come from one tensor (spatial reduction, class attention), the norm "
-        "with respect to that tensor can be larger or smaller. keys and values: only "
-        "their input varies; the queries are constant. module input: all inputs of "
-        "the innermost module around the layer, with numerical norms. `lipaudit "
-        "bounds --input module` computes every norm that way.",
+        reading="one input: queries, keys and values read the same X. queries apart: queries read "
+        "another input than keys and values, and both vary independently. If both come from one "
+        "tensor (spatial reduction, class attention), the norm with respect to that tensor can be "
+        "larger or smaller. keys and values: only their input varies; the queries are constant. "
+        "module input: all inputs of the innermost module around the layer, with numerical norms. "
+        "`lipaudit bounds --input module` computes every norm that way.",
     ),
     "tokens": count_column("tokens", "Tokens of the longest sample."),
     "exact": Column(

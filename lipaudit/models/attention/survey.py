@@ -254,8 +254,7 @@ def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
     return NoHeadsError(
         f"no attention was found in {name}: neither scaled_dot_product_attention nor a "
         "softmax over q k^T was called",
-        "For a model without softmax attention (convolutions, linear attention), use "
-        "`lipaudit jacobian` or `lipaudit attack`. Flash and flex attention, torch.compile "
-        "and TorchScript hide the softmax: load the model uncompiled with "
-        "attn_implementation='sdpa' or 'eager'.",
+        "For a model without softmax attention (convolutions, linear attention), use `lipaudit "
+        "jacobian` or `lipaudit attack`. Flash and flex attention, torch.compile and TorchScript "
+        "hide the softmax: load the model uncompiled with attn_implementation='sdpa' or 'eager'.",
     )

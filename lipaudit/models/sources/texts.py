@@ -205,9 +205,8 @@ class Feed:
         if ids and max(ids) >= self.size:
             token = self.tokenizer.convert_ids_to_tokens(max(ids))
             raise InputError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, but the model has "
-                f"embeddings for only {self.size}: {texts[0][:40]!r} holds {token!r}, id "
-                f"{max(ids)}",
+                f"the tokenizer has {len(self.tokenizer)} tokens, but the model has embeddings "
+                f"for only {self.size}: {texts[0][:40]!r} holds {token!r}, id {max(ids)}",
                 "Use the tokenizer that the model was trained with, or enlarge its embedding "
                 "(resize_token_embeddings) and train it.",
             )

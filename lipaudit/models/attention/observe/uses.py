@@ -109,7 +109,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             marks |= each
         if name in _ENTRYWISE and _is_outer(args, out) and all(given[:2]):
             return self._count_use() if marks & _PAIR and name == "mul" else marks | _OUTER
-        if name in ("mul", "div") and _is_scaled(args, given, out):
+        if name in _ENTRYWISE and _is_scaled(args, given, out):
             return self._count_use()
         if name == "add" and len(given) == 2 and all(given) and (given[0] ^ given[1]) & _PAIR:
             return _SAMPLE  # a residual stream
@@ -165,11 +165,11 @@ def _is_outer(args: tuple[Any, ...], out: Any) -> bool:
 
 
 def _is_scaled(args: tuple[Any, ...], given: list[int], out: Any) -> bool:
-    """Say whether a tensor that is no pair is scaled by fewer numbers that a pair has become."""
+    """Say whether rows that are no pair are scaled or moved by a number each that a pair gave."""
     if len(given) != 2 or not all(given) or not (given[0] ^ given[1]) & _PAIR:
         return False
     pair = args[0] if given[0] & _PAIR else args[1]
-    return isinstance(out, Tensor) and pair.numel() < out.numel()
+    return isinstance(out, Tensor) and pair.shape[-1:] == (1,) and out.shape[-1:] != (1,)
 
 
 def line_of_code() -> str:

@@ -198,11 +198,12 @@ def _input_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
 
 
 def _part_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Note which layers share their queries and keys: they may be parts of one attention."""
+    """Note which layers are calls on the same input: they may be parts of one attention."""
     groups = {site.partners: site for site in sites if site.partners}
     texts = (
-        f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) share "
-        "their query and key maps. They may be parts of one attention; each table row is one call"
+        f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) are "
+        "separate calls on the same input. They may be parts of one attention; each table row "
+        "is one call"
         for partners, site in groups.items()
     )
     return tuple(Note(level="warning", code="in-parts", text=text) for text in texts)

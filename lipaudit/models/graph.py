@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import cast
 
 import torch
@@ -40,6 +40,15 @@ values."""
 def vjp(out: Tensor, inp: Tensor | GradientEdge, cotangent: Tensor) -> Tensor | None:
     """Return J^T u of `out` with respect to `inp`; None if `out` does not depend on `inp`."""
     return torch.autograd.grad(out, inp, cotangent, retain_graph=True, allow_unused=True)[0]
+
+
+def pull_back(out: Tensor, inputs: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
+    """Return J^T u of `out` with respect to several tensors, 0 where nothing leads there."""
+    pulled = torch.autograd.grad(out, inputs, cotangent, retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(t) if each is None else each
+        for t, each in zip(inputs, pulled, strict=True)
+    ]
 
 
 def leaves(

@@ -272,14 +272,25 @@ def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iter
             )
         forms = (site.structure.q, site.structure.k, site.structure.v)
         for form, factor in zip(forms, factors, strict=True):
-            if form is None:
-                continue
-            weight = weights[form.source]
-            name = names.get(weight.untyped_storage().data_ptr())
-            if name is None:
-                raise InputError(f"a weight of layer {site.index} is not a parameter")
-            size, stride, offset = weight.shape, weight.stride(), int(weight.storage_offset())
-            yield _Slices(name, tuple(size), stride, offset, form.columns, factor)
+            first = 0
+            for source in () if form is None else form.source:
+                assert form is not None
+                weight = weights[source]
+                name = names.get(weight.untyped_storage().data_ptr())
+                if name is None:
+                    raise InputError(f"a weight of layer {site.index} is not a parameter")
+                size, stride, offset = weight.shape, weight.stride(), int(weight.storage_offset())
+                # Of several maps of one input, each has the heads of which all columns are its.
+                own = (form.columns >= first) & (form.columns < first + size[1])
+                if bool((own.any(1) != own.all(1)).any()):
+                    raise InputError(
+                        f"layer {site.index} ({site.module}) adds several linear maps up in a "
+                        "head, so it has no weight of its own",
+                        "Merge adapters into the weights first.",
+                    )
+                columns = form.columns[own.all(1)] - first
+                yield _Slices(name, tuple(size), stride, offset, columns, factor)
+                first += size[1]
 
 
 def _weights(net: Net, batch: Batch) -> dict[Address, Tensor]:

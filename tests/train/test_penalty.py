@@ -14,10 +14,13 @@ from benchmarks.shared.demos import load_shipped, make_demo
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention.capture import capture
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.penalties import jasmin, jasmin_rows
 from lipaudit.train import penalty
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 from tests import processes
+from tests.models.attention import own_modules
 
 NAMES = ["timm-vit", "timm-swin", "bert", "bert-eager", "gpt2", "llama", "torch-encoder"]
 NAMES += ["handwritten", "t5"]
@@ -297,6 +300,19 @@ def test_specformer_takes_each_head_its_own_columns(zoo, name):
     touched = [n for n, p in net.module.named_parameters() if p.grad is not None]
     net.module.requires_grad_(False)
     assert touched
+
+
+def test_specformer_takes_heads_of_a_loop():
+    """Each head has a matrix of its own for q, k and v."""
+    own_modules.load_cases()
+    module, x = own_modules.model("own_weight_loop", beside=False)
+    spec = ModelSpec(module, (own_modules.TOKENS, own_modules.WIDTH), kind="tokens")
+    net = assemble(spec, LoadOptions(dtype="float64"), name="own", source="own")
+    read = SpecformerPenalty(net, Batch(x, None, ("a", "b")))
+    for _ in range(400):
+        value = read()
+    exact = sum(torch.linalg.matrix_norm(w, 2).square().sum() for w in module.own.w)
+    assert float(value) == pytest.approx(float(exact), rel=1e-3)
 
 
 def test_specformer_follows_the_weights(zoo):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.project.projections import Projected
-from lipaudit.models.graph import vjp
+from lipaudit.models.graph import pull_back
 from lipaudit.models.requirements import AGREES
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.exact.head_norms import sketched_vjp_x
@@ -48,12 +48,11 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     u = u.to(call.output)
     readers = {"x": queries, "x_kv": memory}
     closed = [(readers[name][0], z) for name, z in pulled.items()]
-    one = heads.x_kv is None or any(q.leaf is part.leaf for q in queries for part in memory)
+    made = [{id(y) for part in side for y in part.outputs} for side in (queries, memory)]
+    one = heads.x_kv is None or bool(made[0] & made[1])
     apart = []
     for group in [queries + memory] if one or not queries else [queries, memory]:
-        leaves = {id(part.leaf): part for part in group}.values()
-        sketch = _draw_sketch(group[0].x)
-        true = torch.stack([_pull_back(part, call.output, u, sketch) for part in leaves]).sum(0)
+        true = _pull_back(group, call.output, u)
         read = [_scatter(p, z) for p, z in closed if any(p is part for part in group)]
         apart.append(torch.linalg.vector_norm(true - torch.stack(read).sum(0)))
     return bool(torch.stack(apart).norm() <= AGREES)
@@ -72,11 +71,13 @@ def _draw_sketch(x: Tensor) -> Tensor:
     return noise / SKETCH**0.5
 
 
-def _pull_back(part: Projected, output: Tensor, u: Tensor, sketch: Tensor) -> Tensor:
-    """Return R^T J^T u through the graph, for the input of one linear map, a token per row."""
-    pulled = vjp(output, part.leaf, u)
-    assert pulled is not None
-    return part.linear.outputs(pulled) @ (part.linear.weight.T @ sketch)
+def _pull_back(parts: Sequence[Projected], output: Tensor, u: Tensor) -> Tensor:
+    """R^T J^T u through the graph, for what some linear maps read, a token per row."""
+    leaves = {id(leaf.tensor): leaf for part in parts for leaf in part.leaves}.values()
+    linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
+    pulled = pull_back(output, [leaf.tensor for leaf in leaves], u)
+    sketch, each = _draw_sketch(parts[0].x), zip(linears, pulled, strict=True)
+    return torch.stack([li.outputs(g) @ (li.weight.T @ sketch) for li, g in each]).sum(0)
 
 
 def _scatter(part: Projected, dx: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ second pass does not cut the graph at the maps in between.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,7 +150,7 @@ def find_output_map(linear: Linear, source: Probed) -> OutputMap | None:
         linear: a linear map behind the attention.
         source: its input as a function of the attention's output.
     """
-    rows, width = source.as_rows(source.leaf.detach()).shape
+    rows, width = source.as_rows(*source.leaves).shape
     columns = torch.arange(width, device=source.t.device)[None]
     try:
         index = find_token_rows(source)
@@ -259,7 +259,8 @@ def _reads_alike(
     call: AttentionCall, a: tuple[str, ProjectionForm], b: tuple[str, ProjectionForm]
 ) -> bool:
     """Say whether two parts of a call read the same tokens of the same input."""
-    (leaf,), (other,) = (call.origins.leaves(getattr(call, name)) for name, _ in (a, b))
+    # All that one part reads is the same: its first linear map stands for it.
+    leaf, other = (call.origins.leaves(getattr(call, name))[0] for name, _ in (a, b))
     index, others = a[1].index, b[1].index
     return (
         leaf.origin.reads_same(other.origin)
@@ -272,9 +273,9 @@ def _is_reordered(call: AttentionCall, q: ProjectionForm, k: ProjectionForm) -> 
     """Say whether queries and keys read the same tokens in another order, at a generic point."""
     sides = []
     for t, form in ((call.q, q), (call.k, k)):
-        (leaf,) = call.origins.leaves(t)
-        assert leaf.origin.linear is not None
-        inputs = leaf.origin.linear.inputs
+        linear = call.origins.leaves(t)[0].origin.linear
+        assert linear is not None
+        inputs = linear.inputs
         rows = form.index.rows(len(inputs) // form.index.length)
         sides.append(inputs[rows.flatten()].detach())
     one, other = sides
@@ -294,6 +295,8 @@ class Surveyed:
         maps: the modules and tensors behind q, and the ops behind k.
         sizes: sizes that distinguish its q, k and v from others.
         reads: for q, k and v, the rows and columns of each linear map that they read.
+        inputs: of a call with one head, the tensors that its queries are made of, and what tells
+            the values that q, k and v are made of from others; nothing of other calls.
         form: properties of the logits that all calls of a loop share.
         projected: whether a linear map of its output was seen.
     """
@@ -304,11 +307,14 @@ class Surveyed:
     maps: tuple[frozenset[object], frozenset[object]]
     sizes: tuple[float, ...]
     reads: tuple[_Reads, ...]
+    inputs: tuple[frozenset[object], object]
     form: tuple[object, ...]
     projected: bool = False
 
-    def as_rows(self, t: Tensor) -> Tensor:
-        """Convert the model's O to (tokens, heads * d_v)."""
+    def as_rows(self, *parts: Tensor) -> Tensor:
+        """Convert the model's O, of each call of a loop, to (tokens, heads * d_v)."""
+        loop = self.site.loop
+        t = parts[0] if loop is None else loop.cat(parts, self.transposed)
         o = arrange(self.site.layout, t.mT if self.transposed else t, 2)
         return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -393,15 +399,19 @@ class Surveyor:
             _identify_maps(call),
             _measure_sizes(call),
             tuple(_find_reads(call, t) for t in (call.q, call.k, call.v)),
+            _identify_inputs(call) if site.heads == 1 else (frozenset(), None),
             _describe_form(call, len(self.batch)),
         )
 
     def _make_site(self, call: AttentionCall, address: Address) -> Site:
         frames = self.place.frames
         analysis, scope = analyse(call, self.batch), _find_scope(call, frames)
+        loop = next((loop for loop in self.loops if address in loop.addresses), None)
+        calls = (address,) if loop is None else loop.addresses
+        around = (f for f in reversed(frames) if all(f.holds(each.module) for each in calls))
         return Site(
             index=len(self.layers),
-            module=address.module,
+            module=next(around).name,
             heads=arrange_call(call, analysis.layout, 2).q.shape[1],
             kinds=analysis.kinds,
             reason=analysis.reason,
@@ -414,20 +424,21 @@ class Surveyor:
             inputs=tuple(key for key, _ in _find_inputs(scope)),
             direct=_is_direct(analysis.structure, call, scope),
             line=line_of_code(),
-            loop=next((loop for loop in self.loops if address in loop.addresses), None),
+            loop=loop,
         )
 
     def linear(self, linear: Linear, address: Address) -> None:
         """Check whether a linear map is the output projection of a layer."""
         leaves = self.origins.leaves(linear.x)
         self._chains.note(address, linear, [origin for _, origin in leaves])
-        if len(leaves) != 1 or leaves[0].origin.address not in self.layers:
-            return
-        layer = self.layers[leaves[0].origin.address]
+        outputs = {leaf.origin.address: leaf.tensor for leaf in leaves}
+        layer = next((self.layers[a] for a in outputs if a in self.layers), None)
         # In a loop, the joined output of all calls is projected.
-        single = layer.site.loop is None
-        if layer.site.structure is not None and single and not layer.projected:
-            source = Probed(linear.inputs[None, None], leaves[0].tensor, layer.as_rows)
+        if layer is None or set(outputs) != set(layer.site.addresses):
+            return
+        if layer.site.structure is not None and not layer.projected:
+            parts = tuple(outputs[a] for a in layer.site.addresses)
+            source = Probed(linear.inputs[None, None], parts, layer.as_rows)
             structure = replace(layer.site.structure, out=find_output_map(linear, source))
             layer.site = replace(layer.site, structure=structure)
         layer.projected = True
@@ -440,7 +451,7 @@ class Surveyor:
         if layer.site.sources:  # a call of constants changes with no sample
             # A row with both samples changes with one of them, maybe by less than any tolerance.
             moved = layer.sizes != _measure_sizes(call)
-            self._moved.setdefault(address.module, set()).add(moved)
+            self._moved.setdefault(layer.site.module, set()).add(moved)
         if len(layer.first[0]) == 0:
             return
         pairs = zip(layer.first, _take_first_sample(call, layer.site), strict=True)
@@ -462,18 +473,23 @@ class Surveyor:
     def find_loops(self) -> list[Loop]:
         """Find calls that are heads, or chunks of the queries, of one attention."""
         loops = []
-        for group in self._group():
+        for group in self._group(_share_maps):
             axis = _find_loop_axis(group)
             if axis is not None:
                 loops.append(Loop(tuple(layer.site.address for layer in group), axis))
+        joined = {address for loop in loops for address in loop.addresses}
+        for group in self._group(_share_values):
+            calls = tuple(layer.site.address for layer in group)
+            if joined.isdisjoint(calls) and _are_heads(group):
+                loops.append(Loop(calls, 1))
         return loops
 
-    def _group(self) -> list[list[Surveyed]]:
-        """Return the layers that share their maps of q and k."""
+    def _group(self, key: Callable[[Surveyed], object]) -> list[list[Surveyed]]:
+        """Return the layers that have a key in common; those whose key is None have none."""
         groups: dict[object, list[Surveyed]] = {}
         for layer in self.layers.values():
-            if all(layer.maps):
-                groups.setdefault(layer.maps, []).append(layer)
+            if (of_layer := key(layer)) is not None:
+                groups.setdefault(of_layer, []).append(layer)
         return [group for group in groups.values() if len(group) > 1]
 
     def join(self) -> None:
@@ -481,7 +497,7 @@ class Surveyor:
 
         The norm of a part of the queries is not the norm of a head.
         """
-        for group in self._group():
+        for group in [*self._group(_share_input), *self._group(_share_maps)]:
             for layer in group:
                 layer.site = replace(layer.site, partners=tuple(g.site.index for g in group))
                 if layer.first[0].shape[2] < layer.first[1].shape[2] and any(
@@ -509,7 +525,7 @@ def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:
     found = {}
     for leaf, origin in call.origins.leaves(t):
         if origin.linear is not None:
-            read = Probed(t, leaf, origin.linear.outputs).read != 0
+            read = Probed(t, (leaf,), origin.linear.outputs).read != 0
             found[origin.address] = read.any(1).cpu(), read.any(0).cpu()
     return found
 
@@ -520,8 +536,8 @@ def _describe_form(call: AttentionCall, samples: int) -> tuple[object, ...]:
     if axes not in (3, 4) or len(call.q) != samples:
         return ()
     if isinstance(form, Fused):
-        return axes, form.scale, form.mask is None, form.causal
-    return axes, form.logits.shape[-1]
+        return axes, call.transposed, form.scale, form.mask is None, form.causal
+    return axes, call.transposed, form.logits.shape[-1]
 
 
 def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
@@ -533,15 +549,40 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     q, k, v = ([layer.reads[i] for layer in group] for i in range(3))
     rows, columns = 0, 1
     single = all(shape[0][:2] == (1, 1) for shape in shapes)
-    split = [part for part in (q, k, v) if _are_apart(part, columns)]
-    # Heads of several calls that share keys would repeat them in another order than groups.
-    whole = q in split and (single or len(split) == 3)
+    split = [_are_apart(part, columns) for part in (q, k, v)]
+    # Heads of several calls that share keys would repeat them in another order than groups do.
+    whole = split[0] and (single or all(split))
     if whole and _are_same(q, rows) and all(shape == shapes[0] for shape in shapes):
         return 1
     shared = all(_are_same(part, axis) for part in (k, v) for axis in (rows, columns))
     widths = {(shape[0][:2], shape[0][3]) for shape in shapes}
     causal = form[-1] is True
     return 2 if shared and _are_apart(q, rows) and len(widths) == 1 and not causal else None
+
+
+def _share_maps(layer: Surveyed) -> object:
+    """Return what calls have in common that share their maps of q and k."""
+    return layer.maps if all(layer.maps) else None
+
+
+def _share_input(layer: Surveyed) -> object:
+    """Return what calls of one head have in common that a line of code makes of one tensor."""
+    return (layer.site.line, layer.inputs[0]) if layer.inputs[0] else None
+
+
+def _share_values(layer: Surveyed) -> object:
+    """Return what heads have in common that a loop computes by maps of their own."""
+    shapes = tuple(t.shape for t in layer.first)
+    return (layer.inputs, layer.form, shapes) if layer.inputs[1] and layer.form else None
+
+
+def _are_heads(group: Sequence[Surveyed]) -> bool:
+    """Say whether calls of one head each, on one input, are heads of one attention."""
+    for part in range(3):
+        rows = [torch.stack([r for r, _ in layer.reads[part].values()]).any(0) for layer in group]
+        if not all(torch.equal(each, rows[0]) for each in rows[1:]):
+            return False
+    return any(_are_apart([layer.reads[part] for layer in group], 1) for part in (0, 1))
 
 
 def _are_same(reads: Sequence[_Reads], axis: int) -> bool:
@@ -589,6 +630,28 @@ def _identify_maps(call: AttentionCall) -> tuple[frozenset[object], frozenset[ob
     keys = [origin for _, origin in call.origins.leaves(call.k)]
     made = frozenset((o.address.module, o.address.op, o.root) for o in queries)
     return made, frozenset(origin.address for origin in keys)
+
+
+def _identify_inputs(call: AttentionCall) -> tuple[frozenset[object], object]:
+    """Return what the maps of q read, and marks of the values that those of q, k and v do."""
+    parts = [[origin for _, origin in call.origins.leaves(t)] for t in (call.q, call.k, call.v)]
+    if not all(each and all(o.linear for o in each) for each in parts):
+        return frozenset(), None
+    marks = tuple(
+        frozenset((o.root, _mark_values(o.linear.inputs)) for o in each if o.linear)
+        for each in parts
+    )
+    return frozenset(o.root for o in parts[0]), marks
+
+
+def _mark_values(x: Tensor) -> tuple[torch.Size, int]:
+    """Return what is equal for equal values, in any memory: their bits, summed up by place."""
+    bits = x.detach().contiguous().view(_BITS[x.element_size()]).flatten().long()
+    places = torch.arange(1, 2 * len(bits), 2, device=x.device)
+    return x.shape, int((bits * places).sum())
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _measure_sizes(call: AttentionCall) -> tuple[float, ...]:

@@ -65,7 +65,7 @@ class Case:
         outcome: how lipaudit reads it: `read`, `numerical`, `left` (named in a warning beside
             other layers, refused alone), `refused`, `none` (no attention), `autograd` (the figures
             are of a gradient that is no derivative, and a warning says so); `in parts` where
-            a warning says that layers share their maps of q and k; `+elsewhere` where a
+            a warning says that layers are calls on the same input; `+elsewhere` where a
             warning names an X outside the module of the attention.
         build: adds parts to the module.
         derivative: whether autograd gives the derivative of the function.
@@ -251,8 +251,7 @@ def _judged(report: Report, built: Model, x: Tensor, case: Case) -> Reading:
     for module, at, truth in ((PLAIN, x, plain), (OWN, inner, case.truth(built.own))):
         outcome, fault = _matched(_layers(report, module), truth, at)
         if any(
-            n.code == "in-parts" and f"({module}," in n.text
-            for n in report.section("bounds").notes
+            n.code == "in-parts" and f"({module}" in n.text for n in report.section("bounds").notes
         ):
             outcome += " in parts"
         elsewhere = any(
@@ -358,9 +357,9 @@ The tests compare the heads with dense Jacobians, which autograd computes in flo
 lipaudit: they agree to 1e-6, and no bound is below them. `python -m
 tests.models.attention.own_modules` writes this section.
 
-* **read**: closed form, with bounds. **in parts**: a warning says that several layers share their
-  maps of q and k (`in-parts`). **elsewhere**: a warning names X, which is the input of another
-  module (`input-elsewhere`).
+* **read**: closed form, with bounds. **in parts**: a warning says that several layers are
+  calls on the same input (`in-parts`). **elsewhere**: a warning names X, which is the input of
+  another module (`input-elsewhere`).
 * **numerical**: exact norms in the input of the module, no bounds; a warning says why.
 * **named**: no figures; a warning names the module and the line of code. **refused**: the same,
   as an error (exit code 4), because the model has no other attention.
@@ -393,7 +392,7 @@ def expected_outcome(name: str, beside: bool) -> str:
 
 def load_cases() -> None:
     """Import the modules that register cases."""
-    for module in ("own_weights", "own_maps", "own_uses"):
+    for module in ("own_weights", "own_maps", "own_uses", "own_loops"):
         importlib.import_module(f"tests.models.attention.{module}")
 
 

@@ -457,21 +457,6 @@ def pair_loop(a: Any, x: Tensor) -> Tensor:
 
 
 @own(
-    "a loop over the heads, with weights of their own",
-    build=add(
-        w=lambda: nn.ParameterList(nn.Parameter(torch.randn(3, WIDTH, 4)) for _ in range(HEADS))
-    ),
-    truth=lambda a: tuple(
-        Layer(lambda x, w=w: attend(a, x, **dict(zip("qkv", (x @ w)[:, None], strict=True))))
-        for w in a.w
-    ),
-)
-def own_weight_loop(a: Any, x: Tensor) -> Tensor:
-    o = [F.scaled_dot_product_attention(*(x @ part for part in w)) for w in a.w]
-    return a.o(torch.cat(o, -1))
-
-
-@own(
     "chunks of queries, each with the mask of its rows",
     heads=lambda a, x: attend(a, x, change=lambda s: s.masked_fill(_later(s), -torch.inf)),
 )
@@ -502,45 +487,6 @@ def token_chunks(a: Any, x: Tensor) -> Tensor:
     k, v = split(a.k(x)), split(a.v(x))
     o = [F.scaled_dot_product_attention(split(a.q(part)), k, v) for part in x.split(3, 1)]
     return a.o(join(torch.cat(o, -2)))
-
-
-class Head(nn.Module):
-    """One head with weights of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.q(x) @ self.k(x).mT / 2).softmax(-1) @ self.v(x)
-
-
-def of_modules(a: Any, x: Tensor) -> Tensor:
-    return torch.cat(
-        [
-            attend(
-                h,
-                x,
-                **{
-                    n: (x @ m.weight.T + m.bias)[None]
-                    for n, m in zip("qkv", (h.q, h.k, h.v), strict=True)
-                },
-            )
-            for h in a.heads
-        ]
-    )
-
-
-@own(
-    "a module per head",
-    build=add(heads=lambda: nn.ModuleList(Head() for _ in range(HEADS))),
-    truth=lambda a: tuple(
-        Layer(lambda x, h=h: of_modules(nn.ModuleDict({"heads": nn.ModuleList([h])}), x))
-        for h in a.heads
-    ),
-)
-def head_modules(a: Any, x: Tensor) -> Tensor:
-    return a.o(torch.cat([head(x) for head in a.heads], -1))
 
 
 @own("a loop over the samples", "left")

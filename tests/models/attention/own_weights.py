@@ -175,7 +175,7 @@ def lora_merged(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *(F.linear(x, weight(n), getattr(a, n).bias) for n in "qkv"))
 
 
-@own("LoRA beside the weights", "numerical", build=LORA, heads=of_lora)
+@own("LoRA beside the weights", build=LORA, heads=of_lora)
 def lora_beside(a: Any, x: Tensor) -> Tensor:
     def part(n: str) -> Tensor:
         return getattr(a, n)(x) + x @ getattr(a, f"down{n}") @ getattr(a, f"up{n}").T
@@ -426,7 +426,6 @@ GATE = add(gate=lambda: nn.Linear(WIDTH, WIDTH))
 
 @own(
     "values times a gate",
-    "numerical",
     build=GATE,
     heads=lambda a, x: attend(a, x, v=affine(a.v, x) * affine(a.gate, x).sigmoid()),
 )

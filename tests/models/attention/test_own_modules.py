@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import lipaudit
 from tests.models.attention import own_modules
 from tests.models.attention.own_modules import CASES
 
@@ -35,6 +37,32 @@ def test_own_module_is_read_right_or_named(name, beside):
         own_modules.expected(CASES[name], beside=beside),
         "",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "out"),
+    [
+        ("head_loop", "own", lambda a: a.o),
+        ("query_chunks", "own", lambda a: a.o),
+        ("own_weight_loop", "own", lambda a: a.o),
+        ("head_modules", "own", lambda a: a.o),
+        ("nano", "own.sa", lambda a: a.sa.proj),
+    ],
+)
+def test_a_loop_is_a_layer_of_its_parent_with_an_output_map(name, module, out):
+    """Heads are named by the module of the loop; the layer's norm is that behind W_O."""
+    built, x = own_modules.model(name, beside=False)
+    report = lipaudit.measure(built, "bounds", data=x, dtype="float64", tol=1e-10)
+    heads, layers = report.sections
+    assert [(row.module, row.head) for row in heads.rows] == [(module, h) for h in range(2)]
+    (layer,) = CASES[name].truth(built.own)
+    w = out(built.own).weight
+    exact = [
+        torch.autograd.functional.jacobian(lambda z: own_modules.join(layer.heads(z)) @ w.T, one)
+        for one in x
+    ]
+    norms = [torch.linalg.matrix_norm(j.flatten(0, 1).flatten(1), 2) for j in exact]
+    assert layers.rows[0].exact_out == pytest.approx(float(torch.stack(norms).mean()), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mapped", "mapped_heads", "masked_rows", "sample_batches"])

@@ -14,7 +14,7 @@ HEADS = 12
 def probed(columns: torch.Tensor) -> Probed:
     """Heads of two channels, each with its columns of y, in both tokens of one window."""
     y = torch.randn(2, 2 * HEADS, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    return Probed((y[:, columns] * 1e-12).transpose(0, 1)[None], y, lambda t: t)
+    return Probed((y[:, columns] * 1e-12).transpose(0, 1)[None], (y,), lambda t: t)
 
 
 def heads_of(source: Probed) -> torch.Tensor | None:

@@ -46,6 +46,14 @@ RULES = {
         [(surveyor.Surveyor, "find_loops", lambda _self: [])],
         "head_loop",
     ),
+    "heads with maps of their own are one layer": (
+        [(surveyor, "_are_heads", lambda _group: False)],
+        "nano",
+    ),
+    "heads that cannot be joined are named": (
+        [(surveyor, "_share_input", lambda _layer: None)],
+        "uneven_modules",
+    ),
     "a sample that is taken alone is no batch": (
         [(surveyor.Surveyor, "leave_loops", lambda _self: None)],
         "sample_loop",

@@ -218,7 +218,7 @@ class Reflected(Model):
 
 
 class Gated(Model):
-    """Queries that are multiplied by another linear map of the input."""
+    """Queries that are multiplied by a linear map of another tensor."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ class Gated(Model):
 
     def heads(self, x):
         q, k, v = super().heads(x)
-        return q * self.gate(x)[:, None], k, v
+        return q * self.gate(x.tanh())[:, None], k, v
 
 
 class Raw(Model):
@@ -375,7 +375,7 @@ class Crossing(Model):
     ("model", "reason"),
     [
         (Reflected, "q depends on several tokens"),
-        (Gated, "q is made from several linear maps"),
+        (Gated, "q is made from linear maps of several tensors"),
         (Raw, "v is not the output of a linear map"),
         (Constant, "keys or values are constants, or have no gradient"),
         (Biased, "its logits depend on the input not only"),

@@ -69,8 +69,7 @@ class Origin:
         """
         if self.linear is None or other.linear is None or self.root is not other.root:
             return False
-        x, y = self.linear.inputs, other.linear.inputs
-        return self.root is not None and x.shape == y.shape and torch.equal(x, y)
+        return self.root is not None and self.linear.reads_same(other.linear)
 
 
 class Leaf(NamedTuple):
@@ -227,27 +226,23 @@ class Loop:
 
     def join(self, calls: Sequence[AttentionCall]) -> AttentionCall:
         """Return the calls as one, (batch, heads, tokens, width)."""
-
-        def cat(parts: Iterable[Tensor]) -> Tensor:
-            return torch.cat([_show_heads(t) for t in parts], self.axis)
-
-        first, over_heads = calls[0], self.axis == 1
+        first, over_heads, cat = calls[0], self.axis == 1, self.cat
         k, v = (
             cat(getattr(c, n) for c in calls) if over_heads else _show_heads(getattr(first, n))
             for n in "kv"
         )
-        return AttentionCall(
-            cat(c.q for c in calls),
-            k,
-            v,
-            self._join_forms(calls, cat),
-            cat(c.output.mT if c.transposed else c.output for c in calls),
-            origins=first.origins,
-        )
+        output = cat((c.output for c in calls), first.transposed)
+        form = self._join_forms(calls)
+        q = cat(c.q for c in calls)
+        return AttentionCall(q, k, v, form, output, first.transposed, first.origins)
 
-    def _join_forms(
-        self, calls: Sequence[AttentionCall], cat: Callable[[Iterable[Tensor]], Tensor]
-    ) -> Fused | Explicit:
+    def cat(self, parts: Iterable[Tensor], transposed: bool = False) -> Tensor:
+        """Join what the calls have; some models keep tokens last."""
+        axis = 3 if transposed and self.axis == 2 else self.axis
+        return torch.cat([_show_heads(t) for t in parts], axis)
+
+    def _join_forms(self, calls: Sequence[AttentionCall]) -> Fused | Explicit:
+        cat = self.cat
         shapes = [(*c.q.shape[:-1], c.k.shape[-2]) for c in calls]
         fused = [c.form for c in calls if isinstance(c.form, Fused)]
         if fused:

@@ -20,7 +20,7 @@ RIGHT, LEFT = "linear", "linear from the left"
 LARGEST = 2**24
 """Largest number of entries of a block matrix."""
 
-Arrange = Callable[[Tensor], Tensor]
+Arrange = Callable[..., Tensor]
 """Moves the channels of a tensor to the last axis."""
 
 
@@ -33,7 +33,7 @@ class Linear:
         parameter: W, (channels in, channels out), for any orientation of the parameter, or a
             reference to it (`lifting.keep`).
         bias: b, or None.
-        arrange: converts y to the axes of x.
+        arrange: converts y to the axes of x; for joined maps, the y of each.
     """
 
     x: Tensor
@@ -51,9 +51,31 @@ class Linear:
         """Return X, one token per row."""
         return self.x.reshape(-1, self.parameter.shape[0])
 
-    def outputs(self, y: Tensor) -> Tensor:
+    def reads_same(self, other: Linear) -> bool:
+        """Say whether another map reads the same values in the same order."""
+        x, y = self.inputs, other.inputs
+        return x.shape == y.shape and torch.equal(x, y)
+
+    def outputs(self, *y: Tensor) -> Tensor:
         """Return y, or anything of its shape, with one token per row."""
-        return self.arrange(y).reshape(-1, self.parameter.shape[1])
+        return self.arrange(*y).reshape(-1, self.parameter.shape[1])
+
+
+def join_linears(linears: Sequence[Linear]) -> Linear:
+    """Return linear maps of one input as one: y = (y_1, y_2, ...), x [W_1 W_2 ...]."""
+    if len(linears) == 1:
+        return linears[0]
+    weights = [linear.weight for linear in linears]
+    biases = [
+        w.new_zeros(w.shape[1]) if each.bias is None else each.bias
+        for each, w in zip(linears, weights, strict=True)
+    ]
+
+    def arrange(*parts: Tensor) -> Tensor:
+        rows = (each.outputs(y) for each, y in zip(linears, parts, strict=True))
+        return torch.cat([*rows], 1)
+
+    return Linear(linears[0].x, torch.cat(weights, 1), torch.cat(biases), arrange)
 
 
 class Operands(NamedTuple):

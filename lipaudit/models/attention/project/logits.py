@@ -267,7 +267,7 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     """
     assert heads.pairs is not None
     sides = {name: parts[name] for name in "qk" if name in parts}
-    known = {id(part.leaf) for part in sides.values()}
+    known = {id(leaf) for part in sides.values() for leaf in part.outputs}
     if any(id(leaf) not in known for leaf in leaves(logits)[0]):
         raise NotClosedForm("x-dependent-bias", BESIDE)
     slope, live, s = heads.pairs.slope, heads.attention() > 0, heads.scale[..., None, None]
@@ -301,13 +301,13 @@ def _make_source(logits: Tensor, part: Projected) -> Probed:
     if size > LARGEST:
         raise NotClosedForm("large", f"its position terms have {size:.1e} numbers")
     columns = part.form.columns.flatten()
-    return Probed(logits, part.leaf, lambda y: part.linear.outputs(y)[:, columns])
+    return Probed(logits, part.outputs, lambda *y: part.linear.outputs(*y)[:, columns])
 
 
 def _invert_mix(part: Projected) -> Tensor:
     """Return the changes of every row of a source that change one channel each."""
     mix, (heads, width) = part.form.mix, part.form.columns.shape
-    unit = torch.eye(width, dtype=part.leaf.dtype, device=part.leaf.device)
+    unit = torch.eye(width, dtype=part.x.dtype, device=part.x.device)
     inverse = unit.expand(heads, -1, -1) if mix is None else torch.linalg.inv(mix)
     return inverse.permute(2, 0, 1).flatten(1)
 
@@ -361,10 +361,10 @@ class _Side:
         that change. As S_ij depends on q_i alone, entry ij is the effect of changing q_i: d
         products suffice for all pairs, instead of one product per key.
         """
-        t, leaf = self.source.t, self.source.leaf
+        t = self.source.t
         u = torch.zeros_like(t, requires_grad=True)
-        (pulled,) = torch.autograd.grad(t, leaf, u, create_graph=True)
-        rows = self.source.as_rows(pulled)
+        pulled = torch.autograd.grad(t, self.source.leaves, u, create_graph=True)
+        rows = self.source.as_rows(*pulled)
         for move in self.moves:
             (image,) = torch.autograd.grad(rows, u, move.expand_as(rows), retain_graph=True)
             yield image

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lipaudit.models.graph import vjp
+from lipaudit.models.graph import pull_back
 
 AFFINE_TOLERANCE = 2e-5  # relative to the head's largest |q|: float32 rounding, and nothing else
 LINEAR_TOLERANCE = 1e-4
@@ -29,22 +29,21 @@ class Probed:
 
     Attributes:
         t: q, k or v, with its graph down to `leaf`.
-        leaf: the leaf that it depends on, usually the output y of a linear map.
-        as_rows: converts a tensor of the leaf's shape to one token per row.
+        leaves: the leaves that it depends on, usually the output y of a linear map.
+        as_rows: converts tensors of their shapes to one token per row.
     """
 
     t: Tensor
-    leaf: Tensor
-    as_rows: Callable[[Tensor], Tensor]
+    leaves: tuple[Tensor, ...]
+    as_rows: Callable[..., Tensor]
 
     def pull(self, cotangent: Tensor) -> Tensor:
         """Return J^T u with respect to y, one token per row."""
-        pulled = vjp(self.t, self.leaf, cotangent)
-        return self.as_rows(torch.zeros_like(self.leaf) if pulled is None else pulled)
+        return self.as_rows(*pull_back(self.t, self.leaves, cotangent))
 
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries of y behind t, (windows, heads, tokens, e)."""
-        return _pick_entries(self.as_rows(self.leaf.detach()), rows, columns)
+        return _pick_entries(self.as_rows(*(leaf.detach() for leaf in self.leaves)), rows, columns)
 
     def merged(self) -> Probed:
         """Return all heads as one."""

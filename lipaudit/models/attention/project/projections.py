@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipaudit.models.attention.observe.calls import Address, Leaf, Origin
-from lipaudit.models.attention.observe.linears import Linear
+from lipaudit.models.attention.observe.calls import Address, Leaf
+from lipaudit.models.attention.observe.linears import Linear, join_linears
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.graph import is_affine
@@ -94,7 +94,7 @@ class ProjectionForm:
 
     Attributes:
         kind: affine | rotation | linear-pos | local | cross-head.
-        source: the linear map.
+        source: the linear map, or several of one input: of each head of a loop, say.
         index: its rows, one token each.
         columns: its columns that each head reads, (heads, e).
         repeat: number of repetitions of each head (grouped queries).
@@ -105,7 +105,7 @@ class ProjectionForm:
     """
 
     kind: str
-    source: Address
+    source: tuple[Address, ...]
     index: TokenIndex
     columns: Tensor
     repeat: int
@@ -129,24 +129,26 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         The form, or None for a constant (a learned query).
 
     Raises:
-        NotClosedForm: the tensor is not a token-wise function of one linear map.
+        NotClosedForm: it is not a token-wise function of linear maps of one input.
     """
     if not leaves:
         return None
-    if len(leaves) > 1:
-        raise NotClosedForm("multi-source", "is made from several linear maps")
-    (y, origin) = leaves[0]
-    if origin.linear is None:
+    origins = [origin for _, origin in leaves]
+    if len(leaves) > 1 and not all(origins[0].reads_same(other) for other in origins[1:]):
+        raise NotClosedForm("multi-source", "is made from linear maps of several tensors")
+    linears = [origin.linear for origin in origins if origin.linear is not None]
+    if not linears:
         raise NotClosedForm("unprojected", "is not the output of a linear map")
-    source = Probed(t, y, origin.linear.outputs)
+    source = Probed(t, tuple(y for y, _ in leaves), join_linears(linears).outputs)
     rows = find_token_rows(source)
     source, columns, repeat = _find_heads(source)
-    index = attribute_rows(rows, samples, origin.linear.inputs.shape[0])
+    index = attribute_rows(rows, samples, linears[0].inputs.shape[0])
+    made_by = tuple(origin.address for origin in origins)
     if columns is not None:
-        plain = ProjectionForm("affine", origin.address, index, columns, repeat)
+        plain = ProjectionForm("affine", made_by, index, columns, repeat)
         return _refine(source, rows, plain)
     every = (source.read != 0).any(0).nonzero().T
-    form = ProjectionForm("cross-head", origin.address, index, every, repeat)
+    form = ProjectionForm("cross-head", made_by, index, every, repeat)
     _refuse_large(source.merged(), form)
     return form
 
@@ -277,9 +279,8 @@ class Projected:
         projection: the map, per head.
         x: its input, (windows, tokens, D).
         index: index of these tokens in the linear map.
-        linear: the linear map.
-        leaf: its output, as q, k or v depends on it.
-        origin: origin of the leaf.
+        linear: the linear map, several as one.
+        leaves: their outputs, as q, k or v depends on them.
     """
 
     form: ProjectionForm
@@ -287,8 +288,12 @@ class Projected:
     x: Tensor
     index: TokenIndex
     linear: Linear
-    leaf: Tensor
-    origin: Origin
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The outputs of the linear maps."""
+        return tuple(leaf.tensor for leaf in self.leaves)
 
 
 def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: int) -> Projected:
@@ -303,22 +308,25 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     Raises:
         NotClosedForm: the tensor differs from the decoded form.
     """
-    leaf, origin, linear = _find_leaf(form, leaves)
-    source = Probed(t[:, :: form.repeat], leaf, linear.outputs)
+    made_by, linear = _find_leaves(form, leaves)
+    source = Probed(t[:, :: form.repeat], tuple(leaf.tensor for leaf in made_by), linear.outputs)
     index = _find_index(form, source, samples, linear.inputs.shape[0])
     rows = index.rows(samples)
     projection = _build_projection(form, source, linear, rows)
     x = probes.take(linear.inputs, rows, 0)
     whole = _repeat_heads(projection, form.repeat)
-    return Projected(form, whole, x, index, linear, leaf, origin)
+    return Projected(form, whole, x, index, linear, made_by)
 
 
-def _find_leaf(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[Tensor, Origin, Linear]:
-    """Return the one leaf behind q, k or v, after checking that it is the decoded linear map's."""
-    for leaf, origin in leaves:
-        if len(leaves) == 1 and origin.address == form.source and origin.linear is not None:
-            return leaf, origin, origin.linear
-    raise NotClosedForm("changed", "comes from another linear map than in the first pass")
+def _find_leaves(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[tuple[Leaf, ...], Linear]:
+    """Return the leaves behind q, k or v, once they are the outputs of the decoded maps."""
+    known = {leaf.origin.address: leaf for leaf in leaves}
+    made_by = tuple(known[address] for address in form.source if address in known)
+    linears = [leaf.origin.linear for leaf in made_by if leaf.origin.linear is not None]
+    same = len(linears) == len(leaves) == len(form.source)
+    if not same or not all(each.reads_same(linears[0]) for each in linears[1:]):
+        raise NotClosedForm("changed", "comes from other linear maps than in the first pass")
+    return made_by, join_linears(linears)
 
 
 def _find_index(form: ProjectionForm, source: Probed, samples: int, total: int) -> TokenIndex:

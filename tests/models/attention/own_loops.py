@@ -1,0 +1,384 @@
+"""Own modules whose heads are computed in a Python loop, each by maps of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models.attention.own_modules import HEADS, TOKENS, WIDTH, Layer, own, softmax
+from tests.models.attention.own_weights import add
+
+D = WIDTH // HEADS
+Map = Callable[[Tensor], Tensor]
+
+
+def later(s: Tensor) -> Tensor:
+    """Return which keys come after their query."""
+    return torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+
+
+def parts(*maps: tuple[Map, Map, Map], change: Map = lambda s: s / D**0.5) -> Map:
+    """Return the truth of heads with these maps for q, k and v of one sample."""
+
+    def heads(x: Tensor) -> Tensor:
+        return torch.stack([softmax(change(q(x) @ k(x).mT)) @ v(x) for q, k, v in maps])
+
+    return heads
+
+
+def matrices(w: Tensor) -> tuple[Map, Map, Map]:
+    """Return the maps x W of a stack of three matrices."""
+    q, k, v = (lambda x, m=m: x @ m for m in w)
+    return q, k, v
+
+
+def linears(*modules: nn.Linear) -> tuple[Map, Map, Map]:
+    """Return the maps of three linear layers."""
+    q, k, v = (lambda x, m=m: x @ m.weight.T + m.bias for m in modules)
+    return q, k, v
+
+
+def one_layer(maps: Callable[[Any], Sequence[tuple[Map, Map, Map]]], **how: Any) -> Any:
+    """Return the truth that these are heads of one layer."""
+    return lambda a: (Layer(parts(*maps(a), **how)),)
+
+
+def a_layer_each(maps: Callable[[Any], Sequence[tuple[Map, Map, Map]]], **how: Any) -> Any:
+    """Return the truth that each of these is a layer."""
+    return lambda a: tuple(Layer(parts(each, **how)) for each in maps(a))
+
+
+class Head(nn.Module):
+    """One head as tutorials have it."""
+
+    def __init__(self, *, causal: bool = False, width: int = D, out: bool = False) -> None:
+        super().__init__()
+        self.key = nn.Linear(WIDTH, width)
+        self.query = nn.Linear(WIDTH, width)
+        self.value = nn.Linear(WIDTH, width)
+        self.register_buffer("tril", torch.tril(torch.ones(9, 9)))
+        self.dropout = nn.Dropout(0.2)
+        self.causal = causal
+        self.out = nn.Linear(width, WIDTH) if out else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, n, _ = x.shape
+        k, q = self.key(x), self.query(x)
+        wei = q @ k.transpose(-2, -1) * D**-0.5
+        if self.causal:
+            wei = wei.masked_fill(self.tril[:n, :n] == 0, float("-inf"))
+        o = self.dropout(F.softmax(wei, dim=-1)) @ self.value(x)
+        return o if self.out is None else self.out(o)
+
+
+class MultiHead(nn.Module):
+    """A list of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([Head(causal=True) for _ in range(HEADS)])
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.cat([h(x) for h in self.heads], dim=-1))
+
+
+def modules(a: Any) -> Any:
+    return [linears(h.query, h.key, h.value) for h in a.heads]
+
+
+def causal(s: Tensor) -> Tensor:
+    return (s / D**0.5).masked_fill(later(s), -torch.inf)
+
+
+def listed(**how: Any) -> Any:
+    return add(heads=lambda: nn.ModuleList(Head(**how) for _ in range(HEADS)))
+
+
+def lists(**sizes: int) -> Any:
+    """Add lists of linear layers to D channels: how many, by name."""
+    return add(
+        **{
+            name: lambda count=count: nn.ModuleList(nn.Linear(WIDTH, D) for _ in range(count))
+            for name, count in sizes.items()
+        }
+    )
+
+
+WEIGHTS = add(
+    w=lambda: nn.ParameterList(nn.Parameter(torch.randn(3, WIDTH, D)) for _ in range(HEADS))
+)
+
+
+@own(
+    "a loop over a ParameterList: three matrices per head",
+    build=WEIGHTS,
+    truth=one_layer(lambda a: map(matrices, a.w)),
+)
+def own_weight_loop(a: Any, x: Tensor) -> Tensor:
+    o = [F.scaled_dot_product_attention(*(x @ part for part in w)) for w in a.w]
+    return a.o(torch.cat(o, -1))
+
+
+@own(
+    "a loop over a ParameterList, by einsum",
+    build=WEIGHTS,
+    truth=one_layer(lambda a: map(matrices, a.w), change=lambda s: s),
+)
+def own_einsum_loop(a: Any, x: Tensor) -> Tensor:
+    out = []
+    for w in a.w:
+        q, k, v = (torch.einsum("bnc,cd->bnd", x, part) for part in w)
+        p = torch.einsum("bnd,bmd->bnm", q, k).softmax(-1)
+        out.append(torch.einsum("bnm,bmd->bnd", p, v))
+    return a.o(torch.cat(out, -1))
+
+
+@own(
+    "a loop over the heads of one parameter",
+    build=add(w=lambda: nn.Parameter(torch.randn(3, HEADS, WIDTH, D))),
+    truth=one_layer(lambda a: map(matrices, a.w.unbind(1))),
+)
+def own_slice_loop(a: Any, x: Tensor) -> Tensor:
+    o = [
+        F.scaled_dot_product_attention(x @ a.w[0, h], x @ a.w[1, h], x @ a.w[2, h])
+        for h in range(HEADS)
+    ]
+    return a.o(torch.stack(o, 1).transpose(1, 2).flatten(2))
+
+
+@own(
+    "a module per head (nanoGPT's Head), side by side",
+    build=listed(),
+    truth=one_layer(modules),
+)
+def head_modules(a: Any, x: Tensor) -> Tensor:
+    return a.o(torch.cat([head(x) for head in a.heads], -1))
+
+
+@own(
+    "nanoGPT's MultiHeadAttention of causal heads",
+    build=add(sa=MultiHead),
+    truth=one_layer(lambda a: modules(a.sa), change=causal),
+)
+def nano(a: Any, x: Tensor) -> Tensor:
+    return a.sa(x)
+
+
+@own(
+    "a module per head, with an output map of its own; their sum",
+    build=listed(out=True),
+    truth=one_layer(modules),
+)
+def summed_modules(a: Any, x: Tensor) -> Tensor:
+    return sum(head(x) for head in a.heads)
+
+
+@own(
+    "a module per head, behind an attribute each",
+    build=add(one=Head, two=Head),
+    truth=one_layer(lambda a: [linears(h.query, h.key, h.value) for h in (a.one, a.two)]),
+)
+def named_modules(a: Any, x: Tensor) -> Tensor:
+    return a.o(torch.cat([a.one(x), a.two(x)], -1))
+
+
+@own(
+    "lists of linear layers for q, k and v, and for the output",
+    build=add(
+        qs=lambda: nn.ModuleList(nn.Linear(WIDTH, D) for _ in range(4)),
+        ks=lambda: nn.ModuleList(nn.Linear(WIDTH, D) for _ in range(4)),
+        vs=lambda: nn.ModuleList(nn.Linear(WIDTH, D) for _ in range(4)),
+        os=lambda: nn.ModuleList(nn.Linear(D, WIDTH) for _ in range(4)),
+    ),
+    truth=one_layer(
+        lambda a: [linears(*each) for each in zip(a.qs, a.ks, a.vs, strict=True)], change=causal
+    ),
+)
+def listed_maps(a: Any, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for q, k, v, o in zip(a.qs, a.ks, a.vs, a.os, strict=True):
+        out = out + o(F.scaled_dot_product_attention(q(x), k(x), v(x), is_causal=True))
+    return out
+
+
+@own(
+    "lists of linear layers, heads in an axis of their own",
+    build=lists(qs=HEADS, ks=HEADS, vs=HEADS),
+    truth=one_layer(lambda a: [linears(*each) for each in zip(a.qs, a.ks, a.vs, strict=True)]),
+)
+def listed_axis(a: Any, x: Tensor) -> Tensor:
+    o = [
+        F.scaled_dot_product_attention(q(x)[:, None], k(x)[:, None], v(x)[:, None])
+        for q, k, v in zip(a.qs, a.ks, a.vs, strict=True)
+    ]
+    return a.o(torch.cat(o, 1).transpose(1, 2).flatten(2))
+
+
+@own(
+    "linear layers per head, stacked before one attention",
+    build=lists(qs=HEADS, ks=HEADS, vs=HEADS),
+    truth=one_layer(lambda a: [linears(*each) for each in zip(a.qs, a.ks, a.vs, strict=True)]),
+)
+def listed_stack(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (torch.stack([m(x) for m in each], 1) for each in (a.qs, a.ks, a.vs))
+    return a.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@own(
+    "a linear layer per query head, one key and value for all",
+    build=lists(qs=HEADS, ks=1, vs=1),
+    truth=one_layer(lambda a: [linears(q, a.ks[0], a.vs[0]) for q in a.qs]),
+)
+def listed_queries(a: Any, x: Tensor) -> Tensor:
+    k, v = a.ks[0](x), a.vs[0](x)
+    return a.o(torch.cat([F.scaled_dot_product_attention(q(x), k, v) for q in a.qs], -1))
+
+
+@own(
+    "a linear layer per key head, one query for all",
+    build=lists(qs=1, ks=HEADS, vs=HEADS),
+    truth=one_layer(lambda a: [linears(a.qs[0], k, v) for k, v in zip(a.ks, a.vs, strict=True)]),
+)
+def listed_keys(a: Any, x: Tensor) -> Tensor:
+    q = a.qs[0](x)
+    o = [F.scaled_dot_product_attention(q, k(x), v(x)) for k, v in zip(a.ks, a.vs, strict=True)]
+    return a.o(torch.cat(o, -1))
+
+
+@own(
+    "a loop over grouped heads, whose keys are computed again for each",
+    build=lists(qs=4, ks=2, vs=2),
+    truth=one_layer(lambda a: [linears(a.qs[h], a.ks[h // 2], a.vs[h // 2]) for h in range(4)]),
+)
+def listed_groups(a: Any, x: Tensor) -> Tensor:
+    o = [
+        F.scaled_dot_product_attention(a.qs[h](x), a.ks[h // 2](x), a.vs[h // 2](x))
+        for h in range(4)
+    ]
+    return a.o(torch.cat(o[:2], -1) + torch.cat(o[2:], -1))
+
+
+@own(
+    "a linear layer per head for q, k and v together",
+    build=add(qkv=lambda: nn.ModuleList(nn.Linear(WIDTH, 3 * D) for _ in range(HEADS))),
+    truth=one_layer(
+        lambda a: [
+            tuple(
+                lambda x, m=m, i=i: (x @ m.weight.T + m.bias)[..., i * D : (i + 1) * D]
+                for i in range(3)
+            )
+            for m in a.qkv
+        ]
+    ),
+)
+def listed_joint(a: Any, x: Tensor) -> Tensor:
+    o = []
+    for m in a.qkv:
+        q, k, v = m(x).chunk(3, -1)
+        o.append((q @ k.mT / D**0.5).softmax(-1) @ v)
+    return a.o(torch.cat(o, -1))
+
+
+def unit(t: Tensor) -> Tensor:
+    return t / t.norm(dim=-1, keepdim=True)
+
+
+@own(
+    "linear layers per head, whose queries and keys have a norm",
+    build=lists(qs=HEADS, ks=HEADS, vs=HEADS),
+    truth=one_layer(
+        lambda a: [
+            (lambda x, q=q: unit(q(x)), lambda x, k=k: unit(k(x)), v)
+            for q, k, v in zip(a.qs, a.ks, a.vs, strict=True)
+        ],
+        change=lambda s: 3 * s,
+    ),
+)
+def listed_norms(a: Any, x: Tensor) -> Tensor:
+    o = [
+        (3 * unit(q(x)) @ unit(k(x)).mT).softmax(-1) @ v(x)
+        for q, k, v in zip(a.qs, a.ks, a.vs, strict=True)
+    ]
+    return a.o(torch.cat(o, -1))
+
+
+@own(
+    "a module per head behind one norm of them all",
+    build=add(norm=lambda: nn.LayerNorm(WIDTH), sa=MultiHead),
+    truth=lambda a: (Layer(parts(*modules(a.sa), change=causal), before=lambda x: a.norm(x)),),
+)
+def normed_modules(a: Any, x: Tensor) -> Tensor:
+    return a.sa(a.norm(x))
+
+
+# --- heads that cannot be joined
+
+
+@own(
+    "heads of different widths, a module each",
+    "read in parts",
+    build=add(heads=lambda: nn.ModuleList(Head(width=w) for w in (3, 5))),
+    truth=a_layer_each(modules),
+)
+def uneven_modules(a: Any, x: Tensor) -> Tensor:
+    return a.o(torch.cat([head(x) for head in a.heads], -1))
+
+
+@own(
+    "a loop over heads of different temperatures, fused",
+    "read in parts",
+    build=WEIGHTS,
+    truth=lambda a: tuple(
+        Layer(parts(matrices(w), change=partial(torch.mul, i + 0.5))) for i, w in enumerate(a.w)
+    ),
+)
+def warm_loop(a: Any, x: Tensor) -> Tensor:
+    o = [
+        F.scaled_dot_product_attention(*(x @ part for part in w), scale=i + 0.5)
+        for i, w in enumerate(a.w)
+    ]
+    return a.o(torch.cat(o, -1))
+
+
+@own(
+    "heads that read a part of the channels each, by maps of their own",
+    "read in parts",
+    build=add(
+        w=lambda: nn.ParameterList(nn.Parameter(torch.randn(3, D, D)) for _ in range(HEADS))
+    ),
+    truth=lambda a: tuple(
+        Layer(parts(matrices(w)), before=lambda x, i=i: x[..., i * D : (i + 1) * D])
+        for i, w in enumerate(a.w)
+    ),
+)
+def part_loop(a: Any, x: Tensor) -> Tensor:
+    o = [
+        F.scaled_dot_product_attention(*(z @ part for part in w))
+        for w, z in zip(a.w, x.chunk(HEADS, -1), strict=True)
+    ]
+    return a.o(torch.cat(o, -1))
+
+
+@own(
+    "a loop over windows of tokens, one head",
+    "read in parts",
+    truth=lambda a: tuple(
+        Layer(
+            parts(linears(a.q, a.k, a.v), change=lambda s: s / WIDTH**0.5),
+            before=lambda x, i=i: x[i : i + 2],
+        )
+        for i in (0, 2)
+    ),
+)
+def window_loop(a: Any, x: Tensor) -> Tensor:
+    o = [
+        F.scaled_dot_product_attention(*(m(x[:, i : i + 2]) for m in (a.q, a.k, a.v)))
+        for i in (0, 2)
+    ]
+    return a.o(F.pad(torch.cat(o, 1), (0, 0, 0, TOKENS - 4)))

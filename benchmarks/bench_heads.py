@@ -108,10 +108,10 @@ def profiled(
 
 def figures(values: Any) -> dict[str, list[float]]:
     """Exact norms, and every bound with what it bounds."""
-    from lipaudit.theory.bounds.head_bounds import BOUNDS as KNOWN
+    from lipaudit.theory.bounds.catalogue import load_bounds
 
     exact = {"exact norms of heads": "exact", "exact norms of layers before W_O": "layer_exact"}
     exact["exact norms of layers after W_O"] = "layer_out"
     kept = {label: values[name] for label, name in exact.items() if name in values}
-    kept |= {f"bound {name} of exact norms of heads": values[name] for name in KNOWN}
+    kept |= {f"bound {name} of exact norms of heads": values[name] for name in load_bounds()}
     return {label: array.flatten().tolist() for label, array in kept.items()}

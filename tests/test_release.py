@@ -23,7 +23,7 @@ from lipaudit.errors import ExitCode
 from lipaudit.monitor.callbacks import CALLBACKS
 from lipaudit.report.formats import RENDERERS
 from lipaudit.settings.registry import GROUP as MEASURES
-from lipaudit.tables.bounds import GROUP as BOUNDS
+from lipaudit.theory.bounds.catalogue import GROUP as BOUNDS
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from lipaudit.measures import MEASURES
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.settings import option_types
-from lipaudit.theory.bounds.head_bounds import BOUNDS
+from lipaudit.theory.bounds.catalogue import load_bounds
 
 GAINS = (1.3, 0.6, 0.2)
 """How large the weights are; smaller ones where the larger overflow or magnify rounding."""
@@ -276,7 +276,7 @@ def _layer(
             continue
         value, missed = float(found["exact"][column]), bool(found["missed"][column])
         _exact(outcome, where, value, sigma, precision, missed=missed)
-        for name in BOUNDS:
+        for name in load_bounds():
             _bound(outcome, f"{where} {name}", float(found[name][column]), sigma, precision)
     joined, missed = float(found["layer_exact"][place]), bool(found["layer_missed"][place])
     if not math.isnan(joined + expected.joined):

@@ -25,7 +25,8 @@ from lipaudit.report.topics import list_topics
 from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, measures, option_types
 from lipaudit.settings.option import Option
 from lipaudit.tables import Column
-from lipaudit.tables.bounds import SYMBOLS, catalogue
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import SYMBOLS
 
 HERE = Path(__file__).parent
 KINDS: dict[str, type[Settings]] = {**option_types(), "audit": AuditOptions, "train": Recipe}
@@ -157,7 +158,7 @@ def _cell(text: str) -> str:
 
 def _bounds() -> Iterator[str]:
     yield f"# Bounds of a head\n\n{_cell(SYMBOLS)}\n"
-    for bound in catalogue().values():
+    for bound in load_bounds().values():
         yield f"\n## {bound.label}\n\n{_cell(bound.explanation)}\n"
         yield f"- in reports: `bounds.{bound.name}`"
         yield f"- formula: `{bound.formula}`"

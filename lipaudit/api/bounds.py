@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.tables.bounds import catalogue
 from lipaudit.theory.bounds import ball
+from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.growth import ascent
@@ -117,7 +117,7 @@ def every(
     Arguments and shapes are those of `exact`.
     """
     bounds = head_bounds(heads(x, wq, wk, wv, **how))
-    return {name: _drop_axes(bounds[name], x, wq) for name in catalogue()}
+    return {name: _drop_axes(bounds[name], x, wq) for name in load_bounds()}
 
 
 def ball_sharp(
@@ -142,16 +142,16 @@ def ball_norm(
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
-    bound = catalogue().get(name)
+    bound = load_bounds().get(name)
     if bound is None:
-        raise AttributeError(f"there is no bound {name!r}; there are {', '.join(catalogue())}")
+        raise AttributeError(f"there is no bound {name!r}; there are {', '.join(load_bounds())}")
     function = partial(_compute_one, name)
     function.__doc__ = f"{bound.formula}\n\n{bound.explanation} ({bound.source}; {bound.domain})"
     return function
 
 
 def __dir__() -> list[str]:
-    return ["ball_norm", "ball_sharp", "every", "exact", "heads", *catalogue()]
+    return ["ball_norm", "ball_sharp", "every", "exact", "heads", *load_bounds()]
 
 
 def _compute_one(

@@ -99,7 +99,7 @@ def explain(
 
 def _format_topics(entries: Sequence[Topic]) -> Iterator[str]:
     """Yield the lines that explain topics; topics with equal texts share them."""
-    from lipaudit.tables.bounds import SYMBOLS
+    from lipaudit.theory.bounds.record import SYMBOLS
 
     texts: dict[tuple[str, ...], list[str]] = {}
     for topic in entries:

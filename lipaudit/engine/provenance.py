@@ -21,10 +21,10 @@ from lipaudit.errors import explain_error
 from lipaudit.settings import layouts
 from lipaudit.settings.registry import GROUP as MEASURES
 from lipaudit.tables import Data, Model, Note, Report, Run, Section
-from lipaudit.tables.bounds import GROUP as BOUNDS
 from lipaudit.tables.columns import Cell
 from lipaudit.tables.report import Failure, Shard
 from lipaudit.tables.worst import worst
+from lipaudit.theory.bounds.catalogue import GROUP as BOUNDS
 
 PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
 GROUPS = (BOUNDS, MEASURES, ATTACKS)

@@ -13,9 +13,9 @@ from lipaudit.measures.measure import Values, reduce_known
 from lipaudit.settings import BALLS_TABLE
 from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.tables import Array, Note, Row, Section
-from lipaudit.tables.bounds import AFFINE_PLAIN
 from lipaudit.theory.bounds.ball import ball_sharp, ball_size_bounds
 from lipaudit.theory.bounds.ingredients import Weights
+from lipaudit.theory.bounds.record import AFFINE_PLAIN
 from lipaudit.theory.growth.ascent import ball_norm
 from lipaudit.theory.heads import Heads
 

@@ -36,7 +36,8 @@ from lipaudit.models.net import Net
 from lipaudit.settings import BOUNDS_TABLE, LAYERS_TABLE
 from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.tables import Array, Note, Row, Section
-from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.bounds.ingredients import KnownWeights, Weights
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
@@ -164,7 +165,7 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
     """
     reduced = _norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     open_head = torch.full_like(reduced["exact"], torch.nan)
-    reduced |= dict.fromkeys((*BOUNDS, *INGREDIENTS, "g1_max", "splitting_gain"), open_head)
+    reduced |= dict.fromkeys((*load_bounds(), *INGREDIENTS, "g1_max", "splitting_gain"), open_head)
     open_layer = open_head[:, :1]
     reduced |= dict.fromkeys(("layer_exact", "layer_out", "layer_within", "out_norm"), open_layer)
     reduced["layer_missed"] = torch.zeros_like(open_layer)
@@ -189,7 +190,8 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     )
     ids = sample_ids(parts)
     samples = {"ids": ids, "exact_max": tuple(np.nanmax(measured["exact"], 1).tolist())}
-    arrays = {name: Array.of(measured[name].T) for name in ("exact", "sharp")}
+    stored = [bound.name for bound in load_bounds().values() if bound.stored]
+    arrays = {name: Array.of(measured[name].T) for name in ("exact", *stored)}
     of_heads = BOUNDS_TABLE.section(
         settings=options.model_dump(),
         rows=rows,
@@ -201,7 +203,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
             [name_head(head) for head in facts["heads"]],
             ids,
             measured["exact"],
-            {name: measured[name] for name in BOUNDS},
+            {name: measured[name] for name in load_bounds()},
         ),
     )
     sections = [of_heads, _layer_section(facts, measured, options, ids)]
@@ -226,14 +228,16 @@ def _drop_bounds(measured: dict[str, Values]) -> dict[str, Values]:
     bounds and norms would be over different samples.
     """
     lost = measured["numerical"].any(0)
-    return measured | {name: np.where(lost, np.nan, measured[name]) for name in BOUNDS}
+    return measured | {name: np.where(lost, np.nan, measured[name]) for name in load_bounds()}
 
 
 def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:
     """Reduce one head over the samples: medians, and maxima for columns named so."""
-    medians = {name: reduce_known(measured[name], np.median) for name in (*BOUNDS, *INGREDIENTS)}
+    medians = {
+        name: reduce_known(measured[name], np.median) for name in (*load_bounds(), *INGREDIENTS)
+    }
     medians["softmax_norm_max"] = reduce_known(measured["softmax_norm_max"], np.max)
-    overflowing = [name for name, bound in BOUNDS.items() if bound.log10_label]
+    overflowing = [name for name, bound in load_bounds().items() if bound.log10_label]
     logs = {f"log10_{name}": _log10(medians[name]) for name in overflowing}
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(measured["exact"] > 0, measured["sharp"] / measured["exact"], np.nan)
@@ -339,7 +343,7 @@ def _remarks(
             "estimate). For higher accuracy, use --dtype float64"
         )
         remarks.append(Note(level="warning", code="forward-error", text=text))
-    for name, bound in BOUNDS.items():
+    for name, bound in load_bounds().items():
         absent = np.isnan(measured[name]).all(0)
         elsewhere = absent & measured["numerical"].all(0) & (options.input == "module")
         for heads, why in (

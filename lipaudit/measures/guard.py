@@ -15,9 +15,9 @@ from lipaudit.measures.by_layer import HeadName, per_sample
 from lipaudit.measures.measure import Values
 from lipaudit.models.attention.sites import Site
 from lipaudit.tables import Note
-from lipaudit.tables.bounds import remedy
 from lipaudit.tables.trials import Radius
-from lipaudit.theory.bounds.head_bounds import BOUNDS
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.condition import ball_error, bound_error
 from lipaudit.theory.heads import Heads
 
@@ -49,10 +49,9 @@ def require_bounds_hold(
     def slack() -> Tensor:
         return _per_sample(heads, bound_error(heads.to(torch.float64), exact[heads.sample.cpu()]))
 
-    for name, bound in BOUNDS.items():
-        _require(name, values[name], exact, site, ids, advice=remedy(bound), slack=slack)
+    for name, bound in load_bounds().items():
+        _require(name, values[name], exact, site, ids, advice=bound.remedy, slack=slack)
     out_norm, sharp = values["out_norm"], values["sharp"]
-    advice = remedy(BOUNDS["sharp"])
 
     def layer_slack() -> Tensor:
         """W_O is linear: an error of a head grows by ||W_O||, and its product has one more."""
@@ -67,7 +66,7 @@ def require_bounds_hold(
         values["layer_out"],
         site,
         ids,
-        advice=advice,
+        advice=SHARP.remedy,
         slack=layer_slack,
     )
 
@@ -97,12 +96,11 @@ def require_balls_hold(
         error = ball_error(double, r) + bound_error(double, values["exact"][heads.sample.cpu()])
         return _per_sample(heads, error)
 
-    advice = remedy(BOUNDS["sharp"])
     for name in CERTIFIED:
         for k, radius in enumerate(radii):
             found, bound = (values[f"at_r_{each}"][..., k] for each in ("ball_norm", name))
             text, excuse = f"{name} at r = {radius.text}", partial(slack, float(radius))
-            _require(text, bound, found, site, ids, advice=advice, slack=excuse)
+            _require(text, bound, found, site, ids, advice=SHARP.remedy, slack=excuse)
 
 
 def below_by_rounding(

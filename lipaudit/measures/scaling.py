@@ -46,11 +46,11 @@ from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.settings.jacobian import JacobianOptions
 from lipaudit.settings.scaling import ScalingOptions
 from lipaudit.tables import Note, Row, Section
-from lipaudit.tables.bounds import catalogue
+from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.growth.ascent import SEARCHES
 from lipaudit.theory.growth.worst_tokens import PowerLaw
 
-FOLLOWED = tuple(name for name, bound in catalogue().items() if bound.scaling)
+FOLLOWED = tuple(name for name, bound in load_bounds().items() if bound.scaling)
 OF_HEADS = ("exact", "radius", "tokens", *FOLLOWED)
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 

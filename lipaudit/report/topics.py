@@ -159,12 +159,10 @@ def _list_measures() -> Iterator[Topic]:
 def _list_columns() -> Iterator[Topic]:
     """Yield every column, by row and by sample; bounds are separate."""
     from lipaudit.settings import layouts
-    from lipaudit.tables.bounds import catalogue
 
     for section, layout in layouts().items():
         for name, column in layout.columns.items():
-            bound = section == "bounds" and name in catalogue()
-            group = "Bounds" if bound else f"Columns of {section}"
+            group = "Bounds" if section == "bounds" and column.formula else f"Columns of {section}"
             yield _make_column_topic(group, section, name, column)
     for section, layout in layouts().items():
         for name, column in layout.sample_columns.items():

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Literal, Self
 from lipaudit.settings.measure import MeasureRecord, NormOptions, keep_ends
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Balls, Layers
-from lipaudit.tables.bounds import AFFINE_PLAIN, BALL, catalogue
 from lipaudit.tables.columns import Column, Reduction, count_column, text_column
 from lipaudit.tables.common import HEAD, HEAD_NORMS, NEAR, WITHIN_COLUMN, norm_of
 from lipaudit.tables.report import Layout
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL
 from lipaudit.theory.policy import LAYER_WITHIN
 from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 
@@ -82,7 +83,7 @@ class BoundsOptions(NormOptions):
 
 def _bounds() -> dict[str, Column]:
     """Return the columns of every bound, those of the logarithms last."""
-    pairs = [pair for bound in catalogue().values() for pair in bound.columns().items()]
+    pairs = [pair for bound in load_bounds().values() for pair in bound.columns().items()]
     return dict(sorted(pairs, key=lambda pair: pair[0].startswith("log10_")))
 
 

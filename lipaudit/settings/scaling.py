@@ -10,10 +10,11 @@ from pydantic import Field
 from lipaudit.settings.measure import MeasureOptions, MeasureRecord
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Layers, Lengths, Names, listed
-from lipaudit.tables.bounds import Bound, catalogue
 from lipaudit.tables.columns import Column, count_column, text_column
 from lipaudit.tables.common import NORM
 from lipaudit.tables.report import Layout
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import Bound
 from lipaudit.theory.policy import TOL
 
 ScalingMode = Literal["real", "adversarial", "radius", "ascent"]
@@ -87,7 +88,7 @@ class ScalingOptions(MeasureOptions):
 
 def _follow_bounds(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str, Column]:
     """Return columns of the bounds that are measured over the length."""
-    followed = (bound for bound in catalogue().values() if bound.scaling)
+    followed = (bound for bound in load_bounds().values() if bound.scaling)
     return {name: column for bound in followed for name, column in columns_of(bound).items()}
 
 

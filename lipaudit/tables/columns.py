@@ -168,6 +168,11 @@ def naming(columns: Mapping[str, Column]) -> list[str]:
     return names[: max(next(measured, len(names)), 1)]
 
 
+def find_bounds(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns of upper bounds of the norm in `exact`: those that state a formula."""
+    return {name: column for name, column in columns.items() if column.formula}
+
+
 class Row(Mapping[str, Any]):
     """One line of a section: its cells by column name, `row.exact` or `row["exact"]`.
 

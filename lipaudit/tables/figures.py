@@ -95,7 +95,7 @@ def log10(value: float | None) -> float | None:
 
 def log10_ratio(row: Row, bound: str) -> float | None:
     """Return log10(bound / exact) of a head, from the stored logarithm if the bound overflows."""
-    value, exact = row[bound], log10(row.exact)
+    value, exact = row.get(bound), log10(row.exact)
     if exact is None or not math.isfinite(exact):
         return None
     if value is None or math.isinf(value):

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, Literal
 
-from lipaudit.tables.bounds import ranked
-from lipaudit.tables.columns import Float, Frozen, Row, Status
+from lipaudit.tables.columns import Float, Frozen, Row, Status, find_bounds
 from lipaudit.tables.common import ACCURACY, CERTIFIED_SHARE
 from lipaudit.tables.figures import (
     finite,
@@ -192,7 +191,7 @@ def summary(report: Report) -> Summary:
         norms=_make_norms(report.section("jacobian")),
         heads=_make_heads(bounds),
         fragile=_make_fragile(report.section("attention")),
-        bounds=tuple(_list_tightness(bounds)),
+        bounds=tuple(_list_tightness(report.section("bounds"))),
     )
 
 
@@ -357,14 +356,14 @@ def _make_fragile(section: Section | None) -> Fragile | None:
     )
 
 
-def _list_tightness(rows: Sequence[Row]) -> Iterator[Tightness]:
-    for bound in ranked():
-        logs = finite(log10_ratio(row, bound.name) for row in rows)
+def _list_tightness(section: Section | None) -> Iterator[Tightness]:
+    for name, column in find_bounds(section.columns if section else {}).items():
+        logs = finite(log10_ratio(row, name) for row in rows_of(section))
         typical = middle(logs)
         if typical is not None:
             yield Tightness(
-                bound=bound.name,
-                status=bound.status,
+                bound=name,
+                status=column.status,
                 median=_raise_ten(typical),
                 largest=_raise_ten(max(logs)),
                 heads=len(logs),

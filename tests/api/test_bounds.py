@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lipaudit
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.tables.bounds import catalogue
+from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.exact.head_norms import head_norms
 
 
@@ -46,7 +46,7 @@ def test_the_norm_is_that_of_the_dense_jacobian_and_no_bound_is_below(how):
     assert norm.shape == ()
     torch.testing.assert_close(norm, truth, rtol=1e-6, atol=0)
     bounds = lipaudit.bounds.every(x, *weights, **how)
-    assert bounds.keys() == catalogue().keys()
+    assert bounds.keys() == load_bounds().keys()
     for name, bound in bounds.items():
         if name == "hu" and not bound.isfinite():
             continue
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused():
         lipaudit.bounds.blunt(x, w, w, w)
 
 
-@pytest.mark.parametrize("name", [*catalogue(), "exact"])
+@pytest.mark.parametrize("name", [*load_bounds(), "exact"])
 @pytest.mark.parametrize("kind", [np.asarray, lambda t: np.asarray(t)[::-1][::-1], Tensor.tolist])
 def test_arrays_and_lists_are_taken_like_tensors(name, kind):
     rng = torch.Generator().manual_seed(1)

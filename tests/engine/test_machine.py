@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipaudit
-from lipaudit.errors import EvaluationError, find_user_error
+from lipaudit.errors import find_user_error
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.sources.spec import ModelSpec
-from lipaudit.theory.bounds import head_bounds
-from lipaudit.theory.heads import affine_heads
 from tests.models.conftest import Handwritten
 
 MEASURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -129,21 +126,3 @@ def test_only_what_cannot_be_mapped_over_is_done_one_by_one(monkeypatch, said, r
             _ = linear.rows
     else:
         assert linear.rows.shape == (2, 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
-        (FileNotFoundError("table.csv"), EvaluationError),
-    ],
-)
-def test_a_bound_is_not_blamed_for_memory_but_for_its_own_files(monkeypatch, error, kind):
-    def fails(_heads):
-        raise error
-
-    monkeypatch.setattr(head_bounds, "_function", lambda _bound: fails)
-    eye = torch.eye(2)[None]
-    heads = affine_heads(torch.ones(1, 3, 2), eye, eye, eye)
-    with pytest.raises(kind):
-        head_bounds.separate_bounds(heads, [replace(head_bounds.BOUNDS["sharp"], function="a:b")])

@@ -13,7 +13,7 @@ from lipaudit.measures.measure import seed_of
 from lipaudit.models.sources.loading import load_net
 from lipaudit.theory.bounds import head_bounds as theory
 from lipaudit.theory.bounds import ingredients
-from lipaudit.theory.bounds.head_bounds import BOUNDS
+from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.exact.head_norms import head_norms
 
 
@@ -23,7 +23,7 @@ def demo():
     return net, load_data("demo", net, DataOptions(samples=2)).batch
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", load_bounds())
 def test_a_bound_below_the_norm_ends_the_run(demo, monkeypatch, name):
     head_bounds = theory.head_bounds
 

@@ -19,9 +19,9 @@ from lipaudit.report.cells import describe_standing, list_footnotes, write_math
 from lipaudit.report.page.document import make_page
 from lipaudit.settings import Recipe, RunOptions, layouts, measures, option_types
 from lipaudit.tables import Column
-from lipaudit.tables.bounds import catalogue
 from lipaudit.tables.columns import Status
 from lipaudit.tables.trials import Norm
+from lipaudit.theory.bounds.catalogue import load_bounds
 
 
 def unexplained(names) -> list[str]:
@@ -49,10 +49,10 @@ def test_every_column_by_its_names_and_its_heading():
 def test_every_name_of_a_record():
     options = [o for kind in (*option_types().values(), Recipe, RunOptions)
                for o in kind.options().values()]  # fmt: skip
-    names = [*measures(), *layouts(), *catalogue(), *attack_kinds(), *RESERVED, *STATS]
+    names = [*measures(), *layouts(), *load_bounds(), *attack_kinds(), *RESERVED, *STATS]
     names += [*get_args(Status), *get_args(Norm), *get_args(VerdictStatus)]
     names += [name for o in options for name in (o.name, *o.flags, *o.values())]
-    names += [bound.domain for bound in catalogue().values()]
+    names += [bound.domain for bound in load_bounds().values()]
     assert unexplained(names) == []
 
 

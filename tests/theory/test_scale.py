@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.scale import unit_values
 
@@ -34,7 +35,7 @@ def test_bounds_scale_with_each_heads_values(random_layer, policy, name):
     plain = head_bounds(replace(heads, policy=policy))
     for power in BITS:  # one head beside an ordinary one
         bounds = head_bounds(replace(scaled(heads, (2.0**power, 1.0)), policy=policy))
-        for bound in BOUNDS:
+        for bound in load_bounds():
             want = plain[bound] * torch.tensor([2.0**power, 1.0], dtype=torch.float64)
             torch.testing.assert_close(bounds[bound], want, rtol=0, atol=0, equal_nan=True)
 

@@ -30,7 +30,7 @@ from lipaudit.report.page.views import (
 )
 from lipaudit.report.pictures import Curve, Scatter, Series
 from lipaudit.tables import Column, Row
-from lipaudit.tables.bounds import ranked
+from lipaudit.tables.columns import find_bounds
 from lipaudit.tables.figures import finite, log10_ratio, order
 from lipaudit.tables.trials import COSTS, WORST
 
@@ -70,7 +70,8 @@ def list_steepest(sections: Sections) -> Iterator[Table]:
     columns = find_columns(sections)
     rows = pick_largest(read_all(sections), "exact")
     multiples = {
-        b.name: [format_ratio(log10_ratio(row, b.name)) for row in rows] for b in ranked()
+        name: [format_ratio(log10_ratio(row, name)) for row in rows]
+        for name in find_bounds(columns)
     }
     inputs = [row.input for row in rows]
     yield make_table(
@@ -106,10 +107,9 @@ TIGHTNESS = (
 def list_tightness(sections: Sections) -> Iterator[Table]:
     """List how many times each bound is above the exact norm, in every model."""
     columns, several, lines = find_columns(sections), "" not in sections, []
-    for bound in ranked():
-        column = columns[bound.name]
+    for name, column in find_bounds(columns).items():
         for model, section in sections.items():
-            known = finite(log10_ratio(row, bound.name) for row in section.rows)
+            known = finite(log10_ratio(row, name) for row in section.rows)
             ends = [format_ratio(reduce(known)) if known else None for reduce in (median, max)]
             place = model if several else write_math(column.domain)
             lines.append((column.label, column.status, place, len(known), *ends))
@@ -124,8 +124,8 @@ def scatter_bounds(sections: Sections) -> Iterator[Scatter]:
     rows = read_all(sections)
     exact, names = [row.exact for row in rows], [f"head {row['head']}" for row in rows]
     series: list[Series] = []
-    for bound in ranked():
-        series += pair_points(bound.label, exact, [row[bound.name] for row in rows], names)
+    for bound, column in find_bounds(columns).items():
+        series += pair_points(column.label, exact, [row.get(bound) for row in rows], names)
     if series:
         limit = Column(label="bound", meaning="Upper bound.", status="bound")
         title = "Upper bounds over the exact norm, per head"

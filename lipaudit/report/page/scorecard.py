@@ -38,7 +38,7 @@ def make_scorecard(report: Report) -> Scorecard | None:
         *_list_norms(known, report),
         *_list_heads(known, report),
         *_list_fragile(known, report),
-        *_list_bounds(known),
+        *_list_bounds(known, report),
     )
     return Scorecard(lines) if lines else None
 
@@ -168,13 +168,13 @@ def _suggest_penalty(known: Summary, report: Report) -> str:
     return _write_training(report, "--penalty", "jasmin", *k)
 
 
-def _list_bounds(known: Summary) -> Iterator[Line]:
+def _list_bounds(known: Summary, report: Report) -> Iterator[Line]:
     """Show the tightest bound at the samples, and the tightest certified one."""
     for status in ("bound", "certified"):
-        bounds = [each for each in known.bounds if each.status == status]
-        if bounds:
+        bounds, section = [b for b in known.bounds if b.status == status], report.section("bounds")
+        if bounds and section:
             best = min(bounds, key=lambda each: each.median)
-            column = BOUNDS_TABLE.columns[best.bound]
+            column = section.columns[best.bound]
             largest = format_value(best.largest, RATIO)
             text = f"of exact, {best.heads} heads, largest {largest}"
             label = f"{'tightest' if status == 'bound' else status} bound, {column.label}"

@@ -1,4 +1,5 @@
 """Upper bounds of the Jacobian norm of attention heads, one file each.
 
-A bound of ours is a function of `ingredients.Ingredients`; `head_bounds.FORMULAS` lists them.
+To add one, write a file with its formula, its proof and its record (`record.Bound`), and name the
+record in `catalogue.OWN`.
 """

@@ -45,6 +45,7 @@ from lipaudit.theory.bounds.ingredients import (
     weights_of,
 )
 from lipaudit.theory.bounds.mean_field import mean_field
+from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.scale import unit_values
 from lipaudit.theory.spectral.upper import spectral_norm
@@ -86,7 +87,7 @@ def ball_sharp(
     heads = heads.to(torch.float64)
     weights = weights or weights_of(heads)
     if sharp is None:
-        sharp = head_bounds(heads, weights=weights)["sharp"]
+        sharp = head_bounds(heads, weights=weights, bounds=[SHARP])["sharp"]
     if r == 0:
         return sharp
     unit, size = unit_values(heads)

@@ -5,17 +5,44 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from lipaudit.theory.bounds.ingredients import Ingredients
+from lipaudit.theory.bounds.record import AFFINE_ONLY, EVERYWHERE, Bound
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.theory.bounds.ingredients import Ingredients
 
 
-def castin(known: Ingredients, r: float = 0.0) -> Float[Tensor, "batch heads"]:
+def castin(known: Ingredients, r: float = 0.0) -> Tensor:
     """Return sqrt(3) ||W_V|| (||A||^2 (R + r)^4 (4N + 1) + N)^(1/2) of affine heads, else NaN."""
     if not known.affine:
         return known.nothing
-    n = known.tokens.count
+    # With m_i = sum_j P_ij x_j row i of dO W_V^-1 is what values, keys and the query move:
+    #     sum_j P_ij dx_j + sum_j P_ij (x_j - m_i) x_i^T A dx_j
+    #         + sum_j P_ij (x_j - m_i) (x_j - m_i)^T A^T dx_i.
+    # A variance is at most a mean square: sum_j P_ij ||x_j - m_i||^2 <= R^2. With a = ||A|| R^2
+    # Cauchy and Schwarz bound the second by a (sum_j P_ij ||dx_j||^2)^(1/2), the third by
+    # a ||dx_i||. With c the largest column sum of P, and rows that sum to 1, ||P||^2 <= c: over
+    # all rows the three are at most c^(1/2), a c^(1/2) and a times ||dX||_F. Now c <= N and
+    # (x + y + z)^2 <= 3 (x^2 + y^2 + z^2) give 3 (N + a^2 (N + 1)), and N + 1 <= 4 N + 1.
+    n, a = known.tokens.count, known.reach(r)
     # (a^2 b + n)^(1/2) as a hypotenuse: squares of huge logits would overflow.
-    size = (known.reach(r) * (4 * n + 1).sqrt()).hypot(n.sqrt())
-    return 3**0.5 * known.weights.v * size
+    return 3**0.5 * known.weights.v * (a * (4 * n + 1).sqrt()).hypot(n.sqrt())
+
+
+CASTIN = Bound(
+    name="castin",
+    label="castin",
+    meaning="Castin et al. 2024.",
+    formula="sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2)",
+    source="Castin et al. 2024, as Yudin et al. 2025 Theorem 2",
+    explanation="Upper bound on the Lipschitz constant over all sequences of N tokens with norm "
+    "at most R. Mask and position bias stay fixed.",
+    compute=castin,
+    domain=EVERYWHERE,
+    null=AFFINE_ONLY,
+    log10_label="log10 castin",
+    scaling=True,
+)

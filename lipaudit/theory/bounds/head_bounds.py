@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import import_module
+from collections.abc import Iterable, Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine
-from lipaudit.tables.bounds import Bound, catalogue, remedy
-from lipaudit.theory.bounds.castin import castin
-from lipaudit.theory.bounds.hu import hu
+from lipaudit.errors import EvaluationError, LipauditError, of_machine
+from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.bounds.ingredients import (
     Ingredients,
     Weights,
@@ -20,72 +17,9 @@ from lipaudit.theory.bounds.ingredients import (
     tokens_of,
     weights_of,
 )
-from lipaudit.theory.bounds.mean_field import mean_field
-from lipaudit.theory.bounds.sharp import sharp
-from lipaudit.theory.bounds.yudin import appendix_c, theorem3, theorem3_g1
+from lipaudit.theory.bounds.record import Bound
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.scale import unit_values
-
-BOUNDS: Mapping[str, Bound] = catalogue()
-"""The record of every bound."""
-
-FORMULAS: Mapping[str, Callable[[Ingredients], Tensor]] = {
-    formula.__name__: formula
-    for formula in (sharp, theorem3, theorem3_g1, appendix_c, castin, mean_field, hu)
-}
-"""Formulas of lipaudit's own bounds, which share their ingredients."""
-
-BoundFunction = Callable[[Heads], Tensor]
-"""Computes a bound of ||J||, (batch, heads) on the device of the heads; NaN where there is none.
-
-It is handed heads of every kind, in float64, W_V of each scaled to size one (J is homogeneous in
-it), and of a large layer some heads at a time. Padding must not change it: see `Heads`."""
-
-
-def separate_bounds(
-    heads: Heads, records: Iterable[Bound] = tuple(BOUNDS.values())
-) -> dict[str, Float[Tensor, "batch heads"]]:
-    """Return every bound whose record names a function, by its name.
-
-    Args:
-        heads: what the functions are handed.
-        records: of bounds with and without a function.
-
-    Raises:
-        UsageError: a function cannot be imported.
-        EvaluationError: a function fails, or returns anything but floats of shape (batch, heads).
-    """
-    return {bound.name: _compute(bound, heads) for bound in records if bound.function}
-
-
-def _compute(bound: Bound, heads: Heads) -> Tensor:
-    shape = heads.q.shape[:2]
-    try:
-        values = _function(bound)(heads)
-    except Exception as error:
-        file = isinstance(error, OSError)  # of the plug-in's own
-        if isinstance(error, LipauditError) or (of_machine(error) and not file):
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        raise EvaluationError(f"the bound {bound.name} failed: {reason}", remedy(bound)) from error
-    if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():
-        is_now = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        reason = f"returned {is_now}, not floats of shape {tuple(shape)} (batch, heads)"
-        raise EvaluationError(f"the bound {bound.name} {reason}", remedy(bound))
-    return values.to(torch.float64)
-
-
-def _function(bound: Bound) -> BoundFunction:
-    module, _, name = bound.function.partition(":")
-    try:
-        function: BoundFunction = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"the bound {bound.name} cannot be computed: {bound.function} was not found: {error}",
-            remedy(bound),
-        ) from error
-    return function
-
 
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding takes from it.
@@ -101,8 +35,9 @@ def head_bounds(
     heads: Heads,
     *,
     weights: Weights | None = None,
+    bounds: Iterable[Bound] | None = None,
 ) -> dict[str, Float[Tensor, "batch heads"]]:
-    """Return every bound of every head, and what the bounds are made of, in float64.
+    """Return the bounds of every head, and what the bounds are made of, in float64.
 
     The ingredients: `p_norm` ||P||, `softmax_norm_max` and `g1_max` over the rows of P, `x_norm`
     the norm of X as it enters the formulas, `radius` R, `tokens` N without padding. A bound that
@@ -111,9 +46,11 @@ def head_bounds(
     Args:
         heads: all heads of a layer, any kind, any precision.
         weights: what comes of the weights alone, where it is known; see `KnownWeights`.
+        bounds: records of those that are computed; by default all.
 
     Raises:
-        EvaluationError: tokens, queries, keys or values are not finite.
+        EvaluationError: tokens, queries, keys or values are not finite; or the function of a bound
+            fails, or returns anything but floats of shape (batch, heads).
 
     Examples:
         >>> from lipaudit.theory import heads as attention
@@ -125,9 +62,10 @@ def head_bounds(
         >>> head_bounds(Heads(**one, sample=torch.tensor([0])))["sharp"]
         tensor([[1.0000]], dtype=torch.float64)
     """
+    records = list(load_bounds().values() if bounds is None else bounds)
     if len(heads.row_blocks()) > 1 and len(heads.q) > 1:
         rows = [heads.row(b) for b in range(len(heads.q))]
-        each = [head_bounds(row, weights=weights) for row in rows]
+        each = [head_bounds(row, weights=weights, bounds=records) for row in rows]
         return {name: torch.cat([one[name] for one in each]) for name in each[0]}
     heads = heads.to(torch.float64)
     _require_finite(heads)
@@ -135,13 +73,15 @@ def head_bounds(
     weights = weights or (weights_of(heads) if are_affine(heads) else None)
     heads, size = unit_values(heads)
     weights = weights and weights.per_value(size)
-    parts = [
-        _compute_all(Ingredients(heads.pick(chunk), tokens, weights and weights.pick(chunk)))
-        for chunk in chunks(heads)
-    ]
+    parts = []
+    for some in chunks(heads):
+        known = Ingredients(heads.pick(some), tokens, weights and weights.pick(some))
+        terms = {name: term.expand_as(known.p_norm) for name, term in known.to_dict().items()}
+        raised = {bound.name: _compute(bound, known) * (1 + ROUNDING) for bound in records}
+        parts.append(terms | raised)
     whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     size = size.to(heads.v.device)
-    return {name: whole[name] * size if name in BOUNDS else whole[name] for name in whole}
+    return whole | {bound.name: whole[bound.name] * size for bound in records}
 
 
 def _require_finite(heads: Heads) -> None:
@@ -161,9 +101,18 @@ def chunks(heads: Heads) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def _compute_all(known: Ingredients) -> dict[str, Tensor]:
-    terms = known.to_dict()
-    bounds = {name: known.once(compute) for name, compute in FORMULAS.items()}
-    bounds |= separate_bounds(known.heads)
-    raised = {name: bound * (1 + ROUNDING) for name, bound in bounds.items()}
-    return {name: value.expand_as(known.p_norm) for name, value in (terms | raised).items()}
+def _compute(bound: Bound, known: Ingredients) -> Tensor:
+    shape = known.heads.q.shape[:2]
+    try:
+        values = known.once(bound.compute)
+    except Exception as error:
+        file = isinstance(error, OSError)  # of the plug-in's own
+        if isinstance(error, LipauditError) or (of_machine(error) and not file):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise EvaluationError(f"the bound {bound.name} failed: {reason}", bound.remedy) from error
+    if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():
+        is_now = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        reason = f"returned {is_now}, not floats of shape {tuple(shape)} (batch, heads)"
+        raise EvaluationError(f"the bound {bound.name} {reason}", bound.remedy)
+    return values.to(torch.float64)

@@ -8,14 +8,17 @@ norm at X and is neither a constant on a set of inputs nor certified on one.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from jaxtyping import Float
-from torch import Tensor
+from lipaudit.theory.bounds.record import AFFINE_ONLY, Bound
 
-from lipaudit.theory.bounds.ingredients import Ingredients
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.theory.bounds.ingredients import Ingredients
 
 
-def hu(known: Ingredients, r: float = 0.0) -> Float[Tensor, "batch heads"]:
+def hu(known: Ingredients, r: float = 0.0) -> Tensor:
     """Return N (N + 1) (||X||_F + r)^2 ||W_V|| (||W_Q|| ||W_K|| + 1) of affine heads, else NaN.
 
     NaN also where N (N + 1) (||X||_F + r)^2 < sqrt N: there the formula is below ||P||.
@@ -23,7 +26,24 @@ def hu(known: Ingredients, r: float = 0.0) -> Float[Tensor, "batch heads"]:
     if not known.affine:
         return known.nothing
     weights, n = known.weights, known.tokens.count
-    # As published it has no s: below 1 it is left out, which raises the bound; above 1 it acts.
+    # Theorem 3 with ||M|| <= 1/2 and ||P||^2 <= N: ||J|| <= ||W_V|| (sqrt N + ||X||^2 ||A||). Of
+    # the two terms sqrt N <= size is required below, and ||X||^2 ||A|| <= size ||W_Q|| ||W_K|| for
+    # ||A|| <= |s| ||W_Q|| ||W_K||. As published the formula has no s: below 1 it is left out,
+    # which raises the bound; above 1 it acts.
     q = weights.q * known.heads.scale.abs().clamp_min(1.0)
     size = n * (n + 1) * (known.tokens.frobenius + r).square()
     return (size * weights.v * (q * weights.k + 1)).masked_fill(size < n.sqrt(), math.nan)
+
+
+HU = Bound(
+    name="hu",
+    label="hu",
+    meaning="Hu et al. 2024 at r = 0.",
+    formula="N(N+1) ||X||_F^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
+    source="Hu et al. 2024, as Yudin et al. 2025 Theorem 1, at r = 0",
+    explanation="Uses only norms of weights and tokens. Published for a ball of radius r around "
+    "X; here r = 0, so it holds at X only.",
+    compute=hu,
+    null=f"{AFFINE_ONLY}, and N(N+1) ||X||_F^2 >= sqrt N",
+    log10_label="log10 hu",
+)

@@ -474,10 +474,14 @@ class Ingredients:
         """NaN, for a bound that cannot be given."""
         return torch.full_like(self.heads.q[..., 0, 0], torch.nan)
 
+    @property
+    def a_norm(self) -> Float[Tensor, "batch heads"]:
+        """||A||, A = s W_Q W_K^T."""
+        return self.heads.scale.abs() * self.weights.a
+
     def reach(self, r: float) -> Float[Tensor, "batch heads"]:
         """Return ||A|| (R + r)^2, which no logit of tokens of norm R + r exceeds."""
-        scale = self.heads.scale.abs()
-        return scale * self.weights.a * (self.tokens.longest + r).square()
+        return self.a_norm * (self.tokens.longest + r).square()
 
     def to_dict(self) -> dict[str, Tensor]:
         """Return what is reported beside the bounds, by its name."""

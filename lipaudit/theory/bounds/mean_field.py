@@ -5,32 +5,52 @@ Ours, after the mean-field bound of Castin, Ablin, Peyré, How Smooth Is Attenti
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from lipaudit.theory.bounds.ingredients import Ingredients
-from lipaudit.theory.heads import Heads
+from lipaudit.theory.bounds.record import AFFINE_ONLY, EVERYWHERE, Bound
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.theory.bounds.ingredients import Ingredients
+    from lipaudit.theory.heads import Heads
 
 
-def mean_field(known: Ingredients, r: float = 0.0) -> Float[Tensor, "batch heads"]:
+def mean_field(known: Ingredients, r: float = 0.0) -> Tensor:
     """Return ||W_V|| ((1 + a) min(e^a, sqrt N) + a), a = ||A|| (R + r)^2; else NaN.
 
     A mask or a position bias leaves sqrt N alone.
     """
     if not known.affine:
         return known.nothing
+    # What values, keys and the query move is at most c^(1/2), a c^(1/2) and a, with c the largest
+    # column sum of P: see `castin`. c <= N; and unmasked logits of at most a in size give
+    # P_ij <= e^(2 a) / N, so that c <= e^(2 a).
     a, root = known.reach(r), known.tokens.count.sqrt()
-    # ||P||^2 <= (largest row sum) (largest column sum) <= 1 N; unmasked logits of at most a in
-    # size give P_ij <= e^(2 a) / N, so columns sum to at most e^(2 a).
-    p_norm = a.exp().minimum(root).where(_sees_all_tokens(known.heads), root)
-    return known.weights.v * ((1 + a) * p_norm + a)
+    column = a.exp().minimum(root).where(sees_all_tokens(known.heads), root)
+    return known.weights.v * ((1 + a) * column + a)
 
 
-def _sees_all_tokens(heads: Heads) -> Bool[Tensor, "#batch #heads"]:
-    """Whether every token sees every other one and no position bias acts."""
+def sees_all_tokens(heads: Heads) -> Tensor:
+    """Tell whether every token sees every other one and no position bias acts, per head."""
     if heads.causal or heads.bias is None:
         return heads.scale.new_full(heads.scale.shape, not heads.causal).bool()
     free = heads.bias == 0 if heads.bias.is_floating_point() else heads.bias
     if heads.valid is not None:
         free = free | ~(heads.valid[:, None, :, None] & heads.valid[:, None, None, :])
     return free.all(-1).all(-1)
+
+
+MEAN_FIELD = Bound(
+    name="mean_field",
+    label="mean field",
+    meaning="lipaudit's form of the mean-field bound.",
+    formula="||W_V|| ((1 + a) min(e^a, sqrt N) + a), a = ||A|| R^2; sqrt N alone if masked",
+    source="ours, after the mean-field bound of Castin et al. 2024",
+    explanation="Upper bound on the Lipschitz constant over the same inputs as castin. It does "
+    "not grow without limit as tokens are added.",
+    compute=mean_field,
+    domain=EVERYWHERE,
+    null=AFFINE_ONLY,
+    log10_label="log10 m. f.",
+)

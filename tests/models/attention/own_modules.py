@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lipaudit
 from lipaudit.errors import LipauditError
 from lipaudit.tables import Report, Row
-from lipaudit.theory.bounds.head_bounds import BOUNDS
+from lipaudit.theory.bounds.catalogue import load_bounds
 
 TOKENS, WIDTH, HEADS = 5, 8, 2
 SAMPLES = 2
@@ -319,7 +319,7 @@ def _same(rows: Sequence[Row], layer: Layer, x: Tensor) -> bool:
 
 def _bounds_fault(report: Report) -> str:
     for row in report.section("bounds").rows:
-        for name in BOUNDS:
+        for name in load_bounds():
             bound = getattr(row, name)
             if bound is not None and bound < row.exact * (1 - 1e-9):
                 return f"{name} {bound} is below {row.exact}"

@@ -12,7 +12,7 @@ from lipaudit.models.attention.survey import survey
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions
-from lipaudit.theory.bounds.head_bounds import BOUNDS
+from lipaudit.theory.bounds.catalogue import load_bounds
 
 CONFIG = {
     "vocab_size": 60,
@@ -55,7 +55,7 @@ def test_layers_keep_their_closed_form_and_say_what_rounding_may_have_moved(atte
     assert all(site.closed_form for site in survey(net, batch))
     for row in table.rows:
         assert all(
-            getattr(row, name) is None or getattr(row, name) >= row.exact for name in BOUNDS
+            getattr(row, name) is None or getattr(row, name) >= row.exact for name in load_bounds()
         )
     noted = [note for note in table.notes if note.code == "forward-error"]
     largest = max(row.forward_error for row in table.rows)

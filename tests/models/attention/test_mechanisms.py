@@ -18,7 +18,8 @@ from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.sites import list_blocks_without_attention
 from lipaudit.models.attention.survey import survey
 from lipaudit.settings import option_types
-from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from tests.models.attention import own_modules
 
@@ -34,7 +35,7 @@ def norms(layer: Layer) -> Tensor:
 
 def bounds(layer: Layer) -> dict[str, Tensor]:
     found = head_bounds(layer.heads()) if layer.site.closed_form else {}
-    return {name: found[name] for name in found if name in BOUNDS}
+    return {name: found[name] for name in found if name in load_bounds()}
 
 
 @pytest.mark.parametrize("hard", [False, True])

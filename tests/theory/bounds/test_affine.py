@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lipaudit.theory.bounds.blocks import gram_bound
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.bounds.ingredients import (
     KnownWeights,
@@ -14,7 +15,6 @@ from lipaudit.theory.bounds.ingredients import (
     centre_heads,
     query_term,
 )
-from lipaudit.theory.bounds.sharp import gram_bound
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import POLICY, Policy

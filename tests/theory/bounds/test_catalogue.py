@@ -1,67 +1,61 @@
-"""Bounds that are computed by the function that their record names."""
+"""A bound is its record: the function is in it, and what it returns is checked."""
 
 from __future__ import annotations
-
-import sys
-from types import ModuleType
 
 import pytest
 import torch
 
-from lipaudit.errors import EvaluationError, LipauditError, UsageError
-from lipaudit.tables.bounds import OWN, Bound
-from lipaudit.theory.bounds.head_bounds import BOUNDS, separate_bounds
+from lipaudit.errors import EvaluationError, LipauditError
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.bounds.record import Bound
+from lipaudit.theory.bounds.sharp import SHARP
 
 WORDS = dict.fromkeys(("label", "meaning", "formula", "source", "explanation"), "x")
 
 
 @pytest.fixture
-def compute(random_layer, monkeypatch):
+def compute(random_layer):
     """Compute a bound by a function; all that it takes is a record."""
     heads = random_layer("affine").heads
 
     def by(function):
-        module = ModuleType("formulas_of_a_stranger")
-        module.function = function
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        record = Bound(name="strange", function=f"{module.__name__}:function", **WORDS)
-        return separate_bounds(heads, [OWN["sharp"], record])
+        return head_bounds(heads, bounds=[Bound(name="strange", compute=function, **WORDS)])
 
     return by
 
 
-def test_a_function_is_handed_the_heads_and_its_values_come_by_name(compute):
-    values = compute(lambda heads: heads.q.flatten(2).norm(dim=-1).float())
-    assert list(values) == ["strange"]
+def test_a_function_is_handed_the_ingredients_and_its_values_come_by_name(compute):
+    values = compute(lambda known: (known.p_norm * known.weights.v).float())
+    assert "sharp" not in values
     assert values["strange"].dtype == torch.float64
     assert (values["strange"] > 0).all()
 
 
-def test_bounds_that_share_ingredients_are_not_computed_alone(random_layer):
-    assert separate_bounds(random_layer("affine").heads, OWN.values()) == {}
-    assert BOUNDS.keys() >= OWN.keys()
+def test_a_bound_alone_is_what_it_is_among_all(random_layer):
+    heads = random_layer("affine").heads
+    assert head_bounds(heads, bounds=[SHARP])["sharp"].equal(head_bounds(heads)["sharp"])
 
 
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda heads: None, "the bound strange returned NoneType, not floats of shape (2, 2)"),
-        (lambda heads: heads.q.sum(), "the bound strange returned (), not floats of shape (2, 2)"),
-        (lambda heads: heads.q[..., 0, 0].int(), "not floats of shape (2, 2) (batch, heads)"),
-        (lambda heads: 1 / 0, "the bound strange failed: ZeroDivisionError: division by zero"),
+        (lambda known: None, "the bound strange returned NoneType, not floats of shape (2, 2)"),
+        (lambda known: known.at.p.sum(), "the bound strange returned (), not floats of shape"),
+        (lambda known: known.p_norm.int(), "not floats of shape (2, 2) (batch, heads)"),
+        (lambda known: 1 / 0, "the bound strange failed: ZeroDivisionError: division by zero"),
     ],
 )
 def test_what_is_no_bound_is_refused_by_its_name(compute, function, says):
     with pytest.raises(EvaluationError) as caught:
         compute(function)
     assert says in caught.value.message
-    assert "a bug in the plug-in formulas_of_a_stranger:function" in caught.value.advice
+    assert f"a bug in the plug-in {function.__module__}:<lambda>" in caught.value.advice
 
 
 def test_an_error_that_a_user_can_act_on_is_passed_on(compute):
     error = EvaluationError("too many tokens", "take fewer")
 
-    def refuse(heads):
+    def refuse(known):
         raise error
 
     with pytest.raises(LipauditError) as caught:
@@ -69,8 +63,16 @@ def test_an_error_that_a_user_can_act_on_is_passed_on(compute):
     assert caught.value is error
 
 
-@pytest.mark.parametrize("function", ["no_such_module:function", "math:no_such_function"])
-def test_a_function_that_is_not_there_is_a_usage_error(random_layer, function):
-    record = Bound(name="strange", function=function, **WORDS)
-    with pytest.raises(UsageError, match=f"strange cannot be computed: {function} was not found"):
-        separate_bounds(random_layer("affine").heads, [record])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (FileNotFoundError("table.csv"), EvaluationError),
+    ],
+)
+def test_a_bound_is_not_blamed_for_memory_but_for_its_own_files(compute, error, kind):
+    def fail(known):
+        raise error
+
+    with pytest.raises(kind):
+        compute(fail)

@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
 from lipaudit.theory.heads import Heads, Projection, affine_heads
 from lipaudit.theory.scale import unit_values
@@ -136,7 +137,7 @@ corners = {
 def test_no_bound_is_below_the_exact_norm(policy, seed, tokens, values, mask, gain, biases):
     heads = corner(seed, tokens, values, mask, gain=gain, biases=biases)
     exact, bounds = truth(heads), head_bounds(replace(heads, policy=policy))
-    for name in BOUNDS:
+    for name in load_bounds():
         given = ~bounds[name].isnan()
         assert (bounds[name] >= exact * (1 - ROUNDING))[given].all(), name
     assert (bounds["sharp"] <= bounds["theorem3"]).all()
@@ -166,6 +167,6 @@ def test_in_single_precision_too_no_bound_is_below_what_is_called_exact(
     unit, size = unit_values(heads)  # a bias costs values their digits: norms are those without
     exact = size * dense_norms(dense_jacobian(unit.to(torch.float64)))
     assert (norm.norm <= exact * (1 + ROUNDING)).all()
-    for name in BOUNDS:
+    for name in load_bounds():
         there = ~bounds[name].isnan()
         assert (bounds[name] >= norm.norm * (1 - ROUNDING))[there].all(), name

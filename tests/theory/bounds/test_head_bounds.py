@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.bounds.ball import ball_size_bounds
-from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
+from lipaudit.theory.bounds.blocks import bound_by_blocks
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.bounds.ingredients import (
     Ingredients,
     affine_only,
@@ -20,7 +22,6 @@ from lipaudit.theory.bounds.ingredients import (
     query_term,
     tokens_of,
 )
-from lipaudit.theory.bounds.sharp import block_bound
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Pairs
 from lipaudit.theory.policy import POLICY, Policy
@@ -32,7 +33,7 @@ AFFINE = ("hu", "castin", "mean_field", "appendix_c")
 def test_every_bound_is_above_the_exact_norm(layer, policy):
     exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
     bounds = head_bounds(replace(layer.heads, policy=policy))
-    for name in BOUNDS:
+    for name in load_bounds():
         there = ~bounds[name].isnan()
         assert (bounds[name] >= exact)[there].all(), name
     assert (bounds["sharp"] <= bounds["theorem3"]).all()
@@ -53,7 +54,7 @@ def test_bounds_hold_for_random_weights_of_any_size(random_layer, seed, gain):
         layer = random_layer(name, seed=seed, gain=gain)
         exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
         bounds = head_bounds(layer.heads)
-        for bound in BOUNDS:
+        for bound in load_bounds():
             there = ~bounds[bound].isnan()
             assert (bounds[bound] >= exact * (1 - 1e-12))[there].all(), (name, bound)
 
@@ -205,7 +206,7 @@ def test_blocks_rounded_to_single_precision_are_bounded_with_two_inputs(random_l
     exact = torch.linalg.matrix_norm(dense_jacobian(heads), 2)
     long = Policy(dense_entries=0, map_limit=0)
     known = Ingredients(replace(heads, policy=long), tokens_of(heads))
-    assert (block_bound(known) >= exact).all()
+    assert (bound_by_blocks(known) >= exact).all()
 
 
 @pytest.mark.parametrize("name", [*OTHER, "rotary", "qk-norm", "all-norm", "cross-attention"])

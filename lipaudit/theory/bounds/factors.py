@@ -1,8 +1,4 @@
-"""The bounds of Yudin et al.: Theorem 3 with ||M|| or with g_1, and Appendix C.
-
-[Y25] Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv
-2507.07814. Biases enter as Remark 2 says: X becomes [X 1], W becomes [W; b^T].
-"""
+"""The factors of Theorem 3 for heads of every kind, and that of Appendix C."""
 
 from __future__ import annotations
 
@@ -25,51 +21,12 @@ from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import single_pays, spectral_norm
 
 
-def theorem3(known: Ingredients) -> Float[Tensor, "batch heads"]:
-    """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||).
-
-    Heads that are not affine take the form of `value_and_growth`.
-    """
-    return _scale_growth(known, known.softmax_norm_max)
-
-
-def theorem3_g1(known: Ingredients) -> Float[Tensor, "batch heads"]:
-    """Return Theorem 3 with g_1(P_i), which is never below ||M(P_i)||."""
-    return _scale_growth(known, known.g1_max)
-
-
-def _scale_growth(known: Ingredients, m: Tensor) -> Tensor:
-    if known.affine:
-        return known.weights.v * (known.p_norm + _per_spread(known) * known.tokens.norm * m)
-    value, growth = known.once(value_and_growth)
-    return value * known.p_norm + growth * m
-
-
-def appendix_c(known: Ingredients) -> Float[Tensor, "batch heads"]:
-    """Return ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||); NaN unless heads are affine."""
-    if not known.affine:
-        return known.nothing
-    # ||X^T M(P_i)|| <= ||X|| ||M(P_i)||: appendix_c is never above theorem3.
-    spread = row_spread(known.at, known.tokens.gram, known.policy)
-    spread = torch.minimum(spread, known.tokens.norm * known.softmax_norm_max)
-    return known.weights.v * (known.p_norm + _per_spread(known) * spread)
-
-
-def _per_spread(known: Ingredients) -> Tensor:
-    return 2 * known.tokens.norm * (known.heads.scale.abs() * known.weights.a)
-
-
 def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
-    """Return the factors of ||P|| and of max_i ||M(P_i)|| for heads of every kind (ours).
+    """Return the factors of ||P|| and of max_i ||M(P_i)|| in `theorem3` for heads of every kind.
 
-    They are max_j ||Phi^v_j|| and ||V_c|| (max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||), with
-    V_c the values less their mean, A_i the rows a_ij over j and B_j the rows b_ij over i; for
-    plain logits s K_c, the keys less their mean, and s Q.
+    They are max_j ||Phi^v_j|| and ||V_c|| (max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||). For
+    plain logits every A_i is s K_c, the keys less their mean, and every B_j is s Q.
     """
-    # J dX = (P dV)_i + V^T M(P_i) (y_i + A_i dq_i), y_ij = <b_ij, dk_j>: ||P dV||_F is at most
-    # ||P|| max_j ||Phi^v_j||. V^T M = V_c^T M, and sum_ij y_ij^2 = sum_j ||B_j Phi^k_j dx_j||^2,
-    # so the second term is at most ||V_c|| max_i ||M(P_i)|| max_j ||B_j Phi^k_j||; the third acts
-    # query by query. With a sink V^T M(P_i) is the same with P_i on the keys alone, V not centred.
     heads, at, policy = known.heads, known.at, known.policy
     to_q, to_k, _ = projections(heads)
     queries, keys = at.p.sum(-1) > 0, at.seen[..., 0] > 0

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.bounds import ingredients, yudin
-from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
+from lipaudit.theory.bounds import factors, ingredients
+from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import keeps_single, single_pays
 
@@ -42,7 +43,7 @@ def test_the_squared_spread_lies_between_its_bounds(spread, outlier, dtype):
     values = dense_spread(p, x)
     gram = x @ x.mT
     unit = gram.diagonal(0, -2, -1).amax(-1)[:, None]
-    upper, lower = yudin.squared_spread(p.to(dtype), (gram / unit[..., None]).to(dtype))
+    upper, lower = factors.squared_spread(p.to(dtype), (gram / unit[..., None]).to(dtype))
     truth = values.pow(4).sum(-1).sqrt().amax(-1) / unit
     assert (lower <= truth).all()
     assert (truth <= upper).all()
@@ -52,17 +53,17 @@ def test_the_squared_spread_lies_between_its_bounds(spread, outlier, dtype):
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 50.0])
 def test_single_precision_costs_no_more_than_its_tolerance(spread, outlier):
     p, x = maps_and_tokens(spread, outlier)
-    double = yudin.row_spread(as_centred(p), x @ x.mT)
-    single = yudin.row_spread(as_centred(p), x @ x.mT, SINGLE)
+    double = factors.row_spread(as_centred(p), x @ x.mT)
+    single = factors.row_spread(as_centred(p), x @ x.mT, SINGLE)
     assert (single >= dense_spread(p, x)[..., 0].amax(-1) * (1 - 1e-12)).all()
     assert (single <= double * (1 + POLICY.single_loss)).all()
 
 
 def test_single_precision_is_left_alone_where_products_may_be_rounded_further():
     p, x = maps_and_tokens(1.0, 1.0)
-    single = yudin.row_spread(as_centred(p), x @ x.mT, SINGLE)
+    single = factors.row_spread(as_centred(p), x @ x.mT, SINGLE)
     with torch.autocast("cpu"):
-        double = yudin.row_spread(as_centred(p), x @ x.mT, SINGLE)
+        double = factors.row_spread(as_centred(p), x @ x.mT, SINGLE)
     assert (double < single).all()
 
 
@@ -99,7 +100,7 @@ def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer):
     cut = head_bounds(
         replace(heads, policy=Policy(dense_entries=0, tile_bytes=400, map_entries=1))
     )
-    for name in BOUNDS:
+    for name in load_bounds():
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-9, atol=0)
 
 

@@ -1,0 +1,456 @@
+"""The norms of blocks that `sharp` is made of.
+
+The norm of a block matrix is at most that of the matrix of its blocks' norms. The blocks are
+
+* of small heads of every kind: those of J J^T, exact;
+* of affine heads: those of J J^T, bounded, where what moves through values, keys and queries
+  hardly meets (`gram_bound`);
+* of large heads of other kinds: those of J, bounded (`_bound_local_blocks`).
+
+Keys and values stand less their mean over the keys that are seen: M(P_i) 1 = 0, so no constant
+matters, and less cancels. Everything holds in any precision: what is returned is raised by its
+rounding error. u in comments on rounding is the unit roundoff, eps / 2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.theory.bounds.ingredients import (
+    AffineRows,
+    Centred,
+    Ingredients,
+    are_affine,
+    factor,
+    local_map,
+    projections,
+    query_term,
+    rounding,
+    tiles,
+    value_norms,
+)
+from lipaudit.theory.exact.attend import (
+    Anchored,
+    anchor_outputs,
+    join_rows,
+    key_gradients,
+    query_gradients,
+)
+from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.heads import Heads
+from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.spectral.upper import (
+    keeps_single,
+    nonnegative_norm,
+    nonnegative_pair,
+    spectral_norm,
+)
+
+Rows = Float[Tensor, "batch heads n"]
+
+CLEAR = 0.01
+"""Below this ratio of a sum to its terms, cancellation has removed all correct float32 digits."""
+
+FAINT = 1e-25
+"""A square may have lost what single precision takes for 0 where it is less, in units of values:
+as where those are constant, and queries and keys hardly move the output."""
+
+KEYS_MATTER = 0.25
+"""Smallest ratio of B B^T to A A^T for which tighter block norms are worth their cost."""
+
+
+def bound_by_blocks(known: Ingredients, steps: int = 10) -> Float[Tensor, "batch heads"]:
+    """Return an upper bound of the Jacobian norm at X, for heads of every kind.
+
+    Small heads: the root of the norm of the matrix of all norms of blocks of J J^T. Affine ones:
+    `gram_bound`. Others: ||B||, where beta_ij is the smaller of ||Phi^v_j|| + ||w|| ||u|| (the
+    triangle inequality) and (||Phi^v_j||^2 + ||Phi^v_j u/||u|| + ||u|| w||^2)^1/2 (the input split
+    along u and across it), and t_i bounds s ||T_i Phi^q_i|| by a Schatten-4 norm. With another
+    key/value input B = [P∘beta, diag t].
+    """
+    heads, at = known.heads, known.at
+    joint = heads.x_kv is None
+    entries = at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
+    if joint and entries <= heads.policy.dense_entries:
+        norms, size = exact_blocks(heads)
+        return size * nonnegative_norm(norms, steps).sqrt()
+    if are_affine(heads):
+        return gram_bound(at, known.rows, joint=joint, policy=heads.policy)
+    return nonnegative_norm(_bound_local_blocks(heads, at, joint=joint), steps)
+
+
+def exact_blocks(
+    heads: Heads,
+) -> tuple[Float[Tensor, "batch heads n n"], Float[Tensor, "batch heads"]]:
+    """Return the norms of the d_v x d_v blocks of J J^T / c^2, and c, the largest entry of J.
+
+    Memory for the dense Jacobian of one batch row at a time.
+    """
+    n, dv = heads.q.shape[2], heads.v.shape[3]
+    norms, sizes = [], []
+    for b in range(heads.q.shape[0]):
+        j = dense_jacobian(heads.row(b)).flatten(0, 1)
+        # In units of its largest entry no power of J overflows.
+        size = j.abs().amax((-2, -1)).clamp_min(torch.finfo(j.dtype).tiny)
+        j = j / size[:, None, None]
+        blocks = (j @ j.mT).reshape(-1, n, dv, n, dv).transpose(-3, -2)
+        norms.append(spectral_norm(blocks))
+        sizes.append(size)
+    return torch.stack(norms), torch.stack(sizes)
+
+
+# Affine heads: J = A + B + C, what moves through values, keys and queries. With w_ij = v_j - o_i
+# and F_i the matrix of columns P_ij w_ij (it is V^T M(P_i)),
+#
+#     A dX = P dX W_V,    (B dX)_i = F_i dX u_i,    (C dX)_i = s T_i W_Q^T dx_i,    T_i = F_i K.
+#
+# Block (i, l) of A A^T is (P P^T)_il Phi Phi^T; that of B B^T is <u_i, u_l> F_i F_l^T, where
+# ||F_i F_l^T|| is at most ||F_i|| ||F_l|| and at most sum_j P_ij ||w_ij|| P_lj ||w_lj||; C C^T is
+# block diagonal; that of (A + B) C^T is P_il (Phi + w_il u_i^T) X (s T_l R^T)^T, where W_Q = X R
+# with ||X|| <= 1. M is the matrix of what these norms add up to, and A B^T is bounded as a whole:
+#
+#     ||J||^2 <= ||M|| + 2 ||A B^T||.
+#
+# Block by block, what moves through keys would be as large as if all w_ij were parallel; and the
+# paths hardly meet in J J^T, while in J their norms add.
+
+
+def gram_bound(
+    at: Centred, rows: AffineRows, *, joint: bool, steps: int = 6, policy: Policy = POLICY
+) -> Float[Tensor, "batch heads"]:
+    """Bound ||J||; in single precision first where that pays, and again where it costs.
+
+    `joint`: queries and keys read one input. Where they read two, C meets neither A nor B.
+    """
+    if at.p.shape[-1] < policy.single_blocks or not keeps_single(at.p.device):
+        return _limits(at, rows, joint, steps, policy)[0].sqrt()
+    square, least = _limits(at.single, rows.to_single(), joint, steps, policy)
+    # ||M|| + 2 ||A B^T|| in exact arithmetic lies between the two: where they are close, so is
+    # `square` to it. Negated, so that NaN (an overflow) counts as apart.
+    apart = ~((square <= (1 + policy.single_loss) ** 2 * least) & (square > FAINT))
+    if apart.any():
+        these = (*apart.nonzero(as_tuple=True), None)
+        square[apart] = _limits(at.pick(these), rows.pick(these), joint, steps, policy)[0][:, 0]
+    return square.sqrt()
+
+
+def _limits(
+    at: Centred, rows: AffineRows, joint: bool, steps: int, policy: Policy
+) -> tuple[Tensor, Tensor]:
+    """Return what ||M|| + 2 ||A B^T|| is at most, and at least."""
+    square, least = at.s.new_empty(2, *at.p.shape[:2], dtype=torch.float64)
+    for tile in tiles(at.p, policy):
+        square[tile], least[tile] = _tile_limits(at.pick(tile), rows.pick(tile), joint, steps)
+    return square.nan_to_num(torch.inf), least  # NaN comes of numbers beyond the largest
+
+
+def _tile_limits(at: Centred, rows: AffineRows, joint: bool, steps: int) -> tuple[Tensor, Tensor]:
+    pw = at.w2.sqrt().mul_(at.p)
+    t, f = query_term(at, rows), row_lengths(at, rows, pw)
+    keys = KeyBlocks(pw @ pw.mT, _turn_products(rows))
+    matrix = block_norms(at, rows, keys, pw, (t[0], f[0]), joint=joint)
+    # In units of its largest entry no square of M overflows.
+    largest = matrix.amax((-2, -1)).clamp_min(torch.finfo(matrix.dtype).tiny)
+    norm, z = nonnegative_pair(matrix.div_(largest[..., None, None]), steps)
+    z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+    cross, less_cross = value_key_norm(at, rows, f, z)
+    # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
+    share = 2 * _sums(at.p)
+    square = (1 + share) * (norm * largest).double() + 2 * cross
+    if matrix.dtype == torch.float64:
+        return square, square  # where there is nothing to fall back on
+    # ||M|| >= <z, M z>, and M is the matrix here less what limits exceed.
+    reached = largest * ((z @ matrix) * z).sum((-2, -1))
+    less = _less_of_keys(z, at, rows, keys, pw, f)
+    less += _less_of_queries(z, at, rows, pw, t, joint)
+    return square, ((1 - share) * reached - less).double() + 2 * (cross - less_cross)
+
+
+def _sums(p: Tensor) -> float:
+    """Return more than the relative error of sums over tokens, twice, of numbers >= 0."""
+    return (sum(p.shape[-2:]) + 16) * torch.finfo(p.dtype).eps
+
+
+class KeyBlocks(NamedTuple):
+    """Limits of the two factors of the blocks of B B^T, (batch, heads, n, n) each."""
+
+    common: Tensor  # sum_j P_ij ||w_ij|| P_lj ||w_lj||
+    turns: Tensor  # |<u_i, u_l>|
+
+
+def _turn_products(rows: AffineRows) -> Tensor:
+    # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
+    turns = (rows.images @ rows.images.mT).abs_()
+    return turns.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
+
+
+def block_norms(
+    at: Centred,
+    rows: AffineRows,
+    keys: KeyBlocks,
+    pw: Float[Tensor, "batch heads n m"],
+    sizes: tuple[Rows, Rows],
+    *,
+    joint: bool,
+) -> Float[Tensor, "batch heads n n"]:
+    """Return M, given P_ij ||w_ij|| and the limits of s ||T_i W_Q^T|| and of ||F_i||."""
+    t, f = (size[..., None] for size in sizes)
+    matrix = torch.minimum(keys.common, f * f.mT).mul_(keys.turns)
+    value = rows.wv * at.p
+    matrix += value @ value.mT
+    matrix.diagonal(0, -2, -1).add_(t[..., 0].square())
+    if joint:
+        # ||(Phi + w u^T) X|| <= ||Phi X|| + ||w|| ||X^T u||; block (l, i) is the transpose.
+        meeting = (rows.shared * at.p).addcmul_(pw, rows.inside).mul_(t.mT)
+        matrix += meeting
+        matrix += meeting.mT
+    return matrix
+
+
+def row_lengths(
+    at: Centred, rows: AffineRows, pw: Float[Tensor, "batch heads n m"]
+) -> tuple[Rows, Rows]:
+    """Bound ||F_i|| of every query, and by how much it can be less.
+
+    By the Frobenius norm; and by a Schatten-4 norm in heads where keys matter: B B^T is at most
+    sum_i ||u_i||^2 ||F_i||_F^2, and A A^T at least ||W_V||^2 ||P^T e||^2 for a unit vector e.
+    """
+    length, less = torch.linalg.vector_norm(pw, dim=-1), _less_of_lengths(at)
+    keys = (rows.u[..., 0] * length).square().sum(-1)
+    values = rows.wv[..., 0, 0].square() * at.p.sum(-2).square().sum(-1) / at.p.shape[-2]
+    matter = ~(keys <= KEYS_MATTER * values)
+    if matter.any():
+        these = (*matter.nonzero(as_tuple=True), None)
+        f, gap = row_spread(at.pick(these), length[these], less[these])
+        length[matter], less[matter] = f[:, 0], gap[:, 0]
+    return length, less
+
+
+def row_spread(at: Centred, length: Rows, less: Rows) -> tuple[Rows, Rows]:
+    """Bound ||F_i||, and by how much it can be less, given both of the Frobenius norm.
+
+    With q_j = P_ij^2, c_j = <v_j, o_i> - ||o_i||^2 / 2 the fourth power of the Schatten-4 norm is
+    sum_jl q_j q_l (<v_j, v_l> - c_j - c_l)^2 = A - 4 B + 2 C sum_j q_j + 2 R^2,
+    A = sum_jl q_j q_l g_jl^2, B = sum_jl q_j q_l c_j g_jl, C = sum_j q_j c_j^2, R = sum_j q_j c_j.
+    """
+    q, tiny = at.p.square(), torch.finfo(at.p.dtype).tiny
+    c = (at.v2.mT - at.w2).mul_(0.5)
+    qc = q * c
+    b = (q @ at.gram).mul_(qc).sum(-1)
+    a = (q @ at.gram.square()).mul_(q).sum(-1)
+    total, r, cc = q.sum(-1), qc.sum(-1), c.mul_(qc).sum(-1)
+    fourth = a - 4 * b + 2 * total * cc + 2 * r.square()
+    # B^2 <= A C sum q and R^2 <= C sum q, so terms add up to at most 3 (A + 2 C sum q); each is a
+    # sum of m terms of sums of m, off by at most (2 m + 32) u, 4 times which is allowed for the 3
+    # and what A, C and sum q are off by themselves. What underflows is below the smallest number.
+    error = 4 * rounding(at.p) * (a + 2 * total * cc) + 8 * at.p.shape[-1] ** 2 * tiny
+    # The root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag q, which moves by at most
+    # (|dg| + 2 |dc|) sum q. In units of ||v||^2 + ||o||^2 at most, g is off by (d_v + 4) u; w2 is
+    # raised by and off by less than rounding() each, c by half of that and a few u.
+    reach = at.v2.amax(-2) + at.o2[..., 0]
+    moved = 3 * rounding(at.v) * total * reach
+    upper = ((fourth + error).clamp_min(0.0).sqrt() + moved).sqrt()
+    lower = ((fourth - error).clamp_min(0.0).sqrt() - moved).clamp_min(0.0).sqrt()
+    clear = fourth >= CLEAR * torch.maximum(a + 2 * total * cc, CLEAR * (total * reach).square())
+    f = torch.where(clear, torch.minimum(upper, length), length)
+    return f, f - torch.where(clear, torch.minimum(lower, length - less), length - less)
+
+
+def _less_of_lengths(at: Centred) -> Rows:
+    """Return how far (sum_j P_ij^2 ||w_ij||^2)^1/2 can be below what w2 gives."""
+    # ||w||^2 is raised by and off by less than rounding (v^2 + o^2) each, so ||w|| by at most the
+    # smaller of moved / ||w|| and moved^1/2: x^1/2 - (x - m)^1/2 = m / (x^1/2 + (x - m)^1/2).
+    moved = 2 * rounding(at.v) * (at.v2.amax(-2, keepdim=True) + at.o2)
+    shift = torch.minimum(moved / at.w2.amin(-1, keepdim=True).sqrt(), moved.sqrt())
+    return shift[..., 0] * torch.linalg.vector_norm(at.p, dim=-1)
+
+
+def value_key_norm(
+    at: Centred, rows: AffineRows, spread: tuple[Rows, Rows], e: Float[Tensor, "batch heads 1 n"]
+) -> tuple[Float[Tensor, "batch heads"], Float[Tensor, "batch heads"]]:
+    """Bound ||A B^T||, and by how much it can be less.
+
+    A B^T g = H a with H_il = (P F_l^T g_l)_i and a_l = W_V^T u_l: with rho_l >= ||P F_l^T||
+    ||H a||_F <= ||H diag(1 / rho)||_F ||diag(rho) a|| <= ||g|| ||diag(rho) a||. For a unit vector
+    e and y = P^T e it is P = e y^T + P', e^T P' = 0: rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2.
+    Any e >= 0 will do; near the leading singular vector P' is small.
+    """
+    (f, less_f), p, share = spread, at.p, _sums(at.p)
+    e = (e @ p) @ p.mT
+    e = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    y = e @ p
+    py = p @ y.mT
+    image = torch.linalg.vector_norm((p * y) @ at.v - at.o * py, dim=-1)
+    # y is off by (n + 4) u, relatively, sums over keys by (m + 6) u of sum_j P_ij y_j ||w_ij||.
+    off = 2 * share * py[..., 0] * (at.v2.amax(-2) + at.o2.amax(-2)).mul_(2.0).sqrt()
+    part = e.mT @ y
+    rest = nonnegative_norm((p - part).abs_().add_(part, alpha=share), 3)[..., None]
+    rho = (1 + share) * torch.hypot(image + off, rest * f)
+    less = 2 * off + rest * less_f + 2 * share * rho
+    lengths = torch.linalg.vector_norm(rows.a, dim=-1)
+    return _weighted_norm(rho, rows.a), torch.linalg.vector_norm(less * lengths, dim=-1)
+
+
+def _weighted_norm(weights: Rows, a: Tensor) -> Float[Tensor, "batch heads"]:
+    """Return at least ||diag(weights) a||, a Schatten-8 norm, in double precision."""
+    scaled = (weights[..., None] * a).double()
+    gram = scaled.mT @ scaled
+    return torch.linalg.matrix_norm(gram @ gram).sqrt().sqrt()
+
+
+def _less_of_keys(
+    z: Float[Tensor, "batch heads 1 n"],
+    at: Centred,
+    rows: AffineRows,
+    keys: KeyBlocks,
+    pw: Float[Tensor, "batch heads n m"],
+    spread: tuple[Rows, Rows],
+) -> Float[Tensor, "batch heads"]:
+    """Return at least <z, D z>, D what the limits of the blocks of B B^T exceed these by."""
+    f, least = spread[0][..., None], (spread[0] - spread[1])[..., None]
+    length, less = torch.linalg.vector_norm(pw, dim=-1)[..., None], _less_of_lengths(at)[..., None]
+    # Cauchy and Schwarz, and x y - (x - a)(y - b) <= x b + a y.
+    common = keys.common - length * less.mT - less * length.mT
+    lost = torch.minimum(keys.common, f * f.mT) - torch.minimum(common, least * least.mT)
+    turned = z * (rows.u * f).mT
+    blocks = ((z @ lost.mul_(keys.turns)) * z).sum((-2, -1))
+    return blocks + 2 * rounding(rows.images) * turned.sum((-2, -1)).square()
+
+
+def _less_of_queries(
+    z: Float[Tensor, "batch heads 1 n"],
+    at: Centred,
+    rows: AffineRows,
+    pw: Float[Tensor, "batch heads n m"],
+    limit: tuple[Rows, Rows],
+    joint: bool,
+) -> Float[Tensor, "batch heads"]:
+    """The same of the blocks of C C^T and (A + B) C^T."""
+    t, less = (size[..., None, :] for size in limit)
+    lost = (z.square() * t * less).sum((-2, -1))
+    if joint:
+        inside = z * rows.inside.mT
+        along = rows.shared * (z @ at.p) + inside @ pw
+        lost += (along * z * less).sum((-2, -1))
+        moved = (inside[..., 0, :] * _less_of_lengths(at)).sum(-1)
+        lost += moved * torch.linalg.vector_norm(z * t, dim=(-2, -1))
+    return 2 * lost
+
+
+# Large heads of other kinds: block (i, j) of J is P_ij (Phi^v_j + w u^T), w = v_j - o_i,
+# u = s Phi^k_j^T q_i, plus s T_i Phi^q_i on the diagonal; their bounds are
+# B_ij = P_ij beta_ij + delta_ij t_i. With other logits b_ij stands for s q_i, and a_ij for s k_j
+# in s T_i = sum_j P_ij w a_ij^T: see `exact.attend`.
+
+
+def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
+    """Return B, where queries and keys read one input (`joint`) or two."""
+    largest = _anchor_rows(heads, at)
+    blocks = _local_beta(heads, at, largest).mul_(at.p)
+    t = _local_query_term(heads, at, largest)
+    if not joint:
+        # In the precision of the blocks, from which the norm knows how they were rounded.
+        return torch.cat([blocks, torch.diag_embed(t).to(blocks)], -1)
+    # ||J_ii|| <= P_ii beta_ii + t_i; dX_q and dX_kv are other columns where they are two inputs.
+    blocks.diagonal(0, -2, -1).add_(t)
+    return blocks
+
+
+def _anchor_rows(heads: Heads, at: Centred) -> Anchored:
+    """Return what the largest entry of each row contributes, some queries at a time."""
+    sink = heads.sink_share()
+    queries = [*heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())]
+    shares = [None if sink is None else sink[:, :, i] for i in queries]
+    blocks = zip(queries, shares, strict=True)
+    return join_rows([anchor_outputs(at.p[:, :, i], at.v, share) for i, share in blocks])
+
+
+def _local_beta(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
+    """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
+    _, to_k, to_v = projections(heads)
+    # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
+    root, mixed = factor(to_k), (to_v.weight.mT @ to_k.weight)[:, None]
+    keys, values = local_map(to_k), local_map(to_v)
+    norms = value_norms(heads)
+    # Rounding entries to single precision costs u: `nonnegative_norm` leaves 3 (n + m) u / 2 over.
+    long = at.p.shape[-2] * at.p.shape[-1] > heads.policy.map_limit
+    beta = torch.empty_like(at.p, dtype=torch.float32 if long else at.p.dtype)
+    per_key = at.p[..., 0].numel() * (root.shape[-2] + 3 * mixed.shape[-2])
+    for j in heads.policy.chunks(at.p.shape[-1], per_key):
+        along, turn = root @ _some(keys, j).mT, _some(values, j) @ mixed @ _some(keys, j).mT
+        if heads.pairs is None:
+            u, a = (at.s[..., None] * _images(m, heads.q) for m in (along, turn))
+        else:
+            b = query_gradients(heads, j).mT
+            u, a = (m @ b for m in (along, turn))
+        gap = _gaps(at.v, rows, j)
+        beta[..., j] = _beta(u, a, gap, _some(norms, j)[..., None]).mT
+    return beta
+
+
+def _gaps(v: Tensor, rows: Anchored, keys: slice) -> Tensor:
+    """Return v_j - o_i of some keys: (batch, heads, keys, d_v, n)."""
+    own = rows.key.mT == torch.arange(v.shape[2], device=v.device)[keys, None]
+    gaps = v[..., keys, :, None] - rows.o.mT[:, :, None]
+    return torch.where(own[:, :, :, None], rows.gap.mT[:, :, None], gaps)
+
+
+def _images(stack: Tensor, q: Tensor) -> Tensor:
+    """Apply the matrix of every token to every query: (..., tokens, r, n)."""
+    flat = stack.flatten(2, 3) @ q.mT
+    return flat.reshape(*flat.shape[:2], *stack.shape[2:4], -1)
+
+
+def _beta(u: Tensor, a: Tensor, w: Tensor, norm: Tensor) -> Tensor:
+    """Bound every block norm given u, a = Phi^v u and w, vectors in the second last axis."""
+    u2, w2 = u.square().sum(-2), w.square().sum(-2)
+    # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is at
+    # most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split` and
+    # `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
+    split = (a.square().sum(-2) / u2).nan_to_num(0.0) + 2 * (a * w).sum(-2)
+    triangle = 2 * norm * (u2 * w2).sqrt()
+    return (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt()
+
+
+def _local_query_term(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
+    """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
+    to_q = projections(heads)[0]
+    phi = local_map(to_q) @ factor(to_q).mT
+    if heads.pairs is not None:
+        return _pair_query_term(heads, at, rows, phi)
+    # T_i = sum_j P_ij (v_j - o_i) k_j^T = c_ia k_a^T + sum_{j != a} P_ij v_j k_j^T
+    # - o_i (sum_{j != a} P_ij k_j)^T.
+    outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
+    own = at.k.gather(2, rows.key.expand(-1, -1, -1, at.k.shape[-1]))
+    t = torch.empty_like(at.p[..., 0])
+    per_query = t[..., 0].numel() * max(2 * outer.shape[-1], at.p.shape[-1])
+    for i in heads.policy.chunks(t.shape[-1], per_query):
+        others = at.p[:, :, i].scatter(-1, rows.key[:, :, i], 0.0)
+        offset = rows.o[..., i, :, None] * (others @ at.k)[..., None, :]
+        offset -= rows.c[..., i, :, None] * own[..., i, None, :]
+        products = (others @ outer).reshape(offset.shape) - offset
+        images = products @ _some(phi, i)
+        # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
+        t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
+    return at.s[..., 0] * t
+
+
+def _pair_query_term(heads: Heads, at: Centred, rows: Anchored, phi: Tensor) -> Tensor:
+    """The same of other logits, where the vectors a_ij of one query are its own."""
+    (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
+    t = torch.empty_like(at.p[..., 0])
+    for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
+        c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
+        c.scatter_(3, rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv), rows.c[:, :, i, None])
+        images = c.mT @ key_gradients(heads, i) @ _some(phi, i)
+        t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
+    return t
+
+
+def _some(per_token: Tensor, chunk: slice) -> Tensor:
+    """Take some of the tokens (third axis), or the one that stands for all."""
+    return per_token if per_token.shape[2] == 1 else per_token[:, :, chunk]

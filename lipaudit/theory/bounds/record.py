@@ -1,0 +1,143 @@
+"""The record of an upper bound: all that lipaudit says of it, and the function that computes it.
+
+Columns of tables and JSON, `lipaudit explain`, notes, the page, gate rules, and what is computed
+and checked derive from it. `explain` and `gate` read records without torch: the file of a bound
+imports torch, and whatever needs it, inside its functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from lipaudit.tables.columns import Better, Column, Reduction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.theory.bounds.ingredients import Ingredients
+
+AT_X = "at X"
+EVERYWHERE = "all inputs, every ||x_i|| <= R"
+BALL = "||X' - X||_F <= r"
+AFFINE_ONLY = "needs self-attention with affine projections, logits s q k^T and no sink"
+AFFINE_PLAIN = (
+    "needs self-attention with affine or constant projections, logits s q k^T and no sink"
+)
+SYMBOLS = (
+    "X tokens, N of them. R = max_i ||x_i||. P attention map, P_i a row. M(p) = diag(p) - p p^T. "
+    "A = s W_Q W_K^T with s the scale of the logits. With biases X is [X 1] and W is [W; b^T]."
+)
+"""The symbols of the formulas."""
+# A name becomes a column, a key in JSON and, with log10_ or bound_ before it, other columns.
+_NAME = re.compile(r"(?!log10_|bound_)[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """An upper bound of the norm of a head's Jacobian.
+
+    Attributes:
+        name: of its column, in JSON and in gate rules.
+        label: what is printed above the column.
+        meaning: of the column, one sentence.
+        formula: in the symbols of `SYMBOLS`.
+        source: paper and theorem.
+        explanation: what it says, one or two sentences for a reader of the report.
+        compute: the formula: (batch, heads) on the device of the heads, NaN where it cannot be
+            given. `known.heads` are of every kind, in float64, W_V of each scaled to size one (J
+            is homogeneous in it), and of a large layer some heads at a time. Padding must not
+            change the values: see `Heads`.
+        domain: where it holds: `AT_X`, or a set of inputs in words.
+        null: why it cannot be given for some heads: a verb phrase, "needs affine projections".
+        better: the direction of improvement, which `compare` needs; None leaves it out there.
+        log10_label: label of a second column that holds its logarithm, for a bound that may
+            overflow; empty for no such column.
+        scaling: whether `lipaudit scaling` follows it over the length as well.
+        stored: whether a report has it for every sample, in an array of its name.
+
+    Raises:
+        ValueError: the name is not of this form.
+    """
+
+    name: str
+    label: str
+    meaning: str
+    formula: str
+    source: str
+    explanation: str
+    compute: Callable[[Ingredients], Tensor]
+    domain: str = AT_X
+    null: str = ""
+    better: Better | None = None
+    log10_label: str = ""
+    scaling: bool = False
+    stored: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"{self.name!r} is not a valid name of a bound: use letters, digits and _"
+            )
+
+    @property
+    def status(self) -> Literal["bound", "certified"]:
+        """`bound` limits the norm at X and says nothing of other inputs.
+
+        `certified` is a Lipschitz constant on a set of inputs.
+        """
+        return "bound" if self.domain == AT_X else "certified"
+
+    @property
+    def remedy(self) -> str:
+        """What to do if the bound is wrong: tell us, or the authors of the plug-in."""
+        module = self.compute.__module__
+        if module.partition(".")[0] == __name__.partition(".")[0]:
+            return (
+                "This is a bug in lipaudit. Please report it with the model, the data and this "
+                "line."
+            )
+        place = f"{module}:{self.compute.__qualname__}"
+        return f"This is a bug in the plug-in {place}. Report it to its authors, or uninstall it."
+
+    def column(self) -> Column:
+        """Return how its column reads."""
+        paragraphs = [f"Source: {self.source}.", self.explanation]
+        if self.null:
+            paragraphs.append(f"Not computed for every head: it {self.null}.")
+        return Column(
+            label=self.label,
+            meaning=self.meaning,
+            better=self.better,
+            domain=self.domain,
+            status=self.status,
+            formula=self.formula,
+            reading="\n".join(paragraphs),
+            reduction=Reduction("median", self.name) if self.stored else None,
+        )
+
+    def columns(self) -> dict[str, Column]:
+        """Return its columns in the section `bounds`, the logarithm last."""
+        columns = {self.name: self.column()}
+        if self.log10_label:
+            columns[f"log10_{self.name}"] = Column(
+                label=self.log10_label,
+                meaning=f"log10 of {self.name}, for values that overflow.",
+                domain=self.domain,
+                status=self.status,
+            )
+        return columns
+
+    def over_lengths(self) -> dict[str, Column]:
+        """Return its column in the section `scaling`."""
+        meaning = f"{self.name}, median over the windows."
+        column = replace(self.column(), meaning=meaning, better=None, reduction=None)
+        return {f"bound_{self.name}": column}
+
+    def exponent(self) -> dict[str, Column]:
+        """Return the column of its exponent in the section `scaling.fit`."""
+        meaning = f"The exponent of the bound {self.name}."
+        column = Column(label=self.label, meaning=meaning, status="estimate")
+        return {f"{self.name}_exponent": column}

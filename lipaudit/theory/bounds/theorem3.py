@@ -1,0 +1,55 @@
+"""Theorem 3 of Yudin et al.: the sensitivity of the softmax times norms of tokens and weights.
+
+[Y25] Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv
+2507.07814. Biases enter as Remark 2 says: X becomes [X 1], W becomes [W; b^T].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lipaudit.theory.bounds.record import Bound
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.theory.bounds.ingredients import Ingredients
+
+
+def theorem3(known: Ingredients) -> Tensor:
+    """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), or the form for all heads."""
+    return scale_softmax(known, known.softmax_norm_max)
+
+
+def scale_softmax(known: Ingredients, m: Tensor) -> Tensor:
+    """Return Theorem 3 with m for max_i ||M(P_i)||."""
+    from lipaudit.theory.bounds.factors import value_and_growth
+
+    if known.affine:
+        # J dX = P dX W_V + E with rows E_i = dS_i M(P_i) X W_V and dS = dX A X^T + X A dX^T, for
+        # M(P_i) 1 = 0: constants of a row drop out. ||E||_F <= m ||dS||_F ||X|| ||W_V||, and
+        # ||dS||_F <= 2 ||A|| ||X|| ||dX||_F.
+        x = known.tokens.norm
+        return known.weights.v * (known.p_norm + 2 * x * known.a_norm * x * m)
+    # Ours, for rows of Q and K that are rotated or normalised can be larger than ||X|| ||W_Q||
+    # says. A logit has the gradients a_ij in q_i and b_ij in k_j: A_i has the rows a_ij over j,
+    # B_j the rows b_ij over i, V_c is V less its mean. Row i of J dX is
+    #     (P dV)_i + V^T M(P_i) (y_i + A_i dq_i), y_ij = <b_ij, dk_j>.
+    # ||P dV||_F <= ||P|| max_j ||Phi^v_j|| ||dX||_F. V^T M = V_c^T M, and sum_ij y_ij^2 =
+    # sum_j ||B_j Phi^k_j dx_j||^2: the second term is at most ||V_c|| m max_j ||B_j Phi^k_j||. The
+    # third acts query by query: ||V_c|| m max_i ||A_i Phi^q_i||. With a sink P_i is that of the
+    # keys alone, and V is not centred.
+    value, growth = known.once(value_and_growth)
+    return value * known.p_norm + growth * m
+
+
+THEOREM3 = Bound(
+    name="theorem3",
+    label="theorem 3",
+    meaning="Yudin et al. 2025, Theorem 3, exact ||M(P_i)||.",
+    formula="||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
+    source="Yudin et al. 2025 Theorem 3; a general form of ours where heads are not affine",
+    explanation="Multiplies the sensitivity of the softmax by the norms of tokens and weights.",
+    compute=theorem3,
+    scaling=True,
+)

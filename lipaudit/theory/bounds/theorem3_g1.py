@@ -1,0 +1,34 @@
+"""Theorem 3 of Yudin et al. with g_1, which the two largest entries of a row give."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lipaudit.theory.bounds.record import Bound
+from lipaudit.theory.bounds.theorem3 import scale_softmax
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.theory.bounds.ingredients import Ingredients
+
+
+def theorem3_g1(known: Ingredients) -> Tensor:
+    """Return Theorem 3 with g_1(P_i) for ||M(P_i)||."""
+    # g_1 = p_(1) (1 - p_(1) + p_(2)) >= ||M(p)||: the eigenvalue solves phi(x) = 0 with
+    # phi(x) = 1 - sum_j p_j^2 / (p_j - x), which falls between p_(2) and p_(1), and phi(g_1) <= 0.
+    # For with p_(1) - g_1 = p_(1) (p_(1) - p_(2)) and, for j >= 2, g_1 - p_(j) >= g_1 - p_(2)
+    # = (1 - p_(1)) (p_(1) - p_(2)): sum_(j>=2) p_(j)^2 / (g_1 - p_(j)) <= p_(2) / (p_(1) - p_(2))
+    # = p_(1)^2 / (p_(1) - g_1) - 1.
+    return scale_softmax(known, known.g1_max)
+
+
+THEOREM3_G1 = Bound(
+    name="theorem3_g1",
+    label="theorem 3 g1",
+    meaning="Theorem 3 with g1(P_i) for ||M(P_i)||.",
+    formula="theorem3 with g_1(P_i) for ||M(P_i)||",
+    source="Yudin et al. 2025 equation 7",
+    explanation="theorem3, computed from the two largest entries of each attention row.",
+    compute=theorem3_g1,
+)

@@ -239,11 +239,8 @@ def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:
 
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row for the worst case of each ball, then one per trial."""
-    trials, robust, correct = (
-        options.trials(),
-        join_parts(parts, "robust"),
-        join_parts(parts, "correct"),
-    )
+    trials = options.trials()
+    robust, correct = (join_parts(parts, name) for name in ("robust", "correct"))
     cost = np.sum([part.facts["cost"] for part in parts], axis=0)
     once = distinct(parts)
     rows = [

@@ -55,14 +55,6 @@ def on_balls(
     return {f"at_r_{name}": torch.stack([part[name] for part in parts], -1) for name in COLUMNS}
 
 
-def without(heads: torch.Tensor, options: BoundsOptions) -> Reduced:
-    """Return the same columns filled with NaN; `heads` has a number for each head."""
-    if not options.radius:
-        return {}
-    open_heads = torch.full((*heads.shape, len(options.radius)), torch.nan, dtype=torch.float64)
-    return {f"at_r_{name}": open_heads for name in COLUMNS}
-
-
 def ball_section(
     facts: Mapping[str, Any],
     measured: Mapping[str, Values],

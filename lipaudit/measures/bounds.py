@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.balls import COLUMNS, ball_section, on_balls, without
+from lipaudit.measures.balls import COLUMNS, ball_section, on_balls
 from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, head_names, per_sample
 from lipaudit.measures.guard import (
     below_by_rounding,
@@ -169,7 +169,8 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
     open_layer = open_head[:, :1]
     reduced |= dict.fromkeys(("layer_exact", "layer_out", "layer_within", "out_norm"), open_layer)
     reduced["layer_missed"] = torch.zeros_like(open_layer)
-    reduced |= without(open_head, options)
+    open_balls = open_head.double()[..., None].expand(-1, -1, len(options.radius))
+    reduced |= {f"at_r_{name}": open_balls for name in COLUMNS if options.radius}
     reduced["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
     reduced["limited"] = torch.zeros_like(open_head)
     reduced["numerical"] = torch.ones_like(open_head)

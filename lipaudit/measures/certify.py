@@ -27,6 +27,7 @@ from lipaudit.measures.measure import (
     named_classes,
     notes,
     number_or_none,
+    reduce_known,
     repeat_notes,
     sample_ids,
     seed_of,
@@ -226,18 +227,14 @@ def _radius_row(arrays: dict[str, Values], options: CertifyOptions) -> Row:
     return RADII_TABLE.row(
         norm=options.norm or "linf",
         samples=int(right.sum()),
-        radius=_median(radius),
-        radius_adversarial=_median(nearest[broken]),
-        ratio=_median(radius[broken] / nearest[broken]),
+        radius=reduce_known(radius, np.median),
+        radius_adversarial=reduce_known(nearest[broken], np.median),
+        ratio=reduce_known(radius[broken] / nearest[broken], np.median),
         smallest=float(radius.min()) if radius.size else None,
         largest=float(radius.max()) if radius.size else None,
         passes=int(arrays["passes"].sum()),
         seconds=round(float(arrays["searching"].sum()), 3),
     )
-
-
-def _median(values: Values) -> float | None:
-    return float(np.median(values)) if values.size else None
 
 
 def _remarks(

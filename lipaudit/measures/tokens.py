@@ -65,7 +65,8 @@ def gradients(net: Net, batch: Batch, gradient: Tensor, of: str) -> dict[str, di
 
     For prompts with continuations, only the tokens of the prompt are listed.
     """
-    if batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
+    # A waveform is a number for each time: those are no tokens.
+    if gradient.ndim < 3 or batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
         return {}
     batch = replace(batch, mask=net.free(batch))
     both = zip(batch.ids, names(net, batch), shares(batch, gradient), strict=True)

@@ -377,11 +377,8 @@ def _draw_scatter(axes: Axes, block: Scatter) -> Iterator[Tip]:
     for index, series in enumerate(block.series):
         colour = CATEGORIES[index % len(CATEGORIES)]
         marker = MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
-        look: dict[str, Any] = {
-            "marker": marker,
-            "color": colour,
-            "rasterized": len(series.x) > MANY,
-        }
+        look: dict[str, Any] = {"marker": marker, "color": colour}
+        look["rasterized"] = len(series.x) > MANY
         label = show_controls(series.label)
         axes.scatter(series.x, series.y, s=18, alpha=0.8, linewidths=0, label=label, **look)
     x, y = _values(block.series)

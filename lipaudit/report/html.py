@@ -75,8 +75,8 @@ def _tabulate(block: Table) -> dict[str, Any]:
             "label": cells.write_math(cells.show_controls(c.label)),
             "mark": mark,
             "meaning": c.meaning,
+            "named": c.format == "s",
         }
-        | {"named": c.format == "s"}
         for c, mark in zip(block.columns, marks, strict=True)
     ]
     rows = [

@@ -219,10 +219,7 @@ class Scale:
     def colour(self, share: float) -> Rgb:
         """Return the colour of a share of 0 to 1."""
         index, part = divmod(min(max(share, 0.0), 1.0) * (len(self.colours) - 1), 1)
-        low, high = (
-            self.colours[int(index)],
-            self.colours[min(int(index) + 1, len(self.colours) - 1)],
-        )
+        low, high = (self.colours[min(int(index) + i, len(self.colours) - 1)] for i in (0, 1))
         red, green, blue = (round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
         return red, green, blue
 

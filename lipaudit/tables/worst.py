@@ -48,12 +48,8 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
     Without norms, samples with the smallest certified balls come first. Misclassified samples come
     last.
     """
-    balls, norms, right = (
-        broken(report),
-        _read_values(report, "norm"),
-        _read_values(report, "correct"),
-    )
-    proven = _read_values(report, "radius")
+    balls = broken(report)
+    norms, right, proven = (_read_values(report, n) for n in ("norm", "correct", "radius"))
 
     def rank(sample: str) -> tuple[bool, int, float, float]:
         radius = min(finite([proven.get(sample)]), default=math.inf)

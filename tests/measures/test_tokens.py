@@ -143,6 +143,11 @@ def test_padding_has_no_share_and_no_size_matters():
     assert tokens.gradients(net, batch, gradient * 0, "margin") == {}
 
 
+def test_a_waveform_has_no_tokens():
+    x = torch.ones(1, 6, dtype=torch.float64)
+    assert tokens.gradients(net_of(x, nn.Linear(6, 2)), Batch(x, None, ("a",)), x, "margin") == {}
+
+
 def test_a_token_is_written_as_text_where_that_shows_anything():
     spelled = {0: "", 1: " the", 2: "\n", 3: "\ufffd"}
     kept = ("<s>", "\u0120the", "\u010a", "\u00c3")

@@ -195,7 +195,7 @@ class Linearization:
             try:
                 with exact_arithmetic(self.x.device):
                     return self._in_units(spread, u.transpose(0, 1)).transpose(0, 1)
-            except RuntimeError as error:  # an operation that cannot be mapped over
+            except (RuntimeError, AssertionError) as error:  # an operation that cannot be mapped
                 if of_machine(error):
                     raise
         return torch.stack([self.vjp(each) for each in u])
@@ -274,7 +274,7 @@ def _stands_alone(whole: Linearization) -> bool:
     finally:
         if trail.restore():
             whole.release()  # its graph stores what was written into it
-    if trail.lost or plain.shape[1:] != value.shape[1:]:
+    if trail.lost or plain.shape != (len(rows), *value.shape[1:]):
         return False
     return _agree(whole.output[-1:], plain[1:2])
 

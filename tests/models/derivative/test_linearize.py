@@ -13,7 +13,7 @@ import transformers as hf
 from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2dSame
 from torch import nn
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import compute_jacobian_norms
 
@@ -310,3 +310,27 @@ def test_rows_are_formed_together_or_one_by_one(monkeypatch):
     assert Unmappable.passes > len(weight)
     for found in rows:
         assert torch.equal(found, 2 * weight * x[:, None])
+
+
+class Guarded(torch.autograd.Function):
+    """A step whose authors forbid a backward pass (Reformer)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise AssertionError("make sure to use `model.train()`")
+
+
+def test_a_backward_pass_that_is_forbidden_is_named():
+    linear = linearize(lambda x, index: Guarded.apply(x), torch.randn(2, 3))
+    with pytest.raises(InputError, match="cannot be linearised: make sure to use"):
+        compute_jacobian_norms(linear, norm="2", seeds=[0, 1])
+
+
+def test_samples_that_are_merged_are_refused():
+    """As a model does that lays its pictures out in one sequence (Pixtral)."""
+    with pytest.raises(InputError, match="3 samples give an output of shape"):
+        linearize(lambda x, index: x.reshape(1, -1), torch.randn(3, 2))

@@ -214,7 +214,8 @@ def test_shards(folder):
 
 def test_certificates_and_audits(folder):
     pictures = ("-n", 2, "--data", folder / "pictures")
-    certify = ("certify", "demo", *pictures, "--eps", "0.001", "--nodes", 1)
+    certify = ("certify", "demo", *pictures, "-n", 1, "--eps", "0.001", "--nodes", 1)
+    certify += ("--order", 1)
     audit = ("audit", "demo", *pictures, "--only", "attack,jacobian", "--eps", "0.1")
     audit += ("--attack", "fgsm")
     for line in (certify, audit):

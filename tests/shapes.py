@@ -13,10 +13,11 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import beartype
 import jaxtyping
@@ -27,6 +28,8 @@ ROOMS = ("lipaudit.theory", "lipaudit.certify", "lipaudit.attacks")
 PASSED: dict[object, set[Hashable]] = {}
 """By function: the calls that passed, as types, shapes and dtypes."""
 CHECKS: dict[object, Callable[..., None]] = {}
+LITERALS: set[object] = set()
+"""What annotations of the functions that were called name as a Literal."""
 T = TypeVar("T")
 
 
@@ -38,12 +41,14 @@ class Descriptions(dict[type, Callable[[Any], Hashable] | None]):
         if issubclass(kind, (torch.Tensor, np.ndarray)):
             self[kind] = lambda value: (kind, value.shape, value.dtype)
         elif issubclass(kind, (list, tuple)) and kind is not torch.Size:
-            self[kind] = lambda value: (kind, *map(describe, value))
+            # beartype looks at one item of those that are long
+            self[kind] = lambda value: (kind, *map(describe, value[:6]))
         elif issubclass(kind, dict):
-            # beartype looks at one entry
             self[kind] = lambda value: (kind, *map(describe, islice(value.items(), 2)))
-        elif kind in (str, bool):  # of a Literal
+        elif kind is bool:
             self[kind] = lambda value: value
+        elif kind is str:  # other strings are alike, whatever text they are
+            self[kind] = lambda value: value if value in LITERALS else kind
         return self[kind]
 
 
@@ -69,6 +74,8 @@ def checked(function: T) -> T:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        if name not in CHECKS:
+            CHECKS[name] = make_check(function)
         # Classes of ours are checked themselves, and modes would see what shapes are asked for.
         with torch._C.DisableTorchFunction():
             inputs = (*map(describe, args), *options, *map(describe, options.values()))
@@ -76,8 +83,6 @@ def checked(function: T) -> T:
         with torch._C.DisableTorchFunction():
             case = (inputs, describe(result))
         if case not in passed:
-            if name not in CHECKS:
-                CHECKS[name] = make_check(function)
             CHECKS[name](result, args, options)
             passed.add(case)
         return result
@@ -94,6 +99,8 @@ def make_check(function: types.FunctionType) -> Callable[..., None]:
         replay.__code__, function.__globals__, function.__name__, closure=replay.__closure__
     )
     functools.update_wrapper(stand_in, function)
+    with suppress(NameError):
+        LITERALS.update(*map(list_literals, get_type_hints(function).values()))
     strict = jaxtyping.jaxtyped(stand_in, typechecker=beartype.beartype)
 
     def check(result: object, args: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -101,6 +108,14 @@ def make_check(function: types.FunctionType) -> Callable[..., None]:
         strict(*args, **options)
 
     return check
+
+
+def list_literals(hint: object) -> set[object]:
+    """Return the values of every Literal in an annotation."""
+    if get_origin(hint) is Literal:
+        return set(get_args(hint))
+    parts = [part for part in get_args(hint) if not isinstance(part, list)]
+    return set().union(*map(list_literals, parts))
 
 
 class Decoration(ast.NodeTransformer):

@@ -1,6 +1,7 @@
 """Shapes that annotations state are checked, also behind calls that passed."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from tests.shapes import checked
 
 
 @checked
-def twice(x: Float[Tensor, "n d"], rows: int | None = None) -> Float[Tensor, "n d"]:
+def twice(
+    x: Float[Tensor, "n d"], rows: int | None = None, how: Literal["plain"] | None = None
+) -> Float[Tensor, "n d"]:
     return (2 * x)[:rows]
 
 
@@ -30,16 +33,18 @@ class Pair:
         lambda: twice(torch.ones(3)),
         lambda: twice(torch.ones(2, 3).long()),
         lambda: twice(torch.ones(2, 3), torch.tensor(2)),
+        lambda: twice(torch.ones(2, 3), how="other"),
         lambda: twice(torch.ones(2, 3), 1),
         lambda: Pair(torch.ones(2), torch.ones(3)),
         lambda: up(np.ones(1)),
     ],
-    ids=["dimensions", "dtype", "type", "result", "dataclass", "room"],
+    ids=["dimensions", "dtype", "type", "literal", "result", "dataclass", "room"],
 )
 def test_what_no_annotation_allows_is_noticed(call):
     for _ in range(2):
         twice(torch.ones(2, 3))
         twice(torch.ones(2, 3), 2)
+        twice(torch.ones(2, 3), how="plain")
         Pair(torch.ones(2), torch.ones(2))
         with pytest.raises(TypeCheckError):
             call()

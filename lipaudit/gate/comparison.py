@@ -608,18 +608,13 @@ def _read_figures(old: Report, new: Report) -> Iterator[tuple[str, dict[str, End
         named = [n for n in section.samples if _has_direction(n, columns)]
         for before, after in _find_comparable(section.measure, old, new) if named else ():
             for name in named:
-                kept = [
+                old_cells, new_cells = (
                     dict(zip(s.ids, s.samples.get(name, ()), strict=False))
                     for s in (before, after)
-                ]
-                yield (
-                    f"{section.measure}.{name}",
-                    {
-                        i: (_to_number(kept[0][i]), _to_number(kept[1][i]))
-                        for i in kept[0]
-                        if i in kept[1]
-                    },
                 )
+                shared = (i for i in old_cells if i in new_cells)
+                both = {i: (_to_number(old_cells[i]), _to_number(new_cells[i])) for i in shared}
+                yield f"{section.measure}.{name}", both
 
 
 def _has_direction(name: str, columns: Mapping[str, Column]) -> bool:

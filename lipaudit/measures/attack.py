@@ -247,9 +247,8 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         _row(trial.key, correct[once], robust[once, i], cost[i]) for i, trial in enumerate(trials)
     ]
     columns: dict[str, Any] = {"ids": sample_ids(parts)}
-    columns |= {
-        name: join_parts(parts, name).astype(int) for name in ("label", "predicted", "correct")
-    }
+    for name in ("label", "predicted", "correct"):
+        columns[name] = join_parts(parts, name).astype(int)
     distance = join_parts(parts, "distance")
     for i, trial in enumerate(trials):
         columns[trial.key.column("robust")] = robust[:, i].astype(int)

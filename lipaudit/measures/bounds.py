@@ -190,7 +190,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         for i, labels in enumerate(heads)
     )
     ids = sample_ids(parts)
-    samples = {"ids": ids, "exact_max": tuple(np.nanmax(measured["exact"], 1).tolist())}
+    samples = {"ids": ids, "exact_max": tuple(np.fmax.reduce(measured["exact"], 1).tolist())}
     stored = [bound.name for bound in load_bounds().values() if bound.stored]
     arrays = {name: Array.of(measured[name].T) for name in ("exact", *stored)}
     of_heads = BOUNDS_TABLE.section(
@@ -339,9 +339,9 @@ def _remarks(
     lost = measured["forward_error"].max(0)
     if (lost > NOTABLE).any():
         text = (
-            f"the logits of {int((lost > NOTABLE).sum())} heads are so large that rounding in "
-            f"the forward pass may have changed their norms by up to {lost.max():.1g} (an "
-            "estimate). For higher accuracy, use --dtype float64"
+            f"the logits of {int((lost > NOTABLE).sum())} heads are large for their precision. "
+            "Rounding in the forward pass may have changed their norms by up to "
+            f"{lost.max():.1g} (an estimate). For higher accuracy, use --dtype float64"
         )
         remarks.append(Note(level="warning", code="forward-error", text=text))
     for name, bound in load_bounds().items():

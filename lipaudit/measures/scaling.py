@@ -113,7 +113,9 @@ def _on_data(
         within.append(part.values["within"])
         facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
     arrays = _scatter(cuts, at_lengths, (len(batch), len(options.lengths)))
-    facts |= {"within": _largest(within), "kind": net.kind}
+    # Layers without a norm have NaN.
+    most = np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0)
+    facts |= {"within": float(most), "kind": net.kind}
     return arrays, facts, notes(parts) + _note_unconverged(missed)
 
 
@@ -142,11 +144,6 @@ def _scatter(
         for name, array in arrays.items():
             array[which.numpy(), i] = values[name]
     return arrays
-
-
-def _largest(within: Sequence[Values]) -> float:
-    """Return the largest proven relative error; it is NaN for layers without a norm."""
-    return float(np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0))
 
 
 def _note_unconverged(count: int) -> tuple[Note, ...]:

@@ -31,12 +31,22 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
         yield
 
 
+_CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
+
+
 class Widening(TorchFunctionMode):
-    """Run a float64 model without its casts to float32.
+    """Run a float64 model without its casts to lower precisions.
 
     Many models cast to float32 for norms, rotary positions or softmax, in any precision: that
     would leave seven of sixteen digits.
+
+    Attributes:
+        halves: the half precisions that the model would have used.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves: set[torch.dtype] = set()
 
     def __torch_function__(
         self,
@@ -45,7 +55,9 @@ class Widening(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call `func` with float64 in place of float32."""
+        """Call `func` with float64 in place of what it asks for."""
+        asked = (_CASTS.get(func), *args, *(kwargs or {}).values())
+        self.halves.update(each for each in asked if each is torch.half or each is torch.bfloat16)
         func, args, kwargs = widen_call(func, args, kwargs or {})
         return func(*args, **kwargs)
 
@@ -53,8 +65,8 @@ class Widening(TorchFunctionMode):
 def widen_call(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    """Return the same call with float64 in place of float32."""
-    if func is Tensor.float:
+    """Return the same call with float64 in place of lower precisions."""
+    if func in _CASTS:
         return Tensor.double, args, kwargs
     if func is Tensor.view:  # a view of the bits
         return func, args, kwargs
@@ -63,7 +75,7 @@ def widen_call(
 
 
 def _wide(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+    return torch.float64 if isinstance(value, torch.dtype) and value in _CASTS.values() else value
 
 
 @contextmanager

@@ -335,28 +335,36 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
         batch: samples.
 
     Returns:
-        A warning that names a sample, or nothing.
+        A warning that names a sample if the two differ, and one if parts are in half precision.
     """
     parameters = list(net.module.parameters())
     if sum(p.numel() for p in parameters) > WIDENED or any(p.is_meta for p in parameters):
         return ()
-    pair = batch[:2].trim()
+    pair, wide = batch[:2].trim(), Widening()
     try:
-        with _in_float64(net), exact_arithmetic(net.device), Widening():
+        with _in_float64(net), exact_arithmetic(net.device), wide:
             shares = _measure_differences(net, pair.to(net.device, torch.float64))
     except Exception as error:  # the model's own code may raise anything: the measures report it
         if of_machine(error):
             raise
         return ()
+    remarks: tuple[Note, ...] = ()
+    if wide.halves and net.dtype != torch.float64:
+        names = " and ".join(sorted(str(each).removeprefix("torch.") for each in wide.halves))
+        text = (
+            f"parts of the model are computed in {names}, so figures carry its rounding errors. "
+            "To avoid them, use --dtype float64"
+        )
+        remarks = (Note(level="warning", code="half-precision-parts", text=text),)
     sample = int(shares.argmax())
     if not bool(shares[sample] > DIFFERS):
-        return ()
+        return remarks
     text = (
         "the gradient of this model is not its derivative (they differ by "
         f"{float(shares[sample]):.0%} at sample {pair.ids[sample]}). Norms and gradient "
         "attacks of this run do not describe the function that the model computes"
     )
-    return (Note(level="warning", code="no-derivative", text=text),)
+    return (*remarks, Note(level="warning", code="no-derivative", text=text))
 
 
 def _measure_differences(net: Net, batch: Batch) -> Tensor:

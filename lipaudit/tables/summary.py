@@ -183,10 +183,11 @@ def summary(report: Report) -> Summary:
     bounds = rows_of(report.section("bounds"))
     attacks = rows_of(report.section("attack"))
     certified = rows_of(report.section("certify"))
-    balls = (*_list_attacked(attacks), *_list_certified(certified, attacks))
+    balls = [*_list_attacked(attacks), *_list_certified(certified, attacks)]
+    balls.sort(key=lambda a: (a.kind == "certified", a.norm, float(parse_radius(a.eps))))
     return Summary(
         warnings=tuple(_list_warnings(report)),
-        accuracy=(*_count_correct(report), *sorted(balls, key=_sort_key)),
+        accuracy=(*_count_correct(report), *balls),
         radii=_make_radii(report),
         norms=_make_norms(report.section("jacobian")),
         heads=_make_heads(bounds),
@@ -264,10 +265,6 @@ def _make_accuracy(
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     more |= {"norm": row.norm, "eps": row.trial.radius.text, "ball": row.trial.ball}
     return Accuracy(kind=kind, share=row[name], low=low, high=high, samples=row.samples, **more)
-
-
-def _sort_key(accuracy: Accuracy) -> tuple[bool, str, float]:
-    return accuracy.kind == "certified", accuracy.norm, float(parse_radius(accuracy.eps))
 
 
 def _list_certified(rows: Sequence[Row], attacks: Sequence[Row]) -> Iterator[Accuracy]:

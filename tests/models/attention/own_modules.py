@@ -80,6 +80,8 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+FILES = ("own_weights", "own_maps", "own_uses", "own_loops")
+"""The files of cases, as the page has them."""
 
 
 def own(
@@ -374,7 +376,11 @@ tests.models.attention.own_modules` writes this section.
 def section(outcome: Callable[[str, bool], str]) -> str:
     """Return the section of the page: a line per module, those that are read alike together."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, case in CASES.items():
+    # In the order of the files, whichever was imported first.
+    known = sorted(
+        CASES.items(), key=lambda each: FILES.index(each[1].forward.__module__.rpartition(".")[2])
+    )
+    for name, case in known:
         groups.setdefault((outcome(name, False), outcome(name, True)), []).append(case.what)
     rows = ((what, *key) for key, modules in groups.items() for what in modules)
     return LEGEND + "".join(f"| {' | '.join(row)} |\n" for row in rows)
@@ -392,7 +398,7 @@ def expected_outcome(name: str, beside: bool) -> str:
 
 def load_cases() -> None:
     """Import the modules that register cases."""
-    for module in ("own_weights", "own_maps", "own_uses", "own_loops"):
+    for module in FILES:
         importlib.import_module(f"tests.models.attention.{module}")
 
 

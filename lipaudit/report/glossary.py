@@ -181,8 +181,8 @@ WORDS: Mapping[str, str] = {
     "steepest head of a sample": "The largest head norm at each sample; median over the samples. "
     "It is at least the norm of the scorecard's steepest head, which is a single head.",
     "softmax norm": "||M|| of an attention row, mean over rows and median over the heads.",
-    "exit code": "0 fine, 1 regression, 2 usage, 3 internal or evaluation error, 4 model or data, "
-    "5 baseline. 6 not proven (--strict), 7 time limit, 130 interrupted.",
+    "exit code": "0: fine. 1: regression. 2: usage. 3: internal or evaluation error. 4: model or "
+    "data. 5: baseline. 6: not proven (--strict). 7: time limit. 130: interrupted.",
     "Spearman correlation": "Rank correlation of two figures over the samples, from -1 to 1, "
     "with its 95 % interval.",
     "model": "The checkpoint, as given for MODEL.",

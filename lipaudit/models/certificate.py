@@ -136,29 +136,28 @@ def _count_inputs(net: Net, sample: Batch) -> int:
     return point.numel() if free is None else int(free.sum()) * point.shape[-1]
 
 
-def count_rows(net: Net, sample: Batch, order: int) -> int:
-    """Return the approximate number of symbol rows at the end of a pass: its cost in forwards.
-
-    One row per input (at order 2 also per pair of inputs), and one per number that a module
-    returns.
-    """
-    inputs = _count_inputs(net, sample)
-    pairs = inputs * (inputs + 1) // 2 if order == 2 else 0
-    return inputs + pairs + sum(_count_numbers(net, sample))
-
-
 def require_room(net: Net, sample: Batch, order: int) -> None:
     """Refuse a pass that does not fit into the memory of its device.
 
-    Each row of symbols is as wide as the widest tensor, and several tensors exist at once.
+    Each row of symbols is as wide as the widest tensor, and several tensors exist at once. There
+    is one row per input (at order 2 also per pair of inputs), and about one per number that an
+    innermost module returns.
 
     Raises:
         InputError: the message states the memory needed.
     """
-    widest = max([net.point(sample).numel(), *_count_numbers(net, sample)])
-    rows = count_rows(net, sample, order)
+    counts: list[int] = []
+    note = lambda _name, out: counts.append(out.numel())  # noqa: E731
+    with watch_outputs(net.module, note), eager(), torch.no_grad():
+        net.output(sample)
+    inputs = _count_inputs(net, sample)
+    rows = inputs + (inputs * (inputs + 1) // 2 if order == 2 else 0) + sum(counts)
+    widest = max([net.point(sample).numel(), *counts])
     needed = TENSORS * rows * widest * torch.finfo(net.dtype).bits // 8
-    there = _read_memory(net.device)
+    if net.device.type == "cpu":
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        there = int(torch.get_device_module(net.device).mem_get_info(net.device)[1])
     if needed > there:
         raise InputError(
             f"a certificate of {net.info.architecture} takes about {needed / 2**30:,.0f} GiB at "
@@ -167,22 +166,6 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
             if order == 1
             else "Try --order 1.",
         )
-
-
-def _count_numbers(net: Net, sample: Batch) -> list[int]:
-    """Count the entries of each tensor that an innermost module returns on a sample."""
-    counts: list[int] = []
-    note = lambda _name, out: counts.append(out.numel())  # noqa: E731
-    with watch_outputs(net.module, note), eager(), torch.no_grad():
-        net.output(sample)
-    return counts
-
-
-def _read_memory(device: torch.device) -> int:
-    """Return the total memory of a device in bytes."""
-    if device.type == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def require_rules(net: Net, sample: Batch) -> None:
@@ -291,15 +274,36 @@ class Bracket:
         """Search the smallest adversarial radius, then the largest certified one."""
         if not self.correct:
             return
-        most = self._find_largest_radius()
-        _search(
-            self._attack_and_approach,
-            lambda: (self.stood, self.nearest),
-            (START * most, most),
-            tol,
-        )
+        x, linf = self.net.point(self.sample), self.proof.norm == "linf"
+        # The largest radius to search: the width of the box, or the size of the sample.
+        if self.net.box is None:
+            most = float(x.abs().max() if linf else torch.linalg.vector_norm(x))
+        else:
+            most = (self.net.box[1] - self.net.box[0]) * (1 if linf else math.sqrt(x.numel()))
+
+        def attack(eps: float) -> None:
+            known = self.nearest
+            self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
+            if self.nearest == known:
+                return
+            # Move the example towards the sample while it stays broken.
+            low, high = 0.0, 1.0
+            for _ in range(HALVINGS):
+                middle = (low + high) / 2
+                with torch.no_grad():
+                    logits = self.net.forward(torch.lerp(x, self.example, middle), self.sample)
+                broken = int(logits.argmax()) != self.wanted
+                low, high = (low, middle) if broken else (middle, high)
+            moved = distance(torch.lerp(x, self.example, high), x, self.proof.norm)
+            self.nearest = min(self.nearest, float(moved))
+
+        def bracket_proofs() -> tuple[float, float]:
+            refused = (eps for eps, each in self.tried.items() if not each.certified)
+            return max(self.certified, 0.0), min([self.nearest, *refused])
+
+        _search(attack, lambda: (self.stood, self.nearest), (START * most, most), tol)
         reach = min(self.nearest, most)
-        _search(self.prove, self._find_proven, (SHARE * reach, reach), tol)
+        _search(self.prove, bracket_proofs, (SHARE * reach, reach), tol)
 
     def attack(self, radius: Radius) -> None:
         """Attack one ball until an attack succeeds."""
@@ -319,36 +323,6 @@ class Bracket:
         self.seconds[eps] = time.perf_counter() - began
         if self.tried[eps].certified:
             self.certified = max(self.certified, eps)
-
-    def _attack_and_approach(self, eps: float) -> None:
-        """Attack a ball, and move the example towards the sample while it stays broken."""
-        known = self.nearest
-        self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
-        if self.nearest < known:
-            self.nearest = min(self.nearest, self._approach())
-
-    def _approach(self) -> float:
-        """Return the smallest distance on the line to the sample with a broken point."""
-        x, low, high = self.net.point(self.sample), 0.0, 1.0
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            with torch.no_grad():
-                logits = self.net.forward(torch.lerp(x, self.example, middle), self.sample)
-            low, high = (low, middle) if int(logits.argmax()) != self.wanted else (middle, high)
-        return float(distance(torch.lerp(x, self.example, high), x, self.proof.norm))
-
-    def _find_proven(self) -> tuple[float, float]:
-        """Return the largest certified radius, and the smallest radius without a certificate."""
-        refused = (eps for eps, each in self.tried.items() if not each.certified)
-        return max(self.certified, 0.0), min([self.nearest, *refused])
-
-    def _find_largest_radius(self) -> float:
-        """Return the largest radius to search: the width of the box, or the size of the sample."""
-        point, linf = self.net.point(self.sample), self.proof.norm == "linf"
-        if self.net.box is None:
-            return float(point.abs().max() if linf else torch.linalg.vector_norm(point))
-        width = self.net.box[1] - self.net.box[0]
-        return width if linf else width * math.sqrt(point.numel())
 
     def _run_attacks(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
         """Run attacks, first the sample without attack; each sample has its own random stream."""

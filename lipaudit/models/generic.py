@@ -28,15 +28,38 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     noise inside the box, or noise of the sample's size without a box. Texts keep their token ids,
     and so their special tokens and masks; the returned net adds noise to the embeddings instead.
     """
+
+    def call(x: Tensor, mask: Tensor | None) -> Any:
+        seeds = count()  # from the start in every pass, so that all passes have the same noise
+
+        def move(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(next(seeds))
+            return out + _measure_size(out) * torch.randn(out.shape, generator=generator).to(out)
+
+        with ExitStack() as hooks:
+            for module in find_token_embeddings(net):
+                hooks.callback(module.register_forward_hook(move).remove)
+            return net.call(x, mask)
+
     if net.kind == "text":
-        ids = _take_longest(net, batch)
+        one = _take_longest(net, batch)
         return (
-            _move_embeddings(net),
-            _make_pair(batch, ids, ids.flip(-1)),
-            _make_pair(batch, ids, ids),
+            replace(net, call=call),
+            _make_pair(batch, one, one.flip(-1)),
+            _make_pair(batch, one, one),
         )
+    noisy = []
     x = batch.x[:1]
-    one, other, third = (_add_noise(net, t, seed) for seed, t in enumerate((x, x.flip(-1), x)))
+    for seed, t in enumerate((x, x.flip(-1), x)):
+        generator = torch.Generator().manual_seed(seed)
+        if net.box is None:
+            noise = torch.randn(x.shape, generator=generator).to(x)
+            noisy.append(t + _measure_size(t) * noise)
+        else:
+            low, high = net.box
+            noise = low + (high - low) * torch.rand(x.shape, generator=generator).to(x)
+            noisy.append(0.5 * (t + noise))
+    one, other, third = noisy
     return net, _make_pair(batch, one, other), _make_pair(batch, one, third)
 
 
@@ -71,34 +94,7 @@ def _take_longest(net: Net, batch: Batch) -> Tensor:
     return ids.repeat(1, -(-wanted // ids.shape[1]))[:, : min(wanted, MOST_TOKENS)]
 
 
-def _add_noise(net: Net, x: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if net.box is None:
-        return x + _measure_size(x) * torch.randn(x.shape, generator=generator).to(x)
-    low, high = net.box
-    noise = low + (high - low) * torch.rand(x.shape, generator=generator).to(x)
-    return 0.5 * (x + noise)
-
-
 def _measure_size(x: Tensor) -> Tensor:
     """Return the root mean square of every token, or 1 where it is zero."""
     size = x.square().mean(-1, keepdim=True).sqrt()
     return torch.where(size == 0, 1.0, size)
-
-
-def _move_embeddings(net: Net) -> Net:
-    """Return the same model with noise on its token embeddings, equal in every pass."""
-
-    def call(x: Tensor, mask: Tensor | None) -> Any:
-        seeds = count()
-
-        def move(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
-            generator = torch.Generator().manual_seed(next(seeds))
-            return out + _measure_size(out) * torch.randn(out.shape, generator=generator).to(out)
-
-        with ExitStack() as hooks:
-            for module in find_token_embeddings(net):
-                hooks.callback(module.register_forward_hook(move).remove)
-            return net.call(x, mask)
-
-    return replace(net, call=call)

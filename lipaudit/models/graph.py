@@ -83,12 +83,12 @@ def is_affine(t: Tensor) -> bool:
 
     Values cannot show this: on equal tokens every function looks affine.
     """
-    return all(hasattr(node, "variable") or _is_affine_op(node) for node in nodes(t))
-
-
-def _is_affine_op(node: Node) -> bool:
-    operands = sum(parent is not None for parent, _ in node.next_functions)
-    return op(node) in (_AFFINE_OPS if operands == 1 else _SUMS)
+    for node in nodes(t):
+        operands = sum(parent is not None for parent, _ in node.next_functions)
+        affine = op(node) in (_AFFINE_OPS if operands == 1 else _SUMS)
+        if not affine and not hasattr(node, "variable"):
+            return False
+    return True
 
 
 def root(t: Tensor) -> object:

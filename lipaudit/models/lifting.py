@@ -9,7 +9,6 @@ such copies, too, because some models read their own dtype and device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -70,7 +69,7 @@ def read(kept: Tensor | Kept) -> Tensor:
 def hold(
     module: nn.Module,
     dtype: torch.dtype,
-    place: Callable[[str], torch.device | None] = lambda _path: None,
+    place: Callable[[str], torch.device] | None = None,
 ) -> tuple[torch.dtype, ...]:
     """Keep the parameters of a module as stored, and convert each when it is read.
 
@@ -85,7 +84,7 @@ def hold(
         the stored dtypes that need conversion, sorted by name.
     """
     for path, part in module.named_modules():
-        device = place(path)
+        device = None if place is None else place(path)
         if isinstance(part, nn.RNNBase):  # it passes its weights to torch without reading them
             part.to(device=device, dtype=dtype)
         for name, buffer in part._buffers.items():
@@ -127,8 +126,11 @@ def lifting(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a call of a held model in which `parameters()` returns converted weights."""
 
     def run(*args: Any) -> Any:
-        with _running():
+        _Parameters.running += 1
+        try:
             return call(*args)
+        finally:
+            _Parameters.running -= 1
 
     return run
 
@@ -164,15 +166,6 @@ class _Parameters(dict[str, Any]):
         return None if stored is None else _lift(stored, self.dtype, self.device)
 
 
-@contextmanager
-def _running() -> Iterator[None]:
-    _Parameters.running += 1
-    try:
-        yield
-    finally:
-        _Parameters.running -= 1
-
-
 def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """Return the converted copy of a stored weight; an existing copy is reused."""
     if not _lifts(stored, dtype, device):
@@ -183,22 +176,17 @@ def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Te
     copy = None if known is None else known()
     if copy is None or (copy.dtype, copy.device) != (kind, place):
         with torch.inference_mode(False), torch.no_grad():
-            copy = nn.Parameter(_room(stored, kind, place).copy_(stored), requires_grad=False)
+            # The C library does not return blocks of megabytes that lie between longer-lived
+            # ones: the heap would grow to several times the model. The system gets separate
+            # pages back when the copy is freed.
+            if place.type == "cpu" and stored.numel() >= LARGE and stored.is_contiguous():
+                pages = mmap(-1, stored.numel() * kind.itemsize)
+                room = torch.frombuffer(pages, dtype=kind).view(stored.shape)
+            else:
+                room = torch.empty_like(stored, dtype=kind, device=place)
+            copy = nn.Parameter(room.copy_(stored), requires_grad=False)
         _lifted[stored], _stored[copy] = TensorWeakRef(copy), stored
     return copy
-
-
-def _room(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for a copy that the system gets back when the copy is freed.
-
-    The C library does not return blocks of megabytes that lie between longer-lived ones: the heap
-    would grow to several times the model.
-    """
-    count = like.numel()
-    if device.type != "cpu" or count < LARGE or not like.is_contiguous():
-        return torch.empty_like(like, dtype=dtype, device=device)
-    pages = mmap(-1, count * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype).view(like.shape)
 
 
 def _lifts(p: Tensor, dtype: torch.dtype, device: torch.device | None) -> bool:

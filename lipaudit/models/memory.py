@@ -61,20 +61,16 @@ class Held(EagerMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self._count(t.untyped_storage())
+            storage = t.untyped_storage() if isinstance(t, Tensor) else None
+            place = 0 if storage is None else storage.data_ptr()
+            if storage is not None and place and place not in self._known:
+                self._known.add(place)
+                self._now += storage.nbytes()
+                self.most = max(self.most, self._now)
+                weakref.finalize(storage, self._free, place, storage.nbytes())
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        place = storage.data_ptr()
-        if place in self._known or not place:
-            return
-        self._known.add(place)
-        self._now += storage.nbytes()
-        self.most = max(self.most, self._now)
-        weakref.finalize(storage, self._freed, place, storage.nbytes())
-
-    def _freed(self, place: int, size: int) -> None:
+    def _free(self, place: int, size: int) -> None:
         self._known.discard(place)
         self._now -= size
 
@@ -116,13 +112,9 @@ def find_free_memory(device: torch.device, root: Path = Path("/")) -> int | None
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     if device.type != "cpu":
         return None
-    return min((*_available(root), *_read_limits(root)), default=None)
-
-
-def _available(root: Path) -> Iterator[int]:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            yield 1024 * int(line.split()[1])
+    lines = _read(root / "proc/meminfo").splitlines()
+    available = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return min((*available, *_read_limits(root)), default=None)
 
 
 def _read_limits(root: Path) -> Iterator[int]:
@@ -135,21 +127,13 @@ def _read_limits(root: Path) -> Iterator[int]:
         place = Path(path.lstrip("/"))
         # Inside a container its own group is the root, whatever the path says.
         for group in dict.fromkeys((mount / place, *(mount / p for p in place.parents), mount)):
-            yield from _read_free(group)
-
-
-def _read_free(group: Path) -> Iterator[int]:
-    for limit, usage in _LIMITS:
-        allowed, used = _read(group / limit).strip(), _read(group / usage).strip()
-        if allowed.isdigit() and used.isdigit():
-            # File caches are freed if memory is short.
-            yield max(0, int(allowed) - int(used) + _read_cached(group))
-
-
-def _read_cached(group: Path) -> int:
-    lines = _read(group / "memory.stat").splitlines()
-    sizes = [line.split()[1] for line in lines if line.startswith(_CACHES)]
-    return max(map(int, sizes), default=0)
+            for limit, usage in _LIMITS:
+                allowed, used = _read(group / limit).strip(), _read(group / usage).strip()
+                if allowed.isdigit() and used.isdigit():
+                    # File caches are freed if memory is short.
+                    rows = _read(group / "memory.stat").splitlines()
+                    cached = [int(row.split()[1]) for row in rows if row.startswith(_CACHES)]
+                    yield max(0, int(allowed) - int(used) + max(cached, default=0))
 
 
 def _read(path: Path) -> str:

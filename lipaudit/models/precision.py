@@ -27,7 +27,24 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        _leave_out_tf32(stack)
+        # torch 2.9 has a setting per operation beside the two older ones, and refuses to read an
+        # older one if they contradict each other. So all are set to the same value here, and
+        # each is read while nothing contradicts it.
+        operations = _operations()
+        for part in operations:  # general ones first: the dependent ones then read as "none"
+            stack.callback(setattr, part, "fp32_precision", part.fp32_precision)
+            part.fp32_precision = "none"
+        cudnn = torch.backends.cudnn
+        try:
+            allowed = cudnn.allow_tf32
+        except RuntimeError:  # only True contradicts settings that are all "none"
+            allowed = True
+        stack.callback(setattr, cudnn, "allow_tf32", allowed)
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = False
+        for part in operations:
+            part.fp32_precision = "ieee"
         yield
 
 
@@ -94,25 +111,6 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _leave_out_tf32(stack: ExitStack) -> None:
-    """Compute float32 in full precision until the stack is closed.
-
-    torch 2.9 has a setting per operation beside the two older ones, and refuses to read an older
-    one if they contradict each other. So all are set to the same value here, and each is read
-    while nothing contradicts it.
-    """
-    for part in _operations():  # the general ones first: the dependent ones then read as "none"
-        stack.callback(setattr, part, "fp32_precision", part.fp32_precision)
-        part.fp32_precision = "none"
-    cudnn = torch.backends.cudnn
-    stack.callback(setattr, cudnn, "allow_tf32", _cudnn_allows_tf32())
-    stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    torch.set_float32_matmul_precision("highest")
-    cudnn.allow_tf32 = False
-    for part in _operations():
-        part.fp32_precision = "ieee"
-
-
 def _operations() -> list[Any]:
     """Return the operations with a precision setting, from general to single ones."""
     backends: Any = torch.backends
@@ -121,14 +119,6 @@ def _operations() -> list[Any]:
         return []
     single = [part for each in (cudnn, onednn) for part in (each.conv, each.rnn)]
     return [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul, *single]
-
-
-def _cudnn_allows_tf32() -> bool:
-    """Return the older setting; after all newer ones are "none", only True contradicts them."""
-    try:
-        return torch.backends.cudnn.allow_tf32
-    except RuntimeError:
-        return True
 
 
 @contextmanager

@@ -78,9 +78,7 @@ def require_fixed(net: Net, batch: Batch, output: Tensor) -> None:
     with torch.no_grad():
         again = net.output(batch)
     if not agree(output, again, each=0):
-        where = _find_first_difference(
-            net.module, lambda: net.output(batch), lambda: net.output(batch)
-        )
+        where = _find_first_difference(net, batch, batch)
         raise InputError(
             "the model is random: two forward passes over the same samples differ, first in "
             f"{where}",
@@ -97,9 +95,7 @@ def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> N
     with torch.no_grad():
         alone = net.output(other)
     if not agree(output[0], alone[0]):
-        where = _find_first_difference(
-            net.module, lambda: net.output(batch), lambda: net.output(other)
-        )
+        where = _find_first_difference(net, batch, other)
         raise InputError(
             f"the output of a sample depends on the other samples of its batch, first in {where}",
             "Use a model without batch statistics or attention across the batch.",
@@ -120,31 +116,22 @@ def require_padding_is_ignored(net: Net, batch: Batch) -> None:
     i = int(batch.mask.sum(1).argmin())
     padded = batch[i : i + 1]
     assert padded.mask is not None
-    alone = replace(padded, x=padded.x[:, padded.mask[0]], mask=None)
-    pairs = zip(
-        _collect_token_vectors(net, padded), _collect_token_vectors(net, alone), strict=False
-    )
-    for (name, one), (other, true) in pairs:
+    real = padded.mask[0]
+    alone = replace(padded, x=padded.x[:, real], mask=None)
+
+    def take_tokens(sample: Batch, out: Tensor) -> Tensor | None:
+        if out.ndim != 3 or out.shape[:2] != sample.x.shape[:2]:
+            return None
+        # A copy: some models scale their embeddings in place.
+        return (out if sample.mask is None else out[:, real]).clone()
+
+    vectors = [_collect_outputs(net, sample, take_tokens) for sample in (padded, alone)]
+    for (name, one), (other, true) in zip(*vectors, strict=False):
         if name == other and not agree(true, one, AGREES):
             raise InputError(
                 f"the output of {name} for a text depends on its padding",
                 "Measure one text at a time with --batch-size 1.",
             )
-
-
-def _collect_token_vectors(net: Net, sample: Batch) -> list[tuple[str, Tensor]]:
-    """Run one sample; return the real tokens of each innermost module's output."""
-    seen: list[tuple[str, Tensor]] = []
-    real = slice(None) if sample.mask is None else sample.mask[0]
-
-    def note(name: str, out: Tensor) -> None:
-        if out.ndim == 3 and out.is_floating_point() and out.shape[:2] == sample.x.shape[:2]:
-            # A copy: some models scale their embeddings in place.
-            seen.append((name, out[:, real].clone()))
-
-    with watch_outputs(net.module, note), torch.no_grad():
-        net.output(sample)
-    return seen
 
 
 @contextmanager
@@ -175,25 +162,30 @@ def require_same(captured: Tensor, output: Tensor) -> None:
         )
 
 
-def _find_first_difference(
-    module: nn.Module, first: Callable[[], object], second: Callable[[], object]
-) -> str:
-    """Name the first module whose output for the first sample differs between two passes."""
-    pairs = zip(_collect_outputs(module, first), _collect_outputs(module, second), strict=False)
-    names = (name for (name, x), (_, y) in pairs if x.shape != y.shape or not agree(x, y))
-    return next(names, "the model's own code")
+def _find_first_difference(net: Net, first: Batch, second: Batch) -> str:
+    """Name the first module whose output for the first sample differs between two batches."""
+
+    def take_first(_batch: Batch, out: Tensor) -> Tensor | None:
+        return out[: len(out) // 2] if out.ndim else None
+
+    outputs = [_collect_outputs(net, batch, take_first) for batch in (first, second)]
+    pairs = zip(*outputs, strict=False)
+    return next((name for (name, x), (_, y) in pairs if not agree(x, y)), "the model's own code")
 
 
-def _collect_outputs(module: nn.Module, forward: Callable[[], object]) -> list[tuple[str, Tensor]]:
-    """Run a model on two samples; return each innermost module's output for the first."""
+def _collect_outputs(
+    net: Net, batch: Batch, take: Callable[[Batch, Tensor], Tensor | None]
+) -> list[tuple[str, Tensor]]:
+    """Run a model; return a part of each innermost module's output, where `take` returns one."""
     seen: list[tuple[str, Tensor]] = []
 
     def note(name: str, out: Tensor) -> None:
-        if out.ndim and out.is_floating_point():
-            seen.append((name, out[: len(out) // 2]))
+        part = take(batch, out) if out.is_floating_point() else None
+        if part is not None:
+            seen.append((name, part))
 
-    with watch_outputs(module, note), torch.no_grad():
-        forward()
+    with watch_outputs(net.module, note), torch.no_grad():
+        net.output(batch)
     return seen
 
 
@@ -341,13 +333,21 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     if sum(p.numel() for p in parameters) > WIDENED or any(p.is_meta for p in parameters):
         return ()
     pair, wide = batch[:2].trim(), Widening()
+    # All weights are widened, and restored afterwards in the same memory.
+    tensors = [t for t in (*parameters, *net.module.buffers()) if t.is_floating_point()]
+    narrow = {id(t): (t, t.data) for t in tensors}
     try:
-        with _in_float64(net), exact_arithmetic(net.device), wide:
+        for t, data in narrow.values():
+            t.data = data.double()
+        with exact_arithmetic(net.device), wide:
             shares = _measure_differences(net, pair.to(net.device, torch.float64))
     except Exception as error:  # the model's own code may raise anything: the measures report it
         if of_machine(error):
             raise
         return ()
+    finally:
+        for t, data in narrow.values():
+            t.data = data
     remarks: tuple[Note, ...] = ()
     if wide.halves and net.dtype != torch.float64:
         names = " and ".join(sorted(str(each).removeprefix("torch.") for each in wide.halves))
@@ -388,8 +388,12 @@ def _measure_differences(net: Net, batch: Batch) -> Tensor:
     # chance.
     entries = u.count_nonzero() / len(u)
     usual = torch.linalg.vector_norm(pulled, dim=flat) * length.flatten() / entries.sqrt()
-    with torch.no_grad():
-        found = torch.stack([_central_difference(net, batch, x, u, w, h) for h in STEPS])
+    central = []
+    for h in STEPS:
+        with torch.no_grad():
+            ahead, behind = (net.forward(x + sign * h * u, batch) for sign in (1, -1))
+        central.append(((ahead - behind) * w).flatten(1).sum(1) / (2 * h))
+    found = torch.stack(central)
     scale = torch.stack([slope.abs(), usual]).amax(0).clamp_min(found.abs())
     # Rounding of g, for directions in which the derivative vanishes.
     eps = torch.finfo(torch.float64).eps
@@ -398,30 +402,9 @@ def _measure_differences(net: Net, batch: Batch) -> Tensor:
     return apart.amin(0)
 
 
-def _central_difference(
-    net: Net, batch: Batch, x: Tensor, u: Tensor, w: Tensor, h: float
-) -> Tensor:
-    ahead, behind = (net.forward(x + sign * h * u, batch) for sign in (1, -1))
-    return ((ahead - behind) * w).flatten(1).sum(1) / (2 * h)
-
-
 def _compute_gradient(value: Tensor, point: Tensor) -> Tensor:
     """Return the gradient; zeros if the value does not depend on the point."""
     if not value.requires_grad:
         return torch.zeros_like(point)
     (gradient,) = torch.autograd.grad(value, point, allow_unused=True)
     return torch.zeros_like(point) if gradient is None else gradient
-
-
-@contextmanager
-def _in_float64(net: Net) -> Iterator[None]:
-    """Widen all weights inside the block; afterwards they are restored, in the same memory."""
-    tensors = [*net.module.parameters(), *net.module.buffers()]
-    narrow = {id(t): (t, t.data) for t in tensors if t.is_floating_point()}
-    try:
-        for t, data in narrow.values():
-            t.data = data.double()
-        yield
-    finally:
-        for t, data in narrow.values():
-            t.data = data

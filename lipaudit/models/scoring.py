@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -40,16 +40,7 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         InputError: the logits of a token depend on more than the embeddings up to that token.
     """
     _require_causal(net)
-    alone = task.kind == "continuation"
-    count = 1 if alone else len(task.classes)
-
-    def call(x: Tensor, mask: Tensor | None) -> Tensor:
-        given = _run_rows(net, _unpack_rows(x, mask, net.vocabulary or 0, count))
-        scores = given.scores(how)
-        if alone:
-            return torch.stack([scores, scores - given.ahead(how)], 1)
-        return scores.view(-1, count)
-
+    count = 0 if task.kind == "continuation" else len(task.classes)
     of = {
         "continuation": "each continuation and of a rival (the continuation with its least "
         "likely token replaced)",
@@ -60,99 +51,53 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
     return replace(
         net,
         info=replace(net.info, labels=task.classes, notes=(*net.info.notes, note)),
-        call=lifting(call),
+        call=lifting(lambda x, mask: _score_rows(net, x, mask, how, count)),
         read=lambda scores: scores,
         classes=len(task.classes),
         scored=task.kind,
     )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Unpacked samples: one row of the model for each continuation.
+def _score_rows(net: Net, x: Tensor, mask: Tensor | None, how: Score, count: int) -> Tensor:
+    """Return the scores of each sample, (batch, classes).
 
-    Attributes:
-        ids: token ids of the samples, (batch, tokens).
-        prompt: mask of the prompt's tokens, (batch, tokens).
-        order: index in the sample of each row's tokens, (batch, rows, length).
-        follows: mask of the continuation's tokens, (batch, rows, length); tokens after them are
-            not seen by the continuation.
+    Args:
+        net: the language model.
+        x: packed samples (batch, tokens).
+        mask: True at their tokens.
+        how: sum or mean over tokens.
+        count: number of continuations of a prompt; 0: a single one and its rival.
     """
-
-    ids: Tensor
-    prompt: Tensor
-    order: Tensor
-    follows: Tensor
-
-
-def _unpack_rows(x: Tensor, mask: Tensor | None, vocabulary: int, count: int) -> _Rows:
-    """Unpack samples: each row has the prompt and one of its continuations."""
-    part = x // vocabulary if mask is None else (x // vocabulary).masked_fill(~mask, -1)
-    each = torch.arange(1, count + 1, device=x.device)[:, None]
+    assert net.next_logits is not None
+    entry, vocabulary = _require_entry(net), net.vocabulary or 0
+    ids, part = x % vocabulary, x // vocabulary
+    part = part if mask is None else part.masked_fill(~mask, -1)
+    # The model gets a row for each continuation: the prompt, the continuation, and tokens behind
+    # it, which the continuation does not see. (batch, rows, length)
+    each = torch.arange(1, max(count, 1) + 1, device=x.device)[:, None]
     wanted = (part[:, None] == 0) | (part[:, None] == each)
     length = int(wanted.sum(2).max())
     order = wanted.int().argsort(dim=2, descending=True, stable=True)[..., :length]
-    follows = (part[:, None] == each).gather(2, order)
-    return _Rows(x % vocabulary, part == 0, order, follows)
-
-
-@dataclass(frozen=True)
-class _Given:
-    """The model's probabilities at the tokens of continuations.
-
-    Attributes:
-        logs: log p of every token of the vocabulary, (tokens, vocabulary).
-        tokens: ids of the continuations' tokens, (tokens, 1).
-        where: mask of their places, a row for each continuation, (rows, length).
-    """
-
-    logs: Tensor
-    tokens: Tensor
-    where: Tensor
-
-    def scores(self, how: Score) -> Tensor:
-        """Return log p of each continuation, or its mean per token, (rows,)."""
-        own = self._spread_values(self.logs.gather(1, self.tokens)[:, 0], 0.0)
-        return own.sum(1) / self._find_divisor(how)
-
-    def ahead(self, how: Score) -> Tensor:
-        """Return how far each continuation is ahead of its rival, on the same scale, (rows,)."""
-        own = self.logs.gather(1, self.tokens)[:, 0]
-        other = self.logs.scatter(1, self.tokens, -math.inf).amax(1)
-        return self._spread_values(own - other, math.inf).amin(1) / self._find_divisor(how)
-
-    def _find_divisor(self, how: Score) -> Tensor | int:
-        return 1 if how == "sum" else self.where.sum(1)
-
-    def _spread_values(self, values: Tensor, elsewhere: float) -> Tensor:
-        full = values.new_full(self.where.shape, elsewhere)
-        return full.index_put((self.where,), values)
-
-
-def _run_rows(net: Net, rows: _Rows) -> _Given:
-    """Run a model on prompts with continuations; return the latter's token probabilities."""
-    assert net.next_logits is not None
-    z = _embed_rows(net, rows)
-    follows = rows.follows.flatten(0, 1)
-    first = int(follows.int().argmax(1).min()) - 1
-    wanted = follows[:, first + 1 :]
-    ids = rows.ids[:, None].expand(rows.order.shape[:2] + rows.ids.shape[1:])
-    tokens = ids.gather(2, rows.order).flatten(0, 1)[:, first + 1 :][wanted][:, None]
-    given = net.next_logits(z, first)[:, :-1][wanted].log_softmax(1)
-    return _Given(given, tokens, wanted)
-
-
-def _embed_rows(net: Net, rows: _Rows) -> Tensor:
-    """Return the embeddings of every row: (batch rows, length, width).
-
-    Prompts and continuations are embedded separately, so that replacing the first output of
-    `entry` changes prompts only.
-    """
-    entry = _require_entry(net)
-    moving, still = entry(rows.ids), entry(rows.ids)
-    z = torch.where(rows.prompt[..., None], moving, still)
+    follows = (part[:, None] == each).gather(2, order).flatten(0, 1)
+    # Prompts and continuations are embedded separately, so that replacing the first output of
+    # `entry` changes prompts only.
+    moving, still = entry(ids), entry(ids)
+    z = torch.where((part == 0)[..., None], moving, still)
     samples = torch.arange(len(z), device=z.device)[:, None, None]
-    return z[samples, rows.order].flatten(0, 1)
+    z = z[samples, order].flatten(0, 1)
+    first = int(follows.int().argmax(1).min()) - 1
+    where = follows[:, first + 1 :]
+    every = ids[:, None].expand(order.shape[:2] + ids.shape[1:]).gather(2, order).flatten(0, 1)
+    tokens = every[:, first + 1 :][where][:, None]
+    logs = net.next_logits(z, first)[:, :-1][where].log_softmax(1)
+    own = logs.gather(1, tokens)[:, 0]
+    divisor = 1 if how == "sum" else where.sum(1)
+    scores = own.new_zeros(where.shape).index_put((where,), own).sum(1) / divisor
+    if count:
+        return scores.view(-1, count)
+    other = logs.scatter(1, tokens, -math.inf).amax(1)
+    ahead = own.new_full(where.shape, math.inf).index_put((where,), own - other).amin(1)
+    return torch.stack([scores, scores - ahead / divisor], 1)
 
 
 def _require_entry(net: Net) -> nn.Module:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -55,30 +55,42 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     module = unwrap(spec.module)
     require_values(module, name)
     if options.dtype not in DTYPES:
-        names = ", ".join(DTYPES)
-        raise UsageError(f"dtype {options.dtype!r} is not supported", f"Use one of {names}.")
-    placement = _plan_placement(module, options)
-    notes: tuple[Note, ...] = ()
-    if options.weights != "stored":  # half-precision arithmetic is too coarse for norms
-        notes = note_half_precision(p.dtype for p in module.parameters())
-        if notes and placement is None:  # else weights are converted on their way to the device
-            module = module.float()
+        known = f"Use one of {', '.join(DTYPES)}."
+        raise UsageError(f"dtype {options.dtype!r} is not supported", known)
+    stored, dtype = options.weights == "stored", DTYPES[options.dtype]
+    placement = None
+    if options.device_map is not None:
+        if options.device != "auto":
+            raise UsageError(
+                f"--device {options.device} and --device-map both choose the device of the model",
+                "Leave --device out.",
+            )
+        placement = plan_placement(module, options.device_map, None if stored else dtype)
+    # Half-precision arithmetic is too coarse for norms. Placed weights are converted on their way.
+    notes = () if stored else note_half_precision(p.dtype for p in module.parameters())
+    if notes and placement is None:
+        module = module.float()
     require_finite_weights(module, name)
     # Before conversion to the dtype of the run: the hash identifies the checkpoint.
     digest = hash_weights(module)
     module.eval().requires_grad_(False)
     spec = replace(spec, module=module)
     call, preprocess = _add_preprocessing(spec, options)
-    call, more = _place_weights(module, call, options, placement)
-    notes += more
+    call, placed = _place_weights(module, call, options, placement)
 
     def read(result: Any) -> Tensor:
         output = (spec.read or find_main_output)(result)
         return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
 
     result, output, entry = _probe(spec, call, read)
-    classify, more = _classify(spec, output)
-    notes += more + (_note_others(result, output) if spec.read is None else ())
+    classify, more = _classify(spec, result, output)
+    notes += placed + more
+    classes = classify(output).shape[1] if spec.classifier and output.ndim == 2 else None
+    reading: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(Reading)}
+    reading["entry"] = spec.entry or entry
+    if spec.kind == "image" and spec.prepare is None:
+        shape = spec.input_shape  # not the whole spec, which would keep the module alive
+        reading["prepare"] = lambda picture: resize(picture, shape)
     info = ModelInfo(
         spec=name,
         source=source,
@@ -91,20 +103,14 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         commit=spec.commit,
         device_map={} if placement is None else placement.places,
     )
-    image = spec.kind == "image"
-    reading: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(Reading)}
-    reading["entry"] = spec.entry or entry
-    if image and spec.prepare is None:
-        shape = spec.input_shape  # not the whole spec, which would keep the module alive
-        reading["prepare"] = lambda picture: resize(picture, shape)
     return Net(
         info=info,
         module=module,
         call=call,
         read=lambda result: classify(read(result)),
         sample_shape=spec.input_shape,
-        box=spec.box or ((0.0, 1.0) if image else None),
-        classes=_count_classes(spec, classify(output)),
+        box=spec.box or ((0.0, 1.0) if spec.kind == "image" else None),
+        classes=None if classes == 1 else classes,  # a single output is a regression
         **reading,
     )
 
@@ -134,21 +140,6 @@ def find_main_output(result: Any) -> Tensor:
     return result
 
 
-def _note_others(result: Any, output: Tensor) -> tuple[Note, ...]:
-    """Note which of several output tensors is measured."""
-    several = isinstance(result, tuple | list) and not hasattr(result, "logits")
-    others = [t for t in result[1:] if isinstance(t, Tensor)] if several else []
-    if not others:
-        return ()
-    text = (
-        "the model returns several tensors: the first is measured, of shape "
-        f"{tuple(output.shape[1:])} per sample, not the others "
-        f"({few([str(tuple(t.shape[1:])) for t in others])}). To choose, write a py: factory "
-        "that returns ModelSpec(..., read=lambda result: TENSOR)"
-    )
-    return (warning("first-output", text),)
-
-
 def require_values(module: nn.Module, name: str) -> None:
     """Refuse TorchScript modules and modules with tensors without values.
 
@@ -167,47 +158,33 @@ def require_values(module: nn.Module, name: str) -> None:
             )
 
 
-def _plan_placement(module: nn.Module, options: LoadOptions) -> Placement | None:
-    """Return the placement of the weights over devices, if the options request one."""
-    if options.device_map is None:
-        return None
-    if options.device != "auto":
-        raise UsageError(
-            f"--device {options.device} and --device-map both choose the device of the model",
-            "Leave --device out.",
-        )
-    dtype = None if options.weights == "stored" else DTYPES[options.dtype]
-    return plan_placement(module, options.device_map, dtype)
-
-
 def _place_weights(
     module: nn.Module, call: Call, options: LoadOptions, placement: Placement | None
 ) -> tuple[Call, tuple[Note, ...]]:
     """Put the weights on their devices in their precision, and note what is stored."""
     dtype, stored = DTYPES[options.dtype], options.weights == "stored"
-    if placement is None:
+    notes: tuple[Note, ...] = ()
+    if placement is not None:
+        placement.place_weights(module, None if stored else dtype)
+        notes = (placement.note(module),)
+        call = placement.connect(module, call)
+    else:
         module.to(find_device(options.device))
         if not stored:
             module.to(dtype)
             return call, ()
-        return lifting(call), (_note_storage(hold(module, dtype), dtype),)
-    placement.place_weights(module, None if stored else dtype)
-    kinds = hold(module, dtype, placement.computes_at)
-    notes = (placement.note(module), *((_note_storage(kinds, dtype),) if stored else ()))
-    return lifting(placement.connect(module, call)), notes
-
-
-def _note_storage(kinds: tuple[torch.dtype, ...], dtype: torch.dtype) -> Note:
-    """Note which function is measured if weights stay in the stored precision."""
-    to = str(dtype).removeprefix("torch.")
-    text = (
-        f"weights stay in {few([str(k).removeprefix('torch.') for k in kinds])}, as stored, "
-        f"and are converted to {to} one layer at a time. The results are those of exactly "
-        "these weights"
-        if kinds
-        else f"no weights are stored in less than {to}, so --weights stored has no effect"
-    )
-    return remark("stored-weights", text)
+    kinds = hold(module, dtype, None if placement is None else placement.computes_at)
+    if stored:
+        text = (
+            f"weights stay in {few([str(k).removeprefix('torch.') for k in kinds])}, as stored, "
+            f"and are converted to {options.dtype} one layer at a time. The results are those of "
+            "exactly these weights"
+            if kinds
+            else f"no weights are stored in less than {options.dtype}, so --weights stored has no "
+            "effect"
+        )
+        notes += (remark("stored-weights", text),)
+    return lifting(call), notes
 
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
@@ -225,8 +202,14 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     if spec.kind != "image":
         return call, facts
     channels = spec.input_shape[0]
-    mean = _spread_channels("mean", options.mean or spec.mean or (0.0,), channels)
-    std = _spread_channels("std", options.std or spec.std or (1.0,), channels)
+    mean, std = options.mean or spec.mean or (0.0,), options.std or spec.std or (1.0,)
+    for key, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, channels):
+            raise UsageError(
+                f"{key} has {len(values)} values, but the model takes {channels} channels",
+                f"Give --{key} one value, or {channels} separated by commas.",
+            )
+    mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
     if not all(s > 0 for s in std):
         raise UsageError(
             f"std {std} must be positive", "Give a positive std: pixels are divided by it."
@@ -245,29 +228,40 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     return normalise, facts
 
 
-def _spread_channels(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    if len(values) not in (1, channels):
-        raise UsageError(
-            f"{name} has {len(values)} values, but the model takes {channels} channels",
-            f"Give --{name} one value, or {channels} separated by commas.",
-        )
-    return tuple(values) if len(values) == channels else tuple(values) * channels
-
-
 def _probe(
     spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
 ) -> tuple[Any, Tensor, nn.Module | None]:
     """Run one blank sample; return the result, its output tensor and the embedding module."""
-    module = spec.module
-    x = _make_blank(spec, torch.empty(0, device=next(devices(module)), dtype=precision(module)))
+    module, device, image = spec.module, next(devices(spec.module)), spec.kind == "image"
+    if spec.kind == "text":
+        most = min(PROBE_TOKENS, *spec.input_shape)
+        ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
+        ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
+        x = torch.tensor([ids], device=device)
+    else:
+        # Grey pixels, and zeros for floats: inputs that every model should accept.
+        grey = 0.5 if image else 0.0
+        x = torch.full((1, *spec.input_shape), grey, device=device, dtype=precision(module))
+    entries: list[nn.Module] = []
+
+    def watch(part: nn.Module, args: tuple[Any, ...], _output: Any) -> None:
+        if image or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
+            entries.append(part)
+
     try:
-        with eager(), torch.no_grad(), _watch_entries(module, spec.kind, x) as entries:
-            result = call(x, None)
-            output = read(result)
+        with ExitStack() as hooks:
+            for path, part in module.named_modules():
+                name, kind = path.rpartition(".")[2], type(part).__name__
+                patches = image and ("PatchEmbed" in kind or "patch_embed" in name)
+                if patches or (spec.kind == "text" and isinstance(part, nn.Embedding)):
+                    hooks.callback(part.register_forward_hook(watch).remove)
+            with eager(), torch.no_grad():
+                result = call(x, None)
+                output = read(result)
     except Exception as error:  # the model's own code may raise anything
         if isinstance(error, LipauditError) or of_machine(error):
             raise
-        check = "--input-size and --model-kwargs" if spec.kind == "image" else "--model-kwargs"
+        check = "--input-size and --model-kwargs" if image else "--model-kwargs"
         raise InputError(
             f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
             f"{spec.input_shape} ({type(error).__name__}: {first_line(error)})",
@@ -299,19 +293,44 @@ def _find_masked(output: Tensor) -> Tensor:
 
 
 def _classify(
-    spec: ModelSpec, output: Tensor
+    spec: ModelSpec, result: Any, output: Tensor
 ) -> tuple[Callable[[Tensor], Tensor], tuple[Note, ...]]:
     """Return a function that turns an output into finite logits of at least two classes.
 
     One logit z of two labels becomes (0, z). A masked class gets a finite logit far below the
-    others, so that its probability is 0. A note says so.
+    others, so that its probability is 0. Notes say so, and which of several tensors is measured.
+
+    Raises:
+        InputError: the model has another number of labels than of classes.
     """
+    notes: tuple[Note, ...] = ()
+    several = isinstance(result, tuple | list) and not hasattr(result, "logits")
+    others = [t for t in result[1:] if isinstance(t, Tensor)] if several else []
+    if others and spec.read is None:
+        text = (
+            "the model returns several tensors: the first is measured, of shape "
+            f"{tuple(output.shape[1:])} per sample, not the others "
+            f"({few([str(tuple(t.shape[1:])) for t in others])}). To choose, write a py: factory "
+            "that returns ModelSpec(..., read=lambda result: TENSOR)"
+        )
+        notes = (warning("first-output", text),)
+
+    def add_zero_logit(output: Tensor) -> Tensor:
+        logit = output.reshape(-1, 1)
+        return torch.cat([torch.zeros_like(logit), logit], 1)
+
     if spec.classifier and spec.labels and len(spec.labels) == 2 and output.numel() == 1:
         text = f"one logit is read as two classes: {spec.labels[1]!r} if it is positive"
-        return _add_zero_logit, (remark("one-logit", text),)
+        return add_zero_logit, (remark("one-logit", text), *notes)
+    classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
+    if spec.labels is not None and classes is not None and len(spec.labels) != classes:
+        raise InputError(
+            f"{len(spec.labels)} labels ({few(spec.labels)}) for {classes} outputs",
+            "Check num_classes and the labels of the model's configuration.",
+        )
     masked = _find_masked(output).flatten()
     if not bool(masked.any()):
-        return lambda logits: logits, ()
+        return lambda logits: logits, notes
 
     def finite(logits: Tensor) -> Tensor:
         hidden = logits.isneginf() & masked.to(logits.device)
@@ -320,54 +339,4 @@ def _classify(
 
     names = few([str(each) for each in masked.nonzero().flatten().tolist()])
     text = f"masked classes (logit minus infinity): {names}"
-    return finite, (remark("masked-classes", text),)
-
-
-def _add_zero_logit(output: Tensor) -> Tensor:
-    logit = output.reshape(-1, 1)
-    return torch.cat([torch.zeros_like(logit), logit], 1)
-
-
-def _make_blank(spec: ModelSpec, like: Tensor) -> Tensor:
-    if spec.kind == "text":
-        most = min(PROBE_TOKENS, *spec.input_shape)
-        ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
-        ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
-        return torch.tensor([ids], device=like.device)
-    middle = 0.5 if spec.kind == "image" else 0.0
-    # Grey pixels, and zeros for floats: inputs that every model should accept.
-    return torch.full((1, *spec.input_shape), middle, device=like.device, dtype=like.dtype)
-
-
-@contextmanager
-def _watch_entries(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Module]]:
-    """Collect the embedding modules that run inside the block, in order."""
-    entries: list[nn.Module] = []
-
-    def watch(candidate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if kind == "image" or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
-            entries.append(candidate)
-
-    def is_entry(name: str, part: nn.Module) -> bool:
-        if kind == "image":
-            return "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]
-        return kind == "text" and isinstance(part, nn.Embedding)
-
-    parts = [part for name, part in module.named_modules() if is_entry(name, part)]
-    hooks = [part.register_forward_hook(watch) for part in parts]
-    try:
-        yield entries
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _count_classes(spec: ModelSpec, output: Tensor) -> int | None:
-    """Count the classes of a classifier; a single output is a regression."""
-    classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
-    if spec.labels is not None and classes is not None and len(spec.labels) != classes:
-        raise InputError(
-            f"{len(spec.labels)} labels ({few(spec.labels)}) for {classes} outputs",
-            "Check num_classes and the labels of the model's configuration.",
-        )
-    return None if classes == 1 else classes
+    return finite, (remark("masked-classes", text), *notes)

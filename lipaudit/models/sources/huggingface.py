@@ -21,11 +21,11 @@ from lipaudit.errors import InputError, UsageError, explain_failure
 from lipaudit.models.sources.outputs import (
     CLASSIFIERS,
     HEADS,
+    TOWERS,
     choose_tower,
     describe_images,
     describe_sounds,
     has_head,
-    name_input,
 )
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.texts import describe_texts, find_text_config
@@ -63,25 +63,21 @@ def fetch_repository(name: str, revision: str | None, options: LoadOptions) -> t
     commit = find_commit(repository, offline=options.offline)
     top = [file for file in commit.files if "/" not in file]
     wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING]
-    if options.pretrained:
-        stored = list_weight_files(top)
-        if not stored and commit.unasked:
-            raise InputError(
-                f"the local cache has no weights of {name}, and {commit.unasked}",
-                "Run it once with a connection.",
-            )
-        if not stored:
-            raise InputError(
-                f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})",
-                "Name a repository with model.safetensors or pytorch_model.bin.",
-            )
-        wanted += stored
+    stored = list_weight_files(top) if options.pretrained else []
+    if options.pretrained and not stored and commit.unasked:
+        raise InputError(
+            f"the local cache has no weights of {name}, and {commit.unasked}",
+            "Run it once with a connection.",
+        )
+    if options.pretrained and not stored:
+        raise InputError(
+            f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})",
+            "Name a repository with model.safetensors or pytorch_model.bin.",
+        )
+    wanted, local = wanted + stored, bool(commit.unasked)
     try:
         path = snapshot_download(
-            name,
-            revision=commit.sha,
-            allow_patterns=wanted,
-            local_files_only=bool(commit.unasked),
+            name, revision=commit.sha, allow_patterns=wanted, local_files_only=local
         )
     except Exception as error:  # every HTTP library has its own exceptions
         raise explain_refusal(error, repository) from error
@@ -101,30 +97,56 @@ def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None
         InputError: the model is not supported or incomplete; the message names the tensors.
         UsageError: `classes` differs from the number of classes of the adapter.
     """
+    from transformers import AutoConfig
+
+    overrides = options.building
+    if options.dtype == "float64":  # grouped products of experts do not support float64
+        overrides = {"experts_implementation": "eager"} | overrides
     with silence_transformers():
-        config = _read_config(path, options)
-        trained = None if adapter is None else _count_adapter_classes(adapter)
+        with explain_failure(
+            f"{path} is not a model that transformers knows",
+            "Models with their own code are not run: write a py: factory. For a newer model, "
+            "update transformers.",
+            ValueError,
+            KeyError,
+            OSError,
+        ):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
+        stored: dict[str, Tensor] = {}
+        if adapter is not None:
+            import peft
+
+            with explain_failure(
+                f"the weights of the adapter in {adapter} cannot be read",
+                "Copy or download them again: adapter_model.safetensors.",
+            ):
+                stored = peft.load_peft_weights(str(adapter), device="cpu")
+        # The last weight of the adapter's own classifier has a row for each class.
+        heads = sorted(name for name in stored if HEAD.fullmatch(name))
+        trained = len(stored[heads[-1]]) if heads else None
         if adapter is not None and options.classes not in (None, trained):
             raise UsageError("an adapter brings its own classes", "Leave --classes out.")
         loader, added = _choose_loader(config, trained or options.classes)
-        if options.pretrained:
-            kinds = _list_dtypes(path)
-            kept = options.weights == "stored" or options.device_map is not None
-            # Only weights of one precision are kept as stored; a merged adapter needs float32.
-            alone = kept and adapter is None and len(kinds) == 1
-            dtype = HALF_NAMES.get(min(kinds), torch.float32) if alone else torch.float32
-            module, report = _load_weights(loader, path, config, dtype)
-            below = _below_classifier(module, report) if added else report
-            notes = _require_complete(module, below, path)
-            if dtype == torch.float32:
-                notes += note_half_precision(HALF_NAMES[k] for k in kinds if k in HALF_NAMES)
-            else:
-                _take_buffers(module, loader, config)
-            if adapter is not None:
-                random = [*report["missing_keys"], *_list_wrong_shapes(report)] if added else []
-                module, added = _merge_adapter(module, adapter, random), ()
+        notes: tuple[Note, ...] = (RANDOM,)
+        if not options.pretrained:
+            module = _build(loader, config)
         else:
-            module, notes = _build(loader, config), (RANDOM,)
+            kept = options.weights == "stored" or options.device_map is not None
+            # A merged adapter needs float32.
+            kept = kept and adapter is None
+            module, report, notes = _load_weights(loader, path, config, kept=kept)
+            wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
+            missing, surplus = [*report["missing_keys"]], [*report["unexpected_keys"]]
+            random = missing + wrong if added else []
+            if added:  # only the weights below the new classifier and its pooler have to fit
+                base = module.base_model
+                missing, surplus, wrong = (
+                    [k for k in keys if _is_inside(base, k) and not _has_part(k, POOLER)]
+                    for keys in (missing, surplus, wrong)
+                )
+            notes = _require_complete(module, missing, surplus, wrong, path) + notes
+            if adapter is not None:
+                module, added = _merge_adapter(module, adapter, stored, random), ()
         spec = describe_transformers(module, options, path=path)
     return replace(spec, notes=_note_unknown_fields(path, config) + added + notes + spec.notes)
 
@@ -146,7 +168,7 @@ def describe_transformers(
                 setattr(config, name, None)
     find_text_config(module.config).use_cache = False
     tower = choose_tower(module, options.tower)
-    takes = name_input(module, tower)
+    takes = module.main_input_name if tower is None else TOWERS[tower]
     if takes == "pixel_values":
         return describe_images(module, options, path, tower)
     if takes == "input_ids":
@@ -157,23 +179,6 @@ def describe_transformers(
         f"{type(module).__name__} takes {takes}: neither images, text nor sound",
         "Write a py: factory that returns a ModelSpec of kind tokens.",
     )
-
-
-def _read_config(path: Path, options: LoadOptions) -> Any:
-    from transformers import AutoConfig
-
-    overrides = options.building
-    if options.dtype == "float64":  # grouped products of experts do not support float64
-        overrides = {"experts_implementation": "eager"} | overrides
-    with explain_failure(
-        f"{path} is not a model that transformers knows",
-        "Models with their own code are not run: write a py: factory. For a newer model, "
-        "update transformers.",
-        ValueError,
-        KeyError,
-        OSError,
-    ):
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
 
 
 def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
@@ -231,61 +236,94 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
 
 
 def _load_weights(
-    loader: Any, path: Path, config: Any, dtype: torch.dtype
-) -> tuple[Any, dict[str, Any]]:
-    """Load the weights; return the model, and the report of transformers on names and shapes."""
+    loader: Any, path: Path, config: Any, *, kept: bool
+) -> tuple[Any, dict[str, Any], tuple[Note, ...]]:
+    """Load the weights; return the model, transformers' report on names and shapes, and notes.
 
-    def load(attention: str) -> Any:
-        return loader.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named in the error
-            trust_remote_code=False,
-            local_files_only=True,
-        )
+    Args:
+        loader: the class that loads the model.
+        path: the directory.
+        config: its configuration.
+        kept: whether weights that are all of one precision stay as stored.
+    """
+    from safetensors import SafetensorError, safe_open
 
+    kinds: set[str] = set()
+    files = list_weight_files(file.name for file in path.iterdir())
+    for file in (path / name for name in files if name.endswith(".safetensors")):
+        # Loading explains why a file cannot be read.
+        with suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
+            kinds |= {stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
+    halves = [HALF_NAMES.get(kind, torch.float32) for kind in kinds if "F" in kind]
+    dtype = halves[0] if kept and len(halves) == 1 else torch.float32
     with explain_failure(
         f"transformers cannot load {path}",
         "Check that the directory is complete: config.json and its weights. Copy or download "
         "damaged files again; pickled files may hold tensors only.",
     ):
-        return _with_attention(config, load)
+        module, report = _construct(
+            loader.from_pretrained,
+            config,
+            path,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named in the error
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    if dtype == torch.float32:
+        return module, report, note_half_precision(halves)
+    # The model computes its constants in the dtype of construction: take those of a float32
+    # model. It is built without values: a second copy of the weights would not fit into memory.
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
+        given = None if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
+        register(module, name, given)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        built = dict(_build(loader, config).named_modules())
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    for name, part in module.named_modules():
+        for key in part._non_persistent_buffers_set & {*getattr(built.get(name), "_buffers", ())}:
+            part._buffers[key] = built[name]._buffers[key]
+    return module, report, ()
 
 
 def _build(loader: Any, config: Any) -> Any:
     """Build a model with random weights."""
     build = getattr(loader, "from_config", None) or loader._from_config
-    return _with_attention(
-        config,
-        lambda attention: build(config, attn_implementation=attention, dtype=torch.float32),
-    )
+    return _construct(build, config, config, dtype=torch.float32)
 
 
-def _with_attention(config: Any, build: Callable[[str], Any]) -> Any:
+def _construct(build: Callable[..., Any], settings: Any, /, *given: Any, **named: Any) -> Any:
     """Build with fused attention, or eager if the model has no other or caps its logits."""
     # Fused kernels leave out the cap without a warning.
-    if getattr(find_text_config(config), "attn_logit_softcapping", None):
-        return build("eager")
+    if getattr(find_text_config(settings), "attn_logit_softcapping", None):
+        return build(*given, attn_implementation="eager", **named)
     try:
-        return build("sdpa")
+        return build(*given, attn_implementation="sdpa", **named)
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-        return build("eager")
+        return build(*given, attn_implementation="eager", **named)
 
 
-def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[Note, ...]:
+def _require_complete(
+    module: Any, missing: list[str], surplus: list[str], wrong: list[str], path: Path
+) -> tuple[Note, ...]:
     """Refuse missing and surplus weights, except heads that the measured features do not use."""
     features = not has_head(module)
+    without_pooler = features and any(_has_part(key, POOLER) for key in missing)
     # Checkpoints of Swin by newer versions lack WINDOWS: transformers 5.4 computes these.
     optional = (WINDOWS, POOLER) if features else (WINDOWS,)
-    missing = sorted(k for k in report["missing_keys"] if not _has_part(k, *optional))
+    missing = sorted(k for k in missing if not _has_part(k, *optional))
     # Older checkpoints store constants, such as position_ids, that the model now computes.
     constants = {key for part in module.modules() for key in part._non_persistent_buffers_set}
-    surplus = sorted(k for k in report["unexpected_keys"] if k.split(".")[-1] not in constants)
+    surplus = sorted(k for k in surplus if k.split(".")[-1] not in constants)
     # Features do not depend on heads, pooler and mask.
     unused = [
         k
@@ -293,29 +331,15 @@ def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[
         if features and (_has_part(k, POOLER, MASK) or not _is_inside(module, k))
     ]
     surplus = [k for k in surplus if k not in unused]
-    if wrong := describe_misfit(missing, surplus, _list_wrong_shapes(report)):
+    if misfit := describe_misfit(missing, surplus, wrong):
         raise InputError(
-            f"the weights in {path} do not fit {type(module).__name__}: {wrong}",
+            f"the weights in {path} do not fit {type(module).__name__}: {misfit}",
             "Check `architectures` in config.json and that the fine-tuned head was saved.",
         )
-    if features and any(_has_part(key, POOLER) for key in report["missing_keys"]):
+    if without_pooler:
         module.pooler = None  # random, and not used
     text = f"not read: {few(unused)} (the output is features)"
     return (remark("features", text),) if unused else ()
-
-
-def _list_wrong_shapes(report: dict[str, Any]) -> list[str]:
-    return [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
-
-
-def _below_classifier(module: Any, report: dict[str, Any]) -> dict[str, Any]:
-    """Restrict a loading report to the weights below a new classifier and its pooler."""
-
-    def below(key: Any) -> bool:
-        name = key if isinstance(key, str) else str(key[0])
-        return _is_inside(module.base_model, name) and not _has_part(name, POOLER)
-
-    return {kind: [key for key in keys if below(key)] for kind, keys in report.items()}
 
 
 def _has_part(key: str, *parts: str) -> bool:
@@ -327,50 +351,6 @@ def _is_inside(module: Any, key: str) -> bool:
     parts = {name for name, _ in module.named_children()}
     prefix = module.base_model_prefix
     return key.split(".")[0] in parts or bool(prefix and key.startswith(f"{prefix}."))
-
-
-def _take_buffers(module: Any, loader: Any, config: Any) -> None:
-    """Give a model that was loaded in half precision the constants of a float32 model.
-
-    The model computes these constants on construction, in the dtype of construction.
-    """
-    # Build without values: a second copy of the weights would not fit into memory.
-    with _without_weights():
-        built = dict(_build(loader, config).named_modules())
-    for name, part in module.named_modules():
-        for key in part._non_persistent_buffers_set & {*getattr(built.get(name), "_buffers", ())}:
-            part._buffers[key] = built[name]._buffers[key]
-
-
-@contextmanager
-def _without_weights() -> Iterator[None]:
-    """Inside the block, give parameters of new modules no values and no memory."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
-        given = None if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
-        register(module, name, given)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _list_dtypes(path: Path) -> set[str]:
-    """Return the floating-point dtypes of the safetensors of a directory.
-
-    Unreadable files are skipped: loading reports them.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    kinds: set[str] = set()
-    files = list_weight_files(file.name for file in path.iterdir())
-    for file in (path / name for name in files if name.endswith(".safetensors")):
-        with suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
-            kinds |= {stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
-    return {kind for kind in kinds if "F" in kind}
 
 
 @contextmanager
@@ -410,7 +390,22 @@ def load_adapter(folder: Path, options: LoadOptions) -> ModelSpec:
     Raises:
         InputError: the base model does not exist, or the adapter does not fit it.
     """
-    base, revision = _find_base(folder)
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            f"{folder} holds an adapter, and the library `peft`, which merges it into its base "
+            "model, is not installed",
+            "pip install 'lipaudit[peft]'",
+        ) from error
+    settings = read_json(folder / ADAPTER)
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if not base:
+        raise InputError(
+            f"{folder / ADAPTER} names no base model",
+            "Write base_model_name_or_path into it: a directory, or ORG/NAME of the Hub.",
+        )
+    base = str(base)
     where, commit = Path(base), None
     if not where.is_dir() and (base.count("/") > 1 or base.startswith((".", "/", "~"))):
         raise InputError(
@@ -419,7 +414,7 @@ def load_adapter(folder: Path, options: LoadOptions) -> ModelSpec:
             f"{ADAPTER}.",
         )
     if not where.is_dir():
-        where, commit = fetch_repository(base, revision, options)
+        where, commit = fetch_repository(base, settings.get("revision"), options)
     config = where / "config.json"
     if is_adapter(where) or not config.is_file() or "model_type" not in read_json(config):
         raise InputError(
@@ -436,28 +431,12 @@ def load_adapter(folder: Path, options: LoadOptions) -> ModelSpec:
     return replace(model, notes=notes + model.notes)
 
 
-def _find_base(folder: Path) -> tuple[str, str | None]:
-    _import_peft(folder)
-    settings = read_json(folder / ADAPTER)
-    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
-    if not base:
-        raise InputError(
-            f"{folder / ADAPTER} names no base model",
-            "Write base_model_name_or_path into it: a directory, or ORG/NAME of the Hub.",
-        )
-    return str(base), settings.get("revision")
-
-
-def _count_adapter_classes(folder: Path) -> int | None:
-    """Return the number of classes of an adapter's classifier; None without one."""
-    stored = _read_adapter(folder)
-    heads = sorted(name for name in stored if HEAD.fullmatch(name))
-    return len(stored[heads[-1]]) if heads else None
-
-
-def _merge_adapter(module: Any, folder: Path, random: Iterable[str]) -> Any:
+def _merge_adapter(
+    module: Any, folder: Path, stored: dict[str, Tensor], random: Iterable[str]
+) -> Any:
     """Merge an adapter into its base model, whose tensors `random` have no weights."""
-    peft, stored = _import_peft(folder), _read_adapter(folder)
+    import peft
+
     if left := [name for name in random if PREFIX + name not in stored]:
         raise InputError(
             f"neither the adapter in {folder} nor its base model has weights for {few(left)}",
@@ -483,23 +462,3 @@ def _merge_adapter(module: Any, folder: Path, random: Iterable[str]) -> Any:
             "Write a py: factory that returns the model with its adapter.",
         )
     return model.merge_and_unload(safe_merge=True)
-
-
-def _import_peft(folder: Path) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise InputError(
-            f"{folder} holds an adapter, and the library `peft`, which merges it into its base "
-            "model, is not installed",
-            "pip install 'lipaudit[peft]'",
-        ) from error
-    return peft
-
-
-def _read_adapter(folder: Path) -> dict[str, Tensor]:
-    with explain_failure(
-        f"the weights of the adapter in {folder} cannot be read",
-        "Copy or download them again: adapter_model.safetensors.",
-    ):
-        return _import_peft(folder).load_peft_weights(str(folder), device="cpu")

@@ -27,6 +27,7 @@ from lipaudit.data.samples import warning
 from lipaudit.errors import InputError, UsageError, explain_failure
 from lipaudit.models.net import NO_DECISION
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.sources.timm import list_synsets
 from lipaudit.schema import read_json
 
 Pooling = Callable[[Any, Tensor | None], Tensor]
@@ -108,11 +109,6 @@ def choose_tower(module: Any, asked: str | None) -> str | None:
     return asked
 
 
-def name_input(module: Any, tower: str | None) -> str:
-    """Name the argument through which a model, or one of its towers, takes samples."""
-    return str(module.main_input_name) if tower is None else TOWERS[tower]
-
-
 def read_tower(result: Any) -> Tensor:
     """Return the projected features in the result of a tower, not normalised."""
     if isinstance(result, Tensor):
@@ -170,7 +166,15 @@ def choose_pooling(path: Path | None) -> Pooling:
     types = [module.get("type") if isinstance(module, dict) else None for module in modules]
     steps = {str(kind).rpartition(".")[2] for kind in types}
     unknown = steps - {"Transformer", "Pooling", "Normalize"}
-    mode = _read_pooling_mode(path / "1_Pooling" / "config.json")
+    file, mode = path / "1_Pooling" / "config.json", "mean"
+    if file.is_file():
+        settings = read_json(file)
+        if not isinstance(settings, dict):
+            raise InputError(f"{file} holds no settings", "Copy or download it again.")
+        # Older files have a switch for each mode.
+        switch = re.compile(r"pooling_mode_(.*?)(_tokens?)?")
+        on = [match[1] for key, v in settings.items() if v and (match := switch.fullmatch(key))]
+        mode = str(settings.get("pooling_mode", "+".join(on)))
     poolings: dict[str, Pooling] = {
         "mean": mean_pooling,
         "cls": lambda result, _mask: result.last_hidden_state[:, 0],
@@ -186,19 +190,6 @@ def choose_pooling(path: Path | None) -> Pooling:
     return lambda result, mask: F.normalize(pooling(result, mask), dim=1)
 
 
-def _read_pooling_mode(path: Path) -> str:
-    if not path.is_file():
-        return "mean"
-    settings = read_json(path)
-    if not isinstance(settings, dict):
-        raise InputError(f"{path} holds no settings", "Copy or download it again.")
-    if "pooling_mode" in settings:
-        return str(settings["pooling_mode"])
-    mode = re.compile(r"pooling_mode_(.*?)(_tokens?)?")
-    chosen = [match[1] for key, on in settings.items() if on and (match := mode.fullmatch(key))]
-    return "+".join(chosen)
-
-
 SECOND = 16_000
 """Number of audio samples in one second at the usual 16 kHz."""
 FRAMES = 100
@@ -211,21 +202,6 @@ def describe_sounds(module: Any) -> ModelSpec:
     Raises:
         InputError: the configuration does not give their shape.
     """
-    takes = module.main_input_name
-    whole = has_head(module) or not module.config.is_encoder_decoder
-    call = module if whole else module.get_encoder()
-    return ModelSpec(
-        module,
-        _sound_shape(module),
-        kind="tokens",
-        call=lambda x, _mask: call(**{takes: x}),
-        read=_choose_features(module, None),
-        **describe_classes(module),
-    )
-
-
-def _sound_shape(module: Any) -> tuple[int, ...]:
-    """Return the shape of one sample: (samples,), (frames, bands) or (bands, frames)."""
     config, takes = module.config, module.main_input_name
 
     def size(name: str) -> int:
@@ -233,19 +209,32 @@ def _sound_shape(module: Any) -> tuple[int, ...]:
         return value if isinstance(value, int) and value > 0 else 0
 
     bands, positions = size("num_mel_bins"), size("max_source_positions")
-    if takes == "input_values" and hasattr(config, "frequency_stride"):  # patches of a spectrogram
-        return config.max_length, config.num_mel_bins
-    if takes == "input_values":
-        return (SECOND,)
-    if bands and positions:  # like Whisper: bands first, two frames per position
-        return bands, 2 * positions
     width = size("feature_projection_input_dim")
-    width = width or size("input_feat_per_channel") * (size("input_channels") or 1)
-    if width or bands:
-        return FRAMES, width or bands
-    raise InputError(
-        f"{type(module).__name__} takes {takes}, and its configuration does not give their shape",
-        "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
+    width = width or size("input_feat_per_channel") * (size("input_channels") or 1) or bands
+    shape: tuple[int, ...]
+    if takes == "input_values" and hasattr(config, "frequency_stride"):  # patches of a spectrogram
+        shape = config.max_length, config.num_mel_bins
+    elif takes == "input_values":
+        shape = (SECOND,)
+    elif bands and positions:  # like Whisper: bands first, two frames per position
+        shape = bands, 2 * positions
+    elif width:
+        shape = FRAMES, width
+    else:
+        raise InputError(
+            f"{type(module).__name__} takes {takes}, and its configuration does not give their "
+            "shape",
+            "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
+        )
+    whole = has_head(module) or not config.is_encoder_decoder
+    call = module if whole else module.get_encoder()
+    return ModelSpec(
+        module,
+        shape,
+        kind="tokens",
+        call=lambda x, _mask: call(**{takes: x}),
+        read=_choose_features(module, None),
+        **describe_classes(module),
     )
 
 
@@ -271,7 +260,18 @@ def describe_images(
             f"{type(module).__name__} takes videos of {frames} frames, and lipaudit reads images",
             "Write a py: factory that returns a ModelSpec of kind tokens.",
         )
-    processor = _load_processor(path)
+    processor: Any = None
+    if path is not None and (path / "preprocessor_config.json").is_file():
+        from transformers import AutoImageProcessor
+
+        with explain_failure(
+            f"the image processor in {path} cannot be loaded",
+            "Install the missing library, or update transformers. Or remove "
+            "preprocessor_config.json and give --mean and --std.",
+        ):
+            processor = AutoImageProcessor.from_pretrained(
+                path, trust_remote_code=False, local_files_only=True
+            )
     shape = options.image_shape(_image_shape(module, processor))
     normalisation: dict[str, Any] = {}
     if processor is not None:
@@ -289,31 +289,19 @@ def describe_images(
     facts = describe_classes(module)
     if processor is None and not (options.mean and options.std):
         facts["notes"] = (RAW_PIXELS, *facts.get("notes", ()))
+    labels = facts.get("labels", ("",))
+    # A model with ImageNet's 1000 classes is recognised by the first one.
+    if len(labels) == 1000 and labels[0].startswith("tench"):
+        facts["aliases"] = list_synsets()
     return ModelSpec(
         module,
         shape,
-        aliases=_list_synsets(facts.get("labels")),
         prepare=None if processor is None or options.input_size else prepare,
         call=lambda x, _mask: call(pixel_values=x),
         read=_choose_features(module, tower),
         **normalisation,
         **facts,
     )
-
-
-def _load_processor(path: Path | None) -> Any:
-    from transformers import AutoImageProcessor
-
-    if path is None or not (path / "preprocessor_config.json").is_file():
-        return None
-    with explain_failure(
-        f"the image processor in {path} cannot be loaded",
-        "Install the missing library, or update transformers. Or remove "
-        "preprocessor_config.json and give --mean and --std.",
-    ):
-        return AutoImageProcessor.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
-        )
 
 
 def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
@@ -344,12 +332,3 @@ def _process(processor: Any, image: Any) -> Tensor:
     return processor(
         image, return_tensors="pt", do_rescale=True, rescale_factor=1 / 255, do_normalize=False
     )["pixel_values"][0]
-
-
-def _list_synsets(labels: tuple[str, ...] | None) -> dict[str, int]:
-    """Return the synsets of a model with ImageNet's 1000 classes, recognised by the first one."""
-    if labels is None or len(labels) != 1000 or not labels[0].startswith("tench"):
-        return {}
-    from lipaudit.models.sources.timm import list_synsets
-
-    return list_synsets()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -60,13 +61,25 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
     place, _, name = reference.rpartition(":")
     if not place or not name:
         raise UsageError(f"py:{reference} has no factory name", f"Write {EXAMPLE}.")
-    with _import_path(place):
-        factory = _find_factory(place, name)
+    # The user's module may import its neighbours, like `python FILE` and `python -m`: Python puts
+    # the folder of a script first.
+    root = Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
+    before = list(sys.path)
+    sys.path.insert(0, str(root))
+    try:
+        with explain_failure(f"{place} cannot be imported", f"Write {EXAMPLE}."):
+            module = _import_module(place)
+        if not hasattr(module, name):
+            functions = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
+            otherwise = None if functions else "The module has no functions."
+            raise InputError(f"{place} has no {name!r}", suggestion(name, functions, otherwise))
         with explain_failure(
             f"the factory py:{reference} failed",
             "Check the factory: it is called with --model-kwargs as its only arguments.",
         ):
-            model = factory(**options.model_kwargs)
+            model = getattr(module, name)(**options.model_kwargs)
+    finally:
+        sys.path[:] = before
     if not isinstance(model, nn.Module | ModelSpec):
         raise InputError(
             f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",
@@ -103,21 +116,11 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
     return replace(spec, notes=spec.notes + notes)
 
 
-def _find_factory(place: str, name: str) -> Any:
-    """Return a function of a module, or of a Python file."""
-    with explain_failure(f"{place} cannot be imported", f"Write {EXAMPLE}."):
-        if place.endswith(".py"):
-            module = _import_file(Path(place))
-        else:
-            module = importlib.import_module(place)
-    if not hasattr(module, name):
-        functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        advice = suggestion(name, functions, None if functions else "The module has no functions.")
-        raise InputError(f"{place} has no {name!r}", advice)
-    return getattr(module, name)
-
-
-def _import_file(path: Path) -> Any:
+def _import_module(place: str) -> ModuleType:
+    """Import a module by its name, or a Python file."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -127,19 +130,6 @@ def _import_file(path: Path) -> Any:
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look up their module
     spec.loader.exec_module(module)
     return module
-
-
-@contextmanager
-def _import_path(place: str) -> Iterator[None]:
-    """Let the user's module import its neighbours, like `python FILE` and `python -m`."""
-    root = str(Path(place).resolve().parent) if place.endswith(".py") else str(Path.cwd())
-    before = list(sys.path)
-    # First, as Python puts the folder of a script.
-    sys.path.insert(0, root)
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec | None:
@@ -172,22 +162,39 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec | 
         images = [(c, h, w) for form in forms if form.kind == "image" for c, h, w in [form.shape]]
         fitting = [shape for shape in images if options.image_shape(shape) == shape]
         return ModelSpec(module, options.image_shape((fitting or images or [(3, 0, 0)])[0]))
-    if len(forms) > 1:
-        return _try_forms(module, forms)
-    return ModelSpec(module, forms[0].shape, kind=forms[0].kind) if forms else None
+    if len(forms) < 2:
+        return ModelSpec(module, forms[0].shape, kind=forms[0].kind) if forms else None
+    form = _choose_form(module, forms)
+    text = f"each sample is read as {form}, the only shape that fits the data"
+    return ModelSpec(module, form.shape, kind=form.kind, notes=(warning("read-as", text),))
 
 
-def _try_forms(module: nn.Module, forms: Sequence[SampleForm]) -> ModelSpec:
+def _choose_form(module: nn.Module, forms: Sequence[SampleForm]) -> SampleForm:
+    """Return the only reading of the samples on which a module runs."""
     name = type(module).__name__
     require_values(module, name)
+    device, dtype = next(devices(module)), precision(module)
+    ran: list[SampleForm] = []
+    failures: list[str] = []
     with restore(module), eager(), torch.no_grad():
         module.eval()
-        errors = {form: _run_blank(module, form) for form in forms}
-    ran = [form for form, error in errors.items() if error is None]
+        for form in forms:
+            # Two blank samples, as one could pass for an image without a batch.
+            x = torch.full((2, *form.shape), 0.5, device=device, dtype=dtype)
+            try:
+                shape = tuple(find_main_output(module(x)).shape)
+            except Exception as error:  # the model's own code may raise anything
+                if of_machine(error):
+                    raise
+                failures.append(f"{form} ({type(error).__name__}: {first_line(error)})")
+                continue
+            if shape[:1] == (2,):
+                ran.append(form)
+            else:
+                failures.append(f"{form} (it returns {shape} for two samples)")
     if not ran:
         raise InputError(
-            f"{name} cannot run on the samples, however they are read: "
-            + "; ".join(f"{form} ({error})" for form, error in errors.items()),
+            f"{name} cannot run on the samples, however they are read: {'; '.join(failures)}",
             "Check the shape of the data, or give a lipaudit.ModelSpec that defines the input.",
         )
     # If the values rule out one reading, the other one is right.
@@ -201,20 +208,7 @@ def _try_forms(module: nn.Module, forms: Sequence[SampleForm]) -> ModelSpec:
             f"in Python input_shape={' or '.join(str(form.shape) for form in ran)}; a py: "
             "factory may return lipaudit.ModelSpec(model, SHAPE).",
         )
-    text = f"each sample is read as {ran[0]}, the only shape that fits the data"
-    return ModelSpec(module, ran[0].shape, kind=ran[0].kind, notes=(warning("read-as", text),))
-
-
-def _run_blank(module: nn.Module, form: SampleForm) -> str | None:
-    """Run two blank samples, as one could pass for an image without a batch; return the error."""
-    x = torch.full((2, *form.shape), 0.5, device=next(devices(module)), dtype=precision(module))
-    try:
-        shape = tuple(find_main_output(module(x)).shape)
-    except Exception as error:  # the model's own code may raise anything
-        if of_machine(error):
-            raise
-        return f"{type(error).__name__}: {first_line(error)}"
-    return None if shape[:1] == (2,) else f"it returns {shape} for two samples"
+    return ran[0]
 
 
 @contextmanager
@@ -289,9 +283,7 @@ def freeze_net(net: Net) -> Iterator[Net]:
 def restore(module: nn.Module) -> Iterator[None]:
     """Undo, when the block ends, all changes that `assemble` made to a module."""
     modes = {each: each.training for each in module.modules()}
-    tables: list[dict[str, Any]] = []
-    for each in module.modules():
-        tables += [each._parameters, each._buffers]
+    tables: list[dict[str, Any]] = [t for m in modes for t in (m._parameters, m._buffers)]
     tensors = [(t, name, held) for t in tables for name, held in t.items() if held is not None]
     values = [(held, held.data) for _, _, held in tensors]
     trained = [(held, held.requires_grad) for held in module.parameters()]

@@ -24,6 +24,7 @@ from lipaudit.data.samples import remark
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import NextToken
 from lipaudit.models.sources.outputs import (
+    Pooling,
     choose_pooling,
     describe_classes,
     has_head,
@@ -73,8 +74,14 @@ def read_lexicon(
     @lru_cache(maxsize=READINGS)
     def read(texts: tuple[str, ...], most: int) -> tuple[tuple[int, ...], tuple[Span, ...]]:
         encoded: Any = encode(texts, most, return_offsets_mapping=True)
-        stands = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
-        spans = [_strip_span(texts, piece, *span) for piece, span in stands]
+        places = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
+        spans: list[Span] = []
+        for piece, (start, end) in places:
+            token = "" if piece is None else texts[piece][start:end]
+            # The span of a token excludes the space around it.
+            left = start + len(token) - len(token.lstrip())
+            right = max(left, start + len(token.rstrip()))
+            spans.append(NOWHERE if piece is None else (piece, left, right))
         return tuple(encoded["input_ids"]), tuple(spans)
 
     def write(token: int) -> str:
@@ -92,15 +99,6 @@ def read_lexicon(
         write,
         marked=mark is not None,
     )
-
-
-def _strip_span(texts: Sequence[str], piece: int | None, start: int, end: int) -> Span:
-    """Return the span of a token without the space around it."""
-    if piece is None:
-        return NOWHERE
-    token = texts[piece][start:end]
-    left = start + len(token) - len(token.lstrip())
-    return piece, left, max(left, start + len(token.rstrip()))
 
 
 def _find_mark(tokenizer: Any) -> str | None:
@@ -282,47 +280,36 @@ def pad_inputs(
     """
     config = find_text_config(module.config)
     own = find_pad(config)
-    fill = own if own is not None and own != end else _find_free_id(config, x, mask, end)
+    last = None if mask is None else mask.long().cumsum(1).argmax(1)
+    fill: int | None = own
+    if own is None or own == end:
+        # An id that ends no text; without padding, one beyond the vocabulary, which no text has.
+        size: int = config.vocab_size
+        used = set() if last is None else {*x.gather(1, last[:, None]).flatten().tolist(), end}
+        fill = size if last is None else next((i for i in range(size) if i not in used), None)
+    if fill is None:
+        raise InputError(
+            "no token id is free for padding: every id ends some text of the batch",
+            "Use a smaller --batch-size.",
+        )
+
+    def keep_last(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        rows = torch.arange(len(x), device=x.device)
+        return (args[0][rows, last][:, None], *args[1:])
+
     with ExitStack() as undo:
         if own is None and is_classifier(module):
             undo.callback(setattr, config, "pad_token_id", config.pad_token_id)
             config.pad_token_id = fill
         if mask is None:
-            told = torch.ones_like(x) if module.config.model_type in READS_IDS else None
-            yield x, told
+            ones = torch.ones_like(x) if module.config.model_type in READS_IDS else None
+            yield x, ones
             return
         for part in module.modules():
-            if getattr(part, "summary_type", None) == "last":  # of the padded text, else
-                undo.callback(part.register_forward_pre_hook(_keep_last(mask)).remove)
+            # This part reads the last position of the padded text: give it the last real token.
+            if getattr(part, "summary_type", None) == "last":
+                undo.callback(part.register_forward_pre_hook(keep_last).remove)
         yield x.masked_fill(~mask, fill), mask.long()
-
-
-def _keep_last(mask: Tensor) -> Any:
-    """Return a hook that passes a module the hidden states of the last token of every text."""
-    last = mask.long().cumsum(1).argmax(1)
-
-    def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        rows = torch.arange(len(last), device=last.device)
-        return (args[0][rows, last][:, None], *args[1:])
-
-    return hook
-
-
-def _find_free_id(config: Any, x: Tensor, mask: Tensor | None, end: int | None) -> int:
-    """Return an id that ends no text; without padding, one outside the vocabulary."""
-    # Ids beyond the vocabulary cannot occur by chance.
-    size: int = config.vocab_size
-    if mask is None:
-        return size
-    last = x.gather(1, mask.long().cumsum(1).argmax(1, keepdim=True))
-    used = {*last.flatten().tolist(), end}
-    free = next((i for i in range(size) if i not in used), None)
-    if free is None:
-        raise InputError(
-            "no token id is free for padding: every id ends some text of the batch",
-            "Use a smaller --batch-size.",
-        )
-    return free
 
 
 MOST_TOKENS = 512
@@ -343,9 +330,23 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
             "perturbed",
             "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
         )
-    tokenizer, size = _load_tokenizer(path), _count_ids(module, config)
+    try:
+        table = getattr(module.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # for a model with two towers
+        table = None
+    size: int = config.vocab_size
+    if isinstance(table, Tensor) and table.ndim == 2:
+        size = min(len(table), size)
+    tokenizer = _load_tokenizer(path)
     feed = None if tokenizer is None else Feed(module, tokenizer, size)
-    end = _find_end(module, config, tower)
+    # The id whose state the model reads, if it does that: every text must end with it.
+    end = None
+    if tower is not None or (is_classifier(module) and module.config.is_encoder_decoder):
+        end = getattr(config, "eos_token_id", None)
+        end = end[0] if isinstance(end, list) else end
+        end = end if end is not None and end < config.vocab_size else None
+    # XLNet transposes its ids to (tokens, batch): a row of them is no sample.
+    embed = module.get_input_embeddings() if module.config.model_type == "xlnet" else None
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
         text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
@@ -357,7 +358,8 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     if feed is not None and getattr(tokenizer, "is_fast", False):
         facts["lexicon"] = partial(read_lexicon, tokenizer, size, feed.encode)
     if tower is None and is_language_model(module):
-        facts["next_logits"] = _make_next_logits(module, feed)
+        if "inputs_embeds" in inspect.signature(module.forward).parameters:
+            facts["next_logits"] = partial(_score_next, module, feed)
         if (head := module.get_output_embeddings()) is not None:
             facts["next_token"] = NextToken(head, lambda out: out[0].logits)
     return ModelSpec(
@@ -367,11 +369,81 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         vocabulary=size,
         pad_id=find_pad(config) or 0,
         end_id=end,
-        call=_make_call(module, tower, feed, end),
-        read=_make_read(module, path, tower),
-        entry=module.get_input_embeddings() if _is_tokens_first(module) else None,
+        call=_make_call(module, tower, feed, end, embed),
+        read=_make_read(module, tower, choose_pooling(path)),
+        entry=embed,
         **facts,
     )
+
+
+def _make_call(
+    module: Any, tower: str | None, feed: Feed | None, end: int | None, embed: Any
+) -> Callable[[Tensor, Tensor | None], Any]:
+    """Return a function that runs a model on ids and their mask, and passes the mask on."""
+    run = module if tower is None else getattr(module, f"get_{tower}_features")
+    name, config = type(module).__name__, module.config
+    decoder = tower is None and config.is_encoder_decoder and not has_head(module)
+
+    def call(x: Tensor, mask: Tensor | None) -> Any:
+        with pad_inputs(module, x, mask, end) as (ids, attention):
+            inputs: dict[str, Any] = {} if feed is None else feed.types(ids, mask)
+            if embed is not None:
+                # Embed here, one sample per row: the model transposes embeddings as it does ids.
+                return run(attention_mask=attention, inputs_embeds=embed(ids), **inputs), mask
+            if end is not None and tower is None:
+                ends = ((ids == end) if mask is None else (ids == end) & mask).sum(1)
+                # The model's own code refuses these texts, without saying what to do.
+                if int(ends.min()) == 0 or int(ends.max()) != int(ends.min()):
+                    raise InputError(
+                        f"{name} reads the state at the end of a text, so every text "
+                        f"needs the end token id {end} (eos_token_id) equally often",
+                        "Put the tokenizer's files beside config.json, or append that id to the "
+                        "token ids.",
+                    )
+            if tower is not None and mask is not None and config.model_type.startswith("siglip"):
+                raise InputError(
+                    f"the text tower of {name} reads the last position even if it is padding. "
+                    "So the features of short texts would depend on the longest text",
+                    "Give texts of one length, as token ids in an .npz file padded as in "
+                    "training.",
+                )
+            if decoder:
+                # The decoder of a model without a head reads the same text, one token later.
+                begin = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)
+                start = torch.full_like(x[:, :1], next(i for i in begin if i is not None))
+                inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], 1)
+                inputs["decoder_attention_mask"] = None if mask is None else mask.long()
+            return run(attention_mask=attention, input_ids=ids, **inputs), mask
+
+    return call
+
+
+def _make_read(module: Any, tower: str | None, pooling: Pooling) -> Callable[[Any], Tensor]:
+    """Return a function from a result and its mask to the output."""
+
+    def read_next_token(out: Any) -> Tensor:
+        logits, mask = out[0].logits, out[1]
+        if mask is None:
+            return logits[:, -1]
+        return logits[torch.arange(len(logits), device=logits.device), mask.long().sum(1) - 1]
+
+    if tower is not None:
+        return lambda out: read_tower(out[0])
+    if not has_head(module):
+        return lambda out: pooling(*out)
+    return (lambda out: out[0].logits) if is_classifier(module) else read_next_token
+
+
+def _score_next(module: Any, feed: Feed | None, z: Tensor, first: int) -> Tensor:
+    """Return the next-token logits of embeddings, from position `first` on."""
+    last = z.shape[1] - first
+    # The logits of a prompt are large, and not needed.
+    keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
+    inputs: dict[str, Any] = {"logits_to_keep": last} if keeps else {}
+    if feed is not None:
+        inputs |= feed.types(z.new_full(z.shape[:2], -1, dtype=torch.long))
+    logits: Tensor = module(inputs_embeds=z, **inputs).logits
+    return logits[:, -last:]
 
 
 def _load_tokenizer(path: Path | None) -> Any:
@@ -386,16 +458,6 @@ def _load_tokenizer(path: Path | None) -> Any:
         "tiktoken), update transformers, or put tokenizer.json beside config.json.",
     ):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-
-
-def _count_ids(module: Any, config: Any) -> int:
-    """Return the number of token ids that the model has an embedding for."""
-    try:
-        table = getattr(module.get_input_embeddings(), "weight", None)
-    except NotImplementedError:  # for a model with two towers
-        table = None
-    size: int = config.vocab_size
-    return min(len(table), size) if isinstance(table, Tensor) and table.ndim == 2 else size
 
 
 def _limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
@@ -415,110 +477,3 @@ def _limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
         if isinstance(table, nn.Embedding) and table.padding_idx is not None
     ]
     return min((int(n) for n in limits if n and 0 < n < 10**6), default=MOST_TOKENS)
-
-
-def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
-    """Return the id whose state the model reads, if it does that: every text must end with it."""
-    if tower is None and not (is_classifier(module) and module.config.is_encoder_decoder):
-        return None
-    end = getattr(config, "eos_token_id", None)
-    end = end[0] if isinstance(end, list) else end
-    return end if end is not None and end < config.vocab_size else None
-
-
-def _is_tokens_first(module: Any) -> bool:
-    """Say whether a model transposes its ids to (tokens, batch): a row is then no sample."""
-    return str(module.config.model_type) == "xlnet"
-
-
-def _make_call(
-    module: Any, tower: str | None, feed: Feed | None, end: int | None
-) -> Callable[[Tensor, Tensor | None], Any]:
-    """Return a function that runs a model on ids and their mask, and passes the mask on."""
-    run = module if tower is None else getattr(module, f"get_{tower}_features")
-    embed = module.get_input_embeddings() if _is_tokens_first(module) else None
-    decoder = tower is None and module.config.is_encoder_decoder and not has_head(module)
-
-    def call(x: Tensor, mask: Tensor | None) -> Any:
-        with pad_inputs(module, x, mask, end) as (ids, attention):
-            inputs: dict[str, Any] = {} if feed is None else feed.types(ids, mask)
-            if embed is not None:
-                # Embed here, one sample per row: the model transposes embeddings as it does ids.
-                return run(attention_mask=attention, inputs_embeds=embed(ids), **inputs), mask
-            if end is not None and tower is None:
-                _require_ends(module, ids, mask, end)
-            if tower is not None and mask is not None:
-                _refuse_padding(module)
-            if decoder:
-                inputs |= _make_decoder_inputs(module, ids, mask)
-            return run(attention_mask=attention, input_ids=ids, **inputs), mask
-
-    return call
-
-
-def _make_read(module: Any, path: Path | None, tower: str | None) -> Callable[[Any], Tensor]:
-    """Return a function from a result and its mask to the output."""
-    pooling = choose_pooling(path)
-    if tower is not None:
-        return lambda out: read_tower(out[0])
-    if not has_head(module):
-        return lambda out: pooling(*out)
-    if is_classifier(module):
-        return lambda out: out[0].logits
-    return lambda out: _pick_next_token(out[0].logits, out[1])
-
-
-def _require_ends(module: Any, x: Tensor, mask: Tensor | None, end: int) -> None:
-    """Refuse texts that the model's code refuses: it reads the state of the last end id."""
-    ends = ((x == end) if mask is None else (x == end) & mask).sum(1)
-    if int(ends.min()) == 0 or int(ends.max()) != int(ends.min()):
-        raise InputError(
-            f"{type(module).__name__} reads the state at the end of a text, so every text "
-            f"needs the end token id {end} (eos_token_id) equally often",
-            "Put the tokenizer's files beside config.json, or append that id to the token ids.",
-        )
-
-
-def _refuse_padding(module: Any) -> None:
-    """Refuse padded texts if a tower reads the last position, padding or not."""
-    if str(module.config.model_type).startswith("siglip"):
-        raise InputError(
-            f"the text tower of {type(module).__name__} reads the last position even if it is "
-            "padding. So the features of short texts would depend on the longest text",
-            "Give texts of one length, as token ids in an .npz file padded as in training.",
-        )
-
-
-def _make_decoder_inputs(module: Any, x: Tensor, mask: Tensor | None) -> dict[str, Any]:
-    """Feed the decoder of a model without a head the same text, shifted by one token."""
-    known = (getattr(module.config, "decoder_start_token_id", None), find_pad(module.config), 0)
-    start = next(i for i in known if i is not None)
-    shifted = torch.cat([torch.full_like(x[:, :1], start), x[:, :-1]], 1)
-    return {
-        "decoder_input_ids": shifted,
-        "decoder_attention_mask": None if mask is None else mask.long(),
-    }
-
-
-def _make_next_logits(module: Any, feed: Feed | None) -> Callable[[Tensor, int], Tensor] | None:
-    """Return a function from embeddings to next-token logits, if the model takes embeddings."""
-    known = inspect.signature(module.forward).parameters
-    if "inputs_embeds" not in known:
-        return None
-
-    def run(z: Tensor, first: int) -> Tensor:
-        last = z.shape[1] - first
-        # The logits of a prompt are large, and not needed.
-        few = {"logits_to_keep": last} if "logits_to_keep" in known else {}
-        types = {} if feed is None else feed.types(z.new_full(z.shape[:2], -1, dtype=torch.long))
-        out = module(inputs_embeds=z, **types, **few)
-        logits: Tensor = out.logits[:, -last:]
-        return logits
-
-    return run
-
-
-def _pick_next_token(logits: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return logits[:, -1]
-    return logits[torch.arange(len(logits), device=logits.device), mask.long().sum(1) - 1]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.shared.timing import cpu_clock
-from lipaudit.certify.branch import Effort, decide
+from lipaudit.certify.branch import decide
 from lipaudit.certify.prove import ball, margins
 from lipaudit.certify.prove import run as passed
 
@@ -267,7 +267,7 @@ def stages(model: ReluViT, *, eps: float, samples: int, seconds: float) -> Itera
         out = margins(passed(model, form), int(y[i]))
         middle = cpu_clock() - cpu
         left = seconds - (time.monotonic() - began)
-        verdict = decide(out, Effort(nodes=10**9, seconds=left))
+        verdict = decide(out, nodes=10**9, seconds=left)
         stage = "branching" if verdict.certified else "open"
         stage = "root" if verdict.root_bound > 0 else stage
         stage = "pass" if verdict.pass_bound > 0 else stage

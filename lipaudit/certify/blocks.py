@@ -51,12 +51,6 @@ class ErrorBlock:
             return [replace(self, rows=rows, group=group)]
         return [replace(self, rows=r, group=g) for r, g in zip(rows, group, strict=True)]
 
-    def repeat_axes(self, shape: torch.Size) -> ErrorBlock:
-        """Repeat entries along axes of size one, or along new ones in front."""
-        rows = self.rows
-        rows = rows.view(len(rows), *[1] * (len(shape) - self.group.ndim), *self.group.shape)
-        return replace(self, rows=rows.expand(-1, *shape), group=self.group.expand(shape))
-
     def like(self, other: ErrorBlock) -> bool:
         """Say whether layers of both can be added."""
         return torch.equal(self.group, other.group) and torch.equal(self.numbers, other.numbers)

@@ -21,8 +21,9 @@ network.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from lipaudit.certify.form import Form
 from lipaudit.certify.rounding import DOUBLE, gamma, up
-from lipaudit.certify.symbols import Norm, Symbols
+from lipaudit.certify.symbols import Norm
 from lipaudit.theory.policy import NODES
 
 NUMBERS = 2**26
@@ -42,8 +43,7 @@ FEW = 256
 """Smallest number of columns that a face keeps."""
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Affine functions of the symbols that are kept: rows of coefficients.
 
     Attributes:
@@ -87,17 +87,9 @@ class Problem:
 
     def to(self, dtype: torch.dtype) -> Problem:
         """Return the problem in another precision, for the search only."""
-
-        def cast(rows: Rows) -> Rows:
-            return Rows(*(getattr(rows, field.name).to(dtype) for field in fields(rows)))
-
-        return replace(
-            self,
-            margins=cast(self.margins),
-            units=cast(self.units),
-            slope=self.slope.to(dtype),
-            offset=self.offset.to(dtype),
-        )
+        margins, units = (Rows(*(t.to(dtype) for t in r)) for r in (self.margins, self.units))
+        slope, offset = self.slope.to(dtype), self.offset.to(dtype)
+        return replace(self, margins=margins, units=units, slope=slope, offset=offset)
 
 
 def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
@@ -110,82 +102,50 @@ def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
         margins: the form.
         numbers: largest number of coefficients; further symbols become a radius per row.
     """
-    symbols, units = margins.symbols, margins.symbols.units
-    births = [u.first + torch.arange(len(u.slope), device=margins.device) for u in units]
-    used = _find_units(margins, births)
-    count = max([len(margins.generators), *(len(u.generators) for u in units)])
+    symbols, device = margins.symbols, margins.device
+    reached = torch.zeros(symbols.count, dtype=torch.bool, device=device)
+    reached[: len(margins.generators)] = (margins.generators != 0).any(1)
     rows = [(margins.centre, margins.generators, margins.slack)]
-    rows += [
-        (u.centre[own], u.generators[:, own], u.slack[own])
-        for u, own in zip(units, used, strict=True)
-    ]
-    own = torch.cat([birth[mask] for birth, mask in zip(births, used, strict=True)])
-    kept = _columns(rows, max([count, *(own + 1).tolist()]), own, symbols, numbers)
-    first, *others = (_rows(*each, kept, symbols) for each in rows)
-
-    def join_nodes(name: str) -> Tensor:
-        parts = zip(units, used, strict=True)
-        return torch.cat([getattr(u, name)[mask].to(DOUBLE) for u, mask in parts])
-
+    units: list[tuple[Tensor, ...]] = []
+    for depth, unit in reversed(list(enumerate(symbols.units))):
+        births = unit.first + torch.arange(len(unit.slope), device=device)
+        own = reached[births]
+        births, generators = births[own], unit.generators[:, own]
+        reached[: len(generators)] |= (generators != 0).any(1)
+        depths = torch.full_like(births, depth)
+        units.insert(0, (births, unit.slope[own], unit.offset[own], depths))
+        rows.insert(1, (unit.centre[own], generators, unit.slack[own]))
+    births, slope, offset, depths = (torch.cat(each) for each in zip(*units, strict=True))
+    # Columns for the input, the ReLUs, and the largest other errors, as many as fit. The products
+    # of the input's symbols are bounded together.
+    size = torch.zeros(symbols.count, dtype=DOUBLE, device=device)
+    for _, g, _ in rows:
+        size[: len(g)] += g.abs().sum(1)
+    always = torch.cat([torch.arange(symbols.n, device=device), births])
+    size[symbols.n : symbols.first_error] = 0
+    size[always] = 0
+    room = numbers // sum(g.shape[1] for _, g, _ in rows) - len(always)
+    kept = torch.zeros(symbols.count, dtype=torch.bool, device=device)
+    kept[always] = True
+    kept[size.topk(min(max(room, 0), int((size > 0).sum()))).indices] = True
+    parts = []
+    for centre, g, slack in rows:
+        present = kept[: len(g)]
+        low, high = symbols.quadratic_range(g)
+        errors = symbols.sizes(g * ~present[:, None]).errors
+        missing = int(kept.sum()) - int(present.sum())
+        slopes = F.pad(g[present].mT.to(DOUBLE), (0, missing))
+        parts.append(Rows(centre, slopes, up(errors + torch.maximum(-low, high) + slack)))
     return Problem(
-        margins=first,
-        units=Rows(
-            *(torch.cat(each) for each in zip(*(vars(r).values() for r in others), strict=True))
-        ),
-        slope=join_nodes("slope"),
-        offset=join_nodes("offset"),
-        columns=(kept.cumsum(0) - 1)[own],
-        depth=torch.cat(
-            [torch.full_like(b[m], i) for i, (b, m) in enumerate(zip(births, used, strict=True))]
-        ),
+        margins=parts[0],
+        units=Rows(*(torch.cat(each) for each in zip(*parts[1:], strict=True))),
+        slope=slope,
+        offset=offset,
+        columns=(kept.cumsum(0) - 1)[births],
+        depth=depths,
         inputs=symbols.n,
         norm=symbols.norm,
     )
-
-
-def _find_units(margins: Form, births: list[Tensor]) -> list[Tensor]:
-    """Return the ReLUs of every call that a margin depends on."""
-    reached = (margins.generators != 0).any(1)
-    used = []
-    for unit, birth in reversed(list(zip(margins.symbols.units, births, strict=True))):
-        own = F.pad(reached, (0, max(0, int(birth[-1]) + 1 - len(reached))))[birth]
-        more = (unit.generators[:, own] != 0).any(1)
-        size = max(len(reached), len(more))
-        reached = F.pad(reached, (0, size - len(reached))) | F.pad(more, (0, size - len(more)))
-        used.append(own)
-    return used[::-1]
-
-
-def _columns(
-    rows: list[tuple[Tensor, Tensor, Tensor]],
-    count: int,
-    own: Tensor,
-    symbols: Symbols,
-    numbers: int,
-) -> Tensor:
-    """Return the symbols with a column: input, ReLUs, and the largest others, as many as fit."""
-    size = torch.zeros(count, dtype=DOUBLE, device=own.device)
-    for _, g, _ in rows:
-        size[: len(g)] += g.abs().sum(1)
-    size[symbols.n : symbols.first_error] = 0  # products are bounded together
-    always = torch.cat([torch.arange(symbols.n, device=own.device), own])
-    size[always] = 0
-    room = numbers // sum(g.shape[1] for _, g, _ in rows) - len(always)
-    most = min(max(room, 0), int((size > 0).sum()))
-    kept = torch.zeros(count, dtype=torch.bool, device=own.device)
-    kept[always] = True
-    kept[size.topk(most).indices] = True
-    return kept
-
-
-def _rows(c: Tensor, g: Tensor, slack: Tensor, kept: Tensor, symbols: Symbols) -> Rows:
-    other = g * ~kept[: len(g), None]
-    low, high = symbols.quadratic_range(g)
-    spread = up(symbols.sizes(other).errors + torch.maximum(-low, high) + slack)
-    slopes = g.new_zeros(g.shape[1], int(kept.sum()), dtype=DOUBLE)
-    present = g[kept[: len(g)]].mT.to(DOUBLE)
-    slopes[:, : present.shape[1]] = present
-    return Rows(c.to(DOUBLE), slopes, spread)
 
 
 def restrict_to_face(
@@ -209,14 +169,14 @@ def restrict_to_face(
     kept = torch.zeros_like(firm, dtype=torch.bool)
     kept[firm.topk(most, largest=False).indices] = True
     end = torch.where(kept, 0.0, (low + high).sign())
-
-    def cut(rows: Rows) -> Rows:
-        return Rows(rows.centre - rows.slopes @ end, rows.slopes[:, kept], rows.spread)
-
+    margins, units = (
+        Rows(rows.centre - rows.slopes @ end, rows.slopes[:, kept], rows.spread)
+        for rows in (problem.margins, problem.units)
+    )
     return replace(
         problem,
-        margins=cut(problem.margins),
-        units=cut(problem.units),
+        margins=margins,
+        units=units,
         columns=(kept.cumsum(0) - 1)[problem.columns],
         inputs=int(kept[: problem.inputs].sum()),
     )
@@ -246,6 +206,15 @@ class Nodes:
     def __getitem__(self, index: Tensor | slice) -> Nodes:
         return Nodes(self.which[index], self.state[index], self.y[:, index])
 
+    def floor(self) -> Tensor:
+        """Return the smallest multipliers: 0 for inequalities, no limit for equations."""
+        free = torch.stack([self.state == -1, self.state == 1])
+        return torch.zeros_like(self.y).masked_fill_(free, -torch.inf)
+
+    def feasible(self) -> Tensor:
+        """Return the multipliers with those of inequalities >= 0."""
+        return torch.maximum(self.y, self.floor())
+
 
 def join_nodes(nodes: list[Nodes]) -> Nodes:
     """Return the nodes of several groups as one group."""
@@ -258,9 +227,8 @@ def join_nodes(nodes: list[Nodes]) -> Nodes:
 
 def bound(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
     """Return the lower bound of every node, up to rounding, and the coefficients (b, columns)."""
-    w, v = _multiply_table(problem, nodes)
-    t = _coefficients(problem, nodes.which, w, v)
-    return _evaluate(problem, nodes.which, w, v, t), t
+    value, t, _ = _evaluate(problem, nodes.which, nodes.feasible(), _table(problem, nodes.state))
+    return value, t
 
 
 def proven(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
@@ -273,7 +241,7 @@ def proven(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     nodes = Nodes(nodes.which, nodes.state, nodes.y.to(DOUBLE))
     value, _ = bound(problem, nodes)
     units, margins, j = problem.units, problem.margins, nodes.which
-    y = _feasible(nodes).abs().sum(0)
+    y = nodes.feasible().abs().sum(0)
     unit_size = units.centre.abs() + units.spread + units.slopes.abs().sum(1) + 2 * problem.offset
     margin_size = margins.centre.abs() + margins.spread + margins.slopes.abs().sum(1)
     roundings = sum(units.slopes.shape) + 64
@@ -307,17 +275,24 @@ def ascend(
     Adam along the supergradient, back to what is allowed after every step, with a rate that falls
     to a tenth. Ends early where all bounds are positive, or at a time of `time.monotonic`.
     """
-    which, state = nodes.which, nodes.state
-    y, floor, table = _feasible(nodes), _floor(nodes), _table(problem, state)
+    which, state, floor = nodes.which, nodes.state, nodes.floor()
+    y, table, units, n = nodes.feasible(), _table(problem, state), problem.units, problem.inputs
     best, arg = y.new_full(y.shape[1:2], -torch.inf), y
     first, second = torch.zeros_like(y), torch.zeros_like(y)
     for step in range(steps + 1):
-        value, slope = _value_and_slope(problem, which, y, table)
+        value, t, w = _evaluate(problem, which, y, table)
         better = value > best
         best = torch.where(better, value, best)
         arg = torch.where(better[:, None], y, arg)
         if step == steps or bool((best > 0).all()) or time.monotonic() > until:
             break
+        # A supergradient: what the multipliers add at minus the e that attains the minimum.
+        e = t.sign()
+        if problem.norm == "l2":
+            moving = torch.linalg.vector_norm(t[:, :n], dim=1, keepdim=True)
+            e[:, :n] = t[:, :n] / moving.clamp_min(torch.finfo(t.dtype).tiny)
+        of_z = units.centre - w.sign() * units.spread - e @ units.slopes.mT
+        slope = table[0] * of_z + table[1] * (1 - e[:, problem.columns])
         first.lerp_(slope, 1 - _DECAY[0])
         second.lerp_(slope.square_(), 1 - _DECAY[1])
         size = (second / (1 - _DECAY[1] ** (step + 1))).sqrt_().add_(1e-8)
@@ -326,93 +301,38 @@ def ascend(
     return best, Nodes(which, state, arg)
 
 
-def _floor(nodes: Nodes) -> Tensor:
-    """Return the smallest multipliers: 0 for inequalities, no limit for equations."""
-    free = torch.stack([nodes.state == -1, nodes.state == 1])
-    return torch.zeros_like(nodes.y).masked_fill_(free, -torch.inf)
-
-
-def _feasible(nodes: Nodes) -> Tensor:
-    """Return the multipliers with those of inequalities >= 0."""
-    return torch.maximum(nodes.y, _floor(nodes))
-
-
 def _table(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return what the multipliers add to z and to 1 + eps (table above), (2, b, k) each."""
     a = problem.slope
-    on_z = torch.stack(
-        [
-            torch.where(state == 1, -1.0, -a),
-            torch.where(state == -1, 1.0, 1 - a),
-        ]
-    )
-    return on_z, torch.stack([state != 1, state != -1]) * -problem.offset
+    on_z = [torch.where(state == 1, -1.0, -a), torch.where(state == -1, 1.0, 1 - a)]
+    return torch.stack(on_z), torch.stack([state != 1, state != -1]) * -problem.offset
 
 
-def _multiply_table(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
-    y, (on_z, on_h) = _feasible(nodes), _table(problem, nodes.state)
-    return (y * on_z).sum(0), (y * on_h).sum(0)
-
-
-def _coefficients(problem: Problem, which: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    t = torch.addmm(problem.margins.slopes[which], w, problem.units.slopes)
-    return t.index_add_(1, problem.columns, v)
-
-
-def _evaluate(problem: Problem, which: Tensor, w: Tensor, v: Tensor, t: Tensor) -> Tensor:
-    units, margins, n = problem.units, problem.margins, problem.inputs
-    constant = margins.centre[which] + w @ units.centre + v.sum(1)
-    loss = margins.spread[which] + w.abs() @ units.spread
-    if problem.norm == "linf":
-        return constant - loss - torch.linalg.vector_norm(t, 1, dim=1)
-    moving = torch.linalg.vector_norm(t[:, :n], dim=1)
-    return constant - loss - moving - torch.linalg.vector_norm(t[:, n:], 1, dim=1)
-
-
-def _value_and_slope(
+def _evaluate(
     problem: Problem, which: Tensor, y: Tensor, table: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The bound and a supergradient of it: minus the e that attains the minimum, put in."""
-    (on_z, on_h), units, n = table, problem.units, problem.inputs
-    w, v = (y * on_z).sum(0), (y * on_h).sum(0)
-    t = _coefficients(problem, which, w, v)
-    value = _evaluate(problem, which, w, v, t)
-    e = t.sign()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return bounds, the coefficients of the symbols, (b, columns), and w, those of every z."""
+    units, margins, n = problem.units, problem.margins, problem.inputs
+    w, v = ((y * each).sum(0) for each in table)
+    t = torch.addmm(margins.slopes[which], w, units.slopes).index_add_(1, problem.columns, v)
+    value = margins.centre[which] + w @ units.centre + v.sum(1)
+    value = value - (margins.spread[which] + w.abs() @ units.spread)
     if problem.norm == "l2":
-        moving = torch.linalg.vector_norm(t[:, :n], dim=1, keepdim=True)
-        e[:, :n] = t[:, :n] / moving.clamp_min(torch.finfo(t.dtype).tiny)
-    of_w = units.centre - w.sign() * units.spread - e @ units.slopes.mT
-    of_v = 1 - e[:, problem.columns]
-    return value, on_z * of_w + on_h * of_v
+        value = value - torch.linalg.vector_norm(t[:, :n], dim=1)
+        return value - torch.linalg.vector_norm(t[:, n:], 1, dim=1), t, w
+    return value - torch.linalg.vector_norm(t, 1, dim=1), t, w
 
 
+BATCH = 48
+"""Number of parts of the ball that are split at a time."""
+ROOT_STEPS, STEPS, LAST_STEPS = 60, 10, 400
+"""Steps of the multipliers: on the ball, on a part, and on a part where every sign is known."""
+RATE = 0.2
+"""Learning rate, as a share of the multipliers that the search begins with."""
+SHARE = 0.02
+"""Share of the symbols that are searched over beside those in doubt (`restrict_to_face`)."""
 _LAST = (10.0, 3.0, 1.0, 0.3)
 """Learning-rate factors used if every ReLU sign is fixed, when only a linear program remains."""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """The effort for a sample.
-
-    Attributes:
-        nodes: largest number of parts of the ball; this limit gives equal verdicts on all
-            machines.
-        seconds: time limit, which depends on the machine and its load.
-        batch: number of parts split at a time.
-        root_steps, steps, last_steps: of the multipliers, on the ball, on a part, and where every
-            sign is known.
-        rate: of the steps, as a share of the multipliers that the search begins with.
-        share: of the symbols that are searched over beside those in doubt (`restrict_to_face`).
-    """
-
-    nodes: int = NODES
-    seconds: float = float("inf")
-    batch: int = 48
-    root_steps: int = 60
-    steps: int = 10
-    last_steps: int = 400
-    rate: float = 0.2
-    share: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -440,85 +360,98 @@ class Verdict:
     limit: str = ""
 
 
-def decide(margins: Form, effort: Effort | None = None) -> Verdict:
+def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) -> Verdict:
     """Try to prove that all margins (a form of one axis) are positive.
 
     The search for multipliers runs in single precision. The claimed bound is evaluated in double
     precision, minus its rounding error (`proven`).
+
+    Args:
+        margins: the form.
+        nodes: largest number of parts of the ball; this limit gives equal verdicts on all
+            machines.
+        seconds: time limit, which depends on the machine and its load.
     """
-    effort = effort or Effort()
-    deadline = time.monotonic() + effort.seconds
-    low, _ = margins.range()
-    low = low.nan_to_num(nan=-torch.inf)
-    whole = float(low.min())
-    count, is_open = len(margins.symbols.units), (low <= 0).nonzero()[:, 0]
-    if not len(is_open) or not count or whole == -float("inf"):
+    deadline = time.monotonic() + seconds
+    low = margins.range()[0].nan_to_num(nan=-torch.inf)
+    whole, is_open = float(low.min()), (low <= 0).nonzero()[:, 0]
+    if not len(is_open) or not margins.symbols.units or whole == -float("inf"):
         return Verdict(whole > 0, whole, whole, whole, 0, 0, "" if whole > 0 else "signs")
     exact = problem_of(margins)
-    search = exact.to(torch.float32)
-    first = start(search, is_open)
-    unit = float(first.y.sum() / (first.y > 0).sum().clamp_min(1))
-    effort = replace(effort, rate=effort.rate * unit)
-    _, roots = ascend(search, first, steps=effort.root_steps, rate=effort.rate, until=deadline)
+    rough = exact.to(torch.float32)
+    roots = start(rough, is_open)
+    rate = RATE * float(roots.y.sum() / (roots.y > 0).sum().clamp_min(1))
+    _, roots = ascend(rough, roots, steps=ROOT_STEPS, rate=rate, until=deadline)
     bounds = torch.maximum(proven(exact, roots), low[is_open])
-    root = min(float(bounds.min()), float(low[low > 0].min()) if (low > 0).any() else torch.inf)
-    left = _BranchSearch(exact, search, effort, deadline)
-    limit, worst = left.run(roots, bounds)
-    settled = [float(low[low > 0].min())] if (low > 0).any() else []
-    bound = min([worst, *settled])
-    return Verdict(not limit, whole, root, bound, left.nodes, len(exact.slope), limit)
+    settled = low[low > 0].tolist()
+    search = _Search(exact, rough, rate, nodes, deadline)
+    limit, worst = search.run(roots, bounds)
+    return Verdict(
+        certified=not limit,
+        pass_bound=whole,
+        root_bound=min([float(bounds.min()), *settled]),
+        bound=min([worst, *settled]),
+        nodes=search.nodes,
+        units=len(exact.slope),
+        limit=limit,
+    )
 
 
-class _BranchSearch:
-    """The open parts, worst first."""
+@dataclass
+class _Search:
+    """The open parts of a ball, worst first; `exact` proves what `rough` finds."""
 
-    def __init__(self, exact: Problem, search: Problem, effort: Effort, deadline: float) -> None:
-        self.exact, self.search, self.effort, self.deadline = exact, search, effort, deadline
-        self.nodes, self.least = 0, torch.inf
+    exact: Problem
+    rough: Problem
+    rate: float
+    most: int
+    deadline: float
+    nodes: int = 0
+    least: float = float("inf")
 
     def run(self, roots: Nodes, bounds: Tensor) -> tuple[str, float]:
         """Return the reason for the end of the search, and the smallest bound of a part."""
-        self.nodes = len(roots)
-        positive = bounds > 0
+        self.nodes, positive = len(roots), bounds > 0
         self.least = min([self.least, *bounds[positive].tolist()])
         queue, worth = roots[~positive], bounds[~positive]
         while len(queue):
-            limit = self._limit()
-            if limit:
-                return limit, float(worth.min())
+            if self.nodes >= self.most:
+                return "nodes", float(worth.min())
+            if time.monotonic() > self.deadline:
+                return "seconds", float(worth.min())
             order = worth.argsort()
             alike = queue.which[order] == queue.which[order[0]]  # one margin: one face suffices
-            now = order[alike][: self.effort.batch]
-            later = torch.cat([order[alike][self.effort.batch :], order[~alike]])
+            now = order[alike][:BATCH]
+            later = torch.cat([order[alike][BATCH:], order[~alike]])
             batch, known = queue[now], (queue[now].state != 0).all(1)
-            if not self._try_programs(batch[known]):
+            last, batch = batch[known], batch[~known]
+            for haste in _LAST:
+                if len(last):
+                    _, t = bound(self.rough, last)
+                    last, _ = self._bound_parts(t, last, LAST_STEPS, haste)
+            if len(last):
                 return "signs", float(worth.min())
             queue, worth = queue[later], worth[later]
-            if not known.all():
-                children, value = self._bound_parts(*self._cut(batch[~known]), self.effort.steps)
-                queue, worth = join_nodes([queue, children]), torch.cat([worth, value])
-        return "", float(self.least)
-
-    def _limit(self) -> str:
-        if self.nodes >= self.effort.nodes:
-            return "nodes"
-        return "seconds" if time.monotonic() > self.deadline else ""
-
-    def _try_programs(self, last: Nodes) -> bool:
-        """Return whether parts with all signs fixed could be proven, one linear program each."""
-        for haste in _LAST:
-            if len(last):
-                _, t = bound(self.search, last)
-                face = restrict_to_face(self.search, t, self.effort.share)
-                last, _ = self._bound_parts(face, last, self.effort.last_steps, haste)
-        return not len(last)
+            if len(batch):
+                # Split every part at the most promising ReLU: the slack that the coefficient of
+                # eps costs, and what the multipliers use. Trials of the best few with some steps
+                # cost more than they save.
+                _, t = bound(self.rough, batch)
+                used = batch.y.clamp_min(0).sum(0) * self.rough.offset
+                score = 2 * t[:, self.rough.columns].abs() + used
+                unit = score.masked_fill(batch.state != 0, -1.0).argmax(1, keepdim=True)
+                states = (batch.state.scatter(1, unit, sign) for sign in (1, -1))
+                parts = join_nodes([Nodes(batch.which, state, batch.y) for state in states])
+                parts, value = self._bound_parts(t, parts, STEPS)
+                queue, worth = join_nodes([queue, parts]), torch.cat([worth, value])
+        return "", self.least
 
     def _bound_parts(
-        self, face: Problem, parts: Nodes, steps: int, haste: float = 1.0
+        self, t: Tensor, parts: Nodes, steps: int, haste: float = 1.0
     ) -> tuple[Nodes, Tensor]:
-        """Bound parts, and return the open ones with their bounds."""
+        """Bound parts on a face near coefficients t, and return the open ones with bounds."""
         self.nodes += len(parts)
-        rate = haste * self.effort.rate
+        face, rate = restrict_to_face(self.rough, t, SHARE), haste * self.rate
         value, parts = ascend(face, parts, steps=steps, rate=rate, until=self.deadline)
         value = value.to(self.exact.slope)
         hopeful = (value > 0).nonzero()[:, 0]
@@ -526,22 +459,3 @@ class _BranchSearch:
         is_open = ~(value > 0)
         self.least = min([self.least, *value[~is_open].tolist()])
         return parts[is_open], value[is_open]
-
-    def _cut(self, batch: Nodes) -> tuple[Problem, Nodes]:
-        """Split every part at the most promising ReLU; return the face to search, too.
-
-        Score: the slack that the coefficient of eps costs, and what the multipliers use. Trials of
-        the best few with some steps cost more than they save.
-        """
-        _, t = bound(self.search, batch)
-        used = batch.y.clamp_min(0).sum(0) * self.search.offset
-        score = 2 * t[:, self.search.columns].abs() + used
-        chosen = score.masked_fill(batch.state != 0, -1.0).argmax(1)
-        parts = join_nodes([_fix_sign(batch, chosen, sign) for sign in (1, -1)])
-        return restrict_to_face(self.search, t, self.effort.share), parts
-
-
-def _fix_sign(nodes: Nodes, unit: Tensor, sign: int) -> Nodes:
-    """Return the parts of the nodes in which the ReLU `unit` has the given sign."""
-    state = nodes.state.scatter(1, unit[:, None], sign)
-    return Nodes(nodes.which, state, nodes.y)

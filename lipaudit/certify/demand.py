@@ -9,7 +9,7 @@ all, no range would be finite and nothing would be certified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,25 +98,21 @@ class TrialRun:
     def trial(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """Run a call."""
         numbers, named = (_replace_kind(each, Form, lambda f: f.centre) for each in (args, kwargs))
-        nodes, keyed = (_replace_kind(each, Form, _node) for each in (args, kwargs))
+        nodes, keyed = (_replace_kind(each, Form, lambda f: f.node) for each in (args, kwargs))
         out = func(*numbers, **named)
         out = numbers[0] if out is None else list(out) if isinstance(out, Iterator) else out
         constant = name.endswith("_like") or name.startswith("new_")
         constant = constant and "empty" not in name  # a call may write to these: forms
         result = out if constant else _replace_kind(out, Tensor, self.start)
-        self.calls.append(Call(func, name, nodes, keyed, [_node(f) for f in forms_of(result)]))
+        self.calls.append(Call(func, name, nodes, keyed, [f.node for f in forms_of(result)]))
         return iter(result) if name == "iter" else result
 
 
 class Plan:
-    """The part of every call of a pass to compute."""
+    """The part of every call of a pass to compute: its name, and where it is cut."""
 
-    def __init__(self, calls: list[Call], results: list[Form]) -> None:
-        for form in results:
-            _node(form).read[...] = True
-        cuts = [_demand(call) for call in reversed(calls)]
-        self.cuts = list(zip([call.name for call in calls], reversed(cuts), strict=True))
-        self.at = 0
+    def __init__(self, cuts: Iterable[tuple[str, Cut | None]]) -> None:
+        self.cuts = iter(cuts)
 
     def __call__(self, name: str, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply a rule to the needed part of the arguments.
@@ -124,14 +120,24 @@ class Plan:
         Raises:
             DeviationError: the model calls other functions than in the trial run.
         """
-        planned, cut = self.cuts[self.at] if self.at < len(self.cuts) else ("nothing", None)
+        planned, cut = next(self.cuts, ("nothing", None))
         if name != planned:
             raise DeviationError
-        self.at += 1
         if cut is None:
             return rule(*args, **kwargs)
-        size = max(_size(value, cut[0]) for value in (args if name in ENTRIES else args[:1]))
-        return _repeat_form(rule(*_narrow_arguments(name, args, cut, size), **kwargs), cut, size)
+        axis, parts, reach = cut[0], list(args), len(args) if name in ENTRIES else 1
+        size = max(_size(value, axis) for value in args[:reach])
+        for i, value in enumerate(args[:reach]):
+            if _size(value, axis) == size and isinstance(value, Form):
+                # All readers share the part of a form, and so its symbols.
+                held = value.__dict__.setdefault("parts", {})
+                if cut not in held:
+                    held[cut] = value.narrow(*cut, 1)
+                    held[cut].simplex = value.simplex and axis != -1
+                parts[i] = held[cut]
+            elif _size(value, axis) == size:
+                parts[i] = value.narrow(*cut, 1)
+        return _repeat_form(rule(*parts, **kwargs), cut, size)
 
 
 def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
@@ -139,17 +145,29 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
     trial = TrialRun(x.symbols)
     try:
         results = forms_of(model(trial.start(x.centre.clone())))
-        return Plan(trial.calls, results) if results else None
+        for form in results:
+            form.node.read[...] = True
+        cuts = [(call.name, _demand(call)) for call in reversed(trial.calls)]
     except (RuntimeError, TypeError, ValueError) as error:  # of other types than its weights, say
         if of_machine(error):
             raise
         return None
+    return Plan(cuts[::-1]) if results else None
 
 
 def _demand(call: Call) -> Cut | None:
     """Record which entries a call reads; return the axis along which it can be reduced."""
     if call.name in PLACES and isinstance(call.args[0], Node):
-        _read_places(call, call.args[0])
+        # The rearrangement of the entries' indices tells which of them are read.
+        node = call.args[0]
+        at = torch.arange(node.shape.numel(), device=node.device).view(node.shape)
+        args = _replace_kind(
+            call.args[1:], Node, lambda other: torch.empty(other.shape, device=other.device)
+        )
+        out = call.func(at, *args, **call.kwargs)
+        outs = [out] if len(call.results) == 1 else out
+        for result, places in zip(call.results, outs, strict=True):
+            node.read.view(-1)[places[result.read]] = True
         return None
     cut = _cut(call)
     inner = call.args if cut and call.name in ENTRIES else call.args[:1] if cut else ()
@@ -196,49 +214,15 @@ def _axes(call: Call, read: Tensor) -> list[int]:
         return axes[1 if isinstance(shape, int) else len(shape) :]
     if call.name == "batch_norm":
         return [axis for axis in axes if axis % read.ndim != 1]
-    if call.name == "scaled_dot_product_attention" and (
-        len(call.args) > 3 or _has_mask(call.kwargs)
-    ):
-        return []
+    if call.name == "scaled_dot_product_attention":
+        mask, causal = call.kwargs.get("attn_mask"), call.kwargs.get("is_causal")
+        if len(call.args) > 3 or mask is not None or causal:
+            return []
     return [-2] if call.name in MIXING and read.ndim > 1 else axes[1:]
 
 
 def _argument(call: Call, name: str) -> Any:
     return call.kwargs[name] if name in call.kwargs else call.args[1]
-
-
-def _has_mask(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("attn_mask") is not None or bool(kwargs.get("is_causal"))
-
-
-def _read_places(call: Call, node: Node) -> None:
-    """Find the entries read through a rearrangement, by rearranging their indices."""
-    at = torch.arange(node.shape.numel(), device=node.device).view(node.shape)
-    args = _replace_kind(
-        call.args[1:], Node, lambda other: torch.empty(other.shape, device=other.device)
-    )
-    out = call.func(at, *args, **call.kwargs)
-    for result, places in zip(call.results, [out] if len(call.results) == 1 else out, strict=True):
-        node.read.view(-1)[places[result.read]] = True
-
-
-def _narrow_arguments(name: str, args: Any, cut: Cut, size: int) -> list[Any]:
-    def narrow(value: Any) -> Any:
-        if _size(value, cut[0]) != size:
-            return value
-        return _part(value, cut) if isinstance(value, Form) else value.narrow(*cut, 1)
-
-    return [narrow(value) if name in ENTRIES or not i else value for i, value in enumerate(args)]
-
-
-def _part(form: Form, cut: Cut) -> Form:
-    """Return the needed part of a form; all readers share it, and so its symbols."""
-    parts = form.__dict__.setdefault("parts", {})
-    if cut not in parts:
-        parts[cut] = form.narrow(*cut, 1)
-        parts[cut].simplex = form.simplex and cut[0] != -1
-    part: Form = parts[cut]
-    return part
 
 
 def _size(value: Any, axis: int) -> int:
@@ -268,11 +252,6 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
         result.quadratic_range = wide(low), wide(high)
     result.simplex, result.__dict__["parts"] = form.simplex, {cut: form}
     return result
-
-
-def _node(form: Form) -> Node:
-    node: Node = form.__dict__["node"]
-    return node
 
 
 def _nodes(values: Any) -> list[Node]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.certify.blocks import ErrorBlock
-from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, outward, tiny, up
+from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, tiny, up
 from lipaudit.certify.symbols import Sizes, Symbols
 from lipaudit.errors import EvaluationError, InputError
 
@@ -54,15 +54,6 @@ def name_of(func: Callable[..., Any]) -> str:
     return name[2:-2] if name.startswith("__") and name != "__float__" else name
 
 
-def takes_a_view(index: Any) -> bool:
-    """Say whether an index returns a view; tensors and lists of indices copy.
-
-    A tensor without axes counts as a number.
-    """
-    parts = index if isinstance(index, tuple) else (index,)
-    return not any(isinstance(part, list) or getattr(part, "ndim", 0) for part in parts)
-
-
 class NoRuleError(InputError):
     """The model uses an operation that has no rule for forms.
 
@@ -88,24 +79,6 @@ class UnboundedError(EvaluationError):
         super().__init__("the bounds overflowed: the ball is too large for this model")
 
 
-def rule_of(
-    rules: Mapping[str, Callable[..., Any]], name: str, args: Any, kwargs: Any
-) -> Callable[..., Any]:
-    """Return the rule of an operation.
-
-    Raises:
-        NoRuleError: the operation has no rule, or none for these arguments.
-    """
-    rule = rules.get(name)
-    if rule is None:
-        raise NoRuleError(name)
-    try:
-        inspect.signature(rule).bind(*args, **kwargs)
-    except TypeError:
-        raise NoRuleError(f"{name} with these arguments") from None
-    return rule
-
-
 @dataclass(frozen=True)
 class Quotient:
     """numerator / root + constant with one root per row: a normalisation followed by weights.
@@ -127,12 +100,6 @@ class Quotient:
     def move(self, move: Callable[[Form], Form]) -> Quotient:
         """Return the quotient with rearranged entries."""
         return Quotient(*(move(each) for each in vars(self).values()))
-
-    def product(self) -> Form:
-        """Return the quotient multiplied out."""
-        rules = self.numerator.symbols.rules
-        form: Form = rules["add"](rules["mul"](self.numerator, self.inverse), self.constant)
-        return form
 
 
 class Memory:
@@ -201,7 +168,9 @@ class Form(Tensor):
         """Multiply out the quotient."""
         if name not in PARTS or self.__dict__.get("quotient") is None:
             raise AttributeError(name)
-        product = self.__dict__["quotient"].product()
+        parts: Quotient = self.__dict__["quotient"]
+        rules = parts.numerator.symbols.rules
+        product = rules["add"](rules["mul"](parts.numerator, parts.inverse), parts.constant)
         self.__dict__.update({part: product.__dict__[part] for part in PARTS})
         return self.__dict__[name]
 
@@ -275,8 +244,9 @@ class Form(Tensor):
         """Return the ends of a range that holds every value, (*shape) each, float64."""
         sizes, (low, high) = self.sizes, self.quadratic_range
         radius = up(sizes.linear + sizes.errors + self.slack)
-        size = self.centre.abs() + radius + high - low
-        return outward(self.centre - radius + low, self.centre + radius + high, size)
+        # The rounding of a few float64 sums of terms that are no larger than this size.
+        loss = up(gamma(16, DOUBLE) * (self.centre.abs() + radius + high - low))
+        return self.centre - radius + low - loss, self.centre + radius + high + loss
 
     @property
     def stale(self) -> bool:
@@ -347,11 +317,14 @@ class Form(Tensor):
         result = _apply_rule(forms[0].symbols, func, name, args, kwargs)
         if writes:
             return _write_back(name, args[0], result)
-        copied = name not in VIEWS or (name == "getitem" and not takes_a_view(args[1]))
-        for view in () if copied else forms_of(result):
+        index = args[1] if name == "getitem" else ()
+        parts = index if isinstance(index, tuple) else (index,)
+        # Tensors and lists of indices copy; a tensor without axes counts as a number.
+        copied = any(isinstance(part, list) or getattr(part, "ndim", 0) for part in parts)
+        for view in forms_of(result) if name in VIEWS and not copied else ():
             view.memory, view.seen = forms[0].memory, forms[0].seen
             if name == "getitem":
-                view.origin = forms[0], args[1]
+                view.origin = forms[0], index
         return result
 
     @classmethod
@@ -374,7 +347,14 @@ def forms_of(values: Any) -> list[Form]:
 
 
 def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    rule = rule_of(symbols.rules, name, args, kwargs)
+    """Apply the rule of an operation, or what stands in its place in a pass with a plan."""
+    rule = symbols.rules.get(name)
+    if rule is None:
+        raise NoRuleError(name)
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        raise NoRuleError(f"{name} with these arguments") from None
     if symbols.trial is not None:
         return symbols.trial(func, name, args, kwargs)
     if symbols.plan is None:

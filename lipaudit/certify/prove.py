@@ -83,6 +83,7 @@ def ball(
     return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
 
 
+@torch.no_grad()
 def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None) -> Any:
     """Run a model on a form; refuse an operation without a rule, and name its module.
 
@@ -96,21 +97,18 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
     """
     whole = model if module is None else module
     try:
-        with torch.no_grad(), name_paths(whole):
+        with name_paths(whole):
             x.symbols.plan = plan(model, x)
         try:
-            with torch.no_grad(), name_paths(whole):
-                return _require_current(model(x.copy()), x.symbols)
+            with name_paths(whole):
+                result = model(x.copy())
         except DeviationError:
             x.symbols.plan = None
-            with torch.no_grad(), name_paths(whole):
-                return _require_current(model(x), x.symbols)
+            with name_paths(whole):
+                result = model(x)
     finally:
         x.symbols.plan = None
-
-
-def _require_current(result: Any, symbols: Symbols) -> Any:
-    if any(form.stale or form.symbols is not symbols for form in forms_of(result)):
+    if any(form.stale or form.symbols is not x.symbols for form in forms_of(result)):
         raise NoRuleError("a result that was changed in place elsewhere")
     return result
 

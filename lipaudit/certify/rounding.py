@@ -49,14 +49,6 @@ def up(x: Float[Tensor, "*shape"], roundings: int = 8) -> Float[Tensor, "*shape"
     return x * (1 + 2 * gamma(roundings + 2, DOUBLE)) + 2.0**-1000
 
 
-def outward(
-    low: Float[Tensor, "*shape"], high: Float[Tensor, "*shape"], size: Float[Tensor, "*shape"]
-) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """Widen a range by the rounding of a few float64 sums of terms <= `size`."""
-    loss = up(gamma(16, DOUBLE) * size)
-    return low - loss, high + loss
-
-
 def cast_up(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
     """Cast numbers >= 0 to `dtype` without making any smaller.
 

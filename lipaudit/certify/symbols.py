@@ -117,11 +117,16 @@ class Symbols:
         On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2 for the products
         of a unit vector's entries are a vector of norm <= 1; elsewhere 1-norms.
         """
-        linear, quadratic, errors = torch.split(g, self._parts(len(g)))
+        linear, quadratic, errors = g.tensor_split((self.n, self.first_error))
         moved = _one_norm(errors)
         for block in blocks:
             moved = up(moved + _one_norm(block.rows))
-        return Sizes(self._radius(linear), self._radius(quadratic), moved)
+        if self.norm == "linf":
+            return Sizes(_one_norm(linear), _one_norm(quadratic), moved)
+        linear, quadratic = (
+            up(_sum_rows(rows, torch.square).sqrt()) for rows in (linear, quadratic)
+        )
+        return Sizes(linear, quadratic, moved)
 
     def quadratic_range(
         self, g: Float[Tensor, "rows ..."]
@@ -135,7 +140,10 @@ class Symbols:
         if not len(q):
             zero = torch.zeros(g.shape[1:], dtype=DOUBLE, device=g.device)
             return zero, zero
-        radius = self._spectral_radius(q)
+        # A few entries at a time, so that they stay in the cache.
+        some = max(1, _AT_ONCE // self.n**2)
+        parts = q.reshape(len(q), -1).split(some, 1)  # type: ignore[no-untyped-call]
+        radius = torch.cat([self._norms(part) for part in parts]).view(q.shape[1:])
         if self.norm == "l2":
             return -radius, radius
         squares = (self.pairs[0] == self.pairs[1]).to(q.device)
@@ -176,22 +184,6 @@ class Symbols:
         self.count += int((radius > 0).sum())
         return create_errors(radius, first, self.dtype)
 
-    def _parts(self, rows: int) -> list[int]:
-        linear = min(rows, self.n)
-        quadratic = min(rows, self.first_error) - linear
-        return [linear, quadratic, rows - linear - quadratic]
-
-    def _radius(self, g: Tensor) -> Tensor:
-        if self.norm == "linf":
-            return _one_norm(g)
-        return up(_sum_rows(g, torch.square).sqrt())
-
-    def _spectral_radius(self, q: Tensor) -> Tensor:
-        """||Q|| of every entry, a few at a time: they stay in the cache."""
-        some = max(1, _AT_ONCE // self.n**2)
-        parts = [self._norms(part) for part in q.reshape(len(q), -1).split(some, 1)]  # type: ignore[no-untyped-call]
-        return torch.cat(parts).view(q.shape[1:])
-
     def _norms(self, flat: Tensor) -> Tensor:
         """||Q|| <= ||Q^k||_F^(1/k) for the symmetric Q of every entry, k = 2^_SQUARINGS.
 
@@ -203,9 +195,9 @@ class Symbols:
         small = n * n * tiny(dtype)
         size = _norm(flat)
         scale = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
-        power = (flat * (self._halves.to(flat) / scale[:, None])).index_select(
-            1, self._full.to(flat.device)
-        )
+        # Of a pair, each of its two entries of the matrix has half of the coefficient.
+        halves = torch.where(self.pairs[0] == self.pairs[1], 1.0, 0.5).to(flat)
+        power = (flat * (halves / scale[:, None])).index_select(1, self._full.to(flat.device))
         power = power.view(-1, n, n)
         size = up(size / scale.to(DOUBLE))
         error = gamma(4, dtype) * size + small
@@ -223,11 +215,6 @@ class Symbols:
         i, j = self.pairs
         places[i, j] = places[j, i] = torch.arange(len(i))
         return places.flatten()
-
-    @cached_property
-    def _halves(self) -> Tensor:
-        """What share of its coefficient a pair has in an entry of the matrix, (pairs,)."""
-        return torch.where(self.pairs[0] == self.pairs[1], 1.0, 0.5)
 
 
 def _one_norm(g: Tensor) -> Tensor:

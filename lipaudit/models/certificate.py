@@ -20,7 +20,7 @@ import torch
 from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk
 from lipaudit.attacks.plan import Trial
-from lipaudit.certify.branch import Effort, decide
+from lipaudit.certify.branch import decide
 from lipaudit.certify.form import Form, UnboundedError
 from lipaudit.certify.prove import ball, margins, run
 from lipaudit.certify.symbols import Norm
@@ -113,7 +113,7 @@ def certificate(
     try:
         logits = run(lambda z: net.forward(z, sample), start, module=net.module)
         form = margins(logits, label)
-        verdict = decide(form, Effort(nodes=proof.nodes, seconds=proof.seconds))
+        verdict = decide(form, nodes=proof.nodes, seconds=proof.seconds)
     except UnboundedError:
         return Certificate(certified=False, why="unbounded")
     why: Why = "" if verdict.certified else verdict.limit  # type: ignore[assignment]

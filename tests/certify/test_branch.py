@@ -8,7 +8,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lipaudit.certify.branch import (
-    Effort,
     Nodes,
     ascend,
     bound,
@@ -172,8 +171,8 @@ def test_branching_settles_relu_networks(seed):
         middle = (low + high) / 2
         low, high = (middle, high) if least(middle) > 0 else (low, middle)
     model, x, label = _plane(seed)
-    below = decide(_pass(model, x, label, 0.9 * low, "linf")[1], Effort(steps=20))
-    above = decide(_pass(model, x, label, 1.02 * low + 1e-3, "linf")[1], Effort(nodes=500))
+    below = decide(_pass(model, x, label, 0.9 * low, "linf")[1])
+    above = decide(_pass(model, x, label, 1.02 * low + 1e-3, "linf")[1], nodes=500)
     assert below.certified
     assert not above.certified
     assert below.bound <= least(0.9 * low) + 1e-9
@@ -196,7 +195,7 @@ def test_lines_prove_more_than_forms_and_branching_more_than_lines():
         limit = _limit_of_forms(model, x, label)
         for more in (1.0, 1.03, 1.06):
             out = _pass(model, x, label, more * limit, "linf")[1]
-            verdicts.append(decide(out, Effort(nodes=100)))
+            verdicts.append(decide(out, nodes=100))
     for verdict in verdicts:
         assert verdict.pass_bound <= 0
         assert verdict.root_bound >= verdict.pass_bound
@@ -215,16 +214,16 @@ def test_nothing_is_certified_where_an_attack_succeeds(points):
             _, inputs = points(form, 1000)
             broken = bool((_mixer(seed)[0].double()(inputs).argmax(1) != label).any())
             attacked += broken
-            assert not (broken and decide(out, Effort(nodes=100)).certified)
+            assert not (broken and decide(out, nodes=100).certified)
     assert attacked >= 4
 
 
 def test_limits_are_reported():
     model, x, label = _mixer(1)
     out = _pass(model, x, label, 0.5, "linf")[1]
-    assert decide(out, Effort(nodes=50)).limit == "nodes"
-    assert decide(out, Effort(seconds=0.0)).limit == "seconds"
-    verdict = decide(out, Effort(nodes=50))
+    assert decide(out, nodes=50).limit == "nodes"
+    assert decide(out, seconds=0.0).limit == "seconds"
+    verdict = decide(out, nodes=50)
     assert not verdict.certified
     assert verdict.bound <= 0
     assert verdict.units > 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.relu_vit import images, margins_of, pgd, trained
-from lipaudit.certify.branch import Effort, decide
+from lipaudit.certify.branch import decide
 from lipaudit.certify.prove import ball, margins, run
 
 
@@ -25,7 +25,7 @@ def test_certificates_of_a_trained_model_stand(model):
         margin = margins_of(model(attacked), y)
         for i in range(len(x)):
             out = margins(run(model, ball(x[i : i + 1], eps, box=(0.0, 1.0))), int(y[i]))
-            verdict = decide(out, Effort(nodes=100))
+            verdict = decide(out, nodes=100)
             assert verdict.bound <= margin[i] + 1e-4
             assert not (verdict.certified and margin[i] <= 0)
             broken.append(bool(margin[i] <= 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -99,7 +100,13 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     if alpha != 1:
         y = y * alpha if isinstance(y, Form) else as_constant(y, x).to(DOUBLE) * alpha
     if isinstance(x, Form) and isinstance(y, Form):
-        return _sum(x, y)
+        x, y = broadcast(x, y.shape), broadcast(y, x.shape)
+        align(x, y)
+        centre, slack = x.centre + y.centre, up(x.slack + y.slack)
+        dense, blocks = stack_sum(x.dense, y.dense), join_blocks(x.blocks, y.blocks, torch.add)
+        total = Form(centre, dense, slack, x.symbols, blocks=blocks)
+        total.slack = total.uncertain(0)
+        return total
     form, constant = (x, y) if isinstance(x, Form) else (y, x)
     constant = as_constant(constant, form).to(DOUBLE)
     parts = form.waits
@@ -117,16 +124,6 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
 def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return x - alpha y."""
     return add(x, neg(y) if isinstance(y, Form) else -y, alpha=alpha)
-
-
-def _sum(x: Form, y: Form) -> Form:
-    x, y = broadcast(x, y.shape), broadcast(y, x.shape)
-    align(x, y)
-    slack = up(x.slack + y.slack)
-    dense, blocks = stack_sum(x.dense, y.dense), join_blocks(x.blocks, y.blocks, torch.add)
-    total = Form(x.centre + y.centre, dense, slack, x.symbols, blocks=blocks)
-    total.slack = total.uncertain(0)
-    return total
 
 
 def stack_sum(x: Tensor, y: Tensor) -> Tensor:
@@ -162,10 +159,13 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
     if tuple(x.shape) == tuple(shape):
         return x
     x = x.settle() if x.centre.numel() < torch.Size(shape).numel() else x
-    rows = x.dense
-    rows = rows.view(len(rows), *[1] * (len(shape) - x.ndim), *x.shape).expand(-1, *shape)
-    blocks = [block.repeat_axes(shape) for block in x.blocks]
-    wide = Form(x.centre.expand(shape), rows, x.slack.expand(shape), x.symbols, blocks=blocks)
+
+    def widen(rows: Tensor) -> Tensor:
+        return rows.view(len(rows), *[1] * (len(shape) - x.ndim), *x.shape).expand(-1, *shape)
+
+    blocks = [replace(b, rows=widen(b.rows), group=b.group.expand(shape)) for b in x.blocks]
+    centre, slack = x.centre.expand(shape), x.slack.expand(shape)
+    wide = Form(centre, widen(x.dense), slack, x.symbols, blocks=blocks)
     wide.sizes = Sizes(*(each.expand(shape) for each in vars(x.sizes).values()))
     low, high = x.quadratic_range
     wide.quadratic_range = low.expand(shape), high.expand(shape)
@@ -210,40 +210,21 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     def op(t: Tensor, w: Tensor) -> Tensor:
         return t @ w.mT
 
-    roundings = weight.shape[-1] + 1
-    parts = _by_row(input.waits) if input.waits else None
-    if parts is None:
-        return linear_map(
-            input.settle(), op, weight, roundings=roundings, constant=bias, within="rows"
-        )
-    numerator = linear_map(
-        parts.numerator.settle(), op, weight, roundings=roundings, within="rows"
-    )
-    return Form.from_quotient(
-        replace(parts, numerator=numerator, constant=linear(parts.constant, weight, bias))
-    )
-
-
-def _by_row(parts: Quotient) -> Quotient | None:
-    """Return the quotient with one entry per row of the inverse; None if rows differ."""
-    shared = (parts.inverse, parts.square)
-    if not all(is_row(each) for each in shared):
-        return None
-    inverse, square = (cast("Form", each[..., :1]) for each in shared)
-    return replace(parts, inverse=inverse, square=square)
+    roundings, parts = weight.shape[-1] + 1, input.waits
+    if parts is None or not (is_row(parts.inverse) and is_row(parts.square)):
+        x = input.settle()
+        return linear_map(x, op, weight, roundings=roundings, constant=bias, within="rows")
+    # One entry per row of the inverse suffices.
+    inverse, square = (cast("Form", each[..., :1]) for each in (parts.inverse, parts.square))
+    x, constant = parts.numerator.settle(), linear(parts.constant, weight, bias)
+    numerator = linear_map(x, op, weight, roundings=roundings, within="rows")
+    return Form.from_quotient(Quotient(numerator, inverse, square, constant))
 
 
 def is_row(x: Form) -> bool:
     """Return whether the entries of a row are one number in memory."""
     held = (x.centre, x.dense, x.slack, *(t for b in x.blocks for t in (b.rows, b.group)))
     return x.shape[-1] == 1 or all(each.stride(-1) == 0 for each in held)
-
-
-def multiply_constant(x: Any, y: Any) -> Form:
-    """Return x @ y with one constant factor."""
-    if isinstance(x, Form):
-        return linear_map(x.settle(), torch.matmul, y, roundings=y.shape[-2] + 1)
-    return linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
 
 
 def conv1d(
@@ -329,24 +310,28 @@ def batch_norm(
     return form
 
 
-def reduce_axes(x: Form, dim: Any = None, keepdim: bool = False, *, mean: bool = False) -> Form:
-    """Return the sum or the mean over axes."""
-    axes = [dim] if isinstance(dim, int) else dim or range(x.ndim)  # no axes are all of them
-    axes = [axis % x.ndim for axis in axes]
-    count = torch.Size(x.shape[axis] for axis in axes).numel()
+def reduce_axes(
+    input: Form,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    axis: Any = None,
+    dtype: Any = None,
+    mean: bool = False,
+) -> Form:
+    """Return the sum or the mean over axes; numpy's name of axes works, too."""
+    require_real(dtype)
+    dim = axis if dim is None else dim
+    axes = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # no axes are all of them
+    axes = [axis % input.ndim for axis in axes]
+    count = torch.Size(input.shape[axis] for axis in axes).numel()
     behind = [axis + 1 for axis in axes]
 
     def op(t: Tensor) -> Tensor:
         total = t.sum(behind, keepdim=keepdim) if behind else t
         return total / count if mean else total
 
-    return linear_map(x.settle(), op, roundings=count + 1)
-
-
-def total(input: Form, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Form:
-    """The sum."""
-    require_real(dtype)
-    return reduce_axes(input, dim, keepdim)
+    return linear_map(input.settle(), op, roundings=count + 1)
 
 
 RULES: dict[str, Callable[..., Any]] = {
@@ -365,6 +350,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "conv1d": conv1d,
     "conv2d": conv2d,
     "batch_norm": batch_norm,
-    "sum": total,
+    "sum": reduce_axes,
+    "mean": partial(reduce_axes, mean=True),
 }
 """Rules for affine operations."""

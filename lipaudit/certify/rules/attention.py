@@ -51,7 +51,11 @@ def softmax(
     """Return the softmax over an axis; rows of the last axis are marked to sum to one."""
     rows, axis = _rows(input, dim)
     log_p, hidden = _log_softmax(rows)
-    out = _restore_keys(relax(log_p, EXP, ceiling=0.0), hidden)
+    out = relax(log_p, EXP, ceiling=0.0)
+    if hidden.any():
+        out = masked_fill(out, hidden, 0.0)
+        out.slack = out.slack + _LEFT * hidden
+    out.simplex = True
     return out if axis is None else make_move("transpose")(out, axis, -1)
 
 
@@ -88,66 +92,50 @@ def _rows(input: Form, dim: int | None) -> tuple[Form, int | None]:
 
 def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     """Return s - LSE(s), and which keys have a negligible weight."""
-    z, hidden = _without_negligible(input.settle())
-    p = z.centre.softmax(-1)
+    z = input.settle()
+    # Keys with a weight of less than e^-1000 are removed with their generators and slack: e^-1000
+    # is more than the library tells from zero.
+    move = (z.mass + z.slack).nan_to_num(nan=0.0, posinf=torch.inf)
+    move = move.masked_fill(z.centre == -torch.inf, 0.0)
+    hidden = z.centre + move < (z.centre - move).amax(-1, keepdim=True) - _NEGLIGIBLE
+    z = masked_fill(z, hidden, -torch.inf) if hidden.any() else z
+    p, keys = z.centre.softmax(-1), z.shape[-1]
     # p and the logarithm below: a shift, exp, a sum of n terms, a quotient or a logarithm.
-    share = gamma(4 * LIBRARY + 2 * p.shape[-1], DOUBLE)
-    d = _centre_scores(z, p)
+    share = gamma(4 * LIBRARY + 2 * keys, DOUBLE)
+    # d = ds - w . ds, a form of centre zero.
+    moving = Form(torch.zeros_like(p), z.dense, z.slack, z.symbols, blocks=z.blocks)
+    moving.sizes = z.sizes
+    d = linear_map(
+        moving,
+        lambda t, w: t - (t * w).sum(-1, keepdim=True),
+        p.to(z.symbols.dtype),
+        roundings=keys + 2,
+        bound=lambda t, w: t + (t * w).sum(-1, keepdim=True),
+        within="rows",
+    )
     r = up(d.sizes.linear + d.rest)
-    mean_moves = up(_total(p * (z.mass + z.slack)), p.shape[-1])
-    lost = up(share * (_total(p * r) + mean_moves), p.shape[-1])
+    mean_moves = up(_total(p * (z.mass + z.slack)), keys)
+    lost = up(share * (_total(p * r) + mean_moves), keys)  # t
+    # T and Y, the bounds of C and of y.
     longest = lengths(d, -1, p.sqrt())
-    third, top = _moments(p, r, lost, longest)
+    moves, long = p * r.square(), up((longest[0] + longest[1]).square())
+    by_key, of_top = _total(_excess(r) * moves), _excess(r.amax(-1, keepdim=True)) * long
+    third = up(torch.minimum(by_key, of_top) / 2, 8 * LIBRARY + keys)
+    second = up(torch.minimum(_total(moves), long), 4 * LIBRARY + keys)
+    top = up(lost + second / 2 + third)
     rho = _first_order(d, p, r, lost, top)
     if z.symbols.order == 2:
-        off = third + 2 * lost + top.square() / 2
-        rho = _better(rho, _second_order(d, p, longest, off))
+        other = _second_order(d, p, longest, third + 2 * lost + top.square() / 2)
+        less = rho.slack < other.slack
+        centre = torch.where(less, rho.centre, other.centre)
+        slack = torch.minimum(rho.slack, other.slack)
+        rho = Form(centre, other.dense * ~less, slack, z.symbols)
     if not torch.isfinite(rho.slack).all():
         raise UnboundedError
     log_p = z.centre.log_softmax(-1).masked_fill(hidden, 0.0)
     still = share * (1 + log_p.abs() + z.centre.masked_fill(hidden, 0.0).abs())
     shifted = Form(log_p, d.dense, up(d.slack + still), z.symbols, blocks=d.blocks)
     return add(shifted, neg(rho)), hidden
-
-
-def _without_negligible(z: Form) -> tuple[Form, Tensor]:
-    """Remove keys with a weight of less than e^-1000, and return which."""
-    move = (z.mass + z.slack).nan_to_num(nan=0.0, posinf=torch.inf)
-    masked = z.centre == -torch.inf
-    move = move.masked_fill(masked, 0.0)
-    sure = (z.centre - move).amax(-1, keepdim=True)
-    hidden = z.centre + move < sure - _NEGLIGIBLE
-    if not hidden.any():
-        return z, hidden
-    # Generators and slack vanish with them: e^-1000 is more than the library tells from zero.
-    return masked_fill(z, hidden, -torch.inf), hidden
-
-
-def _centre_scores(z: Form, p: Tensor) -> Form:
-    """Return d = ds - w . ds, a form of centre zero."""
-
-    def op(t: Tensor, w: Tensor) -> Tensor:
-        return t - (t * w).sum(-1, keepdim=True)
-
-    def bound(t: Tensor, w: Tensor) -> Tensor:
-        return t + (t * w).sum(-1, keepdim=True)
-
-    moving = Form(torch.zeros_like(p), z.dense, z.slack, z.symbols, blocks=z.blocks)
-    moving.sizes = z.sizes
-    w = p.to(z.symbols.dtype)
-    return linear_map(moving, op, w, roundings=p.shape[-1] + 2, bound=bound, within="rows")
-
-
-def _moments(
-    p: Tensor, r: Tensor, lost: Tensor, longest: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return T and Y."""
-    keys, moves = p.shape[-1], p * r.square()
-    long = up((longest[0] + longest[1]).square())
-    by_key, of_top = _total(_excess(r) * moves), _excess(r.amax(-1, keepdim=True)) * long
-    third = up(torch.minimum(by_key, of_top) / 2, 8 * LIBRARY + keys)
-    square = up(torch.minimum(_total(moves), long), 4 * LIBRARY + keys)
-    return third, up(lost + square / 2 + third)
 
 
 def _excess(r: Tensor) -> Tensor:
@@ -187,23 +175,6 @@ def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tenso
     generators = d.dense.new_zeros(symbols.first_error, *middle.shape)
     generators[symbols.n :] = squares
     return Form(middle, generators, up(slack + 2 * rounding, keys + 32), symbols)
-
-
-def _better(one: Form, other: Form) -> Form:
-    """Return, for each row, the form with less slack."""
-    first = one.slack < other.slack
-    centre = torch.where(first, one.centre, other.centre)
-    slack = torch.minimum(one.slack, other.slack)
-    return Form(centre, other.dense * ~first, slack, one.symbols)
-
-
-def _restore_keys(out: Form, hidden: Tensor) -> Form:
-    """Put removed keys back, and mark rows as summing to one."""
-    if hidden.any():
-        out = masked_fill(out, hidden, 0.0)
-        out.slack = out.slack + _LEFT * hidden
-    out.simplex = True
-    return out
 
 
 def _total(t: Tensor) -> Tensor:
@@ -267,8 +238,14 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         for t, w, b in zip(inputs, weights, biases, strict=True)
     )
     logits = (q @ k.mT) * q.shape[-1] ** -0.5
-    for mask in (_by_head(of.attn_mask, of.num_heads), _by_key(of.key_padding_mask)):
-        logits = mask_scores(logits, mask)
+    mask, padding = of.attn_mask, of.key_padding_mask
+    if mask is not None and mask.ndim == 3:  # (batch heads, L, S)
+        mask = mask.unflatten(0, (-1, of.num_heads))
+    if padding is not None:  # (batch, S) or (S)
+        padding = padding.view(-1, 1, 1, padding.shape[-1])
+    for each in (mask, padding):  # boolean masks hide where True
+        hides = each is not None and each.dtype is torch.bool
+        logits = mask_scores(logits, ~each if hides else each)
     p: Any = logits.softmax(-1)
     mixed: Any = (p @ v).permute(2, 0, 1, 3).flatten(2)
     out = F.linear(mixed if batched else mixed[:, 0], of.out_proj_weight, of.out_proj_bias)
@@ -280,22 +257,6 @@ def _split(t: Any, heads: int, batched: bool) -> Any:
     """(L, batch, E) to (batch, heads, L, E / heads)."""
     t = t if batched else t[:, None]
     return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
-
-
-def _by_head(mask: Tensor | None, heads: int) -> Tensor | None:
-    """Return a mask (L, S), or (batch heads, L, S), for scores; boolean masks hide where True."""
-    if mask is None:
-        return None
-    mask = mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads))  # type: ignore[no-untyped-call]
-    return ~mask if mask.dtype is torch.bool else mask
-
-
-def _by_key(mask: Tensor | None) -> Tensor | None:
-    """Return a mask of keys, (batch, S) or (S), for scores."""
-    if mask is None:
-        return None
-    mask = mask.view(-1, 1, 1, mask.shape[-1])
-    return ~mask if mask.dtype is torch.bool else mask
 
 
 RULES: dict[str, Callable[..., Any]] = {

@@ -30,7 +30,11 @@ def make_move(function: str | Callable[..., Any]) -> Callable[..., Any]:
             return called(t, *args, **kwargs)
 
         if x.waits:
-            return _moved_quotient(x.waits, lambda form: rule(form, *args, **kwargs))
+            forms = (broadcast(form, x.shape) for form in vars(x.waits).values())
+            moved = [rule(form, *args, **kwargs) for form in forms]
+            if isinstance(moved[0], Form):
+                return Form.from_quotient(Quotient(*moved))
+            return tuple(Form.from_quotient(Quotient(*one)) for one in zip(*moved, strict=True))
         dense = move_stack(move, x.dense)
         per_block = [block.move(move) for block in x.blocks]
         low_high = x.__dict__.get("quadratic_range", ())
@@ -56,35 +60,20 @@ def _rebuild(
     return form
 
 
-def _moved_quotient(quotient: Quotient, rule: Callable[[Form], Any]) -> Any:
-    moved = [rule(broadcast(form, quotient.numerator.shape)) for form in vars(quotient).values()]
-    if isinstance(moved[0], Form):
-        return Form.from_quotient(Quotient(*moved))
-    return tuple(Form.from_quotient(Quotient(*one)) for one in zip(*moved, strict=True))
-
-
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
     """Concatenate forms and constants; an empty one counts as absent, as in torch."""
     tensors = [each for each in tensors if each.shape != (0,)]
-    forms = [each for each in tensors if isinstance(each, Form)]
-    symbols, rows = forms[0].symbols, max(len(form.generators) for form in forms)
-    axis = dim % forms[0].ndim
-    shape = list(forms[0].shape)
-    shape[axis] = sum(each.shape[axis] for each in tensors)
-    device = forms[0].device
-    centre = torch.cat(
-        [e.centre if isinstance(e, Form) else e.detach().to(DOUBLE) for e in tensors], axis
+    like = next(each for each in tensors if isinstance(each, Form))
+    forms = [each if isinstance(each, Form) else lift(each, like) for each in tensors]
+    rows, axis = max(len(form.generators) for form in forms), dim % like.ndim
+    stacks = [
+        F.pad(form.generators, (*[0, 0] * form.ndim, 0, rows - len(form.generators)))
+        for form in forms
+    ]
+    centre, slack = (
+        torch.cat([getattr(form, part) for form in forms], axis) for part in ("centre", "slack")
     )
-    slack = torch.zeros(shape, dtype=DOUBLE, device=device)
-    generators = torch.zeros(rows, *shape, dtype=symbols.dtype, device=device)
-    start = 0
-    for each in tensors:
-        if isinstance(each, Form):
-            slack.narrow(axis, start, each.shape[axis]).copy_(each.slack)
-            part = generators[: len(each.generators)].narrow(axis + 1, start, each.shape[axis])
-            part.copy_(each.generators)
-        start += each.shape[axis]
-    return Form(centre, generators, slack, symbols)
+    return Form(centre, torch.cat(stacks, axis + 1), slack, like.symbols)
 
 
 def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
@@ -230,8 +219,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "triu": triangle("triu"),
     **{name: make_move(name) for name in ("gather", "take_along_dim", "repeat_interleave")},
     "unfold": unfold,
-    "view_as": lambda input, other: make_move("reshape")(input, other.shape),
-    "reshape_as": lambda input, other: make_move("reshape")(input, other.shape),
+    **dict.fromkeys(("view_as", "reshape_as"), lambda x, other: x.reshape(other.shape)),
     "type": same,
     **{name: _constants(name) for name in ("zeros_like", "ones_like", "full_like")},
     **{name: _constants(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},

@@ -35,7 +35,14 @@ def layer_norm(
     if len(shape) > 1:
         rows = cast("Form", input.flatten(-len(shape)))
         weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
-    result: Any = _affine(_unit(_centre(rows), eps), weight, bias)
+    centred = linear_map(
+        rows.settle(),
+        lambda t: t - t.mean(-1, keepdim=True),
+        roundings=rows.shape[-1] + 2,
+        bound=lambda t: t + t.mean(-1, keepdim=True),
+        within="rows",
+    )
+    result: Any = _affine(_unit(centred, eps), weight, bias)
     return cast("Form", result if len(shape) == 1 else result.unflatten(-1, shape))
 
 
@@ -56,27 +63,9 @@ def _read_axes(x: Form, normalized_shape: Any) -> list[int]:
     return shape
 
 
-def _centre(x: Form) -> Form:
-    def op(t: Tensor) -> Tensor:
-        return t - t.mean(-1, keepdim=True)
-
-    def bound(t: Tensor) -> Tensor:
-        return t + t.mean(-1, keepdim=True)
-
-    return linear_map(x.settle(), op, roundings=x.shape[-1] + 2, bound=bound, within="rows")
-
-
 def _unit(y: Form, eps: float) -> Form:
-    square = add(_mean_square(y), eps)
-    inverse = relax(square, RSQRT, floor=eps).settle()
-    nothing = torch.zeros_like(y.centre)
-    constant = Form(nothing, y.dense[:0], nothing, y.symbols)
-    return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
-
-
-def _mean_square(y: Form) -> Form:
+    """Return y / sqrt(mean y^2 + eps), a quotient."""
     symbols, dtype, n = y.symbols, y.symbols.dtype, y.shape[-1]
-    centre = _mean(y.centre.square())
     weights = (y.centre * (2 / n)).to(dtype)
     dense, blocks = y.by_row().map_rows(lambda t: (t * weights).sum(-1, keepdim=True))
     moves, size = up(y.mass + y.slack), y.centre.abs()
@@ -86,11 +75,16 @@ def _mean_square(y: Form) -> Form:
         squares = symbols.pack(torch.einsum("a...k,c...k->ac...", e / n, e))
         dense[symbols.n : symbols.first_error] += squares[..., None]
     # Two sums of n products, their weights rounded, and the sum of both.
+    centre = _mean(y.centre.square())
     moving = gamma(2 * n + 16, dtype) * _mean(2 * size * moves + moves.square())
     still = gamma(n + 8, DOUBLE) * (centre + middle)
     under = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
     slack = up(_mean(2 * size * y.slack) + radius + moving + still + under, n + 16)
-    return Form(centre + middle, dense, slack, symbols, blocks=blocks)
+    square = add(Form(centre + middle, dense, slack, symbols, blocks=blocks), eps)
+    inverse = relax(square, RSQRT, floor=eps).settle()
+    nothing = torch.zeros_like(y.centre)
+    constant = Form(nothing, y.dense[:0], nothing, symbols)
+    return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
 
 
 def _square(y: Form, moves: Tensor) -> tuple[Tensor, Tensor, Tensor]:

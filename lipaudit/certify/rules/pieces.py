@@ -140,27 +140,22 @@ def largest(x: Form) -> Form:
     _, high = sub(x, chosen).range()
     never = (x.centre == -torch.inf).scatter(-1, top, True)
     above = up(high.masked_fill(never, 0.0).amax(-1).clamp_min(0.0) / 2)
-    return _raise(make_move("select")(chosen, -1, 0), above)
+    chosen = make_move("select")(chosen, -1, 0)
+    # x_i + [0, 2 above].
+    slack = up(chosen.slack + above)
+    centred = Form(chosen.centre, chosen.dense, slack, x.symbols, blocks=chosen.blocks)
+    return add(centred, above)
 
 
-def _raise(x: Form, half: Tensor) -> Form:
-    """Return x + [0, 2 half]."""
-    centred = Form(x.centre, x.dense, up(x.slack + half), x.symbols, blocks=x.blocks)
-    return add(centred, half)
+def make_extreme(pair: Callable[..., Form], over: Callable[..., Form]) -> Callable[..., Any]:
+    """Return the rule of torch.max or min: of all entries, of an axis, or of two tensors."""
 
+    def rule(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(dim, Tensor):
+            return pair(input, dim)
+        return over(input) if dim is None else Extreme(over(input, dim, keepdim))
 
-def maximal(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
-    """Return the result of torch.max: of all entries, of an axis, or of two tensors."""
-    if isinstance(dim, Tensor):
-        return maximum(input, dim)
-    return amax(input) if dim is None else Extreme(amax(input, dim, keepdim))
-
-
-def minimal(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
-    """Return the result of torch.min."""
-    if isinstance(dim, Tensor):
-        return minimum(input, dim)
-    return amin(input) if dim is None else Extreme(amin(input, dim, keepdim))
+    return rule
 
 
 def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
@@ -189,14 +184,10 @@ def max_pool2d(
     size, pad, gap, step = (as_pair(v) for v in (kernel_size, padding, dilation, steps))
     # The room that the windows need; past its end lies padding, 0.
     room = [
-        (last.shape[i - 2] - 1) * step[i]
-        + gap[i] * (size[i] - 1)
-        + 1
-        - pad[i]
-        - places.shape[i - 2]
-        for i in (0, 1)
+        max(0, (last.shape[i] - 1) * step[i] + gap[i] * (size[i] - 1) + 1 - pad[i] - extent)
+        for i, extent in ((-2, input.shape[-2]), (-1, input.shape[-1]))
     ]
-    padded = F.pad(places, (pad[1], max(0, room[1]), pad[0], max(0, room[0])))
+    padded = F.pad(places, (pad[1], room[1], pad[0], room[0]))
     windows = F.unfold(padded, size, dilation=gap, stride=step)[0].mT.long()
     windows = torch.where(windows > 0, windows, windows.amax(-1, keepdim=True)) - 1
     pooled: Any = largest(make_move("__getitem__")(input.flatten(2), (..., windows)))
@@ -224,8 +215,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "hardswish": hardswish,
     "amax": amax,
     "amin": amin,
-    "max": maximal,
-    "min": minimal,
+    "max": make_extreme(maximum, amax),
+    "min": make_extreme(minimum, amin),
     "max_pool2d": max_pool2d,
 }
 """Rules for piecewise linear functions."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.certify.blocks import ErrorBlock, join_blocks
+from lipaudit.certify.blocks import join_blocks
 from lipaudit.certify.form import Form
 from lipaudit.certify.lengths import lengths
 from lipaudit.certify.rounding import DOUBLE, gamma, tiny, up
@@ -27,7 +27,7 @@ from lipaudit.certify.rules.affine import (
     align,
     as_constant,
     broadcast,
-    multiply_constant,
+    linear_map,
     scale,
     shape_of,
 )
@@ -45,12 +45,14 @@ def matmul(x: Any, y: Any) -> Form:
     lead = shape_of(x.shape[:-2], y.shape[:-2])
     x, y = (t.expand(*lead, *t.shape[-2:]) for t in (x, y))
     if not (isinstance(x, Form) and isinstance(y, Form)):
-        return multiply_constant(x, y)
+        if isinstance(x, Form):
+            return linear_map(x.settle(), torch.matmul, y, roundings=y.shape[-2] + 1)
+        return linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
     own = x.slack if x.simplex else None
     x = x.settle()
     if x.symbols.order == 2:  # at order 1 what y is off by costs more as symbols than it gains
         y = y.settle()
-    result = _product(x, y, torch.matmul, terms=x.shape[-1])
+    result = _product(x, y, torch.matmul)
     return result if own is None else _shift_values(result, x, _weighted_median(y.centre, own))
 
 
@@ -59,7 +61,7 @@ def mul(x: Any, y: Any) -> Form:
     if not (isinstance(x, Form) and isinstance(y, Form)):
         return scale(x, y) if isinstance(x, Form) else scale(y, x)
     x, y = broadcast(x, y.shape), broadcast(y, x.shape)
-    return _product(x, y, torch.mul, terms=1)
+    return _product(x, y, torch.mul)
 
 
 def div(x: Any, y: Any) -> Form:
@@ -70,69 +72,57 @@ def div(x: Any, y: Any) -> Form:
     return scale(x, as_constant(y, x).to(DOUBLE).reciprocal(), roundings=2)
 
 
-def _product(x: Form, y: Form, f: Bilinear, *, terms: int) -> Form:
-    symbols, dtype = x.symbols, x.symbols.dtype
-    centre = f(x.centre, y.centre)
-    dense, blocks = _linear_part(x, y, f)
-    x_moves, y_moves = up(x.mass + x.slack), up(y.mass + y.slack)
-    x_size, y_size = x.centre.abs(), y.centre.abs()
-    slack = f(x.slack, y_size) + f(x_size, y.slack)
-    slack = slack + _remainder(x, y, f)
-    if symbols.order == 2:
-        rows = _rows_matmul if f is torch.matmul else f
-        symbols.add_products(dense, x.dense[: symbols.n], y.dense[: symbols.n], rows)
-    moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
-    lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
-    count = max(x.count, y.count, symbols.first_error)
-    under = 8 * count * terms * tiny(dtype) * (1 + _top(x_size) + _top(y_size))
-    return Form(centre, dense, up(slack + lost + under, terms + 16), symbols, blocks=blocks)
-
-
-def _remainder(x: Form, y: Form, f: Bilinear) -> Tensor:
-    """Bound dx dy; at order 2 without the product of the linear parts."""
-    parts = [(x.sizes.linear, x.rest), (y.sizes.linear, y.rest)]
-    longest = [lengths(x, -1), lengths(y, -2)] if f is torch.matmul else []
-    total = torch.zeros((), dtype=DOUBLE, device=x.device)
-    for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[x.symbols.order - 1 :]:
-        radius = f(parts[0][i], parts[1][j])
-        if longest:
-            radius = torch.minimum(radius, longest[0][i] * longest[1][j])
-        total = total + radius
-    return total
-
-
-def _top(sizes: Tensor) -> Tensor:
-    """Return the largest of numbers >= 0; 0 if there are none."""
-    return sizes.amax() if sizes.numel() else sizes.sum()
-
-
-def _linear_part(x: Form, y: Form, f: Bilinear) -> tuple[Tensor, list[ErrorBlock]]:
-    """c_y dx + c_x dy."""
-    dtype = x.symbols.dtype
+def _product(x: Form, y: Form, f: Bilinear) -> Form:
+    """Return f(x, y) of two forms, f being torch.matmul or torch.mul."""
+    symbols, dtype, matrices = x.symbols, x.symbols.dtype, f is torch.matmul
     x_centre, y_centre = x.centre.to(dtype), y.centre.to(dtype)
-    if f is torch.mul:
+    # c_y dx + c_x dy.
+    if matrices:
+        y.whole()
+        align(x, y)
+        x_rows, blocks = x.by_row().map_rows(lambda t: _rows_times(t, y_centre))
+        y_rows = _times_rows(x_centre, y.dense)
+        dense, less = sorted((x_rows, y_rows), key=len, reverse=True)
+        dense[: len(less)] += less
+    else:
         align(x, y)
         blocks = join_blocks(
             [block.map_rows(lambda t: t * y_centre) for block in x.blocks],
             [block.map_rows(lambda t: t * x_centre) for block in y.blocks],
             torch.add,
         )
-        long, short = ((x.dense, y_centre), (y.dense, x_centre))[:: _order(x, y)]
-        rows = long[0] * long[1]
-        rows[: len(short[0])].addcmul_(*short)
-        return rows, blocks
-    y.whole()
-    align(x, y)
-    x_rows, blocks = x.by_row().map_rows(lambda t: _rows_times(t, y_centre))
-    y_rows = _times_rows(x_centre, y.dense)
-    rows, less = (x_rows, y_rows)[:: _order(x, y)]
-    rows[: len(less)] += less
-    return rows, blocks
+        pairs = (x.dense, y_centre), (y.dense, x_centre)
+        long, short = sorted(pairs, key=lambda pair: len(pair[0]), reverse=True)
+        dense = long[0] * long[1]
+        dense[: len(short[0])].addcmul_(*short)
+    x_moves, y_moves = up(x.mass + x.slack), up(y.mass + y.slack)
+    x_size, y_size = x.centre.abs(), y.centre.abs()
+    # dx dy, at order 2 without the product of the linear parts.
+    parts = (x.sizes.linear, x.rest), (y.sizes.linear, y.rest)
+    longest = (lengths(x, -1), lengths(y, -2)) if matrices else None
+    remainder = torch.zeros((), dtype=DOUBLE, device=x.device)
+    for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[symbols.order - 1 :]:
+        radius = f(parts[0][i], parts[1][j])
+        if longest:
+            radius = torch.minimum(radius, longest[0][i] * longest[1][j])
+        remainder = remainder + radius
+    if symbols.order == 2:
+        rows = _rows_matmul if matrices else f
+        symbols.add_products(dense, x.dense[: symbols.n], y.dense[: symbols.n], rows)
+    # What rounding and underflow take from sums of so many products.
+    terms = x.shape[-1] if matrices else 1
+    moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
+    lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
+    count = max(x.count, y.count, symbols.first_error)
+    under = 8 * count * terms * tiny(dtype) * (1 + _top(x_size) + _top(y_size))
+    slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
+    slack = up(slack + lost + under, terms + 16)
+    return Form(f(x.centre, y.centre), dense, slack, symbols, blocks=blocks)
 
 
-def _order(x: Form, y: Form) -> int:
-    """Return 1 if x has at least as many rows as y, else -1."""
-    return 1 if len(x.dense) >= len(y.dense) else -1
+def _top(sizes: Tensor) -> Tensor:
+    """Return the largest of numbers >= 0; 0 if there are none."""
+    return sizes.amax() if sizes.numel() else sizes.sum()
 
 
 def _rows_matmul(x: Tensor, y: Tensor) -> Tensor:

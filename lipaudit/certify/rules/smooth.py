@@ -90,37 +90,22 @@ def relax(
         positive and not (low > 0).all()
     ):
         raise UnboundedError
-    a, b = _parabola(f, z, low, high)
-    least, largest = _extremes(f, z.centre, (low, high), (a, b))
-    middle = (least + largest) / 2
-    radius = up(torch.maximum(largest - middle, middle - least))
-    return _assemble(z, (a, b), middle, radius)
-
-
-def _parabola(f: Smooth, z: Form, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the coefficients a and b, in the precision of the generators."""
-    m, w = (low + high) / 2, (high - low) / 2
+    # The parabola; its coefficients are rounded to the precision of the generators.
+    c, m, w = z.centre, (low + high) / 2, (high - low) / 2
     wide = w > 1e-6 * m.abs() + 1e-12  # below this width, differences are only rounding
-    slope, bend = f.slopes(m)
+    slope, curve = f.slopes(m)
     chord = torch.where(wide, (f.value(high) - f.value(low)) / (2 * w), slope)
     if z.symbols.order == 1:
         a, b = chord, torch.zeros_like(slope)
     else:
         second = (f.value(high) - 2 * f.value(m) + f.value(low)) / (2 * w.square())
-        b = torch.where(w > 1e-4 * m.abs() + 1e-6, second, bend / 2) * worth_squaring(z)
-        share = torch.where(b == 0, 1.0, 0.75)
-        a = slope + share * (chord - slope) - 2 * b * (m - z.centre)  # at c, as b is
+        b = torch.where(w > 1e-4 * m.abs() + 1e-6, second, curve / 2) * worth_squaring(z)
+        part = torch.where(b == 0, 1.0, 0.75)
+        a = slope + part * (chord - slope) - 2 * b * (m - c)  # at c, as b is
     a, b = (each.to(z.symbols.dtype).to(DOUBLE) for each in (a, b))
     if not (torch.isfinite(a) & torch.isfinite(b)).all():
         raise UnboundedError
-    return a, b
-
-
-def _extremes(
-    f: Smooth, c: Tensor, ends: tuple[Tensor, Tensor], parabola: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return the range of f(x) - a (x - c) - b (x - c)^2, rounded outwards."""
-    (low, high), (a, b) = ends, parabola
+    # The extremes of d(x) = f(x) - a (x - c) - b (x - c)^2 at the nodes, rounded outwards.
     least, largest = torch.full_like(low, torch.inf), torch.full_like(low, -torch.inf)
     for share in torch.linspace(0, 1, NODES, dtype=DOUBLE).tolist():
         x = torch.lerp(low, high, share).clamp(low, high) if share < 1 else high
@@ -129,14 +114,16 @@ def _extremes(
         terms = value.abs() + (a * step).abs() + (b * step.square()).abs()
         loss = gamma(4 * LIBRARY, DOUBLE) * (terms + f.offset(x).abs())
         least, largest = torch.minimum(least, d - loss), torch.maximum(largest, d + loss)
-    m = (low + high) / 2
+    # Between the nodes: d has a second derivative of at most that of f and 2 |b|, and of at most
+    # its own at m and the third derivative of f times the distance from m.
     h = up((high - low) / (NODES - 1) + gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs()))
-    off = (f.slopes(m)[1] - 2 * b).abs() * (1 + 2.0**-30) + 2.0**-30 * f.second(low, high)
-    bend = torch.minimum(
-        f.second(low, high) + 2 * b.abs(), off + f.third(low, high) * (high - low) * 0.51
-    )
+    most = f.second(low, high)
+    off = (curve - 2 * b).abs() * (1 + 2.0**-30) + 2.0**-30 * most
+    bend = torch.minimum(most + 2 * b.abs(), off + f.third(low, high) * (high - low) * 0.51)
     widening = up(h.square() / 8 * bend)
-    return least - widening, largest + widening
+    least, largest = least - widening, largest + widening
+    middle = (least + largest) / 2
+    return _assemble(z, (a, b), middle, up(torch.maximum(largest - middle, middle - least)))
 
 
 def _assemble(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: Tensor) -> Form:
@@ -227,16 +214,6 @@ def square(input: Form) -> Form:
     return _assemble(input, (a, b), middle, up(radius + lost))
 
 
-def power(input: Form, exponent: float | int) -> Form:
-    """Raise to the powers that models use."""
-    if exponent == 2:
-        return square(input)
-    known = {0.5: SQRT, -0.5: RSQRT, -1: RECIPROCAL}
-    if exponent not in known:
-        raise NoRuleError(f"pow with exponent {exponent}")
-    return relax(input, known[exponent], positive=True)
-
-
 def _unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
     return lambda input: relax(input, f, **known)
 
@@ -276,11 +253,14 @@ def raise_power(input: Any, exponent: Any) -> Form:
     """Raise to a power: whole powers of any number, some others of positive numbers."""
     if not isinstance(input, Form) or not isinstance(exponent, int | float):
         raise NoRuleError("pow with an exponent for every entry")
-    if exponent == 1:
-        return input.copy()
+    if exponent in (1, 2):
+        return input.copy() if exponent == 1 else square(input)
     if exponent > 2 and exponent == int(exponent):
         return relax(input, monomial(int(exponent)))
-    return power(input, exponent)
+    known = {0.5: SQRT, -0.5: RSQRT, -1: RECIPROCAL}
+    if exponent not in known:
+        raise NoRuleError(f"pow with exponent {exponent}")
+    return relax(input, known[exponent], positive=True)
 
 
 def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) -> Form:

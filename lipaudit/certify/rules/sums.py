@@ -176,13 +176,6 @@ def make_pooling(mean: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
     return rule
 
 
-def average(
-    input: Form, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: Any = None
-) -> Form:
-    """Return the mean; numpy's name of axes works, too."""
-    return reduce_axes(input, axis if dim is None else dim, keepdim, mean=True)
-
-
 def variance(
     input: Form, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **options: Any
 ) -> Form:
@@ -195,11 +188,6 @@ def variance(
     return scale(total, 1 / (input.numel() // total.numel() - correction), roundings=2)
 
 
-def deviation(*args: Any, **kwargs: Any) -> Form:
-    """Return the square root of the variance, which must be positive."""
-    return relax(variance(*args, **kwargs), SQRT, positive=True)
-
-
 RULES: dict[str, Callable[..., Any]] = {
     "einsum": einsum,
     "addmm": addmm,
@@ -207,9 +195,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "addcmul": addcmul,
     "interpolate": interpolate,
     "cumsum": cumsum,
-    "mean": average,
     "var": variance,
-    "std": deviation,
+    "std": lambda *args, **how: relax(variance(*args, **how), SQRT, positive=True),
     "avg_pool1d": make_pooling(F.avg_pool1d, 1),
     "avg_pool2d": make_pooling(F.avg_pool2d, 2),
     "adaptive_avg_pool1d": make_pooling(F.adaptive_avg_pool1d, 1),

@@ -32,8 +32,8 @@ from benchmarks.shared.demos import load_shipped
 from benchmarks.shared.models import TIMM, loaded
 from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, timed
-from lipaudit.attacks.evaluate import evaluate
-from lipaudit.attacks.plan import Attack, Trial, read_plan
+from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
+from lipaudit.attacks.plan import CHUNK, Attack, Trial, read_plan
 from lipaudit.tables.trials import parse_radius
 
 PRESET_NAMES = ("standard", "lean")
@@ -107,8 +107,11 @@ def of_package(norm: str, eps: str) -> dict[str, object]:
 
 def ours(f: Model, x: Tensor, y: Tensor, trial: Trial) -> Tensor:
     """Run our attacks; return which samples stand."""
-    ends = {outcome.chunk: outcome.robust for outcome in evaluate(f, x, y, [trial])}
-    return torch.cat(list(ends.values()))
+    ends = []
+    for number, (some, labels) in enumerate(zip(x.split(CHUNK), y.split(CHUNK), strict=True)):
+        *_, last = evaluate_chunk(f, Chunk(number, some, labels), [trial])
+        ends.append(last.robust)
+    return torch.cat(ends)
 
 
 def trial_of(name: str, eps: str, norm: str, scale: int) -> Trial:

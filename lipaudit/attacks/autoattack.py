@@ -63,21 +63,18 @@ class Cube:
         self, z: Tensor, loss: Loss, y: Tensor, target: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits, losses and the gradient of each row's loss, computed in pieces."""
-        cuts = [slice(i, i + self.size) for i in range(0, len(z), self.size)]
-        parts = [self._piece(z[cut], loss, y[cut], target[cut]) for cut in cuts]
-        logits, losses, gradients = zip(*parts, strict=True)
-        return torch.cat(logits), torch.cat(losses), torch.cat(gradients)
-
-    def _piece(
-        self, z: Tensor, loss: Loss, y: Tensor, target: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.enable_grad():
-            leaf = z.detach().requires_grad_()
-            logits = self.f(leaf)
-            values = loss(logits, y, target)
-            total = values.sum()
-        gradient = pull((leaf, total), torch.ones_like(total))
-        return logits.detach(), values.detach(), gradient
+        parts = []
+        for i in range(0, len(z), self.size):
+            cut = slice(i, i + self.size)
+            with torch.enable_grad():
+                leaf = z[cut].detach().requires_grad_()
+                logits = self.f(leaf)
+                values = loss(logits, y[cut], target[cut])
+                total = values.sum()
+            gradient = pull((leaf, total), torch.ones_like(total))
+            parts.append((logits.detach(), values.detach(), gradient))
+        logits, values, gradient = (torch.cat(part) for part in zip(*parts, strict=True))
+        return logits, values, gradient
 
     def lengths(self, delta: Tensor) -> Tensor:
         """Return the norm of each row, shaped for broadcasting."""
@@ -100,7 +97,11 @@ def in_unit_cube(run: _Run) -> AttackFunction:
     @functools.wraps(run)
     @torch.no_grad()
     def attack(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
-        low, width = _read_box(x, ball)
+        if ball.box is not None:
+            low, width = ball.box[0], ball.box[1] - ball.box[0]
+        else:  # a power of two with a margin
+            reach = 2.0 ** math.ceil(math.log2(float(x.abs().amax()) + 2 * ball.eps))
+            low, width = -reach, 2 * reach
 
         def logits(u: Tensor) -> Tensor:
             return logits_of(f(low + width * u.to(x.dtype))).float()
@@ -110,18 +111,10 @@ def in_unit_cube(run: _Run) -> AttackFunction:
 
         size = f.batch_size if isinstance(f, Oracle) else len(x)
         cube = Cube(logits, unit(x), y, ball.norm, ball.eps / width, size)
-        best = run(cube, turn.map_starts(unit))
+        best = run(cube, replace(turn, start=lambda: unit(turn.start())))
         return x + width * (best - cube.x).to(x.dtype)
 
     return attack
-
-
-def _read_box(x: Tensor, ball: Ball) -> tuple[float, float]:
-    """Return lower end and width of the box; embeddings get a power of two with a margin."""
-    if ball.box is not None:
-        return ball.box[0], ball.box[1] - ball.box[0]
-    reach = 2.0 ** math.ceil(math.log2(float(x.abs().amax()) + 2 * ball.eps))
-    return -reach, 2 * reach
 
 
 def select_targets(cube: Cube, turn: Turn) -> Tensor:
@@ -151,15 +144,6 @@ def _clean_logits(cube: Cube, turn: Turn) -> Tensor:
 def draw_seed(turn: Turn) -> int:
     """Draw the seed of one turn."""
     return int(torch.randint(2**62, (1,), generator=turn.generator))
-
-
-def draw_starts(turn: Turn) -> Tensor:
-    """Draw the starts of all turns, each after a seed for attacks that use one."""
-    drawn = []
-    for each in turn.each():
-        draw_seed(each)
-        drawn.append(each.start())
-    return torch.cat(drawn)
 
 
 def column(values: Tensor, x: Tensor) -> Tensor:
@@ -209,85 +193,94 @@ def _dlr_targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
 
 class _Paths(NamedTuple):
-    """The state of each row: its point, gradient, step size, and its smallest margin."""
+    """The state of each row: its points, their gradients and losses, and its step size.
+
+    Attributes:
+        row: number of the row in the batch.
+        z, gradient, loss: the point.
+        before: the point before.
+        best, best_gradient, best_loss: the point of the highest loss.
+        end, broken: the last misclassified point, if there is any.
+        margin: smallest margin.
+        step: step size.
+        rises: number of steps since the last check that raised the loss.
+        halved, checked_loss: whether the last check halved the step, and the highest loss then.
+    """
 
     row: Tensor
-    x: Tensor
-    y: Tensor
-    target: Tensor
     z: Tensor
-    before: Tensor
     gradient: Tensor
     loss: Tensor
+    before: Tensor
     best: Tensor
     best_gradient: Tensor
     best_loss: Tensor
     end: Tensor
     broken: Tensor
-    clear: Tensor
     margin: Tensor
-    close: Tensor
-    given: Tensor
     step: Tensor
     rises: Tensor
     halved: Tensor
     checked_loss: Tensor
 
-    def at(self, rows: Tensor) -> _Paths:
-        """Return the paths of a selection of rows."""
-        return _Paths(*(tensor[rows] for tensor in self))
-
 
 def _climb(cube: Cube, turn: Turn, loss: Loss, target: Tensor) -> Tensor:
     """Run the steps; return each row's last adversarial point, else its point of highest loss."""
-    steps = turn.attack.steps
-    begin = draw_starts(turn).clamp(0.0, 1.0)
-    paths = _begin(cube, begin, loss, target, close_margins(cube, turn))
-    ends = paths.z.clone()
-    period = until_check = max(int(0.22 * steps), 1)
-    for step in range(steps):
-        paths = _leave(paths, ends, turn.copies)
-        if len(paths.row) == 0:
-            return ends
-        moved = _move(cube, paths, 1.0 if step == 0 else _KEPT)
-        paths = _judge(cube, paths, moved, loss, last=step + 1 == steps)
-        until_check -= 1
-        if until_check == 0:
-            hopeless = turn.hopeless(*_measure_progress(paths, loss), (steps - step - 1) / period)
-            far = paths.margin > paths.close
-            paths = _halve_steps(paths._replace(given=hopeless & far), period)
-            period = max(period - max(int(0.03 * steps), 1), int(0.06 * steps), 1)
-            until_check = period
-    _store_ends(paths, ends)
-    return ends
-
-
-def _begin(cube: Cube, z: Tensor, loss: Loss, target: Tensor, close: Tensor) -> _Paths:
-    logits, values, gradient = cube.ascend(z, loss, cube.y, target)
-    broken, clear, margin = _find_wrong(logits, cube.y)
-    return _Paths(
+    steps, starts = turn.attack.steps, []
+    for each in turn.each():
+        draw_seed(each)  # the package draws one before every start
+        starts.append(each.start())
+    z, x, y, close = torch.cat(starts).clamp(0.0, 1.0), cube.x, cube.y, close_margins(cube, turn)
+    logits, values, gradient = cube.ascend(z, loss, y, target)
+    broken, clear, margin = _find_wrong(logits, y)
+    paths = _Paths(
         row=torch.arange(len(z), device=z.device),
-        x=cube.x,
-        y=cube.y,
-        target=target,
         z=z,
-        before=z,
         gradient=gradient,
         loss=torch.zeros_like(values),  # so that the first step rises where its loss is positive
+        before=z,
         best=z,
         best_gradient=gradient,
         best_loss=values,
         end=z,
         broken=broken,
-        clear=clear,
         margin=margin,
-        close=close,
-        given=torch.zeros_like(broken),
         step=column(torch.full_like(values, 2.0 * cube.eps), z),
         rises=torch.zeros_like(values),
         halved=torch.ones_like(broken),
         checked_loss=values,
     )
+    ends, samples, given = z.clone(), len(z) // turn.copies, torch.zeros_like(broken)
+    period = until_check = max(int(0.22 * steps), 1)
+    for step in range(steps):
+        # Rows that are given up leave, and all rows of samples that are broken for sure.
+        if bool((clear | given).any()):
+            gone = torch.zeros(samples, dtype=torch.bool, device=z.device)
+            gone[paths.row[clear] % samples] = True
+            stay = ~(gone[paths.row % samples] | given)
+            _store_ends(paths, ends)
+            paths = _Paths(*(tensor[stay] for tensor in paths))
+            x, y, target, close = x[stay], y[stay], target[stay], close[stay]
+        if len(paths.row) == 0:
+            return ends
+        z = _move(cube, paths, x, 1.0 if step == 0 else _KEPT)
+        if step + 1 == steps:  # the last step needs no gradient
+            logits, gradient = cube.f(z), paths.gradient
+            values = loss(logits, y, target)
+        else:
+            logits, values, gradient = cube.ascend(z, loss, y, target)
+        wrong, clear, margin = _find_wrong(logits, y)
+        paths = _record(paths, z, gradient, values, wrong, margin)
+        given = torch.zeros_like(wrong)
+        until_check -= 1
+        if until_check == 0:
+            hopeless = turn.hopeless(*_measure_progress(paths, loss), (steps - step - 1) / period)
+            given = hopeless & (paths.margin > close)
+            paths = _halve_steps(paths, period)
+            period = max(period - max(int(0.03 * steps), 1), int(0.06 * steps), 1)
+            until_check = period
+    _store_ends(paths, ends)
+    return ends
 
 
 def _find_wrong(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -296,9 +289,9 @@ def _find_wrong(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits.argmax(1) != y, margin < -CLEAR * logits.abs().amax(1), margin
 
 
-def _move(cube: Cube, paths: _Paths, share: float) -> Tensor:
+def _move(cube: Cube, paths: _Paths, x: Tensor, share: float) -> Tensor:
     """Step along the gradient plus a share of the step before, inside the ball."""
-    x, z, gradient = paths.x, paths.z, paths.gradient
+    z, gradient = paths.z, paths.gradient
     carried = (z - paths.before) * (1 - share)
     if cube.norm == "linf":
         low, high = (x - cube.eps).clamp_min(0.0), (x + cube.eps).clamp_max(1.0)
@@ -317,29 +310,24 @@ def _project(cube: Cube, z: Tensor, x: Tensor) -> Tensor:
     return (x + _normalise(cube, delta) * cube.lengths(delta).clamp_max(cube.eps)).clamp(0.0, 1.0)
 
 
-def _judge(cube: Cube, paths: _Paths, z: Tensor, loss: Loss, *, last: bool) -> _Paths:
-    """Move the rows to z and evaluate them; the last step needs no gradient."""
-    if last:
-        logits, gradient = cube.f(z), paths.gradient
-        values = loss(logits, paths.y, paths.target)
-    else:
-        logits, values, gradient = cube.ascend(z, loss, paths.y, paths.target)
-    wrong, clear, margin = _find_wrong(logits, paths.y)
-    better = values > paths.best_loss
+def _record(
+    paths: _Paths, z: Tensor, gradient: Tensor, loss: Tensor, wrong: Tensor, margin: Tensor
+) -> _Paths:
+    """Move the rows to z."""
+    better = loss > paths.best_loss
     column_of_better = column(better, z)
     return paths._replace(
         z=z,
-        before=paths.z,
         gradient=gradient,
-        loss=values,
+        loss=loss,
+        before=paths.z,
         best=torch.where(column_of_better, z, paths.best),
         best_gradient=torch.where(column_of_better, gradient, paths.best_gradient),
-        best_loss=torch.where(better, values, paths.best_loss),
+        best_loss=torch.where(better, loss, paths.best_loss),
         end=torch.where(column(wrong, z), z, paths.end),
         broken=paths.broken | wrong,
-        clear=clear,
         margin=torch.minimum(margin, paths.margin),
-        rises=paths.rises + (values > paths.loss),
+        rises=paths.rises + (loss > paths.loss),
     )
 
 
@@ -370,19 +358,6 @@ def _measure_progress(paths: _Paths, loss: Loss) -> tuple[Tensor, Tensor]:
     return -now, now - then
 
 
-def _leave(paths: _Paths, ends: Tensor, copies: int) -> _Paths:
-    """Remove rows that are given up, and all rows of samples that are broken for sure."""
-    out = paths.clear | paths.given
-    if not bool(out.any()):
-        return paths
-    samples = len(ends) // copies
-    gone = torch.zeros(samples, dtype=torch.bool, device=ends.device)
-    gone[paths.row[paths.clear] % samples] = True
-    leaving = gone[paths.row % samples] | paths.given
-    _store_ends(paths.at(leaving), ends)
-    return paths.at(~leaving)
-
-
 def _store_ends(paths: _Paths, ends: Tensor) -> None:
     ends[paths.row] = torch.where(column(paths.broken, ends), paths.end, paths.best)
 
@@ -404,7 +379,9 @@ def fab_targeted(cube: Cube, turn: Turn) -> Tensor:
     nearest, least = cube.x.clone(), torch.full_like(cube.y, torch.inf, dtype=z.dtype)
     checked, kept = least.clone(), close_margins(cube, turn).isinf()
     for step in range(steps):
-        z, wrong = _cross(here, z, target[row])
+        _, rise, slope = here.ascend(z, _compare_logits, here.y, target[row])
+        z = _step(here, z, rise, slope)
+        wrong = here.f(z).argmax(1) != here.y
         length = here.lengths(z - here.x).flatten()
         closer = wrong & (length < least[row])
         nearest[row[closer]], least[row[closer]] = z[closer], length[closer]
@@ -420,14 +397,7 @@ def fab_targeted(cube: Cube, turn: Turn) -> Tensor:
     return torch.where(column(least <= cube.eps, nearest), nearest, cube.x)
 
 
-def _cross(cube: Cube, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Step to the boundary and beyond; return which rows are misclassified there."""
-    _, rise, slope = cube.ascend(z, _difference, cube.y, target)
-    z = _step(cube, z, rise, slope)
-    return z, cube.f(z).argmax(1) != cube.y
-
-
-def _difference(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+def _compare_logits(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     return (logits.gather(1, target[:, None]) - logits.gather(1, y[:, None]))[:, 0]
 
 

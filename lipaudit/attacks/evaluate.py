@@ -112,32 +112,6 @@ class Outcome:
     drafts: Sequence[Draft] | None = None
 
 
-def chunks(
-    x: Float[Tensor, " batch *sample"],
-    y: Int[Tensor, " batch"],
-    mask: Bool[Tensor, " batch *positions"] | None = None,
-) -> Iterator[Chunk]:
-    """Split samples into numbered chunks of CHUNK, in order."""
-    for number, start in enumerate(range(0, len(x), CHUNK)):
-        part = slice(start, start + CHUNK)
-        yield Chunk(number, x[part], y[part], None if mask is None else mask[part])
-
-
-def evaluate(
-    f: Classifier,
-    x: Float[Tensor, " batch *sample"],
-    y: Int[Tensor, " batch"],
-    plan: Sequence[Trial],
-    *,
-    box: tuple[float, float] | None = (0.0, 1.0),
-    seed: int = 0,
-    batch_size: int = CHUNK,
-) -> Iterator[Outcome]:
-    """Attack samples chunk by chunk: `evaluate_chunk` on each of `chunks(x, y)`."""
-    for chunk in chunks(x, y):
-        yield from evaluate_chunk(f, chunk, plan, box=box, seed=seed, batch_size=batch_size)
-
-
 def evaluate_chunk(
     f: Classifier | ByRow,
     chunk: Chunk,
@@ -172,22 +146,25 @@ def evaluate_chunk(
     yield clean
     ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
     for trial in sorted(plan, key=lambda trial: trial.radius.value):
-        session = _Session(f, chunk, seed, batch_size, logits, margins(logits, chunk.y))
         ball = Ball(trial.norm, float(trial.radius), box, chunk.mask)
+        closest = margins(logits, chunk.y)
+        session = _Session(f, chunk, trial, ball, seed, batch_size, logits, closest)
+        run = _rewrite if trial.norm in COUNTED else _search
         last = ends.get((trial.norm, trial.attacks), clean)
         for attack in trial.attacks:
-            if trial.norm in COUNTED:
-                last = _rewrite(session, trial, attack, last)
-            else:
-                last = _search(session, trial, attack, ball, last)
+            last = run(session, attack, last)
             yield last
         ends[trial.norm, trial.attacks] = last
 
 
 @dataclass(frozen=True)
 class _Session:
+    """A trial on a chunk: its clean logits, and the smallest margin of each sample so far."""
+
     f: Classifier | ByRow
     chunk: Chunk
+    trial: Trial
+    ball: Ball
     seed: int
     batch_size: int
     logits: Tensor
@@ -198,22 +175,33 @@ def _classify(
     f: Classifier | ByRow, chunk: Chunk, seed: int, batch_size: int
 ) -> tuple[Outcome, Tensor]:
     """Classify the samples, and examine a second pass with gradient for signs of trouble."""
-    meter = Meter()
-    oracle = Oracle(f, torch.arange(len(chunk.x), device=chunk.x.device), batch_size, meter)
-    logits = _require_finite(oracle(chunk.x), "clean samples", chunk)
-    _refuse_labels(chunk.y, logits.shape[1])
-    again, gradient = logits_and_gradient(oracle, chunk.x, chunk.y)
+    meter, x, y = Meter(), chunk.x, chunk.y
+    oracle = Oracle(f, torch.arange(len(x), device=x.device), batch_size, meter)
+    logits = _require_finite(oracle(x), "clean samples", chunk)
+    classes = logits.shape[1]
+    if classes < 2:
+        raise UsageError(
+            "the model has only one class, so an attack cannot change its decision",
+            "Use a classifier with two or more classes.",
+        )
+    if y.dtype != torch.int64 or int(y.min()) < 0 or int(y.max()) >= classes:
+        raise UsageError(
+            f"labels ({y.dtype}, {int(y.min())} to {int(y.max())}) do not fit a model with "
+            f"{classes} classes",
+            "Check --data: every attacked sample needs an integer label.",
+        )
+    again, gradient = logits_and_gradient(oracle, x, y)
     clean = _count_passes(
         meter,
         chunk=chunk.number,
         trial=None,
         attack="clean",
         seed=seed,
-        tried=torch.ones_like(chunk.y, dtype=torch.bool),
-        robust=logits.argmax(1) == chunk.y,
-        x_adv=chunk.x,
-        distance=chunk.x.new_zeros(len(chunk.x)),
-        checks=examine(logits, again, gradient, chunk.y, int(meter.broken)),
+        tried=torch.ones_like(y, dtype=torch.bool),
+        robust=logits.argmax(1) == y,
+        x_adv=x,
+        distance=x.new_zeros(len(x)),
+        checks=examine(logits, again, gradient, y, int(meter.broken)),
     )
     return clean, logits
 
@@ -229,37 +217,46 @@ def _count_passes(meter: Meter, **found: Any) -> Outcome:
     )
 
 
-def _search(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: Outcome) -> Outcome:
+def _search(session: _Session, attack: Attack, last: Outcome) -> Outcome:
     """Run all turns of one attack, each on the samples that survived the turn before."""
-    meter, chunk = Meter(), session.chunk
+    meter, chunk, ball = Meter(), session.chunk, session.ball
     seed = derive_seed(session.seed, attack.name, chunk.number)
     generator = torch.Generator().manual_seed(seed)
     fitted, notes = adapt(attack, session.logits.shape[1])
     notes += note_resolution(chunk.x, ball)
+    function: AttackFunction = fitted.kind.load()
     robust, x_adv = last.robust.clone(), last.x_adv.clone()
     number, turns = 0, fitted.turns if ball.eps > 0 else 0
     while number < turns and bool(robust.any()):
         rows = robust.nonzero()[:, 0]
-        start = partial(_draw_starts, chunk.x, ball, generator, rows)
         room = max(CHUNK // len(rows), 1) if fitted.kind.together else 1
         copies = min(room, turns - number)
-        oracle = Oracle(session.f, rows.repeat(copies), session.batch_size, meter)
+        where = rows.repeat(copies)
+        oracle = Oracle(session.f, where, session.batch_size, meter)
+        start = partial(_draw_starts, chunk.x, ball, generator, rows)
         known = session.logits[rows], session.closest[rows]
         turn = Turn(fitted, number, generator, start, copies, *known)
-        drawn = generator.get_state()
-        z, margin, stands = _search_once(oracle, chunk, ball, turn)
-        if not meter.mends and bool(meter.broken > 0):  # again, with other values in place of NaN
-            meter.mends = True
+        x, y, drawn = chunk.x[where], chunk.y[where], generator.get_state()
+        while True:
+            z = function(oracle, x.clone(), y.clone(), ball[where], turn)
+            z = check_inside(z, x, ball[where], fitted.name)
+            logits = _require_finite(oracle(z), f"{fitted.name} samples", chunk)
+            if meter.mends or not bool(meter.broken > 0):
+                break
+            meter.mends = True  # again from the same draws, with other values in place of NaN
             generator.set_state(drawn)
-            z, margin, stands = _search_once(oracle, chunk, ball, turn)
-        nearest = margin.reshape(copies, -1).amin(0)
+        nearest = margins(logits, y).reshape(copies, -1).amin(0)
         session.closest[rows] = torch.minimum(session.closest[rows], nearest)
-        x_adv[rows], robust[rows] = _select_first(z, stands, copies)
+        # Of turns run together, the first one that broke a sample counts, else the last one.
+        stands = (logits.argmax(1) == y).reshape(copies, -1)
+        robust[rows] = stands.all(0)
+        first = torch.where(stands.all(0), copies - 1, (~stands).int().argmax(0))
+        x_adv[rows] = z[first * len(rows) + torch.arange(len(rows), device=z.device)]
         number += copies
     return _count_passes(
         meter,
         chunk=chunk.number,
-        trial=trial,
+        trial=session.trial,
         attack=attack.name,
         seed=seed,
         tried=last.robust if fitted.turns else torch.zeros_like(robust),
@@ -270,32 +267,33 @@ def _search(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
     )
 
 
-def _select_first(z: Tensor, stands: Tensor, copies: int) -> tuple[Tensor, Tensor]:
-    """Return, of turns run together, the first one that broke a sample, else the last one."""
-    each = stands.reshape(copies, -1)
-    turn = torch.where(each.all(0), copies - 1, (~each).int().argmax(0))
-    sample = torch.arange(each.shape[1], device=z.device)
-    return z[turn * each.shape[1] + sample], each.all(0)
+def _draw_starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> Tensor:
+    """Draw for the whole chunk, so that a sample's start does not depend on the survivors."""
+    return random_start(x, ball, generator)[rows]
 
 
-def _rewrite(session: _Session, trial: Trial, attack: Attack, last: Outcome) -> Outcome:
+def _rewrite(session: _Session, attack: Attack, last: Outcome) -> Outcome:
     """Let an attack change the texts that are not broken yet, and evaluate the result."""
-    meter, chunk = Meter(), session.chunk
-    assert chunk.texts is not None  # see _refuse_attack
+    meter, chunk, texts = Meter(), session.chunk, session.chunk.texts
+    assert texts is not None  # see _refuse_attack
     seed = derive_seed(session.seed, attack.name, chunk.number)
-    before, budget = list(chunk.texts.drafts), int(trial.radius.value)
-    after, robust = list(last.drafts or before), last.robust.clone()
-    rows = robust.nonzero()[:, 0]
+    after, robust = list(last.drafts or texts.drafts), last.robust.clone()
+    rows, budget = robust.nonzero()[:, 0], int(session.trial.radius.value)
     if len(rows) and budget > 0:
         turn = Turn(attack, 0, torch.Generator().manual_seed(seed), lambda: chunk.x[rows])
-        oracle = TextOracle(chunk.texts.reader, session.batch_size, meter)
-        changed, robust[rows] = _change_texts(oracle, chunk, rows, budget, turn)
+        oracle = TextOracle(texts.reader, session.batch_size, meter)
+        before, y = [texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
+        function: RewriteFunction = attack.kind.load()
+        changed = function(oracle, list(before), y, budget, turn)
+        check_drafts(changed, before, texts.reader.lexicon, budget, attack.name)
+        logits = oracle([texts.reader.read(draft) for draft in changed])
+        robust[rows] = _require_finite(logits, f"{attack.name} texts", chunk).argmax(1) == y
         for i, draft in zip(rows.tolist(), changed, strict=True):
             after[i] = draft
     return _count_passes(
         meter,
         chunk=chunk.number,
-        trial=trial,
+        trial=session.trial,
         attack=attack.name,
         seed=seed,
         tried=last.robust,
@@ -304,40 +302,6 @@ def _rewrite(session: _Session, trial: Trial, attack: Attack, last: Outcome) -> 
         distance=chunk.x.new_tensor([float(len(draft.changed)) for draft in after]),
         drafts=after,
     )
-
-
-def _change_texts(
-    oracle: TextOracle, chunk: Chunk, rows: Tensor, budget: int, turn: Turn
-) -> tuple[list[Draft], Tensor]:
-    """Attack texts, check the result, and evaluate it by a fresh forward pass."""
-    assert chunk.texts is not None
-    function: RewriteFunction = turn.attack.kind.load()
-    before, y = [chunk.texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
-    after = function(oracle, list(before), y, budget, turn)
-    check_drafts(after, before, oracle.reader.lexicon, budget, turn.attack.name)
-    ids = [oracle.reader.read(draft) for draft in after]
-    logits = _require_finite(oracle(ids), f"{turn.attack.name} texts", chunk)
-    return after, logits.argmax(1) == y
-
-
-def _draw_starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> Tensor:
-    """Draw for the whole chunk, so that a sample's start does not depend on the survivors."""
-    return random_start(x, ball, generator)[rows]
-
-
-def _search_once(
-    oracle: Oracle, chunk: Chunk, ball: Ball, turn: Turn
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attack samples, project the result, and evaluate it by a fresh forward pass.
-
-    Returns the points, their margins, and which of them are classified correctly.
-    """
-    rows, attack = oracle.rows, turn.attack
-    x, y, ball = chunk.x[rows], chunk.y[rows], ball[rows]
-    function: AttackFunction = attack.kind.load()
-    z = check_inside(function(oracle, x.clone(), y.clone(), ball, turn), x, ball, attack.name)
-    logits = _require_finite(oracle(z), f"{turn.attack.name} samples", chunk)
-    return z, margins(logits, y), logits.argmax(1) == y
 
 
 def derive_seed(seed: int, attack: str, chunk: int) -> int:
@@ -371,7 +335,12 @@ def _refuse(
         for attack in trial.attacks:
             _refuse_attack(f, chunk, trial, attack)
     if box is not None:
-        _refuse_outside(chunk.x, box)
+        low, high = float(chunk.x.min()), float(chunk.x.max())
+        if low < box[0] - 1e-6 or high > box[1] + 1e-6:
+            raise UsageError(
+                f"samples have values in [{low:.4g}, {high:.4g}], outside of {list(box)}",
+                "Give pixels in [0, 1], before any normalisation.",
+            )
 
 
 def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequence[int]) -> None:
@@ -411,26 +380,3 @@ def _refuse_attack(f: Classifier | ByRow, chunk: Chunk, trial: Trial, attack: At
             advice,
         )
     kind.load()
-
-
-def _refuse_outside(x: Tensor, box: tuple[float, float]) -> None:
-    low, high = float(x.min()), float(x.max())
-    if low < box[0] - 1e-6 or high > box[1] + 1e-6:
-        raise UsageError(
-            f"samples have values in [{low:.4g}, {high:.4g}], outside of {list(box)}",
-            "Give pixels in [0, 1], before any normalisation.",
-        )
-
-
-def _refuse_labels(y: Tensor, classes: int) -> None:
-    if classes < 2:
-        raise UsageError(
-            "the model has only one class, so an attack cannot change its decision",
-            "Use a classifier with two or more classes.",
-        )
-    if y.dtype != torch.int64 or int(y.min()) < 0 or int(y.max()) >= classes:
-        raise UsageError(
-            f"labels ({y.dtype}, {int(y.min())} to {int(y.max())}) do not fit a model with "
-            f"{classes} classes",
-            "Check --data: every attacked sample needs an integer label.",
-        )

@@ -256,11 +256,6 @@ class Turn:
         """
         return gap > self.attack.hope * progress * left
 
-    def map_starts(self, unit: Callable[[Tensor], Tensor]) -> Turn:
-        """Return the turn with starts in another unit."""
-        start = self.start
-        return replace(self, start=lambda: unit(start()))
-
 
 AttackFunction = Callable[[Classifier, Tensor, Tensor, Ball, Turn], Tensor]
 """(f, x, y, ball, turn) -> x_adv, as `AttackKind` describes it."""

@@ -126,26 +126,44 @@ def read_plan(
         UsageError: a name is unknown, no radius is given, or no attack uses the norm or a radius.
     """
     given = {"steps": steps, "restarts": restarts, "queries": queries}
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for name, value in changes.items():
         if value < 1:
             raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
     alone = attack in PRESETS or attack.startswith("custom:")
     names = [attack] if alone else [name.strip() for name in attack.split(",")]
     ensembles = {name: _find_attacks(name) for name in names}
-    units = {name: _find_unit(name, attacks) for name, attacks in ensembles.items()}
+    units: dict[str, Norm | None] = {}  # that the attacks count; None for attacks on balls
+    for name, attacks in ensembles.items():
+        counted = {attack.kind.counts for attack in attacks} or {None}
+        if len(counted) > 1:
+            raise UsageError(
+                f"{name!r} mixes attacks whose radii have different units",
+                "List them one by one: --attack " + name.removeprefix("custom:"),
+            )
+        units[name] = counted.pop()
     _refuse_units(radii, units, norm)
     plan: list[Trial] = []
     for name, attacks in ensembles.items():
-        unit = units[name]
-        fitting = _select_radii(radii, unit, attacks, plain=all(units.values()))
+        unit, fitting = units[name], [radius for radius in radii if not radius.unit]
+        if unit is not None:
+            own = [replace(r, text=str(r.value), unit="") for r in radii if r.unit == unit]
+            usual = [parse_radius(text) for text in attacks[0].kind.radii if len(attacks) == 1]
+            fitting = own or (fitting if all(units.values()) else []) or usual
         if name == "paper":
             trials = _plan_paper(norm or "linf", fitting)
         else:
             label = name.partition(":")[0] if alone else name
             trials = _plan_radii(label, attacks, unit or norm or "linf", fitting)
         preset = "standard" if name == "autoattack" else name
-        plan += [_change_settings(trial, changes, preset) for trial in trials]
+        if changes and preset in PRESETS:
+            settings = ", ".join(f"{key} = {value}" for key, value in changes.items())
+            text = f"the preset {preset} was changed: {settings}"
+            notes = (_make_note("preset-changed", text),)
+            trials = [replace(trial, notes=trial.notes + notes) for trial in trials]
+        for trial in trials:
+            changed = tuple(replace(attack, **changes) for attack in trial.attacks)
+            plan.append(replace(trial, attacks=changed))
     return tuple(plan)
 
 
@@ -166,17 +184,6 @@ def _find_attacks(name: str) -> tuple[Attack, ...]:
     kind, attack = kinds[names[0]], Attack(names[0])
     steps, queries = kind.steps or attack.steps, kind.queries or attack.queries
     return (replace(attack, steps=steps, queries=queries),)
-
-
-def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
-    """Return the unit that the attacks count; None for attacks on balls."""
-    units = {attack.kind.counts for attack in attacks} or {None}
-    if len(units) > 1:
-        raise UsageError(
-            f"{name!r} mixes attacks whose radii have different units",
-            "List them one by one: --attack " + name.removeprefix("custom:"),
-        )
-    return units.pop()
 
 
 def _refuse_units(
@@ -205,18 +212,6 @@ def _refuse_units(
         )
 
 
-def _select_radii(
-    radii: Sequence[Radius], unit: Norm | None, attacks: Sequence[Attack], *, plain: bool
-) -> Sequence[Radius]:
-    simple = [radius for radius in radii if not radius.unit]
-    if unit is None:
-        return simple
-    counted = [replace(r, text=str(r.value), unit="") for r in radii if r.unit == unit]
-    if counted or (plain and simple):
-        return counted or simple
-    return [parse_radius(text) for text in attacks[0].kind.radii if len(attacks) == 1]
-
-
 def _plan_radii(
     label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
 ) -> list[Trial]:
@@ -229,7 +224,11 @@ def _plan_radii(
             f"Give whole numbers: --attack {norm} --eps 1,2. To attack embeddings, use "
             "--attack pgd.",
         )
-    notes = (_make_note(*_GIVES_UP),) if label == "lean" else ()
+    text = (
+        "lean is AutoAttack that stops early on a sample if its progress is too slow to succeed. "
+        "It may miss some breaks; --attack standard takes all steps"
+    )
+    notes = (_make_note("gives-up", text),) if label == "lean" else ()
     return [Trial(label, norm, radius, attacks, notes) for radius in radii]
 
 
@@ -243,45 +242,25 @@ def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
     two, four = parse_radius("2/255"), parse_radius("4/255")
     fgsm, pgd = (Attack("fgsm"),), (Attack("pgd", steps=4),)
     auto = tuple(replace(attack, steps=10) for attack in STANDARD)
+    own_step = _make_note(
+        "own-step-size",
+        "PGD: the paper gives 4 steps, but no step size and no start. lipaudit uses steps of 2.5 "
+        "eps / steps from a random point and keeps the best iterate",
+    )
+    own_queries = _make_note(
+        "own-queries",
+        "AutoAttack: the paper gives 10 iterations. 9 targets and 5000 Square queries are "
+        "lipaudit's choice",
+    )
     return [
         *(Trial("fgsm", "linf", radius, fgsm) for radius in (two, four)),
-        *(Trial("pgd", "linf", radius, pgd, (_make_note(*_OWN_STEP),)) for radius in (two, four)),
-        Trial("autoattack", "linf", two, auto, (_make_note(*_OWN_QUERIES),)),
+        *(Trial("pgd", "linf", radius, pgd, (own_step,)) for radius in (two, four)),
+        Trial("autoattack", "linf", two, auto, (own_queries,)),
     ]
-
-
-def _change_settings(trial: Trial, changes: Mapping[str, Any], name: str) -> Trial:
-    """Apply the user's settings; a changed preset then says so in its label."""
-    if not changes:
-        return trial
-    attacks = tuple(replace(attack, **changes) for attack in trial.attacks)
-    notes = trial.notes
-    if name in PRESETS:
-        settings = ", ".join(f"{key} = {value}" for key, value in changes.items())
-        notes += (_make_note("preset-changed", f"the preset {name} was changed: {settings}"),)
-    return replace(trial, attacks=attacks, notes=notes)
 
 
 def _make_note(code: str, text: str) -> Note:
     return Note(level="info", code=code, text=text)
-
-
-# Code and text: a Note is validated by pydantic, which costs every command 40 ms at its start.
-_OWN_STEP = (
-    "own-step-size",
-    "PGD: the paper gives 4 steps, but no step size and no start. lipaudit uses steps of 2.5 "
-    "eps / steps from a random point and keeps the best iterate",
-)
-_GIVES_UP = (
-    "gives-up",
-    "lean is AutoAttack that stops early on a sample if its progress is too slow to succeed. "
-    "It may miss some breaks; --attack standard takes all steps",
-)
-_OWN_QUERIES = (
-    "own-queries",
-    "AutoAttack: the paper gives 10 iterations. 9 targets and 5000 Square queries are "
-    "lipaudit's choice",
-)
 
 
 def require_suitable(

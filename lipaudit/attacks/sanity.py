@@ -105,13 +105,15 @@ def note_signs(
         guessing: whether a guess is correct at a rate of 1 / classes; False skips that check.
         nonfinite: share of the gradients taken by attacks that were not finite.
     """
+    # Two standard deviations above the expected number of lucky guesses.
+    mean = checks.samples / checks.classes
+    lucky = mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
     signs = {
         "zero-gradients": checks.zero_gradients > 0,
         "gradients-not-finite": checks.nonfinite > 0 or nonfinite > 0,
         "randomised": checks.random > 0,
         "probabilities": checks.samples > 0 and checks.probabilities == checks.samples,
-        "clean-accuracy-at-chance": guessing
-        and checks.correct < min(_count_lucky(checks), checks.samples),
+        "clean-accuracy-at-chance": guessing and checks.correct < min(lucky, checks.samples),
     }
     texts = {
         "zero-gradients": f"{checks.zero_gradients} of {checks.correct} correct samples have "
@@ -173,12 +175,6 @@ def refuse_training(f: Any) -> None:
         if module.training:
             what = f"{name or 'the model'} ({type(module).__name__})"
             raise UsageError(f"{what} is in training mode", "Call model.eval() before the attack.")
-
-
-def _count_lucky(checks: Checks) -> float:
-    """Return two standard deviations above the expected number of lucky guesses."""
-    mean = checks.samples / checks.classes
-    return mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
 
 
 def _make_warning(code: str, text: str) -> Note:

@@ -7,8 +7,7 @@ is the package's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,7 +44,11 @@ def square(cube: Cube, turn: Turn) -> Tensor:
     if cube.norm == "l2":
         return _run_package(logits, images, cube, turn)[..., :rows, :columns].reshape(shape)
     draw = torch.Generator().manual_seed(draw_seed(turn))
-    signs = _draw_signs(images, draw)
+    # The stripes at which the search starts.
+    stripes = torch.rand(
+        *images.shape[:2], 1, images.shape[3], generator=draw, dtype=torch.float32
+    )
+    signs = torch.sign(2 * stripes - 1).to(images.device)
     search = _Search(logits, images, cube, signs, _draw_queries(images, turn.attack.queries, draw))
     close = close_margins(cube, turn)
     if turn.closest is not None:  # success here means that gradients mislead
@@ -53,13 +56,6 @@ def square(cube: Cube, turn: Turn) -> Tensor:
     while search.ask():
         search.give_up(turn, close)
     return search.best.reshape(shape)
-
-
-def _draw_signs(images: Tensor, draw: torch.Generator) -> Tensor:
-    """Draw the stripes at which the search starts."""
-    size, channels, _, columns = images.shape
-    numbers = torch.rand(size, channels, 1, columns, generator=draw, dtype=torch.float32)
-    return torch.sign(2 * numbers - 1).to(images.device)
 
 
 class _Queries(NamedTuple):
@@ -183,10 +179,8 @@ class _Search:
         q = self.queries
         code = q.code[ahead]
         refused = (code >= 0) & self.refused[rows[:, None], code.clamp_min(0)]
-        sign, channel = (
-            (q.sign[ahead] > 0).long(),
-            torch.arange(q.sign.shape[1], device=code.device),
-        )
+        sign = (q.sign[ahead] > 0).long()
+        channel = torch.arange(q.sign.shape[1], device=code.device)
         top, left, side = (t[ahead][..., None] for t in (q.top, q.left, q.side))
 
         def room(i: Tensor, j: Tensor) -> Tensor:
@@ -198,14 +192,21 @@ class _Search:
 
     def _judge(self, rows: Tensor, asked: Tensor) -> None:
         """Evaluate queries, each row's in order, and apply its first one that helps."""
-        z = self._candidates(rows, asked)
+        q, (high, wide) = self.queries, self.best.shape[-2:]
+        place = torch.arange(max(high, wide), device=rows.device)
+        top, left, side = (t[asked][:, None] for t in (q.top, q.left, q.side))
+        across = (place[:high] >= top) & (place[:high] < top + side)
+        along = (place[:wide] >= left) & (place[:wide] < left + side)
+        square = (across[:, :, None] & along[:, None, :])[:, None]
+        moved = self._change(rows, q.sign[asked][:, :, None, None])
+        z = torch.where(square, moved, self.best[rows])
         margin = margins(self.f(z), self.y[rows])
         helps = (margin < self.margin[rows]) | (margin <= 0)
         order = torch.arange(len(rows), device=rows.device)
         first = torch.full_like(self.next, len(rows))
         first.scatter_reduce_(0, rows, torch.where(helps, order, len(rows)), "amin")
-        refused = (order < first[rows]) & (self.queries.code[asked] >= 0)
-        self.refused[rows[refused], self.queries.code[asked][refused]] = True
+        refused = (order < first[rows]) & (q.code[asked] >= 0)
+        self.refused[rows[refused], q.code[asked][refused]] = True
         moving = (first < len(rows)).nonzero()[:, 0]
         if len(moving):
             step = first[moving]
@@ -214,21 +215,12 @@ class _Search:
             self.refused[moving] = False
             self._measure(moving)
 
-    def _candidates(self, rows: Tensor, asked: Tensor) -> Tensor:
-        q, (high, wide) = self.queries, self.best.shape[-2:]
-        place = torch.arange(max(high, wide), device=rows.device)
-        top, left, side = (t[asked][:, None] for t in (q.top, q.left, q.side))
-        across = (place[:high] >= top) & (place[:high] < top + side)
-        along = (place[:wide] >= left) & (place[:wide] < left + side)
-        square = (across[:, :, None] & along[:, None, :])[:, None]
-        moved = self._change(rows, q.sign[asked][:, :, None, None])
-        return torch.where(square, moved, self.best[rows])
-
 
 def _run_package(f: Callable[[Tensor], Tensor], images: Tensor, cube: Cube, turn: Turn) -> Tensor:
     """Search an L2 ball with the package, on images large enough for its grid."""
     rows, columns = images.shape[-2:]
     high, wide = find_canvas(rows, columns)
+    padded = F.pad(images, (0, wide - columns, 0, high - rows), value=0.5)
     attack = SquareAttack(
         f,
         norm="L2",
@@ -237,25 +229,18 @@ def _run_package(f: Callable[[Tensor], Tensor], images: Tensor, cube: Cube, turn
         resc_schedule=False,
         device=cube.x.device,
     )
-    padded = F.pad(images, (0, wide - columns, 0, high - rows), value=0.5)
     attack.init_hyperparam(padded)
-    with _package_state(draw_seed(turn)):
-        _, best = attack.attack_single_run(padded, cube.y)
-    found: Tensor = best
-    return found
-
-
-@contextmanager
-def _package_state(number: int) -> Iterator[None]:
-    """Seed the global CPU generator, which the package uses, and restore its state."""
-    dtype = torch.get_default_dtype()
+    # The package draws from the global CPU generator; its state and the default dtype come back.
+    dtype, number = torch.get_default_dtype(), draw_seed(turn)
     with torch.random.fork_rng(devices=[]):
         try:
             torch.set_default_dtype(torch.float32)
             torch.default_generator.manual_seed(number)
-            yield
+            _, best = attack.attack_single_run(padded, cube.y)
         finally:
             torch.set_default_dtype(dtype)
+    found: Tensor = best
+    return found
 
 
 def find_canvas(rows: int, columns: int) -> tuple[int, int]:

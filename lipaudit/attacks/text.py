@@ -65,22 +65,6 @@ class Source:
         piece, start, _ = self.spans[i][0]
         return self.texts[piece][start : self.spans[i][-1][2]]
 
-    def space(self, i: int) -> str:
-        """Return the space before a word, if it is a single space character."""
-        piece, start, _ = self.spans[i][0]
-        before = self.texts[piece][max(start - 1, 0) : start]
-        return before if before.isspace() else ""
-
-    def replace_token(self, i: int, j: int, new: str) -> str:
-        """Return a word with other characters for its token j; None if that is not a word."""
-        (_, start, end), others = self.spans[i][j], self.spans[i][:j] + self.spans[i][j + 1 :]
-        piece, first, _ = self.spans[i][0]
-        text, last = self.texts[piece], self.spans[i][-1][2]
-        alone = all(end <= other[1] or other[2] <= start for other in others)
-        if not alone or len(new.split()) != 1 or len(text[start:end].split()) != 1:
-            return ""
-        return text[first:start] + new + text[end:last]
-
     def cut(self, words: Iterable[tuple[int, str]]) -> tuple[str, ...]:
         """Return the texts with other characters for some words; all else stays."""
         texts = list(self.texts)
@@ -391,8 +375,24 @@ def rewrite_words(
     reader, queries = oracle.reader, turn.attack.queries
     near = neighbours(reader, (token for draft in drafts for token in draft.ids))
 
-    def propose(draft: Draft, slope: Tensor) -> Sequence[Draft]:
-        return _steepest(reader, draft, slope, near, queries)
+    def propose(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Sequence[Draft]:
+        places = [(i, j) for i, word in enumerate(draft.words) for j in range(len(word))]
+        tokens, rises, where, what = draft.ids, [], [], []
+        for position, (i, j) in enumerate(places):
+            others = near.get(tokens[position])
+            if others is None or i in draft.changed or not len(others):
+                continue
+            step = reader.table[others] - reader.table[tokens[position]]
+            rises.append(step @ slope[position])
+            where += [(i, j)] * len(others)
+            what.append(others)
+        if not rises:
+            return []
+        order = torch.cat(rises).argsort(stable=True)
+        substitutes = torch.cat(what)[order].tolist()
+        chosen = zip([where[k] for k in order.tolist()], substitutes, strict=True)
+        changed = (_replace_token(draft, i, j, new, reader.lexicon) for (i, j), new in chosen)
+        return list(islice(filter(None, changed), queries))
 
     return search(oracle, drafts, y, budget, propose)
 
@@ -418,40 +418,19 @@ def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     return reader.near
 
 
-def _steepest(
-    reader: Reader,
-    draft: Draft,
-    slope: Float[Tensor, "tokens width"],
-    near: dict[int, Tensor],
-    queries: int,
-) -> list[Draft]:
-    """Return the texts with one more word replaced whose margin falls most, to first order."""
-    places = [(i, j) for i, word in enumerate(draft.words) for j in range(len(word))]
-    tokens, rises, where, what = draft.ids, [], [], []
-    for position, (i, j) in enumerate(places):
-        others = near.get(tokens[position])
-        if others is None or i in draft.changed or not len(others):
-            continue
-        step = reader.table[others] - reader.table[tokens[position]]
-        rises.append(step @ slope[position])
-        where += [(i, j)] * len(others)
-        what.append(others)
-    if not rises:
-        return []
-    order = torch.cat(rises).argsort(stable=True)
-    substitutes = torch.cat(what)[order].tolist()
-    chosen = zip([where[k] for k in order.tolist()], substitutes, strict=True)
-    drafts = (_replace_word(draft, i, j, new, reader.lexicon) for (i, j), new in chosen)
-    return list(islice(filter(None, drafts), queries))
-
-
-def _replace_word(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) -> Draft | None:
-    """Replace one token; None if the result is not a word."""
-    word = (*draft.words[i][:j], token, *draft.words[i][j + 1 :])
-    if draft.source is None:
+def _replace_token(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) -> Draft | None:
+    """Replace token j of word i; None if the result is not a word."""
+    word, source = (*draft.words[i][:j], token, *draft.words[i][j + 1 :]), draft.source
+    if source is None:
         return draft.with_word(i, word)
-    text = draft.source.replace_token(i, j, lexicon.write(token))
-    return draft.with_word(i, word, text) if text not in ("", draft.source.word(i)) else None
+    new, spans = lexicon.write(token), source.spans[i]
+    (piece, first, _), (_, start, end), last = spans[0], spans[j], spans[-1][2]
+    text, others = source.texts[piece], spans[:j] + spans[j + 1 :]
+    alone = all(end <= other[1] or other[2] <= start for other in others)
+    if not alone or len(new.split()) != 1 or len(text[start:end].split()) != 1:
+        return None
+    spelled = text[first:start] + new + text[end:last]
+    return None if spelled == source.word(i) else draft.with_word(i, word, spelled)
 
 
 def rewrite_characters(
@@ -467,58 +446,43 @@ def rewrite_characters(
         UsageError: the model has no tokenizer that can spell.
     """
     reader, queries = oracle.reader, turn.attack.queries
-    lexicon = reader.lexicon
-    if lexicon.read is None or lexicon.encode is None:
+    lexicon, tokenize = reader.lexicon, reader.lexicon.encode
+    if lexicon.read is None or tokenize is None:
         raise UsageError(
             "the attack characters needs a tokenizer that spells its tokens, and this model "
             "has none",
             "Put the tokenizer's files beside config.json, or leave characters out.",
         )
-    typist = _Typist(lexicon)
+    encode = cache(lambda text: tuple(tokenize(text)))
 
-    def propose(draft: Draft, slope: Tensor) -> Sequence[Draft]:
-        errors = filter(reader.read, typist.errors(draft, slope))
-        return list(islice(errors, queries))
-
-    return search(oracle, drafts, y, budget, propose)
-
-
-class _Typist:
-    """Makes typing errors in words, and caches their token ids."""
-
-    def __init__(self, lexicon: Lexicon) -> None:
-        assert lexicon.encode is not None
-        encode = lexicon.encode
-        self.lexicon = lexicon
-        self.encode = cache(lambda text: tuple(encode(text)))
-
-    def errors(self, draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Draft]:
+    def list_errors(draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Draft]:
         """Yield the text with each possible error, words taking turns."""
-        if draft.source is None:
+        source, known = draft.source, dict(draft.spelled)
+        if source is None:
             return
-        texts, source = dict(draft.spelled), draft.source
-        order = [i for i in _by_slope(draft, slope) if not self.lexicon.fixed(draft.words[i])]
-        words = [(i, texts.get(i) or source.word(i)) for i in order]
+        lengths = iter(slope.norm(dim=1).tolist())
+        steep = [sum(islice(lengths, len(word))) for word in draft.words]
+        order = sorted(range(len(steep)), key=lambda i: -steep[i])
+        words = [
+            (i, known.get(i) or source.word(i)) for i in order if not lexicon.fixed(draft.words[i])
+        ]
         words = [(i, text) for i, text in words if len(text) > 1]
-        letters = _letters("".join(text for _, text in words))
-        lists = [[(i, error) for error in _errors(text, letters)] for i, text in words]
+        # The text's own letters, and all Latin ones if it has any.
+        letters = {c for _, text in words for c in text.lower() if c.isalnum()}
+        latin = set(string.ascii_lowercase)
+        letters |= latin if letters & latin else set()
+        lists = [[(i, error) for error in _errors(text, sorted(letters))] for i, text in words]
         for turn in zip_longest(*lists):
             for i, error in filter(None, turn):
-                yield draft.with_word(i, self.encode(source.space(i) + error), error)
+                piece, start, _ = source.spans[i][0]
+                before = source.texts[piece][max(start - 1, 0) : start]
+                space = before if before.isspace() else ""
+                yield draft.with_word(i, encode(space + error), error)
 
+    def propose(draft: Draft, slope: Tensor) -> Sequence[Draft]:
+        return list(islice(filter(reader.read, list_errors(draft, slope)), queries))
 
-def _by_slope(draft: Draft, slope: Tensor) -> list[int]:
-    """Return the words, sorted by the norm of the margin's gradient."""
-    lengths = iter(slope.norm(dim=1).tolist())
-    steep = [sum(islice(lengths, len(word))) for word in draft.words]
-    return sorted(range(len(steep)), key=lambda i: -steep[i])
-
-
-def _letters(text: str) -> list[str]:
-    """Return the letters for typing errors: the text's, and all Latin ones if it has any."""
-    own = {letter for letter in text.lower() if letter.isalnum()}
-    latin = set(string.ascii_lowercase)
-    return sorted(own | latin if own & latin else own)
+    return search(oracle, drafts, y, budget, propose)
 
 
 def _errors(word: str, letters: Sequence[str]) -> list[str]:

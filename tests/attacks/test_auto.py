@@ -7,7 +7,7 @@ import torch
 from pyautoattack.square import SquareAttack
 
 from lipaudit.attacks.balls import Ball, distance, random_start
-from lipaudit.attacks.evaluate import Chunk, evaluate, evaluate_chunk
+from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
 from lipaudit.attacks.kinds import ATTACKS
 from lipaudit.attacks.oracle import Turn
 from lipaudit.attacks.plan import Attack, adapt, read_plan
@@ -29,7 +29,7 @@ def turn_on(attack, x, ball, number=0):
 
 
 def run(model, x, y, plan, **options):
-    return list(evaluate(model, x, y, plan, **options))
+    return list(evaluate_chunk(model, Chunk(0, x, y), plan, **options))
 
 
 @CLASSES

@@ -7,12 +7,19 @@ import torch
 from torch import nn
 
 from lipaudit.attacks.balls import distance
-from lipaudit.attacks.evaluate import Chunk, chunks, derive_seed, evaluate, evaluate_chunk
+from lipaudit.attacks.evaluate import Chunk, derive_seed, evaluate_chunk
 from lipaudit.attacks.oracle import ByRow
 from lipaudit.attacks.plan import CHUNK, read_plan
 from lipaudit.errors import EvaluationError, UsageError
 
 NORMS = pytest.mark.parametrize("norm", ["linf", "l2"])
+
+
+def evaluate(f, x, y, plan, **how):
+    """Attack samples chunk by chunk."""
+    for number, start in enumerate(range(0, len(x), CHUNK)):
+        some = slice(start, start + CHUNK)
+        yield from evaluate_chunk(f, Chunk(number, x[some], y[some]), plan, **how)
 
 
 @pytest.fixture
@@ -123,15 +130,6 @@ def test_when_all_are_misclassified_nothing_runs(digits, everything):
     assert not clean.robust.any()
     assert len(outcomes) == 6
     assert not any(o.tried.any() or o.robust.any() or o.forwards for o in outcomes)
-
-
-def test_chunks_are_numbered_pieces_of_the_original_samples():
-    x, y = torch.rand(130, 3), torch.arange(130)
-    mask = torch.rand(130, 3) > 0.5
-    pieces = list(chunks(x, y, mask))
-    assert [(p.number, len(p.x)) for p in pieces] == [(0, 64), (1, 64), (2, 2)]
-    assert torch.equal(torch.cat([p.x for p in pieces]), x)
-    assert torch.equal(torch.cat([p.mask for p in pieces]), mask)
 
 
 def test_a_chunk_alone_gives_what_it_gives_among_others(digits, radius):

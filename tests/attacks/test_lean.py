@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lipaudit.attacks.evaluate import evaluate
+from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
 from lipaudit.attacks.oracle import Turn
 from lipaudit.attacks.plan import STANDARD, Attack, read_plan
 
@@ -14,7 +14,7 @@ def both(f, digits, radius, eps, norm="linf", **settings):
     ends, passes = [], []
     for name in ("standard", "lean"):
         plan = read_plan(name, norm=norm, radii=[radius(eps)], **settings)
-        outcomes = list(evaluate(f, digits.x[:32], digits.y[:32], plan))
+        outcomes = list(evaluate_chunk(f, Chunk(0, digits.x[:32], digits.y[:32]), plan))
         ends.append(outcomes[-1].robust)
         passes.append(sum(o.forwards + o.backwards for o in outcomes))
     return ends, passes

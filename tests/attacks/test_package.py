@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipaudit.attacks.autoattack import CLEAR, step_onto
 from lipaudit.attacks.balls import Ball, distance, random_start
-from lipaudit.attacks.evaluate import evaluate
+from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
 from lipaudit.attacks.kinds import ATTACKS
 from lipaudit.attacks.oracle import Turn, margins
 from lipaudit.attacks.plan import Attack, read_plan
@@ -146,9 +146,9 @@ def test_turns_that_share_a_batch_leave_what_one_after_the_other_leaves(
         f"custom:{name}", norm=norm, radii=[radius(f"{eps:.12f}")], steps=10, restarts=2
     )
     calls = Counted(model)
-    together = list(evaluate(calls, x, y, plan))[-1]
+    together = list(evaluate_chunk(calls, Chunk(0, x, y), plan))[-1]
     monkeypatch.setitem(ATTACKS, name, replace(ATTACKS[name], together=False))
-    apart = list(evaluate(model, x, y, plan))[-1]
+    apart = list(evaluate_chunk(model, Chunk(0, x, y), plan))[-1]
     assert torch.equal(together.robust, apart.robust)
     assert 0 < int(apart.robust.sum()) < int(apart.tried.sum())
     torch.testing.assert_close(together.x_adv[apart.robust], apart.x_adv[apart.robust])
@@ -162,7 +162,7 @@ def test_turns_share_a_batch_where_few_samples_are_left(digits, radius):
         return digits.conv(x)
 
     plan = read_plan("custom:fab-t", radii=[radius("0.01")], steps=3)
-    stands = list(evaluate(f, digits.x[:5], digits.y[:5], plan))[-1].robust
+    stands = list(evaluate_chunk(f, Chunk(0, digits.x[:5], digits.y[:5]), plan))[-1].robust
     assert stands.all()
     assert max(sizes) == 9 * 5
     assert sum(sizes) == 5 * (2 + 9 * (3 * 2 + 1))

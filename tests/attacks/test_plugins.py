@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lipaudit.attacks.evaluate import evaluate
+from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
 from lipaudit.attacks.kinds import ATTACKS, RESERVED, AttackKind, attack_kinds
 from lipaudit.attacks.plan import PRESETS, read_plan
 from lipaudit.errors import EvaluationError, UsageError
@@ -83,7 +83,7 @@ def test_the_example_is_exact_on_a_linear_model_of_two_classes(example, linear, 
     reach = model.reach(x, y, "linf")
     eps = float(reach[reach > 0].median()) * 1.01
     trials = read_plan("custom:mi-fgsm", radii=[radius(f"{eps:.12f}")], steps=3)
-    outcome = list(evaluate(model, x, y, trials))[-1]
+    outcome = list(evaluate_chunk(model, Chunk(0, x, y), trials))[-1]
     assert torch.equal(outcome.robust, reach > eps)
     assert 0 < int(outcome.robust.sum()) < 40
     tried = int(outcome.tried.sum())
@@ -94,7 +94,7 @@ def test_what_the_example_cannot_do_is_refused(example, linear, radius):
     model, x, y = linear(3, (4,), samples=2)
     trials = read_plan("custom:mi-fgsm", norm="l2", radii=[radius("0.1")])
     with pytest.raises(UsageError, match="mi-fgsm cannot search l2 balls, only linf"):
-        list(evaluate(model, x, y, trials))
+        list(evaluate_chunk(model, Chunk(0, x, y), trials))
 
 
 def outside(_f, x, _y, ball, _turn):
@@ -133,7 +133,7 @@ def test_an_attack_that_cheats_is_named(bad, radius, function, reason, dtype):
     x, y = torch.full((5, 4), 0.3, dtype=dtype), torch.zeros(5, dtype=torch.int64)
     trials = read_plan("custom:bad", radii=[radius("0.1")])
     with pytest.raises(EvaluationError, match=f"the attack bad {reason}"):
-        list(evaluate(lambda z: z + torch.arange(4).flip(0), x, y, trials))
+        list(evaluate_chunk(lambda z: z + torch.arange(4).flip(0), Chunk(0, x, y), trials))
 
 
 def moves_its_input(_f, x, y, _ball, _turn):
@@ -153,7 +153,7 @@ def test_an_attack_cannot_move_the_samples_or_the_labels(bad, radius):
     x, y = torch.full((5, 4), 0.3), torch.zeros(5, dtype=torch.int64)
     trials = read_plan("custom:bad", radii=[radius("0.1")])
     with pytest.raises(EvaluationError, match="left the ball or the box on 5 samples, by up to"):
-        list(evaluate(lambda z: z + torch.arange(4).flip(0), x, y, trials))
+        list(evaluate_chunk(lambda z: z + torch.arange(4).flip(0), Chunk(0, x, y), trials))
     assert torch.equal(x, torch.full((5, 4), 0.3))
     assert not y.any()
 
@@ -162,7 +162,7 @@ def test_success_is_our_own_judgement(bad, radius):
     bad(claims)
     x, y = torch.full((5, 4), 0.3), torch.zeros(5, dtype=torch.int64)
     trials = read_plan("custom:bad", radii=[radius("0.1")])
-    outcome = list(evaluate(lambda z: z + torch.arange(4).flip(0), x, y, trials))[-1]
+    *_, outcome = evaluate_chunk(lambda z: z + torch.arange(4).flip(0), Chunk(0, x, y), trials)
     assert outcome.robust.all()
     assert outcome.forwards == 5
     torch.testing.assert_close(outcome.distance, torch.full((5,), 0.05))
@@ -184,7 +184,7 @@ def test_an_attack_whose_function_is_missing_is_refused_before_it_starts(
     model, x, y = linear(3)
     trials = read_plan("custom:fgsm", radii=[radius("0.1")])
     with pytest.raises(UsageError, match=f"{function} {reason}") as caught:
-        next(evaluate(model, x, y, trials))
+        next(evaluate_chunk(model, Chunk(0, x, y), trials))
     attack_kinds.cache_clear()
     assert function.partition(".")[0] in caught.value.advice
 

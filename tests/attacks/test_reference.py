@@ -9,7 +9,7 @@ import torch
 from pyautoattack import AutoAttack
 from torch import Tensor
 
-from lipaudit.attacks.evaluate import evaluate
+from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
 from lipaudit.attacks.plan import read_plan
 from lipaudit.models.sources.demo import load_demo
 
@@ -41,7 +41,7 @@ def model_of(digits, name):
 
 
 def standing(f, digits, plan):
-    return list(evaluate(f, digits.x, digits.y, plan))[-1].robust
+    return list(evaluate_chunk(f, Chunk(0, digits.x, digits.y), plan))[-1].robust
 
 
 @CASES

@@ -73,7 +73,7 @@ def test_a_demo_is_as_good_as_its_file_says(name):
 
 
 def test_the_robust_demo_stands_what_the_standard_one_does_not():
-    from lipaudit.attacks.evaluate import evaluate
+    from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
     from lipaudit.attacks.plan import read_plan
     from lipaudit.tables.trials import parse_radius
 
@@ -82,7 +82,8 @@ def test_the_robust_demo_stands_what_the_standard_one_does_not():
         net = load_net(f"demo:{name}")
         batch = load_data("demo", net, DataOptions(samples=64)).batch
         plan = read_plan("custom:pgd", norm="linf", radii=[parse_radius("0.1")], steps=10)
-        outcomes = evaluate(lambda x, net=net: net.read(net.call(x, None)), batch.x, batch.y, plan)
+        chunk = Chunk(0, batch.x, batch.y)
+        outcomes = evaluate_chunk(lambda x, net=net: net.read(net.call(x, None)), chunk, plan)
         left[name] = float(list(outcomes)[-1].robust.double().mean())
     assert left["robust"] > left["standard"] + 0.3
 

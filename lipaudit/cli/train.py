@@ -121,7 +121,7 @@ def train(
         for epoch in _report_epochs(epochs, recipe.epochs, quiet=quiet):
             record.keep(epoch)
     complete = save_model(net, out, options)
-    record.finish()
+    record.write_record(finished=True)
     if not quiet:
         if watch:
             say(f"Watched: {out / FOLDER / 'report.html'}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,7 +54,24 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
     If several have the same step, the newest counts.
     """
-    known = [each for path in folder.iterdir() for each in _checkpoint(path)]
+    known: list[Checkpoint] = []
+    for path in folder.iterdir():
+        step = read_step(path.name)
+        if step is None or path.name.startswith("."):
+            continue
+        files, model = [path], path
+        if path.is_dir():
+            names = [each.name for each in path.iterdir()]
+            configs = [name for name in CONFIGS if name in names]
+            files = [path / name for name in (*configs, *list_weight_files(names))]
+            if len(files) == len(configs):
+                continue  # no weights yet
+            model = path if configs else files[0]
+        elif path.suffix not in SUFFIXES:
+            continue
+        stats = [each.stat() for each in files]
+        size, changed = sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)
+        known.append(Checkpoint(path.name, model, step, size, changed))
     known.sort(key=lambda each: (each.step, each.changed))
     return list({each.step: each for each in known}.values())
 
@@ -73,25 +89,6 @@ def read_step(name: str) -> int | None:
         return None
     number = STEP.search(stem) or EPOCH.search(stem) or LAST.search(stem)
     return int(number[1]) if number else None
-
-
-def _checkpoint(path: Path) -> Iterator[Checkpoint]:
-    step = read_step(path.name)
-    if step is None or path.name.startswith("."):
-        return
-    files, model = [path], path
-    if path.is_dir():
-        names = [each.name for each in path.iterdir()]
-        configs = [name for name in CONFIGS if name in names]
-        files = [path / name for name in (*configs, *list_weight_files(names))]
-        if len(files) == len(configs):
-            return  # no weights yet
-        model = path if configs else files[0]
-    elif path.suffix not in SUFFIXES:
-        return
-    stats = [each.stat() for each in files]
-    size, changed = sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)
-    yield Checkpoint(path.name, model, step, size, changed)
 
 
 class StepReports:
@@ -162,15 +159,22 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, request: Request, to: Path, *, tries: int = 1) -> None:
         self.folder, self.request, self.tries = folder, request, tries
-        self.reports = StepReports(to, f"-{_digest(request)}")
+        measures = {name: options.model_dump() for name, options in request.measures.items()}
+        asked = repr((request.run.model_dump(exclude=FREE), measures, dict(request.counts)))
+        self.reports = StepReports(to, f"-{hashlib.sha256(asked.encode()).hexdigest()[:8]}")
         self.samples: Samples | None = None
         self.failed: dict[str, Exception] = {}
         self._tried: Counter[Checkpoint] = Counter()
 
     def pending(self) -> list[Checkpoint]:
         """Return the checkpoints that are new, changed or not yet given up, in order."""
-        known = checkpoints(self.folder)
-        return [c for c in known if self._tried[c] < self.tries and not self._is_measured(c)]
+        pending = []
+        for checkpoint in checkpoints(self.folder):
+            path = self.reports.path(checkpoint.step)
+            measured = path.exists() and path.stat().st_mtime_ns > checkpoint.changed
+            if self._tried[checkpoint] < self.tries and not measured:
+                pending.append(checkpoint)
+        return pending
 
     def measure(self, checkpoint: Checkpoint, observer: Observer) -> Report | None:
         """Measure a checkpoint and write its report; None if it could not be measured.
@@ -193,13 +197,3 @@ class CheckpointFolder:
         self.reports.write(checkpoint.step, report)
         self._tried[checkpoint] = self.tries
         return report
-
-    def _is_measured(self, checkpoint: Checkpoint) -> bool:
-        path = self.reports.path(checkpoint.step)
-        return path.exists() and path.stat().st_mtime_ns > checkpoint.changed
-
-
-def _digest(request: Request) -> str:
-    measures = {name: options.model_dump() for name, options in request.measures.items()}
-    asked = (request.run.model_dump(exclude=FREE), measures, dict(request.counts))
-    return hashlib.sha256(repr(asked).encode()).hexdigest()[:8]

@@ -29,8 +29,21 @@ def loggers(wanted: str | Logger | Iterable[str | Logger], folder: Path) -> list
     Raises:
         UsageError: a name is unknown, or a package is not installed.
     """
-    several = [wanted] if isinstance(wanted, str) or callable(wanted) else wanted
-    return [each if callable(each) else _find_logger(each, folder) for each in several]
+    found: list[Logger] = []
+    for each in [wanted] if isinstance(wanted, str) or callable(wanted) else wanted:
+        if callable(each):
+            found.append(each)
+            continue
+        if each not in LOGGERS:
+            raise UsageError(f"there is no logger {each!r}", suggestion(each, LOGGERS))
+        try:
+            found.append(LOGGERS[each](folder))
+        except ImportError as error:
+            raise UsageError(
+                f"the logger {each} cannot be imported ({error})",
+                f"Install it: pip install 'lipaudit[{each}]'",
+            ) from error
+    return found
 
 
 def collect_figures(report: Report) -> dict[str, float]:
@@ -51,18 +64,6 @@ def collect_figures(report: Report) -> dict[str, float]:
     if summed.fragile:
         figures["fragile_rows"] = summed.fragile.share
     return {PREFIX + name: value for name, value in figures.items() if finite([value])}
-
-
-def _find_logger(name: str, folder: Path) -> Logger:
-    if name not in LOGGERS:
-        raise UsageError(f"there is no logger {name!r}", suggestion(name, LOGGERS))
-    try:
-        return LOGGERS[name](folder)
-    except ImportError as error:
-        raise UsageError(
-            f"the logger {name} cannot be imported ({error})",
-            f"Install it: pip install 'lipaudit[{name}]'",
-        ) from error
 
 
 def _tensorboard(folder: Path) -> Logger:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lipaudit.api.measuring import AnyData, open_job
@@ -122,10 +122,16 @@ class Monitor:
         self.folder, self.report = Path(to), None
         self.seconds, self._every, self._data = 0.0, every, data
         self._model = _innermost(model)
-        self._request = replace(request, model=_name(self._model))
+        if isinstance(self._model, Net):
+            name = self._model.info.spec
+        else:
+            name = type(_module(self._model)).__name__
+        self._request = replace(request, model=name)
         self._step = self._begin = step
         self._last: int | None = None
-        self._active = not _another_rank()
+        # In a distributed run, the process of rank 0 measures.
+        several = distributed.is_available() and distributed.is_initialized()
+        self._active = not several or distributed.get_rank() == 0
         if self._active:
             self._samples = self._draw_samples()
             self._reports = StepReports(self.folder)
@@ -159,10 +165,18 @@ class Monitor:
         start = time.monotonic()
         with self._warn_on_failure(step):
             try:
-                self.report = self._measure_module(step)
+                with (
+                    _protect(_module(self._model), self._request.run.seed),
+                    open_job(self._model, self._request, self._data, samples=self._samples) as job,
+                ):
+                    report = execute(job)
             finally:
                 seconds = time.monotonic() - start
                 self.seconds += seconds
+            run, model = report.run, report.run.model
+            model = model.model_copy(update={"spec": f"{model.spec}, step {step}"})
+            run = run.model_copy(update={"model": model})
+            self.report = report.model_copy(update={"run": run})
             self._reports.write(step, self.report)
             figures = collect_figures(self.report) | {f"{PREFIX}seconds": round(seconds, 3)}
             for log in self._loggers:
@@ -176,16 +190,6 @@ class Monitor:
             with self._warn_on_failure(self._step):
                 if reports := self._reports.load(self._step):
                     self._reports.draw(reports)
-
-    def _measure_module(self, step: int) -> Report:
-        with (
-            _protect(_module(self._model), self._request.run.seed),
-            open_job(self._model, self._request, self._data, samples=self._samples) as job,
-        ):
-            report = execute(job)
-        model = report.run.model
-        model = model.model_copy(update={"spec": f"{model.spec}, step {step}"})
-        return report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
 
     def _draw_samples(self) -> Samples:
         """Draw the samples for all steps, and check that they can be measured."""
@@ -209,18 +213,6 @@ class Monitor:
                 raise
             reason = explain_error(error).message
             warnings.warn(f"lipaudit, step {step}: {reason}", stacklevel=2)
-
-
-def _another_rank() -> bool:
-    """Say whether another process of a distributed run measures."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0
-    )
-
-
-def _name(model: Watched) -> str:
-    return model.info.spec if isinstance(model, Net) else type(_module(model)).__name__
 
 
 def _module(model: Watched) -> nn.Module:

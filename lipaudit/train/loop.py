@@ -5,8 +5,9 @@ Image augmentation and optimizers are below the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,17 +86,31 @@ def train(
     _require_labels(net, data, "the data")
     if held_out is not None:
         _require_labels(net, held_out, "the held-out data")
-    with _make_trainable(net.module):
+    net.module.requires_grad_(True)
+    try:
         run = Training.start(net, data, recipe)
         first = run.restore(state) if state is not None else 0
         for number in range(first, recipe.epochs):
-            with _seed_epoch(recipe.seed, number, net.device):
-                loss, penalty = run.epoch(data)
-            share = (
-                None if held_out is None else measure_accuracy(net, held_out, recipe.batch_size)
-            )
+            # Dropout draws from torch's random state, timm's mixing from numpy's.
+            seed, kept = recipe.seed * 100_003 + number, np.random.get_state()
+            with seed_device(seed, net.device):
+                np.random.seed(seed % 2**32)
+                try:
+                    loss, penalty = run.epoch(data)
+                finally:
+                    np.random.set_state(kept)
+            accuracy = None
+            if held_out is not None:
+                right = 0
+                for part in held_out.split(recipe.batch_size):
+                    batch = part.to(net.device, net.dtype)
+                    with torch.no_grad():
+                        right += int((net.output(batch).argmax(1) == _read_labels(batch)).sum())
+                accuracy = right / len(held_out)
             lr = float(run.optimizer.param_groups[0]["lr"])
-            yield Epoch(number + 1, loss, penalty, share, lr, run.state(number + 1))
+            yield Epoch(number + 1, loss, penalty, accuracy, lr, run.state(number + 1))
+    finally:
+        net.module.requires_grad_(False).eval()
 
 
 @dataclass(frozen=True)
@@ -114,23 +129,32 @@ class Training:
     def start(cls, net: Net, data: Batch, recipe: Recipe) -> Training:
         """Return a training that has not begun."""
         steps = recipe.epochs * len(split_batches(torch.arange(len(data)), recipe.batch_size))
-        optimizer = make_optimizer(net.module, recipe)
+        weights, decay = net.module.parameters(), recipe.weight_decay
+        optimizer: Optimizer = (
+            AdamW(weights, lr=recipe.lr, weight_decay=decay)
+            if recipe.optimizer == "adamw"
+            else SGD(weights, lr=recipe.lr, momentum=recipe.momentum, weight_decay=decay)
+        )
+        schedule: LRScheduler = (
+            OneCycleLR(optimizer, recipe.lr, total_steps=steps)
+            if recipe.schedule == "onecycle"
+            else CosineAnnealingLR(optimizer, steps)
+        )
         mixes = net.kind == "image" and recipe.adversarial is None
         mix = make_mix(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
         rng = torch.Generator().manual_seed(recipe.seed)
-        weights = None
+        penalty = None
         if recipe.penalty == "specformer":
-            weights = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
-        schedule = make_schedule(optimizer, recipe, steps)
-        return cls(net, recipe, optimizer, schedule, mix, rng, weights)
+            penalty = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
+        return cls(net, recipe, optimizer, schedule, mix, rng, penalty)
 
     def state(self, epochs: int) -> CheckpointState:
         """Return everything needed to continue after a number of epochs."""
         # Copies: the next epoch changes the tensors in place.
         return {
-            "model": _copy(self.net.module.state_dict()),
-            "optimizer": _copy(self.optimizer.state_dict()),
-            "schedule": _copy(self.schedule.state_dict()),
+            "model": deepcopy(self.net.module.state_dict()),
+            "optimizer": deepcopy(self.optimizer.state_dict()),
+            "schedule": deepcopy(self.schedule.state_dict()),
             "rng": self.rng.get_state(),
             "vectors": [] if self.weights is None else list(self.weights.vectors),
             "epochs": epochs,
@@ -148,106 +172,75 @@ class Training:
 
     def epoch(self, data: Batch) -> tuple[float, float | None]:
         """Train on all samples once; return the mean loss and the mean penalty."""
-        self.net.module.train()
+        net, recipe = self.net, self.recipe
+        net.module.train()
         sums, losses = np.zeros(2), []
         order = torch.randperm(len(data), generator=self.rng)
-        batches = split_batches(order, self.recipe.batch_size)
+        batches = split_batches(order, recipe.batch_size)
         for number, index in enumerate(batches, 1):
-            batch = data.rows(index).to(self.net.device, self.net.dtype)
-            losses.append(self.step(batch))
+            losses.append(self.step(data.rows(index).to(net.device, net.dtype)))
             if number % LOOK == 0 or number == len(batches):
-                sums = np.sum([sums, *_sum_losses(losses)], axis=0)
+                # Here the host waits for the device.
+                values = torch.stack([loss for _, loss in losses]).cpu().double().numpy()
+                if not np.isfinite(values).all():
+                    raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
+                sizes = np.array([[size] for size, _ in losses])
+                sums = np.sum([sums, *(sizes * values)], axis=0)
                 losses.clear()
-        self.net.module.eval()
+        net.module.eval()
         loss, penalty = sums / len(data)
-        self.require_sense(penalty)
-        return float(loss), float(penalty) if self.recipe.penalty else None
-
-    def require_sense(self, penalty: float) -> None:
-        """Raise an error if an epoch destroyed the weights or never computed the penalty."""
-        finite = [p.isfinite().all() for p in self.net.module.parameters()]
+        finite = [p.isfinite().all() for p in net.module.parameters()]
         if not torch.stack(finite).all():
             raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
-        if self.recipe.penalty == "jasmin" and self.recipe.k and penalty == 0:
+        if recipe.penalty == "jasmin" and recipe.k and penalty == 0:
             raise UsageError(
-                f"no query attends to more than k = {self.recipe.k} keys, so JaSMin is 0",
+                f"no query attends to more than k = {recipe.k} keys, so JaSMin is 0",
                 "Give a smaller --k.",
             )
+        return float(loss), float(penalty) if recipe.penalty else None
 
     def step(self, batch: Batch) -> tuple[int, Tensor]:
-        """Take one step; return the number of samples, their loss and penalty, (2,).
+        """Take one step; return the number of samples, and their mean loss and penalty, (2,).
 
         It does not wait for the device.
         """
-        batch = replace(batch, x=self.augment(batch))
-        x, target = self.mix(batch.x, _read_labels(batch))
-        if self.recipe.adversarial:
-            x = self.attack(batch.x, _read_labels(batch))
+        net, recipe, y = self.net, self.recipe, _read_labels(batch)
+        if net.kind == "image":
+            x = shift_images(batch.x, recipe.shift, self.rng) if recipe.shift else batch.x
+            batch = replace(batch, x=flip_images(x, self.rng) if recipe.flip else x)
+        x, target = self.mix(batch.x, y)
+        if recipe.adversarial:
+            x = self.attack(batch.x, y)
         self.optimizer.zero_grad()
-        total, losses = self.compute_loss(x, target, batch)
-        torch.autograd.backward(total)
-        if self.recipe.clip:
-            nn.utils.clip_grad_norm_(self.net.module.parameters(), self.recipe.clip)
+        if self.weights is not None:
+            observed: AbstractContextManager[Callable[[], Tensor]] = nullcontext(self.weights)
+        elif recipe.penalty is None:
+            observed = nullcontext(lambda: torch.zeros((), device=net.device))
+        else:
+            observed = attention_penalty(
+                net.module, k=recipe.k, reduction=recipe.reduction, mask=batch.mask
+            )
+        with observed as penalty:
+            logits = net.read(net.call(x, batch.mask))
+        loss, extra = F.cross_entropy(logits, target), penalty()
+        torch.autograd.backward(loss + recipe.weight * extra)
+        if recipe.clip:
+            nn.utils.clip_grad_norm_(net.module.parameters(), recipe.clip)
         self.optimizer.step()
         self.schedule.step()
-        return len(batch), losses
-
-    def compute_loss(self, x: Tensor, target: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of loss and penalty, and both values, (2,), without a gradient.
-
-        Args:
-            x: the input of the model: samples after mixing or attacks.
-            target: their labels, or shares of the classes.
-            batch: the original samples.
-        """
-        with self.observe_penalty(batch) as penalty:
-            logits = self.net.read(self.net.call(x, batch.mask))
-        loss, extra = F.cross_entropy(logits, target), penalty()
-        both = torch.stack([loss.detach(), extra.detach().to(loss)])
-        return loss + self.recipe.weight * extra, both
-
-    def augment(self, batch: Batch) -> Tensor:
-        """Return the samples, shifted and flipped as the recipe requires."""
-        x = batch.x
-        if self.net.kind != "image":
-            return x
-        x = shift_images(x, self.recipe.shift, self.rng) if self.recipe.shift else x
-        return flip_images(x, self.rng) if self.recipe.flip else x
+        return len(batch), torch.stack([loss.detach(), extra.detach().to(loss)])
 
     def attack(self, x: Tensor, y: Tensor) -> Tensor:
         """Return adversarial examples for the model in eval mode."""
         net, steps = self.net, self.recipe.steps
         ball = Ball("linf", float(self.recipe.eps), net.box)
-        start = random_start(x, ball, self.rng)
-        with _use_eval_mode(net.module):
-            return pgd(
-                lambda z: net.read(net.call(z, None)),
-                x,
-                y,
-                ball,
-                start=start,
-                steps=steps,
-                step_size=usual_step(ball.eps, steps),
-            )
-
-    def observe_penalty(self, batch: Batch) -> AbstractContextManager[Callable[[], Tensor]]:
-        """Read the penalty during the forward pass in the block."""
-        if self.weights is not None:
-            return nullcontext(self.weights)
-        if self.recipe.penalty is None:
-            return nullcontext(lambda: torch.zeros((), device=self.net.device))
-        return attention_penalty(
-            self.net.module, k=self.recipe.k, reduction=self.recipe.reduction, mask=batch.mask
-        )
-
-
-def _sum_losses(losses: Sequence[tuple[int, Tensor]]) -> Any:
-    """Average the losses of steps, weighted by samples; the host waits for the device once."""
-    values = torch.stack([loss for _, loss in losses]).cpu().double().numpy()
-    total = np.array([[size] for size, _ in losses]) * values
-    if not np.isfinite(total).all():
-        raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
-    return total
+        start, size = random_start(x, ball, self.rng), usual_step(ball.eps, steps)
+        net.module.eval()
+        try:
+            f = lambda z: net.read(net.call(z, None))  # noqa: E731
+            return pgd(f, x, y, ball, start=start, steps=steps, step_size=size)
+        finally:
+            net.module.train()
 
 
 def _require_fit(net: Net, recipe: Recipe) -> None:
@@ -280,75 +273,12 @@ def _read_labels(batch: Batch) -> Tensor:
     return batch.y
 
 
-def measure_accuracy(net: Net, data: Batch, size: int) -> float:
-    """Return the share of correctly classified samples, in batches of `size`."""
-    right = 0
-    with torch.no_grad():
-        for part in data.split(size):
-            batch = part.to(net.device, net.dtype)
-            right += int((net.output(batch).argmax(1) == _read_labels(batch)).sum())
-    return right / len(data)
-
-
-def _copy(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    if isinstance(state, Mapping):
-        return {key: _copy(value) for key, value in state.items()}
-    return [_copy(value) for value in state] if isinstance(state, list) else state
-
-
-@contextmanager
-def _make_trainable(module: nn.Module) -> Iterator[None]:
-    module.requires_grad_(True)
-    try:
-        yield
-    finally:
-        module.requires_grad_(False).eval()
-
-
-@contextmanager
-def _use_eval_mode(module: nn.Module) -> Iterator[None]:
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train()
-
-
-@contextmanager
-def _seed_epoch(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
-    """Seed dropout and timm's mixing for an epoch."""
-    kept, number = np.random.get_state(), seed * 100_003 + epoch
-    with seed_device(number, device):
-        np.random.seed(number % 2**32)
-        try:
-            yield
-        finally:
-            np.random.set_state(kept)
-
-
 def split_batches(order: Tensor, size: int) -> list[Tensor]:
     """Split into batches; a last batch of one sample, without variance, joins the one before."""
     *full, last = torch.split(order, size)
     if len(last) > 1 or size == 1 or not full:
         return [*full, last]
     return [*full[:-1], torch.cat([full[-1], last])]
-
-
-def make_optimizer(module: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return the optimizer of a recipe."""
-    weights, decay = module.parameters(), recipe.weight_decay
-    if recipe.optimizer == "adamw":
-        return AdamW(weights, lr=recipe.lr, weight_decay=decay)
-    return SGD(weights, lr=recipe.lr, momentum=recipe.momentum, weight_decay=decay)
-
-
-def make_schedule(optimizer: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
-    """Return the learning-rate schedule for a number of steps."""
-    if recipe.schedule == "onecycle":
-        return OneCycleLR(optimizer, recipe.lr, total_steps=steps)
-    return CosineAnnealingLR(optimizer, steps)
 
 
 def shift_images(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:

@@ -18,7 +18,6 @@ from lipaudit.models.attention.observe.calls import (
     Address,
     AttentionCall,
     Explicit,
-    Fused,
     make_additive,
 )
 from lipaudit.models.attention.observe.events import AttentionMode
@@ -154,38 +153,36 @@ class _Watch:
 
 def _row_values(call: AttentionCall, k: int, entries: int) -> tuple[Tensor, Tensor]:
     """Return the penalty of every row of P, (..., queries), and whether it counts."""
-    form = call.form
+    form, mask, queries = call.form, None, call.q.shape[-2]
     if isinstance(form, Explicit):
         return jasmin_rows(form.p, k)
-    q, keys = call.q * form.scale, call.k
+    if form.causal:
+        seen = torch.ones(queries, call.k.shape[-2], dtype=torch.bool, device=call.q.device)
+        mask = make_additive(seen.tril(), call.q.dtype)
+    elif form.mask is not None:
+        mask = make_additive(form.mask, call.q.dtype)
+    q, keys, parts = call.q * form.scale, call.k, []
     size = max(1, entries // (q[..., 0, 0].numel() * keys.shape[-2]))
-    parts = [
-        fused_rows(q[..., i : i + size, :], keys, _mask_rows(form, call, slice(i, i + size)), k)
-        for i in range(0, q.shape[-2], size)
-    ]
+    for i in range(0, queries, size):
+        bias = mask if mask is None or mask.shape[-2] == 1 else mask[..., i : i + size, :]
+        parts.append(fused_rows(q[..., i : i + size, :], keys, bias, k))
     values, counted = zip(*parts, strict=True)
     return torch.cat(values, -1), torch.cat(counted, -1)
 
 
-def _mask_rows(form: Fused, call: AttentionCall, rows: slice) -> Tensor | None:
-    """Return the bias of the logits of some queries."""
-    if form.causal:
-        shape = call.q.shape[-2], call.k.shape[-2]
-        return make_additive(
-            torch.ones(shape, dtype=torch.bool, device=call.q.device).tril(), call.q.dtype
-        )[rows]
-    if form.mask is None:
-        return None
-    mask = make_additive(form.mask, call.q.dtype)
-    return mask if mask.shape[-2] == 1 else mask[..., rows, :]
-
-
-def fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """Return the penalty of some rows; nothing of size queries x keys is kept for the backward."""
     places: list[Tensor] = []
 
     def rows(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        p = _probabilities(q, keys, mask)
+        logits = q @ keys.mT
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        if bias is None:
+            p = torch.softmax(logits, -1)
+        else:  # rows without keys are zero
+            logits = logits + bias
+            unseen = logits.isneginf().all(-1, keepdim=True)
+            p = torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
         if not places:  # found once, reused in the backward pass
             places.append(p.detach().topk(count_entries(p.shape[-1], k)).indices)
         return jasmin_of_largest(p.gather(-1, places[0]), k)
@@ -193,30 +190,19 @@ def fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[Te
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
 
 
-def _probabilities(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-    """Return P; rows without keys are zero."""
-    logits = q @ keys.mT
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    if mask is None:
-        return torch.softmax(logits, -1)
-    logits = logits + mask
-    unseen = logits.isneginf().all(-1, keepdim=True)
-    return torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
-
-
 class _Slices(NamedTuple):
     """Columns of a parameter in the layout of the model's product: (channels in, channels out)."""
 
-    name: str
+    parameter: nn.Parameter
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     columns: Tensor
     factor: float
 
-    def weight(self, parameters: dict[str, nn.Parameter]) -> Tensor:
+    def weight(self) -> Tensor:
         """Return W of every head, (heads, D, d), with its gradient."""
-        whole = parameters[self.name].as_strided(self.size, self.stride, self.offset)
+        whole = self.parameter.as_strided(self.size, self.stride, self.offset)
         return whole[:, self.columns].transpose(0, 1)
 
 
@@ -235,7 +221,6 @@ class SpecformerPenalty:
     def __init__(
         self, net: Net, batch: Batch, factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
     ) -> None:
-        self._parameters = dict(net.module.named_parameters())
         self._slices = list(_slices(net, batch, factors))
         generator = torch.Generator().manual_seed(0)
         self.vectors: Sequence[Tensor] = [
@@ -245,21 +230,25 @@ class SpecformerPenalty:
 
     def __call__(self) -> Tensor:
         """Return the penalty at the current weights, after one more power step."""
-        values, vectors = zip(
-            *(
-                specformer(part.weight(self._parameters), vector)
-                for part, vector in zip(self._slices, self.vectors, strict=True)
-            ),
-            strict=True,
-        )
+        values, vectors = [], []
+        for part, vector in zip(self._slices, self.vectors, strict=True):
+            value, vector = specformer(part.weight(), vector)
+            values.append(part.factor * value)
+            vectors.append(vector)
         self.vectors = vectors
-        factors = [part.factor for part in self._slices]
-        return torch.stack([f * v for f, v in zip(factors, values, strict=True)]).sum()
+        return torch.stack(values).sum()
 
 
 def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iterator[_Slices]:
-    sites, weights = survey(net, batch), _weights(net, batch)
-    names = {p.untyped_storage().data_ptr(): name for name, p in net.module.named_parameters()}
+    sites = survey(net, batch)
+    weights: dict[Address, Tensor] = {}  # of every linear map that the model applies
+
+    def note(linear: Linear, address: Address) -> None:
+        weights[address] = linear.weight
+
+    with freeze(net.module):
+        run_observed(net, batch, Tracer(lambda *_: None, note))
+    parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for site in sites:
         if site.structure is None:
             raise InputError(
@@ -276,8 +265,8 @@ def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iter
             for source in () if form is None else form.source:
                 assert form is not None
                 weight = weights[source]
-                name = names.get(weight.untyped_storage().data_ptr())
-                if name is None:
+                parameter = parameters.get(weight.untyped_storage().data_ptr())
+                if parameter is None:
                     raise InputError(f"a weight of layer {site.index} is not a parameter")
                 size, stride, offset = weight.shape, weight.stride(), int(weight.storage_offset())
                 # Of several maps of one input, each has the heads of which all columns are its.
@@ -289,17 +278,5 @@ def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iter
                         "Merge adapters into the weights first.",
                     )
                 columns = form.columns[own.all(1)] - first
-                yield _Slices(name, tuple(size), stride, offset, columns, factor)
+                yield _Slices(parameter, tuple(size), stride, offset, columns, factor)
                 first += size[1]
-
-
-def _weights(net: Net, batch: Batch) -> dict[Address, Tensor]:
-    """Return the weight of every linear map that the model applies."""
-    weights: dict[Address, Tensor] = {}
-
-    def note(linear: Linear, address: Address) -> None:
-        weights[address] = linear.weight
-
-    with freeze(net.module):
-        run_observed(net, batch, Tracer(lambda *_: None, note))
-    return weights

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,10 +95,12 @@ class TrainingRecord:
                 raise
             raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
         for name, value in self.same.items():
-            if kept.get(name) != value:
+            before, now = kept.get(name) or {}, value or {}
+            if before != now:
+                key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
                 raise UsageError(
-                    f"{self.out} was trained with another {name}: "
-                    f"{_name_difference(kept.get(name) or {}, value or {})}",
+                    f"{self.out} was trained with another {name}: {key} {before.get(key)}, not "
+                    f"{now.get(key)}",
                     "Repeat the command of that training, or give another --out.",
                 )
         self.epochs = epochs
@@ -109,21 +110,16 @@ class TrainingRecord:
         """Write an epoch: the record, and everything needed to continue."""
         import torch
 
-        facts = {
-            name: getattr(epoch, name) for name in ("number", "loss", "penalty", "accuracy", "lr")
-        }
-        self.epochs.append(facts)
+        facts = ("number", "loss", "penalty", "accuracy", "lr")
+        self.epochs.append({name: getattr(epoch, name) for name in facts})
         stored = {"run": self.same, "epochs": self.epochs, "state": epoch.state}
         buffer = io.BytesIO()
         torch.save(stored, buffer)
         write(self.out / CHECKPOINT, buffer.getvalue())
-        self._write(finished=False)
+        self.write_record(finished=False)
 
-    def finish(self) -> None:
-        """Record that the run is complete."""
-        self._write(finished=True)
-
-    def _write(self, *, finished: bool) -> None:
+    def write_record(self, *, finished: bool) -> None:
+        """Write the record, and whether the run is complete."""
         record = {
             "schema": "lipaudit.train",
             "command": self.command,
@@ -145,11 +141,6 @@ def _describe(samples: Samples) -> dict[str, Any]:
         "samples": len(samples.batch),
         "suite_id": samples.suite_id,
     }
-
-
-def _name_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
-    return f"{key} {before.get(key)}, not {now.get(key)}"
 
 
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:

@@ -7,7 +7,7 @@ import inspect
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from lipaudit.cli.options import Output, Terminal, complete_words, read_config, 
 from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, explain_error, visible
 from lipaudit.settings import RunOptions
-from lipaudit.settings.option import Option
 
 HELP_ALL = "help_all"
 SHARED = (RunOptions, Output, Terminal)
@@ -182,12 +181,12 @@ def command(
         @functools.wraps(function)
         def listed() -> None: ...
 
-        parent.command(
-            name,
-            rich_help_panel=panel or None,
-            cls=Command,
-            help=_unwrap_paragraphs(inspect.getdoc(function) or ""),
-        )(_set_signature(listed, []))
+        # The terminal wraps paragraphs; lists and examples keep their lines.
+        paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+        joined = (p if "\n " in p else p.replace("\n", " ") for p in paragraphs)
+        parent.command(name, rich_help_panel=panel or None, cls=Command, help="\n\n".join(joined))(
+            _set_signature(listed, [])
+        )
         return function
 
     return register
@@ -201,7 +200,7 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
     kinds = {name: _plain_type(group) for name, group in groups.items()}
 
     def call(**typed: Any) -> None:
-        with _exit_codes(verbose=bool(typed.get("verbose"))):
+        try:
             # Schedulers end a job by SIGTERM: keep finished work, as after Ctrl-C.
             signal.signal(signal.SIGTERM, _terminate)
             # Only commands that measure have a configuration: a report has its own settings.
@@ -212,13 +211,28 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
                 for name, kind in kinds.items()
             }
             function(**{name: typed[name] for name in known if name not in groups}, **values)
+        except KeyboardInterrupt as stop:
+            # 128 plus the number of the signal, as in shells: SIGINT is 2, SIGTERM 15.
+            status = 143 if stop.args == ("terminated",) else 130
+            if not _is_follower():
+                complain("terminated" if status == 143 else "interrupted")
+            raise typer.Exit(status) from None
+        # Help, the version and verdicts of the gate end with these exceptions.
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if typed.get("verbose"):
+                say(traceback.format_exc())
+            shown = explain_error(error)
+            complain(shown.message, shown.advice)
+            raise typer.Exit(shown.exit_code) from None
 
     parameters = [
         p.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, p in known.items()
         if name not in groups
     ]
-    parameters += [p for group in groups.values() for p in _parameters(group)]
+    parameters += [p for group in groups.values() for p in _list_parameters(group)]
     # A command without rare options shows all options in --help.
     if RARE & {p.name for p in parameters}:
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -228,35 +242,6 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
 
 def _plain_type(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
-
-
-def _unwrap_paragraphs(text: str) -> str:
-    """Let the terminal wrap paragraphs; lists and examples keep their lines."""
-    paragraphs = text.split("\n\n")
-    joined = (p if "\n " in p else p.replace("\n", " ") for p in paragraphs)
-    return "\n\n".join(joined)
-
-
-@contextmanager
-def _exit_codes(*, verbose: bool) -> Iterator[None]:
-    """Turn exceptions into one line on stderr and the documented exit status."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        # 128 plus the number of the signal, as in shells: SIGINT is 2, SIGTERM 15.
-        status = 143 if stop.args == ("terminated",) else 130
-        if not _is_follower():
-            complain("terminated" if status == 143 else "interrupted")
-        raise typer.Exit(status) from None
-    # Help, the version and verdicts of the gate end with these exceptions.
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        if verbose:
-            say(traceback.format_exc())
-        shown = explain_error(error)
-        complain(shown.message, shown.advice)
-        raise typer.Exit(shown.exit_code) from None
 
 
 def _is_follower() -> bool:
@@ -284,40 +269,29 @@ def complain(message: str, advice: str = "") -> None:
         console.print(f"[dim]  hint:[/] {escape(visible(advice))}")
 
 
-def _parameters(group: Any) -> list[inspect.Parameter]:
-    """Return the command-line parameters of a group of options; None means not typed."""
+def _list_parameters(group: Any) -> Iterator[inspect.Parameter]:
+    """Yield the command-line parameters of a group of options; None means not typed."""
     usual = get_args(group)[1] if get_origin(group) is Annotated else {}
-    return [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                list[option.kind] | None if option.repeats else option.kind | None,  # type: ignore[name-defined]
-                _spell_option(option),
-            ],
+    for name, option in _plain_type(group).options().items():
+        # A flag that is on by default needs a way to switch it off.
+        flags = option.flags
+        if option.kind is bool and option.default is True:
+            flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
+        # In the text, because the default of the parameter is None: the configuration may set it.
+        shown = replace(option, usual=usual.get(name, option.usual)).shown
+        spelling = typer.Option(
+            *flags,
+            metavar="FILE" if option.kind is Path else None,
+            help=option.help + (f" [dim]\\[default: {shown}][/]" if shown else ""),
+            rich_help_panel=option.panel or None,
+            envvar=option.env or None,
+            show_default=False,
+            autocompletion=complete_words(option.values, commas=option.commas),
         )
-        for name, known in _plain_type(group).options().items()
-        for option in [replace(known, usual=usual.get(name, known.usual))]
-    ]
-
-
-def _spell_option(option: Option) -> Any:
-    # A flag that is on by default needs a way to switch it off.
-    flags = option.flags
-    if option.kind is bool and option.default is True:
-        flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
-    # In the text, because the default of the parameter is None: the configuration may set it.
-    default = f" [dim]\\[default: {option.shown}][/]" if option.shown else ""
-    return typer.Option(
-        *flags,
-        metavar="FILE" if option.kind is Path else None,
-        help=option.help + default,
-        rich_help_panel=option.panel or None,
-        envvar=option.env or None,
-        show_default=False,
-        autocompletion=complete_words(option.values, commas=option.commas),
-    )
+        kind: Any = list[option.kind] if option.repeats else option.kind  # type: ignore[name-defined]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        annotation = Annotated[kind | None, spelling]
+        yield inspect.Parameter(name, keyword, default=None, annotation=annotation)
 
 
 def _set_signature(

@@ -21,7 +21,6 @@ from lipaudit.settings import AuditOptions, RunOptions
 if TYPE_CHECKING:
     from lipaudit.engine.journal import Journal
     from lipaudit.engine.prepare import Request
-    from lipaudit.engine.several import Outline
     from lipaudit.tables import Report
 
 RUNS = Path("lipaudit-runs")
@@ -93,6 +92,8 @@ def audit_request(model: str, options: AuditOptions, run: RunOptions, *, demo: b
 def _audit_one(
     request: Request, folder: Path | None, output: Output, extent: Several, terminal: Terminal
 ) -> None:
+    import hashlib  # loads OpenSSL: not for --help
+
     from lipaudit.cli.emit import emit
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import run_job
@@ -103,12 +104,17 @@ def _audit_one(
     quiet, verbose = terminal.quiet, terminal.verbose
     with OnStderr(request.model, quiet=quiet, verbose=verbose) as observer:
         job = prepare(request)
-        if not terminal.quiet and (request.place is None or request.place.rank == 0):
-            say(_announce(request.model, job.announced))
+        if not quiet and (request.place is None or request.place.rank == 0):
+            # A launcher tells of all samples, `--shard` of those of its shard.
+            own = {name: sum(map(len, job.batches(name))) for name in job.counts}
+            _announce(request.model, own if request.place is None else job.counts)
         with run_job(job, observer) as report:
             if report is None:
                 return
-            folder = make_folder(folder or RUNS / _name_run(report), "--run-dir")
+            # A run directory is named by time, model, and a hash of the run.
+            digest = hashlib.sha256(report.run.model_dump_json().encode()).hexdigest()[:8]
+            name = f"{_format_time()}-{_name_folder(report.run.model.spec)}-{digest}"
+            folder = make_folder(folder or RUNS / name, "--run-dir")
             try:
                 _write(report, folder)
             except EvaluationError:  # such as a full disk: print the figures first
@@ -116,8 +122,15 @@ def _audit_one(
                     emit(report, output, details=extent.details)
                 raise
             emit(report, output, details=extent.details)
-    if not terminal.quiet:
-        say(_conclude(report, folder))
+    if not quiet:
+        saved = folder / "report.json"
+        say(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
+        if report.shard is not None:
+            say("next:\n  lipaudit merge of the report.json of all shards")
+        elif report.status == "complete":
+            model = shlex.quote(report.run.model.spec)
+            say(f"next:\n  lipaudit baseline save {shlex.quote(str(saved))}")
+            say(f"  lipaudit gate {model} --baseline lipaudit-baseline.json")
     require_whole({request.model: report}, AGAIN)
 
 
@@ -130,29 +143,42 @@ def _audit_each(
 ) -> None:
     """Measure several models on the same samples, one model in memory at a time."""
     from lipaudit.cli.emit import emit
-    from lipaudit.cli.progress import mute_libraries
+    from lipaudit.cli.progress import OnStderr, mute_libraries
+    from lipaudit.engine.execute import run_job
     from lipaudit.engine.files import write
     from lipaudit.engine.prepare import prepare
-    from lipaudit.engine.several import name_errors, outline_job, require_shared
+    from lipaudit.engine.several import (
+        make_failed_report,
+        name_errors,
+        outline_job,
+        require_shared,
+    )
     from lipaudit.report import of_reports, render
 
-    outlines = []
+    outlines, quiet = [], terminal.quiet
     for request in requests:
-        with name_errors(request.model), mute_libraries(quiet=terminal.quiet):
+        with name_errors(request.model), mute_libraries(quiet=quiet):
             outlines.append(outline_job(prepare(request)))
     require_shared(outlines)
     folder = make_folder(folder or RUNS / f"{_format_time()}-{len(requests)}-models", "--run-dir")
-    counts = {name: count for outline in outlines for name, count in outline.counts.items()}
-    if not terminal.quiet:
-        say(_announce(", ".join(outline.model for outline in outlines), counts))
+    if not quiet:
+        counts = {name: count for outline in outlines for name, count in outline.counts.items()}
+        _announce(", ".join(outline.model for outline in outlines), counts)
     reports: dict[str, Report] = {}
     journals: list[Journal] = []  # of all models, until all are finished: --resume reads them
-    for number, outline in enumerate(outlines, 1):
-        request = requests[number - 1]
+    for number, (request, outline) in enumerate(zip(requests, outlines, strict=True), 1):
         try:
-            reports[outline.model] = _measure_one(request, outline, journals, terminal)
+            with OnStderr(request.model, quiet=quiet, verbose=terminal.verbose) as observer:
+                try:
+                    with run_job(prepare(request), observer, journals) as measured:
+                        assert measured is not None, "one process measures several models"
+                        report = measured
+                except Exception as error:  # the model's report has the reason
+                    observer.fails("audit", error)
+                    report = make_failed_report(outline, error)
+            reports[outline.model] = report
             place = folder / f"{number}-{_name_folder(outline.model)}"
-            _write(reports[outline.model], make_folder(place, "--run-dir"))
+            _write(report, make_folder(place, "--run-dir"))
         except (Exception, KeyboardInterrupt):
             if reports:
                 say(f"note: finished reports: {len(reports)}, in {folder}: {request.continuation}")
@@ -160,32 +186,12 @@ def _audit_each(
     subject = of_reports(*reports.values(), by=extent.rank_by)
     write(folder / "report.html", render(subject, "html"))
     emit(subject, output, details=extent.details)
-    if not terminal.quiet:
+    if not quiet:
         each = f"{shlex.quote(str(folder))}/*/report.json"
         say(f"\nreport: {folder / 'report.html'}\ndata:   {each}")
     require_whole(reports, AGAIN)
     for journal in journals:
         journal.clear()
-
-
-def _measure_one(
-    request: Request, outline: Outline, journals: list[Journal], terminal: Terminal
-) -> Report:
-    """Measure one of several models; if it fails, its report has the reason."""
-    from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.execute import run_job
-    from lipaudit.engine.prepare import prepare
-    from lipaudit.engine.several import make_failed_report
-
-    quiet, verbose = terminal.quiet, terminal.verbose
-    with OnStderr(request.model, quiet=quiet, verbose=verbose) as observer:
-        try:
-            with run_job(prepare(request), observer, journals) as report:
-                assert report is not None, "one process measures several models"
-                return report
-        except Exception as error:
-            observer.fails("audit", error)
-            return make_failed_report(outline, error)
 
 
 def _write(report: Report, folder: Path) -> None:
@@ -218,17 +224,9 @@ def make_folder(folder: Path, flag: str) -> Path:
     return folder
 
 
-def _announce(models: str, counts: Mapping[str, int]) -> str:
+def _announce(models: str, counts: Mapping[str, int]) -> None:
     parts = ", ".join(f"{name} ({count} samples)" for name, count in counts.items())
-    return f"audit of {models}: {parts}"
-
-
-def _name_run(report: Report) -> str:
-    """Name the run directory: time, model, and a hash of the run."""
-    import hashlib  # loads OpenSSL: not for --help
-
-    digest = hashlib.sha256(report.run.model_dump_json().encode()).hexdigest()[:8]
-    return f"{_format_time()}-{_name_folder(report.run.model.spec)}-{digest}"
+    say(f"audit of {models}: {parts}")
 
 
 def _format_time() -> str:
@@ -241,19 +239,3 @@ def _name_folder(model: str) -> str:
     path = Path(model)
     name = path.resolve().name if path.exists() else re.sub(r"(^|[:/])(\.{1,2}/)+", r"\1", model)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "model"
-
-
-def _conclude(report: Report, folder: Path) -> str:
-    """Print the place of the report and the next command."""
-    saved = folder / "report.json"
-    lines = ["", f"report: {folder / 'report.html'}", f"data:   {saved}"]
-    if report.shard is not None:
-        lines += ["next:", "  lipaudit merge of the report.json of all shards"]
-    elif report.status == "complete":
-        lines += [
-            "next:",
-            f"  lipaudit baseline save {shlex.quote(str(saved))}",
-            f"  lipaudit gate {shlex.quote(report.run.model.spec)} "
-            "--baseline lipaudit-baseline.json",
-        ]
-    return "\n".join(lines)

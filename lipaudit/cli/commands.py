@@ -28,11 +28,15 @@ def words_of_bash() -> Iterator[None]:
     if os.environ.get("_LIPAUDIT_COMPLETE") != "complete_bash":
         yield
         return
-    at = int(os.environ["COMP_CWORD"])
-    before, after = _join_words(os.environ["COMP_WORDS"].split("\n")[: at + 1])
-    os.environ |= {"COMP_WORDS": "\n".join([*before, after]), "COMP_CWORD": str(len(before))}
+    words: list[str] = []
+    for piece in os.environ["COMP_WORDS"].split("\n")[: int(os.environ["COMP_CWORD"]) + 1]:
+        if words and (piece in BREAKS or words[-1].endswith(BREAKS)):
+            words[-1] += piece
+        else:
+            words.append(piece)
+    os.environ |= {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
     # Bash replaces only the part after the last colon, so the answer has only that part.
-    whole = after.rpartition("=")[2]
+    whole = words[-1].rpartition("=")[2]
     prefix = whole[: whole.rfind(":") + 1]
     written = io.StringIO()
     try:
@@ -41,14 +45,3 @@ def words_of_bash() -> Iterator[None]:
     finally:
         lines = written.getvalue().splitlines()
         sys.stdout.write("\n".join(line.removeprefix(prefix) for line in lines))
-
-
-def _join_words(pieces: list[str]) -> tuple[list[str], str]:
-    """Join the pieces of words, and return the last word separately."""
-    words: list[str] = []
-    for piece in pieces:
-        if words and (piece in BREAKS or words[-1].endswith(BREAKS)):
-            words[-1] += piece
-        else:
-            words.append(piece)
-    return words[:-1], words[-1]

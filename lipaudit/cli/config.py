@@ -20,38 +20,30 @@ def read(path: Path | None) -> dict[str, Any]:
         UsageError: `path` is missing, a file is not valid TOML, or a table has a plain value.
     """
     usual = (Path(name) for name in ("lipaudit.toml", "pyproject.toml"))
-    found = path or next(filter(Path.is_file, usual), None)
-    return {} if found is None else _load(found)
-
-
-def _load(path: Path) -> dict[str, Any]:
+    path = path or next(filter(Path.is_file, usual), None)
+    if path is None:
+        return {}
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        advice = _repair(text, str(error))
+        advice = ""
+        # tomllib gives the line only in the text of its error.
+        if found := re.search(r"at line (\d+)", str(error)):
+            line = text.split("\n")[int(found[1]) - 1].strip()
+            advice = f'Line {found[1]} is {line!r}; put text in quotes: key = "value".'
         raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
-    tools = _table(document, "tool", path)
+    tools = _read_table(document, "tool", path)
     # lipaudit.toml does not need the table [tool.lipaudit] of pyproject.toml.
     own = {} if path.name == "pyproject.toml" else document
-    values = _table(tools, "lipaudit", path) if "lipaudit" in tools else own
+    values = _read_table(tools, "lipaudit", path) if "lipaudit" in tools else own
     for name in SUBTABLES:
-        _table(values, name, path)
+        _read_table(values, name, path)
     return dict(values)
 
 
-def _repair(text: str, error: str) -> str:
-    """Quote the line of a TOML error, with the correct notation."""
-    # tomllib gives the line only in the text of its error.
-    found = re.search(r"at line (\d+)", error)
-    if found is None:
-        return ""
-    line = text.split("\n")[int(found[1]) - 1].strip()
-    return f'Line {found[1]} is {line!r}; put text in quotes: key = "value".'
-
-
-def _table(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
+def _read_table(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
     table = values.get(name, {})
     if not isinstance(table, dict):
         raise UsageError(f"{name!r} in {path} is {table!r}, not a table", f"Write [{name}].")

@@ -34,12 +34,12 @@ def check_outputs(output: Output, forms: Collection[Form]) -> None:
 
 
 def emit(
-    shown: Report | Subject, output: Output, *, always: bool = True, details: bool = True
+    result: Report | Subject, output: Output, *, always: bool = True, details: bool = True
 ) -> None:
     """Write the files first, then stdout, also if a file cannot be written.
 
     Args:
-        shown: the result.
+        result: the result.
         output: the destinations.
         always: whether stdout gets the result if files are named and no format is.
         details: whether a terminal gets the whole result, not only one screen.
@@ -51,7 +51,7 @@ def emit(
     from lipaudit.report import of_reports
     from lipaudit.tables import Report
 
-    subject = of_reports(shown) if isinstance(shown, Report) else shown
+    subject = of_reports(result) if isinstance(result, Report) else result
     if not always:  # no measurement would be lost
         check_outputs(output, subject.keys())
     # Files first: a pipe without a reader must not prevent them.
@@ -63,7 +63,18 @@ def emit(
         except EvaluationError as error:  # such as a full disk: print the figures
             refused.append(error)
     if always or output.format or not files or refused:
-        _print(subject, stdout, details=details)
+        short = stdout.screen and stdout.takes == "page" and "screen" in subject and not details
+        shown = subject["screen" if short else stdout.takes]()
+        if stdout.screen:
+            stdout.screen(shown, sys.stdout)
+        else:
+            content = stdout.render(shown)
+            with drop_output(sys.stdout):
+                if hasattr(sys.stdout, "buffer"):
+                    sys.stdout.buffer.write(content)
+                else:  # `redirect_stdout(io.StringIO())` around a command has no buffer
+                    sys.stdout.write(content.decode())
+        sys.stdout.flush()
     if refused:
         raise refused[0]
 
@@ -75,17 +86,3 @@ def _formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path
     chosen = find_format(output.format, forms) if output.format else None
     files = {path: find_file_format(path, forms, chosen) for path in output.output}
     return chosen or find_usual_format(forms), files
-
-
-def _print(subject: Subject, format: Format, *, details: bool) -> None:
-    if format.screen:
-        short = format.takes == "page" and "screen" in subject and not details
-        format.screen(subject["screen" if short else format.takes](), sys.stdout)
-    else:
-        content = format.render(subject[format.takes]())
-        with drop_output(sys.stdout):
-            if hasattr(sys.stdout, "buffer"):
-                sys.stdout.buffer.write(content)
-            else:  # `redirect_stdout(io.StringIO())` around a command has no buffer
-                sys.stdout.write(content.decode())
-    sys.stdout.flush()

@@ -26,7 +26,7 @@ from lipaudit.cli.remeasure import Remeasure, is_report, read_or_measure
 from lipaudit.cli.streams import say
 
 if TYPE_CHECKING:
-    from lipaudit.report import Subject
+    pass
 
 COMPARE = "Compare and gate"
 Reports = Annotated[
@@ -74,8 +74,7 @@ def report(reports: Reports, output: Shown, extent: Several, terminal: Plain) ->
     from lipaudit.report import of_reports
 
     extent.require_several(len(reports))
-    loaded = [schema.load(path) for path in reports]
-    subject = of_reports(*loaded, by=extent.rank_by)
+    subject = of_reports(*map(schema.load, reports), by=extent.rank_by)
     emit(subject, output, always=False, details=extent.details)
 
 
@@ -141,8 +140,7 @@ def compare(
         if report is None:
             return
         loaded.append(report)
-    comparison = compared(loaded)
-    shown = of_comparison(comparison, loaded)
+    shown = of_comparison(compared(loaded), loaded)
     emit(shown, output, always=False, details=extent.details)
 
 
@@ -188,7 +186,7 @@ def gate(
     from lipaudit.cli.config import read
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.gate import configure, judge, load_baseline
-    from lipaudit.report import JUDGEMENT, of_judgement
+    from lipaudit.report import JUDGEMENT, of_judgement, render
 
     check_outputs(output, JUDGEMENT)
     before = load_baseline(baseline)
@@ -197,28 +195,19 @@ def gate(
     report = read_or_measure(current, before, how, quiet=terminal.quiet)
     if report is None:
         return
-    judged = judge(report, before, **settings)
-    judged = judged.model_copy(update={"baseline_file": str(baseline)})
+    judged = judge(report, before, **settings).model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judged)
-    _tell_github(subject, judged.reason)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        # GitHub shows this file below the job.
+        if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+            with Path(summary).open("ab") as file:
+                file.write(render(subject, "markdown"))
+        # Later steps of the workflow read the verdict here; a newline would end the value.
+        if outputs := os.environ.get("GITHUB_OUTPUT"):
+            with Path(outputs).open("ab") as file:
+                file.write(f"verdict={' '.join(judged.reason.split())}\n".encode())
     emit(subject, output)
     raise typer.Exit(judged.exit_code)
-
-
-def _tell_github(subject: Subject, outcome: str) -> None:
-    """Add a table to the summary of a GitHub job, and the outcome to the step's outputs."""
-    from lipaudit.report import render
-
-    if os.environ.get("GITHUB_ACTIONS") != "true":
-        return
-    # GitHub shows this file below the job.
-    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-        with Path(summary).open("ab") as file:
-            file.write(render(subject, "markdown"))
-    # Later steps of the workflow read the verdict here; a newline would end the value.
-    if outputs := os.environ.get("GITHUB_OUTPUT"):
-        with Path(outputs).open("a", encoding="utf-8") as file:
-            file.write(f"verdict={' '.join(outcome.split())}\n")
 
 
 baselines = typer.Typer(

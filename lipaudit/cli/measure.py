@@ -18,6 +18,7 @@ from lipaudit.settings import MeasureOptions, RunOptions, option_types
 
 if TYPE_CHECKING:
     from lipaudit.tables import Report
+    from lipaudit.tables.report import Failure
 
 MEASURING = "Measure a checkpoint"
 
@@ -28,10 +29,33 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
     def measure(
         model: str, options: MeasureOptions, run: RunOptions, output: Output, terminal: Terminal
     ) -> None:
+        from lipaudit.cli.emit import check_outputs, emit
+        from lipaudit.cli.progress import OnStderr
+        from lipaudit.engine.execute import run_job
+        from lipaudit.engine.launcher import find_place
+        from lipaudit.engine.prepare import Request, prepare
+        from lipaudit.report import REPORT
+
         outline = options.outline(run.samples or options.samples)
         if outline and not terminal.quiet:
             say(f"{name} of {model}: {outline}")
-        run_measures(model, {name: options}, run, output, terminal)
+        check_outputs(output, REPORT)
+        kept = output.format == "json" or any(path.suffix == ".json" for path in output.output)
+        if run.shard and not kept:
+            number, of = run.shard
+            raise UsageError(
+                f"--shard {number}/{of}: a shard must be written as JSON to be merged later",
+                f"Add -o shard-{number}.json.",
+            )
+        request = Request(model, {name: options}, run, command=typed_command(), place=find_place())
+        with (
+            OnStderr(model, quiet=terminal.quiet) as observer,
+            run_job(prepare(request), observer) as report,
+        ):
+            if report is None:
+                return
+            emit(report, output)
+        require_whole({model: report}, "Run the same command with --resume to measure the rest.")
 
     measure.__doc__ = options_type.__doc__
     usual = {"samples": str(options_type.samples)}
@@ -46,49 +70,6 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
 # This includes plug-ins: their commands are created in the same way.
 for _name, _options in option_types().items():
     command(_name, panel=MEASURING)(_command(_name, _options))
-
-
-def run_measures(
-    model: str,
-    measures: Mapping[str, MeasureOptions],
-    run: RunOptions,
-    output: Output,
-    terminal: Terminal,
-) -> None:
-    """Run measures on a model and write the results."""
-    from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.execute import run_job
-    from lipaudit.engine.launcher import find_place
-    from lipaudit.engine.prepare import Request, prepare
-    from lipaudit.report import REPORT
-
-    check_outputs(output, REPORT)
-    require_mergeable(run, output)
-    request = Request(model, measures, run, command=typed_command(), place=find_place())
-    with (
-        OnStderr(model, quiet=terminal.quiet) as observer,
-        run_job(prepare(request), observer) as report,
-    ):
-        if report is None:
-            return
-        emit(report, output)
-    require_whole({model: report}, "Run the same command with --resume to measure the rest.")
-
-
-def require_mergeable(run: RunOptions, output: Output) -> None:
-    """Refuse a shard without an output that `merge` can read.
-
-    Raises:
-        UsageError: no JSON output is requested.
-    """
-    kept = output.format == "json" or any(path.suffix == ".json" for path in output.output)
-    if run.shard and not kept:
-        number, of = run.shard
-        raise UsageError(
-            f"--shard {number}/{of}: a shard must be written as JSON to be merged later",
-            f"Add -o shard-{number}.json.",
-        )
 
 
 def require_alone(run: RunOptions, what: str, *, unlimited: bool = False) -> None:
@@ -173,23 +154,17 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
     Raises:
         LipauditError: some measures failed or ran out of time; the reports have the others.
     """
-    names = {model: f"{model}: " if len(reports) > 1 else "" for model in reports}
-    failures = {
-        names[model] + name: fault
-        for model, report in reports.items()
-        for name, fault in report.failures.items()
-    }
-    left = [
-        f"{count} samples of {names[model]}{name}"
-        for model, report in reports.items()
-        for name, count in report.unmeasured.items()
-    ]
+    reasons, left = [], []
+    faults: list[Failure] = []
+    for model, report in reports.items():
+        before = f"{model}: " if len(reports) > 1 else ""
+        faults += report.failures.values()
+        reasons += [f"{before}{n} failed: {fault.reason}" for n, fault in report.failures.items()]
+        left += [f"{count} samples of {before}{n}" for n, count in report.unmeasured.items()]
     # A failure outweighs a time limit: its exit code tells what to fix.
-    if failures:
-        reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures.items())
-        first = next(iter(failures.values()))
-        advice = f"{first.advice} {again}".strip()
-        raise LipauditError(f"the report is partial: {reasons}", advice, first.exit_code)
+    if faults:
+        said, advice = "; ".join(reasons), f"{faults[0].advice} {again}".strip()
+        raise LipauditError(f"the report is partial: {said}", advice, faults[0].exit_code)
     if left:
         text = f"the report is partial: the time limit ended the run before {', '.join(left)}"
         raise LipauditError(text, again, ExitCode.TIME_LIMIT)

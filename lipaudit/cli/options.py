@@ -11,7 +11,6 @@ import typer
 from lipaudit.cli.config import SUBTABLES, read
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import RunOptions, Settings, option
-from lipaudit.settings.option import Option
 
 OUTPUT = "Output"
 BY_MEASURE = {"samples": "by measure"}
@@ -179,30 +178,24 @@ def resolve_group(
     """Return a group of options: typed values, else configured ones, else defaults.
 
     Raises:
-        UsageError: an option does not accept its value, even if another value overrides it.
+        UsageError: an option does not accept its value, even if another value overrides it, or a
+            value of the configuration has the wrong type, such as true for a number.
     """
-    said = {name: value for name, value in typed.items() if value is not None}
-    names = group.options()
-    own = {n: _convert_value(n, value, names[n]) for n, value in defaults.items() if n in names}
+    options, configured = group.options(), dict[str, Any]()
+    for name, value in defaults.items():
+        if (known := options.get(name)) is None:
+            continue
+        if isinstance(value, bool) != (known.kind is bool):
+            wanted = "true or false" if known.kind is bool else "a value"
+            raise UsageError(f"{_spell_key(name)} is {value!r}: it takes {wanted}")
+        # One file needs no list: output = "page.md".
+        configured[name] = (value,) if known.repeats and isinstance(value, str) else value
     # Checked separately from typed values: the error names the key of the file, and an invalid
     # value is refused even if the command line overrides it.
-    if own:
-        group.checked(own, spelled=_spell_key)
-    typed_here = {name: value for name, value in said.items() if name in names}
-    return group.checked(own | typed_here, configured=own.keys() - typed_here.keys())
-
-
-def _convert_value(name: str, value: Any, option: Option) -> Any:
-    """Convert a value of the file to its command-line form.
-
-    Raises:
-        UsageError: the value has the wrong type, such as true for a number.
-    """
-    if isinstance(value, bool) != (option.kind is bool):
-        wanted = "true or false" if option.kind is bool else "a value"
-        raise UsageError(f"{_spell_key(name)} is {value!r}: it takes {wanted}")
-    # One file needs no list: output = "page.md".
-    return (value,) if option.repeats and isinstance(value, str) else value
+    if configured:
+        group.checked(configured, spelled=_spell_key)
+    said = {name: typed[name] for name in options if typed.get(name) is not None}
+    return group.checked(configured | said, configured=configured.keys() - said.keys())
 
 
 def _spell_key(name: str) -> str:

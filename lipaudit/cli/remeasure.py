@@ -14,15 +14,11 @@ from lipaudit.settings.option import Settings, flag, option
 from lipaudit.settings.parsing import Keywords, Size
 
 if TYPE_CHECKING:
-    from lipaudit.engine.prepare import Job, Request
+    from lipaudit.engine.prepare import Job
     from lipaudit.tables import Report
 
 PANEL = "Measure a MODEL now"
-
-
-def _copy_option(name: str) -> Any:
-    """Declare an option in the same way as for every run."""
-    return copy(RunOptions.model_fields[name])
+OF_RUN: Any = RunOptions.model_fields
 
 
 class Remeasure(Settings):
@@ -46,18 +42,17 @@ class Remeasure(Settings):
         panel=PANEL,
         usual="a new folder in lipaudit-runs",
     )
-    device: str | None = _copy_option("device")
-    batch_size: Size = _copy_option("batch_size")
-    resume: bool = _copy_option("resume")
-    offline: bool = _copy_option("offline")
+    # Declared in the same way as for every run.
+    device: str | None = copy(OF_RUN["device"])
+    batch_size: Size = copy(OF_RUN["batch_size"])
+    resume: bool = copy(OF_RUN["resume"])
+    offline: bool = copy(OF_RUN["offline"])
 
     @property
     def given(self) -> dict[str, object]:
         """Return the given options, by name."""
         values = {name: getattr(self, name) for name in self.options()}
-        return {
-            n: value for n, value in values.items() if value is not None and value is not False
-        }
+        return {n: v for n, v in values.items() if v is not None and v is not False}
 
 
 def read_or_measure(
@@ -94,15 +89,15 @@ def read_or_measure(
     from lipaudit.engine.files import require_writable, write
     from lipaudit.report import render
 
-    if how.report:
-        require_writable(how.report)
+    path = how.report
+    if path:
+        require_writable(path)
     with (
         OnStderr(current, quiet=quiet) as observer,
         run_job(_prepare(current, baseline, how), observer) as report,
     ):
         if report is None:
             return None
-        path = how.report
         if path is None:
             folder = RUNS / f"gate-{report.run.model.weights_sha256[:12]}"
             path = make_folder(folder, "--report") / "report.json"
@@ -118,13 +113,34 @@ def is_report(given: str) -> bool:
 
 
 def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
-    """Load the model and the baseline's samples."""
-    from lipaudit.engine.prepare import prepare
+    """Load the model and the baseline's samples, with the baseline's settings."""
+    from lipaudit.cli.measure import typed_command
+    from lipaudit.engine.launcher import find_place
+    from lipaudit.engine.prepare import Request, prepare
     from lipaudit.gate import require_samples
+    from lipaudit.settings import option_types
 
-    spec = baseline.run.data.spec
+    before, spec = baseline.run, baseline.run.data.spec
+    # Given options change only paths and the machine.
+    run = {"data": spec, "seed": before.seed, "dtype": before.dtype} | before.options
+    run |= {name: value for name, value in how.given.items() if name != "report"}
+    measures, counts = {}, {}
+    for section in baseline.sections:
+        if "." not in section.measure:
+            kind = option_types()[section.measure]
+            # `once` has values that old reports lack: the defaults of that time.
+            measures[section.measure] = kind.checked({**kind.once, **section.settings})
+            counts[section.measure] = len(section.ids) or before.data.samples
+    request = Request(
+        current,
+        measures,
+        RunOptions.checked(run),
+        counts,
+        command=typed_command(),
+        place=find_place(),
+    )
     try:
-        job = prepare(_make_request(current, baseline, how))
+        job = prepare(request)
     except InputError as error:
         if how.data or repr(spec) not in error.message:
             raise
@@ -136,32 +152,3 @@ def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
     ids = job.samples.batch.ids
     require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
     return job
-
-
-def _make_request(current: str, baseline: Report, how: Remeasure) -> Request:
-    from lipaudit.cli.measure import typed_command
-    from lipaudit.engine.launcher import find_place
-    from lipaudit.engine.prepare import Request
-    from lipaudit.settings import option_types
-
-    before = baseline.run
-    # The baseline's settings; given options change only paths and the
-    # machine.
-    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
-    sections = [section for section in baseline.sections if "." not in section.measure]
-    given = {name: value for name, value in how.given.items() if name != "report"}
-    measures = {
-        # `once` has values that old reports lack: the defaults of that time.
-        section.measure: (kind := option_types()[section.measure]).checked(
-            {**kind.once, **section.settings}
-        )
-        for section in sections
-    }
-    return Request(
-        current,
-        measures,
-        RunOptions.checked(run | given),
-        {section.measure: len(section.ids) or before.data.samples for section in sections},
-        command=typed_command(),
-        place=find_place(),
-    )

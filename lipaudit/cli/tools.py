@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -86,44 +86,32 @@ def explain(
     """
     from lipaudit.cli.emit import emit
     from lipaudit.report.topics import find_topics
+    from lipaudit.theory.bounds.record import SYMBOLS
 
     text = " ".join(name or ())
     entries = find_topics(text, list_explanations()) if text else list_explanations()
     if not entries:
         advice = suggestion(text, known_names(), "lipaudit explain lists every name.")
         raise UsageError(f"nothing is called {text!r}", advice)
-    lines = list(_format_topics(entries) if text else _format_index(entries))
+    lines: list[str] = []
+    if text:
+        titles: dict[tuple[str, ...], list[str]] = {}  # topics with equal texts share them
+        for topic in entries:
+            titles.setdefault((topic.meaning, *topic.details), []).append(topic.title)
+        for (meaning, *details), named in titles.items():
+            lines += [""] * bool(lines) + _wrap(f"{', '.join(named)}: {meaning}", "", "  ")
+            lines += [line for paragraph in details for line in _wrap(paragraph, "  ", "  ")]
+        if any(topic.formula for topic in entries):
+            lines += ["", *_wrap(SYMBOLS)]
+    else:
+        groups: dict[str, dict[str, None]] = {}
+        for topic in entries:
+            groups.setdefault(topic.group, {})[topic.name] = None
+        lines += _wrap("lipaudit explain NAME explains one of these, or a heading of a page.")
+        for group, names in groups.items():
+            lines += ["", group, *_wrap(", ".join(names), "  ", "  ")] if group else []
     record = [asdict(topic) for topic in entries]
     emit({"lines": lambda: lines, "record": lambda: record}, output)
-
-
-def _format_topics(entries: Sequence[Topic]) -> Iterator[str]:
-    """Yield the lines that explain topics; topics with equal texts share them."""
-    from lipaudit.theory.bounds.record import SYMBOLS
-
-    texts: dict[tuple[str, ...], list[str]] = {}
-    for topic in entries:
-        texts.setdefault((topic.meaning, *topic.details), []).append(topic.title)
-    for number, ((meaning, *details), titles) in enumerate(texts.items()):
-        yield from [""] if number else []
-        yield from _wrap(f"{', '.join(titles)}: {meaning}", "", "  ")
-        for paragraph in details:
-            yield from _wrap(paragraph, "  ", "  ")
-    if any(topic.formula for topic in entries):
-        yield ""
-        yield from _wrap(SYMBOLS)
-
-
-def _format_index(entries: Sequence[Topic]) -> Iterator[str]:
-    """Yield the names under their topics."""
-    groups: dict[str, dict[str, None]] = {}
-    for topic in entries:
-        groups.setdefault(topic.group, {})[topic.name] = None
-    yield from _wrap("lipaudit explain NAME explains one of these, or a heading of a page.")
-    for group, names in groups.items():
-        if group:
-            yield from ("", group)
-            yield from _wrap(", ".join(names), "  ", "  ")
 
 
 def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
@@ -148,40 +136,29 @@ def env(output: Lines, terminal: Plain) -> None:
     from lipaudit.models.sources.offload import find_device
 
     check_outputs(output, ("lines", "record"))
+    names, count = ["cpu"], torch.accelerator.device_count()
+    if count and (accelerator := torch.accelerator.current_accelerator()):  # old versions raise
+        names += [f"{accelerator.type}:{i}" for i in range(count)]
+    devices = []
+    for name in names:
+        try:
+            place = find_device(name)
+        except UsageError as error:
+            devices.append(f"{name} (not usable: {error.message})")
+            continue
+        # The CPU lacks this function.
+        describe = getattr(torch.get_device_module(place), "get_device_name", None)
+        devices.append(f"{name} ({describe(place)})" if describe else name)
     facts: dict[str, str] = versions() | {
         "platform": sys.platform,
         "cuda": torch.version.cuda or "none",
-        "devices": ", ".join(_list_devices()),
+        "devices": ", ".join(devices),
         "default device": str(find_device("auto")),
         "threads": str(torch.get_num_threads()),
     }
     width = max(map(len, facts))
     lines = [f"{key:<{width}}  {value}" for key, value in facts.items()]
     emit({"lines": lambda: lines, "record": lambda: facts}, output)
-
-
-def _list_devices() -> list[str]:
-    """Name torch's devices, and say for each whether lipaudit can use it."""
-    import torch
-
-    names, count = ["cpu"], torch.accelerator.device_count()
-    if count and (accelerator := torch.accelerator.current_accelerator()):  # old versions raise
-        names += [f"{accelerator.type}:{i}" for i in range(count)]
-    return [f"{name}{_find_remark(name)}" for name in names]
-
-
-def _find_remark(name: str) -> str:
-    import torch
-
-    from lipaudit.models.sources.offload import find_device
-
-    try:
-        place = find_device(name)
-    except UsageError as error:
-        return f" (not usable: {error.message})"
-    # The CPU lacks this function.
-    make = getattr(torch.get_device_module(place), "get_device_name", None)
-    return f" ({make(place)})" if make else ""
 
 
 def _list_names() -> tuple[str, ...]:
@@ -252,7 +229,7 @@ def check(
 
 
 def _print_plan(seen: dict[str, Any]) -> list[str]:
-    """Print the result of a dry run."""
+    """Print the result of a dry run: labels in the margin, with their texts."""
     lines: list[str] = []
     for name, text in _list_rows(seen):
         lines += _wrap(text, f"{name:<10}", " " * (10 if name else 12))
@@ -265,9 +242,13 @@ def _list_rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield labels for the margin, with their texts."""
     from lipaudit.models.memory import format_size
 
+    lacks: dict[str, list[str]] = {}  # equal needs of several measures share a row
+    for name, reason in seen["needs"].items():
+        lacks.setdefault(reason, []).append(name)
+    left_out = [("not run", f"{', '.join(names)}: {why}") for why, names in lacks.items()]
     if "architecture" not in seen:
         yield "model", f"{seen['model']}: the shape of its input is unknown"
-        yield from _list_lacks(seen)
+        yield from left_out
         return
     classes = f"{seen['classes']} classes" if seen["classes"] else "no classes"
     yield "model", f"{seen['model']}: {seen['architecture']}, {seen['parameters']:,} parameters"
@@ -283,47 +264,25 @@ def _list_rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{count} without: {why}"
     yield "data", f"{seen['data']}, {seen['samples']} samples; the first:"
     for each in seen["first"]:
-        yield "", _format_sample(each, seen["takes"])
+        shape = " x ".join(map(str, each["shape"])) + " tokens" * (seen["takes"] == "text")
+        label = "no label" if each["label"] is None else f"label {each['label']}"
+        label += f" ({each['class']})" * (each["class"] not in ("", str(each["label"])))
+        place = each["place"] or each["id"][:12]
+        yield "", ", ".join(filter(None, (place, shape, label, each["text"])))
     for name, planned in seen["measures"].items():
-        yield name, f"{planned['samples']} samples, {_format_memory(planned)}"
-    yield from _list_lacks(seen)
-    yield "time", _format_time(seen["forward"])
+        needed = f"; the memory is unknown: {planned['unknown']}"
+        if planned["bytes"] is not None:
+            taken = format_size(planned["bytes"])
+            needed = f", in roughly {taken} of memory, libraries and all (estimate)"
+        yield name, f"{planned['samples']} samples, {planned['batch']} at a time{needed}"
+    yield from left_out
+    time = "unknown: memory ran out with several samples at once"
+    if (forward := seen["forward"]) is not None:
+        passed = f"{forward['seconds']:.2g} s for a forward pass of {forward['samples']} samples"
+        time = f"{passed}; a run shows the remaining time"
+    yield "time", time
     if (free := seen["memory"]["free"]) is not None:
         yield "memory", f"{format_size(free)} are free"
-
-
-def _list_lacks(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the needs of measures that cannot run; equal needs are merged."""
-    for reason in dict.fromkeys(seen["needs"].values()):
-        names = [name for name, own in seen["needs"].items() if own == reason]
-        yield "not run", f"{', '.join(names)}: {reason}"
-
-
-def _format_time(forward: dict[str, Any] | None) -> str:
-    if forward is None:
-        return "unknown: memory ran out with several samples at once"
-    count, seconds = forward["samples"], forward["seconds"]
-    return f"{seconds:.2g} s for a forward pass of {count} samples; a run shows the remaining time"
-
-
-def _format_sample(seen: dict[str, Any], takes: str) -> str:
-    """Format the place, size, label and text of a sample."""
-    shape = " x ".join(map(str, seen["shape"])) + (" tokens" if takes == "text" else "")
-    label = "no label" if seen["label"] is None else f"label {seen['label']}"
-    name = f" ({seen['class']})" if seen["class"] not in ("", str(seen["label"])) else ""
-    place = seen["place"] or seen["id"][:12]
-    return ", ".join(filter(None, (place, shape, label + name, seen["text"])))
-
-
-def _format_memory(planned: dict[str, Any]) -> str:
-    """Format the memory and batch size of a measure."""
-    from lipaudit.models.memory import format_size
-
-    together = f"{planned['batch']} at a time"
-    if planned["bytes"] is None:
-        return f"{together}; the memory is unknown: {planned['unknown']}"
-    taken = format_size(planned["bytes"])
-    return f"{together}, in roughly {taken} of memory, libraries and all (estimate)"
 
 
 SUPPORTED = """\

@@ -125,8 +125,15 @@ def train(
     if not quiet:
         if watch:
             say(f"Watched: {out / FOLDER / 'report.html'}")
-        asked = run.model_copy(update={"data": held_out or run.data})
-        say(_name_next(out, asked, complete=complete))
+        said = f"Load {out}/model.safetensors in your py: factory."
+        if complete:  # measured on its held-out data
+            words, flags = ["lipaudit", "audit", str(out)], RunOptions.options()
+            asked = run.model_copy(update={"data": held_out or run.data})
+            for name in READ_AS:
+                if (value := getattr(asked, name)) is not None and value is not False:
+                    words += [flags[name].flags[0], *([] if value is True else [str(value)])]
+            said = f"Measure the result: {shlex.join(words)}"
+        say(f"Training finished. {said}")
     emit({"lines": lambda: [str(out)], "record": lambda: read_record(out)}, output)
 
 
@@ -195,16 +202,3 @@ def _report_epochs(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Itera
         if not quiet:
             line = f"epoch {epoch.number}/{total}: {', '.join(facts)}; about {left:.0f} s left"
             say(line)
-
-
-def _name_next(out: Path, run: RunOptions, *, complete: bool) -> str:
-    """Print the command that measures the result on its held-out data."""
-    if not complete:
-        return f"Training finished. Load {out}/model.safetensors in your py: factory."
-    words = ["lipaudit", "audit", str(out)]
-    for name in READ_AS:
-        value = getattr(run, name)
-        if value is not None and value is not False:
-            flag = RunOptions.options()[name].flags[0]
-            words += [flag, *([] if value is True else [str(value)])]
-    return f"Training finished. Measure the result: {shlex.join(words)}"

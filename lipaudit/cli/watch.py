@@ -80,6 +80,7 @@ def watch(
       [cyan]lipaudit watch out/ --data val/ --only jacobian,attack --eps 1/255 -o training.html[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
+    from lipaudit.cli.progress import OnStderr
     from lipaudit.monitor.checkpoints import CheckpointFolder
     from lipaudit.monitor.loggers import loggers
     from lipaudit.report import REPORT, of_reports
@@ -94,7 +95,19 @@ def watch(
     where = options.run_dir or folder / FOLDER
     watched = CheckpointFolder(folder, request, where, tries=TRIES if following.follow else 1)
     logs = loggers(following.logger or (), where)
-    stopped = _measure_all(watched, logs, following, terminal)
+    observer = OnStderr("", quiet=terminal.quiet, verbose=terminal.verbose)
+    stopped: KeyboardInterrupt | None = None
+    waiting = False
+    try:
+        _measure_pending(watched, logs, observer)
+        while following.follow:
+            waiting = True
+            time.sleep(following.poll)
+            waiting = False
+            _measure_pending(watched, logs, observer)
+    except KeyboardInterrupt as stop:
+        # Ctrl-C while waiting ends --follow; SIGTERM has an argument and is an interruption.
+        stopped = None if waiting and not stop.args else stop
     reports = watched.reports.load()
     if reports:
         page = watched.reports.draw(reports)
@@ -103,38 +116,19 @@ def watch(
             say(f"reports: {where}\npage:    {page}")
     if stopped is not None:
         raise stopped
-    _require_measured(watched)
+    # Checkpoints that could not be measured decide the exit code; the others have reports.
+    if faults := {name: explain_error(error) for name, error in watched.failed.items()}:
+        reasons = "; ".join(f"{name}: {fault.message}" for name, fault in faults.items())
+        first = next(iter(faults.values()))
+        raise LipauditError(
+            f"not every checkpoint was measured: {reasons}", first.advice, first.exit_code
+        )
     if not reports:
         raise InputError(
             f"{folder} holds no checkpoint with a step in its name",
             "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt.",
         )
     require_whole({each.run.model.spec: each for each in reports}, AGAIN)
-
-
-def _measure_all(
-    watched: CheckpointFolder, logs: list[Logger], following: Following, terminal: Terminal
-) -> KeyboardInterrupt | None:
-    """Measure new checkpoints, and with --follow wait for more.
-
-    Returns:
-        The exception that interrupted it; Ctrl-C during waiting is none.
-    """
-    from lipaudit.cli.progress import OnStderr
-
-    observer = OnStderr("", quiet=terminal.quiet, verbose=terminal.verbose)
-    waiting = False
-    try:
-        while True:
-            waiting = False
-            _measure_pending(watched, logs, observer)
-            if not following.follow:
-                return None
-            waiting = True
-            time.sleep(following.poll)
-    # Ctrl-C while waiting ends --follow; SIGTERM has an argument and is an interruption.
-    except KeyboardInterrupt as stop:
-        return None if waiting and not stop.args else stop
 
 
 def _measure_pending(watched: CheckpointFolder, logs: list[Logger], observer: OnStderr) -> None:
@@ -151,18 +145,3 @@ def _measure_pending(watched: CheckpointFolder, logs: list[Logger], observer: On
         figures = collect_figures(report) if report else {}
         for log in logs if figures else ():
             log(figures, checkpoint.step)
-
-
-def _require_measured(watched: CheckpointFolder) -> None:
-    """End with the exit code of the first checkpoint that could not be measured.
-
-    Raises:
-        LipauditError: some checkpoints could not be measured; the others have reports.
-    """
-    faults = {name: explain_error(e) for name, e in watched.failed.items()}
-    if not faults:
-        return
-    first = next(iter(faults.values()))
-    reasons = "; ".join(f"{name}: {fault.message}" for name, fault in faults.items())
-    said = f"not every checkpoint was measured: {reasons}"
-    raise LipauditError(said, first.advice, first.exit_code)

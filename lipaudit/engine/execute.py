@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby, islice, takewhile
@@ -102,18 +102,30 @@ def run_job(
     for note in job.notes:
         observer.note(note)
     kept: dict[str, Journal] = {}
-    with join_processes(place), _note_kept(job, observer, kept):
-        own = _measure(job, observer, kept)
-        report: Report | None = own
-        if place is not None:
-            # Shards travel as JSON, as between machines: one format, and no pickles.
-            texts = gather_texts(dumps(own), place)
-            reports = [loads(text) for text in texts or ()]
-            report = merge(reports, command=job.request.command) if texts else None
-        yield report
-        complete = (report or own).status == "complete"
-        if place is not None:  # delete the parts of all shards, once rank 0 has written the report
-            complete = share_verdict(complete, place)
+    with join_processes(place):
+        try:
+            own = _measure(job, observer, kept)
+            report: Report | None = own
+            if place is not None:
+                # Shards travel as JSON, as between machines: one format, and no pickles.
+                texts = gather_texts(dumps(own), place)
+                reports = [loads(text) for text in texts or ()]
+                report = merge(reports, command=job.request.command) if texts else None
+            yield report
+            complete = (report or own).status == "complete"
+            if place is not None:  # the parts of all shards go once rank 0 has written the report
+                complete = share_verdict(complete, place)
+        except (Exception, KeyboardInterrupt):
+            # Note which parts of the interrupted run are stored, and how to continue.
+            parts = []
+            for name, journal in kept.items():
+                ids = job.samples.batch.ids[: job.counts[name]]
+                if done := len(sample_ids(journal.parts(ids))):
+                    parts.append(f"{done} of {len(ids)} samples of {name}")
+            if parts:
+                text = f"{', '.join(parts)} are kept: {job.request.continuation}"
+                observer.note(Note(level="info", code="kept", text=text))
+            raise
         if journals is not None:
             journals += kept.values()
         elif complete:
@@ -154,23 +166,6 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
     return make_report(describe_run(job), sections, list_origins(job.samples), shard)
 
 
-@contextmanager
-def _note_kept(job: Job, observer: Observer, journals: Mapping[str, Journal]) -> Iterator[None]:
-    """Note which parts of an interrupted run are stored, and how to continue."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt):
-        parts = []
-        for name, journal in journals.items():
-            ids = job.samples.batch.ids[: job.counts[name]]
-            if done := len(sample_ids(journal.parts(ids))):
-                parts.append(f"{done} of {len(ids)} samples of {name}")
-        if parts:
-            text = f"{', '.join(parts)} are kept: {job.request.continuation}"
-            observer.note(Note(level="info", code="kept", text=text))
-        raise
-
-
 class Task:
     """One measure of a job on the samples of this process."""
 
@@ -195,59 +190,58 @@ class Task:
 
     def run(self, journal: Journal) -> list[Part]:
         """Return the parts in order, with those of an interrupted run if it is continued."""
-        parts = journal.parts(self.ids)
+        resume, parts = self.job.request.run.resume, journal.parts(self.ids)
         if parts:
-            self.observer.note(self._note_found(len(sample_ids(parts))))
-        parts = parts if self.job.request.run.resume else []
-        refusal = ""
+            code, what = "kept", "to continue it, stop this run and add --resume"
+            if resume:
+                code, what = "reused", "continuing from there"
+            done = f"{len(sample_ids(parts))} of {len(self.ids)} samples of {self.name}"
+            text = f"an interrupted run finished {done}: {what}"
+            self.observer.note(Note(level="info", code=code, text=text))
+        parts, told = parts if resume else [], False
         self.observer.begins(self.name, sum(map(len, self._list_left(sample_ids(parts)))))
         with listening(partial(self.observer.moves, self.name)):
             for part in journal.record(self._measure_left(sample_ids(parts))):
-                if journal.refusal and not refusal:
-                    refusal = f"results are not saved for --resume: {journal.refusal}"
-                    self.observer.note(Note(level="info", code="not-kept", text=refusal))
+                if journal.refusal and not told:
+                    told, text = True, f"results are not saved for --resume: {journal.refusal}"
+                    self.observer.note(Note(level="info", code="not-kept", text=text))
                 self.observer.advances(self.name, len(part.ids))
                 parts.append(part)
         self.observer.ends(self.name)
         # Texts are batched by length: their parts come in another order.
         return in_order(parts, self.job.samples.batch.ids)
 
-    def _note_found(self, done: int) -> Note:
-        text = f"an interrupted run finished {done} of {len(self.ids)} samples of {self.name}: "
-        if self.job.request.run.resume:
-            return Note(level="info", code="reused", text=f"{text}continuing from there")
-        text += "to continue it, stop this run and add --resume"
-        return Note(level="info", code="kept", text=text)
-
     def summarise(self, parts: Sequence[Part]) -> list[Section]:
         """Write the files of the options, and return the sections of the measure."""
-        left = len(self.ids) - len(sample_ids(parts))
         if parts:
             contents = self.measure.written(parts, self.options)
             for path, content in zip(self.options.files, contents, strict=True):
                 write(path, content)
-        notes = (*self.job.notes, *self._list_lacks(left))
-        return summarise(self.name, parts, self.options, notes, left)
-
-    def _list_lacks(self, left: int) -> Iterator[Note]:
+        notes, left = [*self.job.notes], len(self.ids) - len(sample_ids(parts))
         if not self.ids:
             text = (
                 f"{self.name} has no batch in this shard: {self.job.counts[self.name]} samples in "
                 f"batches of {self.job.cut(self.name)} give fewer batches than shards"
             )
-            yield Note(level="info", code="empty-shard", text=text)
+            notes.append(Note(level="info", code="empty-shard", text=text))
         if left:
             limit = write_duration(self.job.request.run.time_limit or 0.0)
             text = (
                 f"the time limit of {limit} ended {self.name} after {len(self.ids) - left} of "
                 f"{len(self.ids)} samples"
             )
-            yield Note(level="warning", code="cut-short", text=text)
+            notes.append(Note(level="warning", code="cut-short", text=text))
+        return summarise(self.name, parts, self.options, tuple(notes), left)
 
     def _list_left(self, finished: Collection[str], size: int | None = None) -> list[Batch]:
         """Return the unfinished samples of each batch, in batches of at most `size`."""
-        done = {*finished}
-        left = [rest for batch in self.batches for rest in _leave_out(batch, done)]
+        done, left = {*finished}, []
+        for batch in self.batches:
+            places = enumerate(i for i, name in enumerate(batch.ids) if name not in done)
+            # Neighbours form a run: index minus position is constant within it.
+            for _, run in groupby(places, key=lambda pair: pair[1] - pair[0]):
+                at = [place for _, place in run]
+                left.append(batch[at[0] : at[-1] + 1].trim())
         if size is None or self.measure.chunk is not None:
             return left
         return [piece for batch in left for piece in batch.split(size)]
@@ -327,12 +321,3 @@ def advise_on_memory(job: Job) -> str:
     return (
         f"{start} a machine with more memory. `lipaudit check` estimates the memory of a sample."
     )
-
-
-def _leave_out(batch: Batch, finished: set[str]) -> Iterator[Batch]:
-    """Yield the runs of unfinished samples in a batch."""
-    # Neighbours form a run: index minus position is constant within it.
-    left = [i for i, name in enumerate(batch.ids) if name not in finished]
-    for _, run in groupby(enumerate(left), key=lambda pair: pair[1] - pair[0]):
-        places = [place for _, place in run]
-        yield batch[places[0] : places[-1] + 1].trim()

@@ -56,8 +56,11 @@ class Journal:
     def __init__(
         self, facts: Mapping[str, Any], root: Path | None = None, *, keeps: bool = True
     ) -> None:
+        # In the user's cache, so that the same command finds it from any folder.
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         text = json.dumps(facts, sort_keys=True, default=str)
-        self.folder = (root or _find_cache()) / hashlib.sha256(text.encode()).hexdigest()[:32]
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.folder = (root or home / "lipaudit" / "journal") / digest
         self.keeps, self.refusal = keeps, ""
         self._own: set[Path] = set()
 
@@ -85,15 +88,11 @@ class Journal:
         A full disk does not end the run: `refusal` has the reason.
         """
         for part in parts:
-            if self.keeps:
-                try:
+            try:
+                if self.keeps:
                     self._keep(part)
-                except (
-                    OSError,
-                    EvaluationError,
-                    TypeError,
-                ) as error:  # a plug-in may return any fact
-                    self.refusal = str(error)
+            except (OSError, EvaluationError, TypeError) as error:  # plug-ins return any fact
+                self.refusal = str(error)
             yield part
 
     def clear(self) -> None:
@@ -106,7 +105,10 @@ class Journal:
     def _keep(self, part: Part) -> None:
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            _delete_old(self.folder.parent)
+            for folder in self.folder.parent.iterdir():
+                with suppress(OSError):
+                    if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
+                        shutil.rmtree(folder, ignore_errors=True)
         path = self.folder / f"{part.ids[0]}.npz"
         write(path, encode_part(part))
         self._own.add(path)
@@ -197,16 +199,3 @@ def _unpack(value: Any, arrays: Mapping[str, Any]) -> Any:
         return value
     ((name, inner),) = value.items()
     return arrays[f"{inner}"] if name == "array" else MAKERS[name](*_unpack(inner, arrays))
-
-
-def _find_cache() -> Path:
-    # In the user's cache, so that the same command finds it from any folder.
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "lipaudit" / "journal"
-
-
-def _delete_old(root: Path) -> None:
-    for folder in root.iterdir():
-        with suppress(OSError):
-            if folder.is_dir() and time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
-                shutil.rmtree(folder, ignore_errors=True)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, Samples, find_data_forms, load_data
@@ -24,7 +24,7 @@ from lipaudit.models.requirements import (
 )
 from lipaudit.models.scoring import score_continuations
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.settings import MeasureOptions, RunOptions, Settings
+from lipaudit.settings import MeasureOptions, RunOptions
 from lipaudit.tables import Note
 
 LEFT_OUT = "left-out"
@@ -118,13 +118,6 @@ class Job:
         cut = whole.split(size) if MEASURES[name].chunk else whole.by_length(size)
         return [*cut][number - 1 :: of]
 
-    @property
-    def announced(self) -> Mapping[str, int]:
-        """Return the number of samples of each measure, in the run or in its shard."""
-        if self.request.place is not None:
-            return self.counts
-        return {name: sum(map(len, self.batches(name))) for name in self.counts}
-
 
 def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:
     """Load the model and the samples of a request.
@@ -147,35 +140,47 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
                 f"{path} needs all samples, and a shard has only some",
                 "Leave it out, or measure in one process without --shard.",
             )
-    given: list[Settings] = [request.run, *request.measures.values()]
-    request = _fill_in(request)
-    net = net or load_net(request.model, load_options(request.run))
-    for group in given:
+    run, measures = request.run, request.measures
+    net = net or load_net(request.model, load_options(run))
+    for group in (run, *measures.values()):
         group.require_kind(net.kind)
-    request = _choose_score(request, net)
-    score = request.run.score
-    unscored: tuple[Note, ...] = ()
-    if score is not None:
-        request, unscored = _leave_out_refused(request, _require_scorable)
-    # Word attacks change texts that a model reads alone, not prompts.
-    changes = net.changes if score is None else ()
-    why = net.why_unchanged if score is None else "it scores continuations"
+    if run.score is not None and net.next_logits is None:
+        raise UsageError(
+            f"{net.info.architecture} is not a language model, so it cannot score continuations",
+            "Leave --score out.",
+        )
+    # All measures share the samples, so texts get the largest length that any measure needs.
+    if run.max_tokens is None and (needed := [o.tokens for o in measures.values() if o.tokens]):
+        run = run.model_copy(update={"max_tokens": max(needed)})
+    # A language model scores continuations if the measures can measure it in no other way.
+    always = {options.scores for options in measures.values()} == {"always"}
+    if run.score is None and net.next_logits is not None and always:
+        run = run.model_copy(update={"score": "sum"})
+    measures = {n: o.model_copy(update={"seed": run.seed}) for n, o in measures.items()}
     request, unsuited = _leave_out_refused(
-        request, lambda _, options: options.suited(net.kind, changes, why)
+        replace(request, run=run, measures=measures), partial(_suit_measure, net, run.score)
     )
     wanted = {name: request.count(name) for name in request.measures}
     samples = samples or _load_samples(net, request, max(wanted.values()))
-    ready = net if score is None else _score_continuations(net, samples, score)
+    ready = net
+    if run.score is not None:
+        if samples.task is None:
+            raise InputError(
+                f"{samples.spec} has no continuations, choices or labels to score",
+                "Give a table with prompt and continuation; question, choices and answer; or "
+                "text and label.",
+            )
+        ready = score_continuations(net, samples.task, run.score)
     # Texts are checked by their padding instead: see `require_padding_is_unread`.
     if net.kind != "text":
         with eager(), exact_arithmetic(net.device):
-            require_per_sample(net, samples.batch, singly=request.run.batch_size == 1)
+            require_per_sample(net, samples.batch, singly=run.batch_size == 1)
     request, refused = _leave_out_refused(
         request, lambda name, options: _check(name, ready, samples.batch[: wanted[name]], options)
     )
     with eager():
         differences = compare_derivative(ready, samples.batch)
-    notes = ready.info.notes + samples.notes + unscored + unsuited + refused + differences
+    notes = ready.info.notes + samples.notes + unsuited + refused + differences
     counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
     return Job(request, ready, samples, counts, notes)
 
@@ -201,66 +206,23 @@ def _leave_out_refused(
     return replace(request, measures=kept), tuple(notes)
 
 
-def _fill_in(request: Request) -> Request:
-    """Give every measure the seed of the run, and texts the length that the measures need."""
-    run = request.run
-    needed = [options.tokens for options in request.measures.values() if options.tokens]
-    # The largest length that any measure needs: all measures share the samples.
-    if run.max_tokens is None and needed:
-        run = run.model_copy(update={"max_tokens": max(needed)})
-    measures = {
-        name: options.model_copy(update={"seed": run.seed})
-        for name, options in request.measures.items()
-    }
-    return replace(request, run=run, measures=measures)
-
-
-def _choose_score(request: Request, net: Net) -> Request:
-    """Choose how continuations are scored, if a language model can be attacked in no other way.
+def _suit_measure(
+    net: Net, score: str | None, name: str, options: MeasureOptions
+) -> MeasureOptions:
+    """Return the options of a measure for a kind of model.
 
     Raises:
-        UsageError: `--score` is set, and the model cannot score.
+        UsageError: the options do not suit the model, or the measure does not work on scores.
     """
-    when = {name: options.scores for name, options in request.measures.items()}
-    if request.run.score is None:
-        if net.next_logits is None or set(when.values()) != {"always"}:
-            return request
-        return replace(request, run=request.run.model_copy(update={"score": "sum"}))
-    if net.next_logits is None:
-        raise UsageError(
-            f"{net.info.architecture} is not a language model, so it cannot score continuations",
-            "Leave --score out.",
-        )
-    return request
-
-
-def _require_scorable(name: str, options: MeasureOptions) -> MeasureOptions:
-    """Return the options of a measure; refuse a measure that cannot use scores.
-
-    Raises:
-        UsageError: the measure does not work on scores.
-    """
+    if score is None:
+        return options.suited(net.kind, net.changes, net.why_unchanged)
     if options.scores == "never":
         raise UsageError(
             f"{name} does not support scores",
             "Leave --score out, or use it with attack or jacobian.",
         )
-    return options
-
-
-def _score_continuations(net: Net, samples: Samples, how: Literal["sum", "mean"]) -> Net:
-    """Return the model as a scorer of each sample's continuations.
-
-    Raises:
-        InputError: the samples have no continuations.
-    """
-    if samples.task is None:
-        raise InputError(
-            f"{samples.spec} has no continuations, choices or labels to score",
-            "Give a table with prompt and continuation; question, choices and answer; or text and "
-            "label.",
-        )
-    return score_continuations(net, samples.task, how)
+    # Word attacks change texts that a model reads alone, not prompts.
+    return options.suited(net.kind, (), "it scores continuations")
 
 
 def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:
@@ -287,6 +249,7 @@ def _make_label_error(name: str) -> UsageError:
 
 
 def _load_samples(net: Net, request: Request, count: int) -> Samples:
+    """Load the samples; without labels, if they are not classes and no measure needs them."""
     spec = request.run.data or ("demo" if net.info.source == "demo" else "random")
     labelled = [name for name, options in request.measures.items() if options.labelled]
     if spec == "random" and not {*labelled} <= {*request.optional}:
@@ -299,13 +262,8 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
             others = ",".join(name for name in request.measures if name not in labelled)
             more = f" Only attacks need labels: `lipaudit audit --only {others}`." * bool(others)
             raise LabelError(error.message, error.advice + more) from error
-        return _load_without_labels(spec, net, options, error)
-
-
-def _load_without_labels(spec: str, net: Net, options: DataOptions, error: LabelError) -> Samples:
-    """Return samples without labels, if the labels are not classes of the model."""
-    samples = load_data(spec, replace(net, classes=None), options)
-    text = f"labels are not used: {error.message}"
+        text = f"labels are not used: {error.message}"
+        samples = load_data(spec, replace(net, classes=None), options)
     note = Note(level="warning", code="labels-unused", text=text)
     notes = (*(each for each in samples.notes if each.code != note.code), note)
     return replace(samples, batch=replace(samples.batch, y=None), notes=notes)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from lipaudit.data.batch import Batch, Share
+from lipaudit.data.batch import Share
 from lipaudit.data.samples import LabelError
 from lipaudit.engine.prepare import LEFT_OUT, Job, Request, load_options, prepare
 from lipaudit.engine.provenance import list_origins
 from lipaudit.errors import LipauditError, find_user_error, out_of_memory
-from lipaudit.measures import MEASURES
+from lipaudit.measures import MEASURES, Measure
 from lipaudit.measures.by_layer import choose_layers, unread_notes
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
@@ -47,13 +47,22 @@ def preview(request: Request) -> dict[str, Any]:
         return {"model": request.model, "measures": {}, "needs": lacks, "notes": []}
     job, needs = _prepare(request, net)
     net, info = job.net, job.net.info
+    sites: tuple[Site, ...] = ()
     first = job.samples.batch[:1].trim().to(net.device, net.dtype)
     with eager(), exact_arithmetic(net.device):
-        sites, lacks = _survey(job, first)
-        needs |= lacks
-        lacks = _check_certify(job, first)
+        try:
+            # A model that scores reads several texts per sample: no layer is read.
+            sites = () if net.scored else find_layers(net, first)
+        except NoHeadsError as error:
+            headed = [n for n, how in job.request.measures.items() if how.reads_heads]
+            needs |= dict.fromkeys(headed, _write_sentence(error))
         timed = time_batch(job)
         measures = {name: _plan_measure(job, name) for name in job.counts if name not in needs}
+        try:  # an audit has certificates on request
+            options = CertifyOptions.checked({"eps": "1/255"}).suited(net.kind)
+            MEASURES["certify"].check(net, first, options)
+        except LipauditError as error:
+            needs["certify"] = _write_sentence(error)
     unread: Counter[str] = Counter()
     for site in sites:
         unread[site.reason or ""] += site.heads
@@ -76,7 +85,7 @@ def preview(request: Request) -> dict[str, Any]:
         "memory": {"held": read_used_memory(net.device), "free": find_free_memory(net.device)},
         "forward": None if timed is None else {"samples": timed[0], "seconds": timed[1]},
         "measures": measures,
-        "needs": needs | lacks,
+        "needs": needs,
         "notes": [
             note.text for note in (*job.notes, *unread_notes(net, sites)) if note.code != LEFT_OUT
         ],
@@ -97,27 +106,6 @@ def _prepare(request: Request, net: Net) -> tuple[Job, dict[str, str]]:
     return job, needs | {name: reason for name, _, reason in said}
 
 
-def _survey(job: Job, first: Batch) -> tuple[tuple[Site, ...], dict[str, str]]:
-    """Return the attention layers; without any, what measures of heads need."""
-    if job.net.scored:  # several texts per sample: no layer is read
-        return (), {}
-    try:
-        return find_layers(job.net, first), {}
-    except NoHeadsError as error:
-        headed = [n for n, how in job.request.measures.items() if how.reads_heads]
-        return (), dict.fromkeys(headed, _write_sentence(error))
-
-
-def _check_certify(job: Job, first: Batch) -> dict[str, str]:
-    """Return what certificates need if they cannot be computed: an audit has them on request."""
-    options = CertifyOptions.checked({"eps": "1/255"})
-    try:
-        MEASURES["certify"].check(job.net, first, options.suited(job.net.kind))
-    except LipauditError as error:
-        return {"certify": _write_sentence(error)}
-    return {}
-
-
 def _write_sentence(error: LipauditError) -> str:
     end = "" if error.message.endswith("?") else "."
     return f"{error.message}{end} {error.advice[:1].upper()}{error.advice[1:]}".strip()
@@ -125,22 +113,17 @@ def _write_sentence(error: LipauditError) -> str:
 
 def _plan_measure(job: Job, name: str) -> dict[str, Any]:
     """Return the samples of a measure, in total and at a time, and its memory."""
-    size = min(job.size(name), job.counts[name])
-    known, why = None, "no layer has a closed form: trying one sample would take long"
+    size, needed = min(job.size(name), job.counts[name]), None
+    why: str | None = "no layer has a closed form: trying one sample would take long"
     try:
-        known = footprint(job, name)
+        if (known := footprint(job, name)) is not None:
+            held = read_used_memory(job.net.device)
+            needed, why = None if held is None else held + known.of(size), None
     except Exception as error:
-        fault = find_user_error(error)
-        if fault is None:
+        if (fault := find_user_error(error)) is None:
             raise
         why = fault.message
-    held = read_used_memory(job.net.device)
-    return {
-        "samples": job.counts[name],
-        "batch": size,
-        "bytes": None if known is None or held is None else held + known.of(size),
-        "unknown": why if known is None else None,
-    }
+    return {"samples": job.counts[name], "batch": size, "bytes": needed, "unknown": why}
 
 
 def _describe_first(job: Job) -> list[dict[str, Any]]:
@@ -193,26 +176,22 @@ def footprint(job: Job, name: str) -> Footprint | None:
     Returns:
         The memory; None if a trial would take longer than seconds.
     """
-    options = _shorten(job, name)
-    if options is None:
-        return None
-    one, two = (_find_peak(job, name, options, samples) for samples in (1, 2))
-    # The second sample adds the memory of one sample; the rest is fixed.
-    sample = max(two - one, 0)
-    return Footprint(max(one - sample, 0), sample)
-
-
-def _shorten(job: Job, name: str) -> MeasureOptions | None:
-    """Return options with which a measure needs its full memory in little time."""
+    # Options with which the measure needs its full memory in little time.
     options, net = job.request.measures[name], job.net
     sites: tuple[Site, ...] = ()
     if options.reads_heads:
         sites = find_layers(net, job.first(name).to(net.device, net.dtype))
     chosen = choose_layers(sites, options.layers if sites else None)
-    return options.shorten({site.index: site.closed_form for site in chosen})
+    shorter = options.shorten({site.index: site.closed_form for site in chosen})
+    if shorter is None:
+        return None
+    one, two = (_find_peak(job, MEASURES[name], shorter, samples) for samples in (1, 2))
+    # The second sample adds the memory of one sample; the rest is fixed.
+    sample = max(two - one, 0)
+    return Footprint(max(one - sample, 0), sample)
 
 
-def _find_peak(job: Job, name: str, options: MeasureOptions, samples: int) -> int:
+def _find_peak(job: Job, measure: Measure, options: MeasureOptions, samples: int) -> int:
     """Return the peak memory of a measure on copies of the longest sample."""
     batch, net = job.samples.batch, job.net
     # The longest text determines the memory of a batch.
@@ -221,11 +200,11 @@ def _find_peak(job: Job, name: str, options: MeasureOptions, samples: int) -> in
     copies = replace(copies, ids=tuple(f"{i}-{k}" for k, i in enumerate(copies.ids)))
     with seed_device(0, net.device), Held(net.module) as taken:
         copies = copies.to(net.device, net.dtype)
-        if name == "attack":  # each of its many steps needs the memory of one gradient
+        if measure.by_gradient:
             with torch.enable_grad():
                 z = net.point(copies).requires_grad_()
                 torch.autograd.grad(net.forward(z, copies).sum(), z)
         else:
-            for _ in MEASURES[name].parts(net, Share(copies, [copies]), options):
+            for _ in measure.parts(net, Share(copies, [copies]), options):
                 pass
     return taken.most

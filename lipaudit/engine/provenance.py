@@ -73,12 +73,15 @@ def make_failed(
 def describe_run(job: Job) -> Run:
     """Describe the run of a job."""
     request, net, samples, info = job.request, job.net, job.samples, job.net.info
+    device = net.device.type
+    if device == "cuda":
+        device = f"{device} ({torch.cuda.get_device_name(net.device)})"
     return Run(
         lipaudit=__version__,
         command=request.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seed=request.run.seed,
-        device=_name_device(net.device),
+        device=device,
         dtype=str(net.dtype).removeprefix("torch."),
         versions=versions(),
         model=Model(
@@ -128,9 +131,3 @@ def versions() -> dict[str, str]:
     # Plug-ins compute figures, too.
     plugins = [point.dist for group in GROUPS for point in entry_points(group=group)]
     return installed | {dist.name: dist.version for dist in plugins if dist is not None}
-
-
-def _name_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device.type} ({torch.cuda.get_device_name(device)})"
-    return device.type

@@ -352,5 +352,11 @@ def _of_one_length(parts: Sequence[Part]) -> Values:
 
 
 MEASURE = Measure(
-    measure, summarise, batch=CHUNK, chunk=CHUNK, written=adversarial_examples, check=check
+    measure,
+    summarise,
+    batch=CHUNK,
+    chunk=CHUNK,
+    by_gradient=True,
+    written=adversarial_examples,
+    check=check,
 )

@@ -46,6 +46,8 @@ class Measure:
         batch: default number of samples at a time.
         chunk: samples per Part, if the result depends on it; the batch size then goes to the
             options.
+        by_gradient: whether it takes many gradients one after the other, so that one of them
+            needs the memory of all.
         written: returns the contents of the files that its options name, in order.
         check: refuses unsuitable models, samples or options before anything is measured.
     """
@@ -54,6 +56,7 @@ class Measure:
     summarise: Callable[[Sequence[Part], Any], list[Section]]
     batch: int
     chunk: int | None = None
+    by_gradient: bool = False
     written: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
     check: Callable[[Net, Batch, Any], None] = lambda _net, _batch, _options: None
 

@@ -89,8 +89,8 @@ def stored(tmp_path):
 @pytest.mark.parametrize("name", ["attention", "bounds"])
 def test_weights_are_lifted_once_for_a_survey_and_once_for_a_batch(stored, name, monkeypatch):
     lifted = []
-    room = lifting._room
-    monkeypatch.setattr(lifting, "_room", lambda p, *to: lifted.append(p.numel()) or room(p, *to))
+    refer = lifting.TensorWeakRef  # to each converted copy
+    monkeypatch.setattr(lifting, "TensorWeakRef", lambda p: lifted.append(p.numel()) or refer(p))
     model, entries = stored
     how = {"samples": 12, "max_tokens": 8, "batch_size": 2}
     measure(model, name, weights="stored", **how)

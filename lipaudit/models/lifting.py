@@ -176,17 +176,22 @@ def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Te
     copy = None if known is None else known()
     if copy is None or (copy.dtype, copy.device) != (kind, place):
         with torch.inference_mode(False), torch.no_grad():
-            # The C library does not return blocks of megabytes that lie between longer-lived
-            # ones: the heap would grow to several times the model. The system gets separate
-            # pages back when the copy is freed.
-            if place.type == "cpu" and stored.numel() >= LARGE and stored.is_contiguous():
-                pages = mmap(-1, stored.numel() * kind.itemsize)
-                room = torch.frombuffer(pages, dtype=kind).view(stored.shape)
-            else:
-                room = torch.empty_like(stored, dtype=kind, device=place)
-            copy = nn.Parameter(room.copy_(stored), requires_grad=False)
+            copy = nn.Parameter(_room(stored, kind, place).copy_(stored), requires_grad=False)
         _lifted[stored], _stored[copy] = TensorWeakRef(copy), stored
     return copy
+
+
+def _room(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory for a copy that the system gets back when the copy is freed.
+
+    The C library does not return blocks of megabytes that lie between longer-lived ones: the heap
+    would grow to several times the model.
+    """
+    count = like.numel()
+    if device.type != "cpu" or count < LARGE or not like.is_contiguous():
+        return torch.empty_like(like, dtype=dtype, device=device)
+    pages = mmap(-1, count * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(like.shape)
 
 
 def _lifts(p: Tensor, dtype: torch.dtype, device: torch.device | None) -> bool:

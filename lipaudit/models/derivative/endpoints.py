@@ -8,7 +8,7 @@ else together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,20 +157,6 @@ class _CrossEntropy(torch.autograd.Function):
         return u[:, None] * slopes, None, None, None
 
 
-def require_head(net: Net, batch: Batch) -> NextToken:
-    """Return how a language model scores the next token.
-
-    Raises:
-        InputError: the model does not score positions one by one.
-    """
-    if net.next_token is None or not has_head(net, batch):
-        raise InputError(
-            f"the head of {net.info.architecture} does not score each position separately",
-            "Use --to features, --to tokens, or the logits at the last position.",
-        )
-    return net.next_token
-
-
 def has_head(net: Net, batch: Batch) -> bool:
     """Test on a few tokens whether the head of a language model scores positions one by one."""
     scorer, text = net.next_token, batch.x[:1, :TRIED].to(net.device)
@@ -222,23 +208,6 @@ class SampleFunction:
     x: Tensor
     start: str
     target: str
-
-
-@dataclass(frozen=True)
-class _Ends:
-    """The output end of f.
-
-    Attributes:
-        net: the model.
-        labels: labels of the samples, if any.
-        place: the requested column of every sample, if any.
-        scorer: how the model scores the next token, if its logits do.
-    """
-
-    net: Net
-    labels: Tensor | None
-    place: Tensor | None
-    scorer: NextToken | None
 
 
 def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
@@ -308,18 +277,42 @@ def make_sample_function(
     embedded = net.kind == "text" or start == "embeddings"
     name = "embeddings" if embedded else {"image": "pixels"}.get(net.kind, net.kind)
     end = resolve_target(net, batch, target)
-    _require_start(net, start, embedded)
+    if start == "pixels" and net.kind == "text":
+        raise InputError("text has no pixels", "Use --from embeddings.")
+    if embedded and net.entry is None:
+        raise InputError(
+            f"the embedding module of {net.info.architecture} was not found",
+            "Use --from pixels, or write a py: factory that names it: ModelSpec(..., "
+            "entry=MODULE).",
+        )
     if place is None and end.where:
-        place = _find_only_place(batch, end)
-    scores = net.next_token is not None and end.what not in ("features", "tokens")
-    scorer = require_head(net, batch) if net.classes is None and scores else None
-    ends, read = _Ends(net, batch.y, place, scorer), _READERS[end.what]
+        column = find_places(batch, end.where)
+        if column.shape[1] != 1 or bool((column < 0).any()):
+            raise InputError(
+                f"--to {end.text} is not a position of every text",
+                f"Use a position that every text has: --to {end.what}:last.",
+            )
+        place = column[:, 0]
+    scored = net.classes is None and end.what not in ("features", "tokens")
+    scorer = net.next_token if scored else None
+    if scorer is not None and not has_head(net, batch):
+        raise InputError(
+            f"the head of {net.info.architecture} does not score each position separately",
+            "Use --to features, --to tokens, or the logits at the last position.",
+        )
 
     def f(z: Tensor, index: Tensor) -> Tensor:
         part = batch.without_ids(index)
-        forward = _run_from_embedding if embedded else _run_from_input
+        column = None if place is None else place[index]
+        labels = None if batch.y is None else batch.y[index]
+
+        def forward() -> Any:
+            with net.replace_embedding(z) if embedded else nullcontext():
+                return net.call(part.x if embedded else z, part.mask)
+
+        output = _read_output(net, end.what, part, forward, scorer, column, labels)
         # Tensors inside a model that is spread over devices may be on any of them.
-        return read(ends, part, index, lambda: forward(net, z, part)).to(z.device)
+        return output.to(z.device)
 
     if not embedded:
         x = batch.x.detach()
@@ -332,92 +325,64 @@ def make_sample_function(
     )
 
 
-def _find_only_place(batch: Batch, end: Target) -> Tensor:
-    column = find_places(batch, end.where)
-    if column.shape[1] != 1 or bool((column < 0).any()):
+def _read_output(
+    net: Net,
+    what: str,
+    part: Batch,
+    forward: Forward,
+    scorer: NextToken | None,
+    place: Tensor | None,
+    labels: Tensor | None,
+) -> Tensor:
+    """Run the model and return an output of some samples.
+
+    Args:
+        net: the model.
+        what: which output.
+        part: the samples.
+        forward: runs the model.
+        scorer: how the model scores the next token, if its logits do.
+        place: the requested column of every sample, if any.
+        labels: labels of the samples, if any.
+    """
+    if what in ("logits", "probabilities"):
+        if scorer is None or place is None:
+            logits = net.read(forward())
+        else:
+            logits = compute_next_logits(scorer, place, forward)
+        return logits if what == "logits" else torch.softmax(logits, -1)
+    if what == "loss":
+        if scorer is not None:
+            return compute_text_loss(net, scorer, part, forward)
+        logits = net.read(forward())
+        predicted = logits.detach().argmax(1)  # the class is our choice, no part of the function
+        own = predicted if labels is None else labels.where(labels >= 0, predicted)
+        return F.cross_entropy(logits, own, reduction="none")[:, None]
+    if what == "features":  # the input of a classifier's last linear layer
+        if net.classes is None:
+            return net.read(forward())
+        is_linear = lambda m: isinstance(m, nn.Linear)  # noqa: E731
+        with _watch_modules(net.module, is_linear, lambda args, _: args[0]) as seen:
+            forward()
+        return seen[-1]
+    if what == "hidden" and scorer is not None:
+        states = read_hidden_states(scorer, forward)
+    else:  # the output of the last layer norm over tokens, with padded tokens set to zero
+        is_norm = lambda m: "Norm" in type(m).__name__  # noqa: E731
+        with _watch_modules(net.module, is_norm, lambda _, out: out) as seen:
+            forward()
+        tokens = [t for t in seen if t.ndim == 3]
+        if not tokens:
+            raise InputError("no token features were found", "Use --to features.")
+        states = tokens[-1]
+        if part.mask is not None and part.mask.shape == states.shape[:2]:
+            states = states * part.mask[..., None]
+    if what == "hidden" and states.shape[:2] != part.x.shape:
         raise InputError(
-            f"--to {end.text} is not a position of every text",
-            f"Use a position that every text has: --to {end.what}:last.",
-        )
-    return column[:, 0]
-
-
-def _require_start(net: Net, start: str | None, embedded: bool) -> None:
-    if start == "pixels" and net.kind == "text":
-        raise InputError("text has no pixels", "Use --from embeddings.")
-    if embedded and net.entry is None:
-        raise InputError(
-            f"the embedding module of {net.info.architecture} was not found",
-            "Use --from pixels, or write a py: factory that names it: ModelSpec(..., "
-            "entry=MODULE).",
-        )
-
-
-def _run_from_input(net: Net, z: Tensor, part: Batch) -> Any:
-    return net.call(z, part.mask)
-
-
-def _run_from_embedding(net: Net, z: Tensor, part: Batch) -> Any:
-    with net.replace_embedding(z):
-        return net.call(part.x, part.mask)
-
-
-def _read_logits(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    if ends.scorer is None or ends.place is None:
-        return ends.net.read(forward())
-    return compute_next_logits(ends.scorer, ends.place[index], forward)
-
-
-def _read_probabilities(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    return torch.softmax(_read_logits(ends, part, index, forward), -1)
-
-
-def _read_loss(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    if ends.scorer is not None:
-        return compute_text_loss(ends.net, ends.scorer, part, forward)
-    logits = ends.net.read(forward())
-    predicted = logits.detach().argmax(1)  # the class is our choice, not a part of the function
-    own = predicted if ends.labels is None else ends.labels[index]
-    own = own.where(own >= 0, predicted)
-    return torch.nn.functional.cross_entropy(logits, own, reduction="none")[:, None]
-
-
-def _read_hidden(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    """Return the input of a language model's head, else the output of the last layer norm."""
-    if ends.scorer is None:
-        states = _read_tokens(ends, part, index, forward)
-    else:
-        states = read_hidden_states(ends.scorer, forward)
-    if states.shape[:2] != part.x.shape:
-        raise InputError(
-            f"the last hidden states of {ends.net.info.architecture} do not have one vector "
-            "per token",
+            f"the last hidden states of {net.info.architecture} do not have one vector per token",
             "Use --to tokens or --to features.",
         )
-    return states if ends.place is None else pick_columns(states, ends.place[index])
-
-
-def _read_features(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    """Return the input of a classifier's last linear layer, or a headless model's output."""
-    if ends.net.classes is None:
-        return ends.net.read(forward())
-    is_linear = lambda m: isinstance(m, nn.Linear)  # noqa: E731
-    with _watch_modules(ends.net.module, is_linear, lambda args, _: args[0]) as seen:
-        forward()
-    return seen[-1]
-
-
-def _read_tokens(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
-    """Return the output of the last layer norm over tokens, with padded tokens set to zero."""
-    is_norm = lambda m: "Norm" in type(m).__name__  # noqa: E731
-    with _watch_modules(ends.net.module, is_norm, lambda _, out: out) as seen:
-        forward()
-    tokens = [t for t in seen if t.ndim == 3]
-    if not tokens:
-        raise InputError("no token features were found", "Use --to features.")
-    if part.mask is None or part.mask.shape != tokens[-1].shape[:2]:
-        return tokens[-1]
-    return tokens[-1] * part.mask[..., None]
+    return states if what == "tokens" or place is None else pick_columns(states, place)
 
 
 @contextmanager
@@ -433,13 +398,3 @@ def _watch_modules(
             hook = part.register_forward_hook(lambda _m, args, out: seen.append(pick(args, out)))
             hooks.callback(hook.remove)
         yield seen
-
-
-_READERS: dict[str, Callable[[_Ends, Batch, Tensor, Forward], Tensor]] = {
-    "logits": _read_logits,
-    "probabilities": _read_probabilities,
-    "loss": _read_loss,
-    "hidden": _read_hidden,
-    "features": _read_features,
-    "tokens": _read_tokens,
-}

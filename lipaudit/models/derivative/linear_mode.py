@@ -19,24 +19,12 @@ from lipaudit.models.precision import widen_call
 _Map = Callable[[Tensor], Tensor]
 
 
-def _refuse_dropout(probability: float) -> None:
+def _refuse_dropout(probability: float) -> Tensor:
     if probability > 0:
         raise InputError(
             f"dropout is on (p = {probability:g}), so forward passes differ",
             "Call model.eval() first, or set the probability to 0.",
         )
-
-
-def _check_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    _refuse_dropout(dropout_p)
     return NotImplemented
 
 
@@ -107,13 +95,6 @@ def _run_layer_norm(
     return value + _LinearMap.apply(input - x, ahead, lambda u: multiply(u, weight))
 
 
-def _check_dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    _refuse_dropout(p if training else 0.0)
-    return NotImplemented
-
-
 def _run_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -129,7 +110,11 @@ def _run_batch_norm(
     On a CPU, torch's backward pass (at least up to 2.15) gives wrong gradients for a batch of one
     if the cotangent is a transposed view, as in every model that turns channels into tokens.
     """
-    if training and (running_mean is not None or _mixes_samples(input)):
+    # Statistics over axis 0 and axes from 2 on may cover several samples. A standardised weight
+    # depends on parameters only. One row with all samples' channels side by side is an instance
+    # norm; if samples are in the other axes, the check of their gradients finds it.
+    mixes = len(input) > 1 and not all(isinstance(p, nn.Parameter) for p in leaves(input)[0])
+    if training and (running_mean is not None or mixes):
         raise InputError(
             "a BatchNorm layer uses batch statistics, so samples depend on each other",
             "Call model.eval() first. A BatchNorm without running statistics is not supported.",
@@ -138,30 +123,23 @@ def _run_batch_norm(
         return NotImplemented
     gain = (running_var + eps).rsqrt()
     gain = gain if weight is None else gain * weight
-    shift = 0.0 if bias is None else _to_channels(bias, input)
-    return (input - _to_channels(running_mean, input)) * _to_channels(gain, input) + shift
-
-
-def _to_channels(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.ndim - 2))
-
-
-def _mixes_samples(input: Tensor) -> bool:
-    """Say whether statistics over axis 0 and axes from 2 on may cover several samples.
-
-    A standardised weight depends on parameters only. One row with all samples' channels side by
-    side is an instance norm; if samples are in the other axes, the check of their gradients finds
-    it.
-    """
-    return len(input) > 1 and not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
+    channels = (-1, *[1] * (input.ndim - 2))
+    shift = 0.0 if bias is None else bias.view(channels)
+    return (input - running_mean.view(channels)) * gain.view(channels) + shift
 
 
 _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _run_linear,
     F.gelu: _run_gelu,
     F.layer_norm: _run_layer_norm,
-    F.scaled_dot_product_attention: _check_attention,
-    F.dropout: _check_dropout,
+    F.scaled_dot_product_attention: (
+        lambda query, key, value, attn_mask=None, dropout_p=0.0, *_, **__: _refuse_dropout(
+            dropout_p
+        )
+    ),
+    F.dropout: (
+        lambda input, p=0.5, training=True, inplace=False: _refuse_dropout(p if training else 0.0)
+    ),
     F.batch_norm: _run_batch_norm,
 }
 """Replacements of torch functions; NotImplemented means that torch's own function runs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -105,12 +105,49 @@ def compute_jacobian_norms(
         UsageError: `inf` with more than `MOST_ROWS` outputs.
         EvaluationError: a derivative is not finite.
     """
+    m, few_outputs = linear.outputs, linear.outputs <= linear.inputs
     if norm == "inf":
-        return _compute_row_norms(linear)
-    if min(linear.inputs, linear.outputs) <= DENSE:
-        return _compute_dense_norms(linear, directions=directions)
-    how = {"tol": tol, "max_steps": max_steps, "within": within, "vectors": directions}
-    return _compute_lanczos_norms(linear, [0] * len(linear) if seeds is None else seeds, how)
+        if m > MOST_ROWS:
+            raise UsageError(
+                f"the inf norm of {m} outputs takes {m} backward passes per sample",
+                f"Use --norm 2, or an output of at most {MOST_ROWS} entries.",
+            )
+        if m > DENSE:
+            linear.fit()
+        rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
+        sums = [row.abs().sum(1, dtype=torch.float64) for row in rows]
+        return _make_exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
+    if min(linear.inputs, m) <= DENSE:
+        dense = linear.rows if few_outputs else linear.columns
+        # One sample at a time: all in float64 would double the memory.
+        wide = (j.to(torch.float64) for j in dense)
+        gram = torch.stack([j @ j.T for j in wide])
+        require_finite(gram)
+        sigma = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
+        exact = _make_exact(linear, sigma, dense.shape[1], "dense")
+        if not directions:
+            return exact
+        top = torch.linalg.eigh(gram)[1][:, None, :, -1].to(dense)
+        return replace(exact, direction=(top @ dense)[:, 0] if few_outputs else top[:, 0])
+    seeds = [0] * len(linear) if seeds is None else seeds
+    start = random_starts(seeds, min(m, linear.inputs)).to(linear.x.device, torch.float64)
+
+    def select(index: Tensor) -> Products:
+        if len(index) == len(linear):
+            return make_gram_products(linear)
+        linear.release()
+        return make_gram_products(linear.select(index.to(linear.x.device)))
+
+    found = spectral_norms(
+        select, start, tol=tol, max_steps=max_steps, within=within, vectors=directions
+    ).times(powers_of_two(linear.exponent))
+    spent = 2 * found.products  # J^T u is a by-product of A u = J J^T u
+    vector = found.vector
+    if vector is not None and few_outputs:  # of the smaller space: take it to the inputs
+        vector = linear.vjp(vector.to(linear.x.dtype).view(linear.output.shape)).flatten(1)
+    return JacobianNorms(
+        found.norm, found.upper, found.within, spent, found.converged, "lanczos", vector
+    )
 
 
 def compute_margins(
@@ -145,7 +182,26 @@ def compute_margins(
     gaps = (logits.gather(1, y[:, None]) - logits.gather(1, order)).cpu().double()
     if upper is None:
         upper = torch.full((len(y),), torch.inf)
-    return _find_nearest(gaps, order, _Slopes(linear, y, upper.cpu().double(), norm), rivals)
+    slopes = _Slopes(linear, y, upper.cpu().double(), norm)
+    # Gaps and classes are on the CPU, the order is on the device of the gradients.
+    most = gaps.shape[1] if rivals is None or slopes.every <= DENSE else rivals
+    count, classes = min(most, gaps.shape[1]), order.cpu()
+    radius, closest = torch.full_like(gaps[:, 0], torch.inf), classes[:, 0].clone()
+    looked, complete = torch.zeros_like(closest), torch.zeros_like(closest, dtype=torch.bool)
+    first = slopes.gradient(order[:, 0])
+    for i, slope in enumerate(slopes.of(first, order[:, :count])):
+        here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
+        nearer = ~complete & (here < radius)
+        radius, closest = here.where(nearer, radius), classes[:, i].where(nearer, closest)
+        looked += ~complete
+        # Gaps only grow: a class that is not nearer at the largest slope ends the search.
+        later = gaps[:, i + 1] if i + 1 < gaps.shape[1] else torch.full_like(radius, torch.inf)
+        complete |= (later >= 0) & (later >= radius * slopes.most) | later.isinf()
+        if complete.all():
+            break
+    others = (later / slopes.most).where(later >= 0, -torch.inf)
+    limit = torch.where(complete, radius, torch.minimum(radius, others))
+    return Margins(gaps[:, 0], slopes.norm(first), limit, closest, looked, complete, first)
 
 
 class _Slopes:
@@ -186,60 +242,6 @@ class _Slopes:
         return self.linear.rows[torch.arange(len(j), device=j.device), j]
 
 
-def _find_nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -> Margins:
-    """Examine the classes of `order`, (batch, classes - 1), while one may be the nearest.
-
-    Gaps are on the CPU, the order is on the device of the gradients.
-    """
-    most = gaps.shape[1] if rivals is None or slopes.every <= DENSE else rivals
-    count, classes = min(most, gaps.shape[1]), order.cpu()
-    radius, closest = torch.full_like(gaps[:, 0], torch.inf), classes[:, 0].clone()
-    looked, complete = torch.zeros_like(closest), torch.zeros_like(closest, dtype=torch.bool)
-    first = slopes.gradient(order[:, 0])
-    for i, slope in enumerate(slopes.of(first, order[:, :count])):
-        here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
-        nearer = ~complete & (here < radius)
-        radius, closest = here.where(nearer, radius), classes[:, i].where(nearer, closest)
-        looked += ~complete
-        # Gaps only grow: a class that is not nearer at the largest slope ends the search.
-        later = gaps[:, i + 1] if i + 1 < gaps.shape[1] else torch.full_like(radius, torch.inf)
-        complete |= (later >= 0) & (later >= radius * slopes.most) | later.isinf()
-        if complete.all():
-            break
-    others = (later / slopes.most).where(later >= 0, -torch.inf)
-    limit = torch.where(complete, radius, torch.minimum(radius, others))
-    return Margins(gaps[:, 0], slopes.norm(first), limit, closest, looked, complete, first)
-
-
-def _compute_row_norms(linear: Linearization) -> JacobianNorms:
-    m = linear.outputs
-    if m > MOST_ROWS:
-        raise UsageError(
-            f"the inf norm of {m} outputs takes {m} backward passes per sample",
-            f"Use --norm 2, or an output of at most {MOST_ROWS} entries.",
-        )
-    if m > DENSE:
-        linear.fit()
-    rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
-    sums = [row.abs().sum(1, dtype=torch.float64) for row in rows]
-    return _make_exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
-
-
-def _compute_dense_norms(linear: Linearization, *, directions: bool) -> JacobianNorms:
-    few_outputs = linear.outputs <= linear.inputs
-    dense = linear.rows if few_outputs else linear.columns
-    # One sample at a time: all in float64 would double the memory.
-    wide = (j.to(torch.float64) for j in dense)
-    gram = torch.stack([j @ j.T for j in wide])
-    require_finite(gram)
-    norm = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
-    exact = _make_exact(linear, norm, dense.shape[1], "dense")
-    if not directions:
-        return exact
-    top = torch.linalg.eigh(gram)[1][:, None, :, -1].to(dense)
-    return replace(exact, direction=(top @ dense)[:, 0] if few_outputs else top[:, 0])
-
-
 def _make_exact(
     linear: Linearization, norm: Tensor, products: int, method: Method
 ) -> JacobianNorms:
@@ -248,40 +250,6 @@ def _make_exact(
     spent = torch.full((len(linear),), products)
     converged = torch.ones_like(spent, dtype=torch.bool)
     return JacobianNorms(norm, norm, torch.zeros_like(norm), spent, converged, method)
-
-
-def _compute_lanczos_norms(
-    linear: Linearization, seeds: Sequence[int], how: dict[str, Any]
-) -> JacobianNorms:
-    size = min(linear.outputs, linear.inputs)
-    device = linear.x.device
-    start = random_starts(seeds, size).to(device, torch.float64)
-
-    def select(index: Tensor) -> Products:
-        if len(index) == len(linear):
-            return make_gram_products(linear)
-        linear.release()
-        return make_gram_products(linear.select(index.to(device)))
-
-    norms = spectral_norms(select, start, **how).times(powers_of_two(linear.exponent))
-    spent = 2 * norms.products  # J^T u is a by-product of A u = J J^T u
-    return JacobianNorms(
-        norms.norm,
-        norms.upper,
-        norms.within,
-        spent,
-        norms.converged,
-        "lanczos",
-        None if norms.vector is None else _compute_leading(linear, norms.vector),
-    )
-
-
-def _compute_leading(linear: Linearization, vector: Tensor) -> Tensor:
-    """Return the leading right singular vectors, from those of the smaller space."""
-    if linear.outputs > linear.inputs:
-        return vector
-    u = vector.to(linear.x.dtype).view(linear.output.shape)
-    return linear.vjp(u).flatten(1)
 
 
 def make_gram_products(linear: Linearization) -> Products:

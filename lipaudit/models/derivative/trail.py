@@ -45,18 +45,22 @@ class Trail(EagerMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the operation; check its inputs if NaN may not come out."""
-        given = {
-            _identify_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        }
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = {_identify_storage(t) for t in tensors}
         if func._schema.is_mutable:
             self._keep(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        results = (_identify_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor))
+        parts = tree_leaves(result)
+        results = (_identify_storage(t) for t in parts if isinstance(t, Tensor))
         self._storages.update(storage for storage in results if storage not in given)
         if torch.Tag.nondeterministic_seeded in func.tags and func._opname != _ATTENTION:
             self.lost = True
-        elif func._opname in _DROPS or not all(map(_shows_nan, tree_leaves(result))):
-            self.lost |= any(map(_is_nan, tree_leaves((args, kwargs))))
+        elif func._opname in _DROPS or not all(
+            t.is_floating_point() or t.is_complex() if isinstance(t, Tensor) else t is None
+            for t in parts
+        ):
+            # No result that could show a NaN comes out: none may have gone in.
+            self.lost |= any(bool(t.isnan().any()) for t in tensors if t.is_floating_point())
         return result
 
     def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -72,14 +76,3 @@ class Trail(EagerMode):
 def _identify_storage(tensor: Tensor) -> int:
     """Return a value that identifies a storage among all live ones."""
     return tensor.untyped_storage()._cdata
-
-
-def _shows_nan(value: Any) -> bool:
-    """Return whether a result could show a NaN."""
-    if not isinstance(value, Tensor):
-        return value is None
-    return value.is_floating_point() or value.is_complex()
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any())

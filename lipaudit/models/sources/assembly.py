@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,8 +89,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     reading: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(Reading)}
     reading["entry"] = spec.entry or entry
     if spec.kind == "image" and spec.prepare is None:
-        shape = spec.input_shape  # not the whole spec, which would keep the module alive
-        reading["prepare"] = lambda picture: resize(picture, shape)
+        reading["prepare"] = partial(resize, shape=spec.input_shape)
     info = ModelInfo(
         spec=name,
         source=source,

@@ -69,7 +69,14 @@ def _load(spec: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     if colon and prefix == "py":
         return prefix, own.load_factory(name, options)
     if colon and prefix in ("hf", "hf-hub"):
-        return _load_repository(name, options)
+        repository, _, revision = name.partition("@")
+        if repository.count("/") > 1 or not repository:
+            raise UsageError(
+                f"{name!r} is not a repository name of the Hub", "Write hf:ORG/NAME[@REVISION]."
+            )
+        path, commit = huggingface.fetch_repository(repository, revision, options)
+        source, model = _load_directory(path, options)
+        return source, replace(model, commit=commit)
     return _load_bare(spec, options)
 
 
@@ -81,7 +88,17 @@ def _load_bare(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     elif name and path.is_dir():
         return _load_directory(path, options)
     elif path.is_file():
-        return _load_file(path, options)
+        if path.suffix not in SUFFIXES:
+            raise InputError(f"{path} is not a file of weights", _suggest_checkpoint(path))
+        if options.arch is None:
+            raise UsageError(
+                f"{path} holds only weights, and the architecture is unknown",
+                "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
+                "py:FILE:FACTORY with your own factory.",
+            )
+        if options.arch.startswith("py:"):
+            return "file", own.load_file(path, options.arch.removeprefix("py:"), options)
+        return "file", timm.load_file(path, options.arch.removeprefix("timm:"), options)
     elif path.suffix in SUFFIXES or name.startswith((".", "/", "~")):
         advice = suggestion(name, neighbours(path), "Check the path.")
         raise InputError(f"there is no file or directory {name}", advice)
@@ -90,7 +107,9 @@ def _load_bare(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     elif name.count("/") == 1:
         meant, what = f"hf:{name}", "Hugging Face repository"
     else:
-        raise _explain_unknown(name)
+        close = [*_suggest_repository(name), *similar_models(name)]
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        raise InputError(f"no model {name!r}", f"{hint}MODEL is one of: {FORMS}.")
     try:
         source, model = _load(meant, options)
     except InputError as error:
@@ -102,27 +121,14 @@ def _load_bare(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     return source, replace(model, notes=(note, *model.notes))
 
 
-def _explain_unknown(name: str) -> InputError:
+def _suggest_repository(name: str) -> list[str]:
+    """Return the repository of the Hub that a name may be short for: "bert-base-uncased"."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     families = "|".join(map(re.escape, CONFIG_MAPPING_NAMES))
     family = re.match(rf"({families})([-.0-9]|$)", name.casefold())
     # Repositories of transformers without an owner have no `_` in their name.
-    close = [f"hf:{name}"] if family and "_" not in name else []
-    close += similar_models(name)
-    hint = f"Did you mean {' or '.join(close)}? " if close else ""
-    return InputError(f"no model {name!r}", f"{hint}MODEL is one of: {FORMS}.")
-
-
-def _load_repository(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
-    repository, _, revision = name.partition("@")
-    if repository.count("/") > 1 or not repository:
-        raise UsageError(
-            f"{name!r} is not a repository name of the Hub", "Write hf:ORG/NAME[@REVISION]."
-        )
-    path, commit = huggingface.fetch_repository(repository, revision, options)
-    source, model = _load_directory(path, options)
-    return source, replace(model, commit=commit)
+    return [f"hf:{name}"] if family and "_" not in name else []
 
 
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
@@ -141,20 +147,6 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
         f"{file} names neither a timm architecture nor a transformers model_type",
         "Give the weights file with --arch timm:NAME.",
     )
-
-
-def _load_file(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
-    if path.suffix not in SUFFIXES:
-        raise InputError(f"{path} is not a file of weights", _suggest_checkpoint(path))
-    if options.arch is None:
-        raise UsageError(
-            f"{path} holds only weights, and the architecture is unknown",
-            "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
-            "py:FILE:FACTORY with your own factory.",
-        )
-    if options.arch.startswith("py:"):
-        return "file", own.load_file(path, options.arch.removeprefix("py:"), options)
-    return "file", timm.load_file(path, options.arch.removeprefix("timm:"), options)
 
 
 def _suggest_checkpoint(path: Path) -> str:

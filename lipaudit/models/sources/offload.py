@@ -8,9 +8,9 @@ also outside the forward pass of their own module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,22 +76,26 @@ class Placement:
         Raises:
             EvaluationError: the disk is full.
         """
+        # The modules that own each parameter, with its name there: tied weights have several.
+        users: dict[str, list[tuple[nn.Module, str]]] = {}
+        names = {id(p): name for name, p in module.named_parameters()}
+        for part in module.modules():
+            for key, p in part._parameters.items():
+                if p is not None:
+                    users.setdefault(names[id(p)], []).append((part, key))
         with TemporaryDirectory(prefix="lipaudit-", ignore_cleanup_errors=True) as folder:
-            for number, (name, users) in enumerate(_list_users(module)):
-                part, key = users[0]
-                file = Path(folder, str(number))
-                values = self._place(name, part.get_parameter(key), dtype, file)
+            for number, (name, owners) in enumerate(users.items()):
+                values = module.get_parameter(name).data
+                place = self.place(name)
+                if place != DISK:
+                    device = self.devices[place]
+                    converted = values.is_floating_point() and device in self.computing
+                    values = values.to(device, dtype if converted else None)
+                elif name not in self.mapped:
+                    values = _map_weight(values, Path(folder, str(number)))
                 placed = nn.Parameter(values, requires_grad=False)
-                for part, key in users:
+                for part, key in owners:
                     part._parameters[key] = placed
-
-    def _place(self, name: str, p: Tensor, dtype: torch.dtype | None, file: Path) -> Tensor:
-        place = self.place(name)
-        if place == DISK:
-            return p.data if name in self.mapped else _map_weight(p.data, file)
-        device = self.devices[place]
-        converted = p.is_floating_point() and device in self.computing
-        return p.data.to(device, dtype if converted else None)
 
     def connect(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         """Move samples to the device of each part of a model, and the outputs back.
@@ -103,12 +107,18 @@ class Placement:
             return call
         from accelerate.utils import send_to_device
 
+        def send_inputs(device: torch.device, _module: Any, args: Any, kwargs: Any) -> Any:
+            return send_to_device((args, kwargs), device)
+
+        def send_output(device: torch.device, _module: Any, _args: Any, output: Any) -> Any:
+            return send_to_device(output, device)
+
         for path, part in module.named_modules():
             around, place = path.rpartition(".")[0], self.computes_at(path)
-            part.register_forward_pre_hook(_send_inputs(place), with_kwargs=True)
+            part.register_forward_pre_hook(partial(send_inputs, place), with_kwargs=True)
             listed = isinstance(module.get_submodule(around), LISTS)
             if not listed and self.computes_at(around) != place:
-                part.register_forward_hook(_send_outputs(self.computes_at(around)))
+                part.register_forward_hook(partial(send_output, self.computes_at(around)))
         return lambda *args: send_to_device(call(*args), self.main)
 
     def note(self, module: nn.Module) -> Note:
@@ -160,16 +170,36 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
         UsageError: this machine has no such device.
     """
     try:
-        import accelerate  # noqa: F401
+        from accelerate.utils import get_balanced_memory, infer_auto_device_map
     except ImportError as error:
         raise InputError(
             "--device-map needs the library `accelerate`, which is not installed",
             "pip install 'lipaudit[accelerate]'",
         ) from error
-    planned = wanted in PLANNED
-    # Accelerate names devices by numbers, and a file may do so, too.
-    places = _plan_devices(module, dtype) if planned else _read_device_map(module, wanted)
-    places = {name: _name_device(place) for name, place in places.items()}
+    if wanted in PLANNED:
+        # Accelerate distributes the model over the free memory, whole blocks at a time.
+        blocks = {
+            type(child).__name__
+            for parent in module.modules()
+            for child in (parent.children() if isinstance(parent, LISTS) else ())
+            if not isinstance(child, LISTS) and next(child.children(), None) is not None
+        }
+        floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
+        how: dict[str, Any] = {
+            "no_split_module_classes": sorted(
+                getattr(module, "_no_split_modules", None) or blocks
+            ),
+            "special_dtypes": None if dtype is None else dict.fromkeys(floating, dtype),
+        }
+        memory = get_balanced_memory(module, **how)
+        given = dict(infer_auto_device_map(module, max_memory=memory, **how))
+    else:
+        given = _read_device_map(module, wanted)
+    # Accelerate numbers accelerators, and a file may do so, too.
+    there = torch.accelerator.is_available()  # older torch raises here without an accelerator
+    accelerator = torch.accelerator.current_accelerator() if there else None
+    kind = accelerator.type if accelerator else "cuda"
+    places = {k: f"{kind}:{v}" if isinstance(v, int) else str(v) for k, v in given.items()}
     try:
         words = [word for word in dict.fromkeys(places.values()) if word != DISK]
         # The device of a tensor: "cuda" means one of several.
@@ -181,17 +211,14 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
     first = [_look_up(places, owner), *words]
     computing = [devices[w] for w in first if w in devices and devices[w].type != CPU]
     main = (computing or [torch.device(CPU)])[0]
-    return Placement(places, devices, main, frozenset(_list_views(module)))
-
-
-def _list_views(module: nn.Module) -> Iterator[str]:
-    """Yield the parameters in memory that torch does not own: mapped safetensors.
-
-    Call this before any weight is used as an array: that shares its memory as well.
-    """
-    for name, p in module.named_parameters():
-        if p.device.type == CPU and not p.untyped_storage().resizable():
-            yield name
+    # Mapped safetensors: torch does not own their memory. Only until a weight is used as an
+    # array, which shares its memory as well.
+    mapped = frozenset(
+        name
+        for name, p in module.named_parameters()
+        if p.device.type == CPU and not p.untyped_storage().resizable()
+    )
+    return Placement(places, devices, main, mapped)
 
 
 def _look_up(places: Mapping[str, Any], name: str) -> Any:
@@ -199,25 +226,6 @@ def _look_up(places: Mapping[str, Any], name: str) -> Any:
     while name not in places and name:
         name = name.rpartition(".")[0]
     return places.get(name)
-
-
-def _plan_devices(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Let Accelerate distribute a model over the free memory, whole blocks at a time."""
-    from accelerate.utils import get_balanced_memory, infer_auto_device_map
-
-    floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
-    blocks = [
-        type(child).__name__
-        for parent in module.modules()
-        for child in (parent.children() if isinstance(parent, LISTS) else ())
-        if not isinstance(child, LISTS) and next(child.children(), None) is not None
-    ]
-    how: dict[str, Any] = {
-        "no_split_module_classes": sorted(getattr(module, "_no_split_modules", None) or {*blocks}),
-        "special_dtypes": None if dtype is None else dict.fromkeys(floating, dtype),
-    }
-    memory = get_balanced_memory(module, **how)
-    return dict(infer_auto_device_map(module, max_memory=memory, **how))
 
 
 def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
@@ -250,26 +258,6 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
     return dict(content)
 
 
-def _name_device(place: Any) -> str:
-    """Return the name of a device: Accelerate numbers accelerators."""
-    if isinstance(place, int):
-        there = torch.accelerator.is_available()  # older torch raises here without an accelerator
-        accelerator = torch.accelerator.current_accelerator() if there else None
-        return f"{accelerator.type if accelerator else 'cuda'}:{place}"
-    return str(place)
-
-
-def _list_users(module: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]]]]:
-    """Return, for each parameter, its name and the modules that own it with the local name."""
-    users: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
-    for path, part in module.named_modules():
-        for key, p in part._parameters.items():
-            if p is not None:
-                _, known = users.setdefault(id(p), (f"{path}.{key}".lstrip("."), []))
-                known.append((part, key))
-    return list(users.values())
-
-
 def _map_weight(values: Tensor, path: Path) -> Tensor:
     """Write a weight to a file, and return a tensor that maps the file.
 
@@ -286,15 +274,3 @@ def _map_weight(values: Tensor, path: Path) -> Tensor:
         ) from error
     mapped = torch.from_file(str(path), shared=False, size=values.numel(), dtype=values.dtype)
     return mapped.view(values.shape)
-
-
-def _send_inputs(device: torch.device) -> Callable[..., Any]:
-    from accelerate.utils import send_to_device
-
-    return lambda _module, args, kwargs: send_to_device((args, kwargs), device)
-
-
-def _send_outputs(device: torch.device) -> Callable[..., Any]:
-    from accelerate.utils import send_to_device
-
-    return lambda _module, _args, output: send_to_device(output, device)

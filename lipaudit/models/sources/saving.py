@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,19 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         True if the folder is a MODEL argument, False if it holds weights only.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
     module: Any = net.module
     if hasattr(module, "save_pretrained"):
         source = Path(module.config._name_or_path)
         if source.is_dir():
-            shutil.copytree(source, folder, ignore=_list_ignored(folder), dirs_exist_ok=True)
+            # A checkpoint may be saved into a subfolder of its model, which is not copied.
+            around, skip_weights = {folder, *folder.parents}, shutil.ignore_patterns(*WEIGHTS)
+
+            def ignored(directory: str, names: list[str]) -> set[str]:
+                own = {n for n in names if Path(directory, n).resolve() in around}
+                return own | skip_weights(directory, names)
+
+            shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
         with silence_transformers():
             module.save_pretrained(folder)
         return True
@@ -50,19 +57,6 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return config is not None
-
-
-def _list_ignored(folder: Path) -> Callable[[str, list[str]], set[str]]:
-    """Leave out weights, and the copy itself if it lies inside the copied folder."""
-    weights = shutil.ignore_patterns(*WEIGHTS)
-    # A checkpoint may be saved into a subfolder of its model.
-    around = {folder.resolve(), *folder.resolve().parents}
-
-    def ignored(directory: str, names: list[str]) -> set[str]:
-        own = {name for name in names if Path(directory, name).resolve() in around}
-        return own | weights(directory, names)
-
-    return ignored
 
 
 def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str, Any] | None:
@@ -75,7 +69,11 @@ def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str,
         kept: dict[str, Any] = {}
     elif own is not None:
         architecture = str(own.get("architecture"))
-        arguments = _collect_arguments(Path(net.info.spec), options)
+        # The arguments the model was built with: of its directory, and of the options.
+        config = Path(net.info.spec) / "config.json"
+        built = read_json(config).get("model_args", {}) if config.is_file() else {}
+        built |= dict(options.model_kwargs)
+        arguments = {k: v for k, v in built.items() if k not in ("pretrained", "num_classes")}
         names = ("interpolation", "crop_pct", "crop_mode", "first_conv", "classifier")
         kept = {name: own[name] for name in names if own.get(name) is not None}
     else:
@@ -86,11 +84,3 @@ def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str,
         "model_args": arguments,
         "pretrained_cfg": kept | how,
     }
-
-
-def _collect_arguments(source: Path, options: LoadOptions) -> dict[str, Any]:
-    """Return the arguments a model was built with, from its directory and the options."""
-    config = source / "config.json"
-    own = read_json(config).get("model_args", {}) if config.is_file() else {}
-    arguments = own | dict(options.model_kwargs)
-    return {k: v for k, v in arguments.items() if k not in ("pretrained", "num_classes")}

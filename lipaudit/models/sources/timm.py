@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,11 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
 
 def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     """Load a directory whose config.json has timm's keys (as timm's repositories on the Hub)."""
-    _require_directories()
+    import timm
+
+    if Version(timm.__version__) < Version("1.0.16"):  # the first version that loads `local-dir:`
+        text = f"timm {timm.__version__} cannot read directories in timm's format"
+        raise InputError(text, "pip install 'timm>=1.0.16'")
     module = _create(f"local-dir:{path}", options.building)
     if not options.pretrained:
         return describe_timm(module, options, notes=(RANDOM,))
@@ -161,14 +165,6 @@ def _require_known(name: str) -> None:
         raise InputError(f"timm has no model {name!r}", hub if "/" in name else near)
 
 
-def _require_directories() -> None:
-    import timm
-
-    if Version(timm.__version__) < Version("1.0.16"):  # the first version that loads `local-dir:`
-        text = f"timm {timm.__version__} cannot read directories in timm's format"
-        raise InputError(text, "pip install 'timm>=1.0.16'")
-
-
 def _create(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any] | None = None) -> Any:
     """Build a model, with fused attention if timm has it.
 
@@ -178,11 +174,13 @@ def _create(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any] | N
         weights: the place of timm's weights; None for random ones.
     """
     import timm
+    from timm.layers import set_fused_attn, use_fused_attn
 
+    before = use_fused_attn(), use_fused_attn(experimental=True)
+    set_fused_attn(True, experimental=True)
     try:
-        with _fused_attention():
-            pretrained = weights is not None
-            return timm.create_model(name, pretrained=pretrained, **(weights or {}), **kwargs)
+        pretrained = weights is not None
+        return timm.create_model(name, pretrained=pretrained, **(weights or {}), **kwargs)
     except (TypeError, AssertionError) as error:
         raise UsageError(
             f"timm cannot build {name} with {kwargs}: {error}", "Check --model-kwargs."
@@ -191,6 +189,8 @@ def _create(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any] | N
         if weights is not None or of_machine(error):
             raise
         raise InputError(f"timm cannot build {name}: {error}", "Check the name.") from error
+    finally:
+        set_fused_attn(before[0], experimental=before[1])
 
 
 def _download(name: str, options: LoadOptions) -> tuple[Any, Commit | None]:
@@ -208,50 +208,37 @@ def _download(name: str, options: LoadOptions) -> tuple[Any, Commit | None]:
     repository = Repository(config.hf_hub_id) if config.hf_hub_id else None
     file = f"model.safetensors of {repository.page}" if repository else config.url
     try:
-        if repository is None:
-            return _create_from_address(name, str(config.url), options), None
-        return _create_from_hub(name, repository, options)
+        if repository is not None:
+            commit = find_commit(repository, offline=options.offline)
+            at = f"{repository.name}@{commit.sha}"
+            overlay = {"hf_hub_id": at, "custom_load": config.custom_load}
+            try:
+                module = _create(name, options.building, {"pretrained_cfg_overlay": overlay})
+            except UsageError:
+                raise
+            except Exception as error:  # every HTTP library has its own exceptions
+                if out_of_memory(error):
+                    raise
+                raise explain_refusal(error, repository) from error
+            commit.remember()
+            return module, commit
+        # Weights that timm stores outside the Hub.
+        cached = Path(torch.hub.get_dir(), "checkpoints", config.url.rpartition("/")[2])
+        if is_offline(asked=options.offline) and not cached.is_file():
+            raise InputError(
+                f"{config.url} is not in the local cache, and {OFFLINE}",
+                "Run the command once with a connection.",
+            )
+        with (
+            explain_failure(f"{config.url} cannot be fetched", "Check the network."),
+            redirect_stdout(sys.stderr),  # torch.hub prints its downloads to stderr
+        ):
+            return _create(name, options.building, {}), None
     except InputError as error:
         raise InputError(
             f"the pretrained weights of {name} cannot be loaded: {error.message}",
             f"{error.advice} Or give a weights file ({file}) with --arch timm:{arch}. {random}",
         ) from error
-
-
-def _create_from_hub(
-    name: str, repository: Repository, options: LoadOptions
-) -> tuple[Any, Commit]:
-    """Build a model with the weights of its repository's current commit."""
-    import timm.models
-
-    commit = find_commit(repository, offline=options.offline)
-    custom = timm.models.get_pretrained_cfg(name).custom_load
-    at = {"hf_hub_id": f"{repository.name}@{commit.sha}", "custom_load": custom}
-    try:
-        module = _create(name, options.building, {"pretrained_cfg_overlay": at})
-    except UsageError:
-        raise
-    except Exception as error:  # every HTTP library has its own exceptions
-        if out_of_memory(error):
-            raise
-        raise explain_refusal(error, repository) from error
-    commit.remember()
-    return module, commit
-
-
-def _create_from_address(name: str, url: str, options: LoadOptions) -> Any:
-    """Build a model with weights that timm stores outside the Hub."""
-    cached = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
-    if is_offline(asked=options.offline) and not cached.is_file():
-        raise InputError(
-            f"{url} is not in the local cache, and {OFFLINE}",
-            "Run the command once with a connection.",
-        )
-    with (
-        explain_failure(f"{url} cannot be fetched", "Check the network."),
-        redirect_stdout(sys.stderr),  # torch.hub prints its downloads to stderr
-    ):
-        return _create(name, options.building, {})
 
 
 def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
@@ -279,22 +266,18 @@ def _image_shape(
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     channels = config["input_size"][0]
     conv = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
-    if conv is None or conv.in_channels == channels or _takes(module, (channels, height, width)):
+    if conv is None or conv.in_channels == channels:
         return channels, height, width
-    return conv.in_channels, height, width
-
-
-def _takes(module: Any, shape: tuple[int, int, int]) -> bool:
-    """Try an image: a stem may rearrange the pixels before its first convolution."""
+    # Try an image: a stem may rearrange the pixels before its first convolution.
     like = next(module.parameters())
     try:
         with torch.no_grad():
-            module.eval()(like.new_zeros(1, *shape))
+            module.eval()(like.new_zeros(1, channels, height, width))
     except (RuntimeError, ValueError, IndexError, AssertionError) as error:
         if of_machine(error):
             raise
-        return False
-    return True
+        return conv.in_channels, height, width
+    return channels, height, width
 
 
 def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
@@ -319,16 +302,3 @@ def list_synsets(subset: str = "imagenet-1k") -> dict[str, int]:
     import timm.data
 
     return {name: i for i, name in enumerate(timm.data.ImageNetInfo(subset).label_names())}
-
-
-@contextmanager
-def _fused_attention() -> Iterator[None]:
-    """While building, let timm use scaled_dot_product_attention wherever it can."""
-    from timm.layers import set_fused_attn, use_fused_attn
-
-    before = use_fused_attn(), use_fused_attn(experimental=True)
-    set_fused_attn(True, experimental=True)
-    try:
-        yield
-    finally:
-        set_fused_attn(before[0], experimental=before[1])

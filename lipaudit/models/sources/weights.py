@@ -74,6 +74,51 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     return state, notes + note_half_precision(v.dtype for v in state.values())
 
 
+def _read_pickle(path: Path) -> Any:
+    """Open a pickled file without running code.
+
+    Raises:
+        InputError: the file cannot be opened so; the message says why, and what to do.
+    """
+    try:
+        # timm's training checkpoints store their arguments beside the weights
+        with torch.serialization.safe_globals([argparse.Namespace]), catch_warnings():
+            simplefilter("ignore")  # a warning about TorchScript archives, refused below
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as caught:  # junk may raise anything
+        error = caught
+    asked = re.search(r"allocate (\d+) bytes", str(error))
+    # A damaged file may ask for more memory than it has bytes: memory is not short then.
+    lies = asked is not None and int(asked[1]) > path.stat().st_size
+    if out_of_memory(error) and not lies:
+        raise error
+    if "TorchScript" in str(error):
+        raise InputError(
+            f"{path} is TorchScript (a program), not a weights file",
+            "Save the state_dict() of the original module.",
+        ) from error
+    names: list[str] = []
+    with suppress(Exception):  # junk names none
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    whole = False
+    if isinstance(error, pickle.UnpicklingError):
+        # A whole pickle, by its grammar alone, without running it.
+        with suppress(ValueError), path.open("rb") as content:
+            whole = len(list(pickletools.genops(content))) > 0
+    if names or whole:
+        what = f" ({few(names)})" if names else ""
+        raise InputError(
+            f"{path} holds more than weights{what}, so it was not opened",
+            "Opening it could run code. If you trust it, save only model.state_dict(), best "
+            "as .safetensors. torch.serialization.get_unsafe_globals_in_checkpoint(FILE) "
+            "lists the code.",
+        ) from error
+    raise InputError(
+        f"{path} is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})",
+        "Copy or download it again.",
+    ) from error
+
+
 def list_weight_files(names: Iterable[str]) -> list[str]:
     """Return the files of a directory that hold its weights.
 
@@ -169,7 +214,11 @@ def require_finite_weights(module: nn.Module, origin: str) -> None:
     """
     if next(module.parameters(), None) is None:
         raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
-    odd = [n for n, value in _list_state(module) if not _is_dense(value)]
+    odd = [
+        name
+        for name, value in _list_state(module)
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized
+    ]
     if odd:
         raise InputError(
             f"{origin} has weights that are quantised or sparse: {few(odd)}",
@@ -189,10 +238,6 @@ def _list_state(module: nn.Module) -> list[tuple[str, Any]]:
     return sorted(pair for pair in module.state_dict().items() if "_extra_state" not in pair[0])
 
 
-def _is_dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-
-
 def hash_weights(module: nn.Module) -> str:
     """Hash the sorted (name, dtype, shape, bytes) of the state dict."""
     digest = hashlib.sha256()
@@ -205,49 +250,3 @@ def hash_weights(module: nn.Module) -> str:
         for piece in value.reshape(-1).split(HASHED):
             digest.update(piece.to(dtype).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _read_pickle(path: Path) -> Any:
-    try:
-        # timm's training checkpoints store their arguments beside the weights
-        with torch.serialization.safe_globals([argparse.Namespace]), catch_warnings():
-            simplefilter("ignore")  # a warning about TorchScript archives, refused below
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # junk may raise anything
-        asked = re.search(r"allocate (\d+) bytes", str(error))
-        # A damaged file may ask for more memory than it has bytes: memory is not short then.
-        lies = asked is not None and int(asked[1]) > path.stat().st_size
-        if out_of_memory(error) and not lies:
-            raise
-        raise _explain_unreadable(path, error) from error
-
-
-def _explain_unreadable(path: Path, error: Exception) -> InputError:
-    """Explain why a file cannot be opened without running code, and what to do."""
-    if "TorchScript" in str(error):
-        return InputError(
-            f"{path} is TorchScript (a program), not a weights file",
-            "Save the state_dict() of the original module.",
-        )
-    names: list[str] = []
-    with suppress(Exception):  # junk names none
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    if names or (isinstance(error, pickle.UnpicklingError) and _is_pickle(path)):
-        what = f" ({few(names)})" if names else ""
-        return InputError(
-            f"{path} holds more than weights{what}, so it was not opened",
-            "Opening it could run code. If you trust it, save only model.state_dict(), best "
-            "as .safetensors. torch.serialization.get_unsafe_globals_in_checkpoint(FILE) "
-            "lists the code.",
-        )
-    return InputError(
-        f"{path} is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})",
-        "Copy or download it again.",
-    )
-
-
-def _is_pickle(path: Path) -> bool:
-    """Say whether a file is a whole pickle, by its grammar alone, without running it."""
-    with suppress(ValueError), path.open("rb") as content:
-        return len(list(pickletools.genops(content))) > 0
-    return False

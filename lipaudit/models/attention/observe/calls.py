@@ -98,9 +98,15 @@ class Origins:
 
         A constant with gradients enabled by the model does not count: it depends on nothing.
         """
-        behind: Iterable[Tensor] = (leaf for t in tensors for leaf in self._leaves(t))
-        pairs = ((leaf, self._origins.get(leaf)) for leaf in behind)
-        return [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
+        found: list[Leaf] = []
+        for t in tensors:
+            node, known = self._behind.get(t, (None, []))
+            if node is None or node is not t.grad_fn:  # a write in place gives t another node
+                known = leaves(t)[0]
+                self._behind[t] = t.grad_fn, known
+            pairs = ((leaf, self._origins.get(leaf)) for leaf in known)
+            found += [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
+        return found
 
     def beside(self, made: Iterable[Tensor], given: Iterable[Tensor]) -> list[Origin]:
         """Return the origins of tensors, except those of other given tensors."""
@@ -115,14 +121,6 @@ class Origins:
         """Count the given tensors that some of the others depend on."""
         stop = [t.grad_fn for t in given if t.grad_fn is not None]
         return len({node for t in made for node in leaves(t, stop)[1]})
-
-    def _leaves(self, t: Tensor) -> list[Tensor]:
-        """Walk the graph behind a tensor once; again if it has been written to."""
-        node, known = self._behind.get(t, (None, []))
-        if node is None or node is not t.grad_fn:  # a write in place gives t another node
-            known = leaves(t)[0]
-            self._behind[t] = t.grad_fn, known
-        return known
 
     def mix(self, t: Tensor) -> None:
         """Record that several linear maps behind a tensor have been combined in it."""
@@ -232,7 +230,23 @@ class Loop:
             for n in "kv"
         )
         output = cat((c.output for c in calls), first.transposed)
-        form = self._join_forms(calls)
+        shapes = [(*c.q.shape[:-1], c.k.shape[-2]) for c in calls]
+        fused = [c.form for c in calls if isinstance(c.form, Fused)]
+        forms = [c.form for c in calls if isinstance(c.form, Explicit)]
+        form: Fused | Explicit
+        if fused:
+            masks = [
+                f.mask.expand(s) for f, s in zip(fused, shapes, strict=True) if f.mask is not None
+            ]
+            form = replace(fused[0], mask=cat(masks) if masks else None)
+        else:
+            logits, p = (
+                cat(getattr(f, n).reshape(*s[:-1], -1) for f, s in zip(forms, shapes, strict=True))
+                for n in ("logits", "p")
+            )
+            edges = tuple(edge for f in forms for edge in f.products)
+            weights, others = cat(f.weights for f in forms), any(f.others for f in forms)
+            form = Explicit(edges, logits, p, weights, others, self.axis)
         q = cat(c.q for c in calls)
         return AttentionCall(q, k, v, form, output, first.transposed, first.origins)
 
@@ -240,29 +254,6 @@ class Loop:
         """Join what the calls have; some models keep tokens last."""
         axis = 3 if transposed and self.axis == 2 else self.axis
         return torch.cat([_show_heads(t) for t in parts], axis)
-
-    def _join_forms(self, calls: Sequence[AttentionCall]) -> Fused | Explicit:
-        cat = self.cat
-        shapes = [(*c.q.shape[:-1], c.k.shape[-2]) for c in calls]
-        fused = [c.form for c in calls if isinstance(c.form, Fused)]
-        if fused:
-            masks = [
-                f.mask.expand(s) for f, s in zip(fused, shapes, strict=True) if f.mask is not None
-            ]
-            return replace(fused[0], mask=cat(masks) if masks else None)
-        forms = [c.form for c in calls if isinstance(c.form, Explicit)]
-        logits, p = (
-            cat(getattr(f, n).reshape(*s[:-1], -1) for f, s in zip(forms, shapes, strict=True))
-            for n in ("logits", "p")
-        )
-        return Explicit(
-            tuple(edge for form in forms for edge in form.products),
-            logits,
-            p,
-            cat(form.weights for form in forms),
-            any(form.others for form in forms),
-            self.axis,
-        )
 
 
 def make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -306,18 +297,15 @@ def list_layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
     """Return the layouts that q could have, most likely first."""
     t = call.q
     names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))
-    heads = _count_folded_heads(call, samples) if t.ndim == 3 else 0
-    folded = (f"windows*{heads}heads tokens",) if heads else ()
-    plain = (name for name in names if "*" not in name or t.shape[0] % samples == 0)
-    return (*plain, *folded)
-
-
-def _count_folded_heads(call: AttentionCall, samples: int) -> int:
-    """Return the number of heads of q if its first axis holds several windows; else 0."""
-    t = call.q
+    plain = tuple(name for name in names if "*" not in name or t.shape[0] % samples == 0)
     linears = [o.linear for _, o in call.origins.leaves(t) if o.linear is not None]
-    tokens = sum(len(linear.inputs) for linear in linears)
+    if t.ndim != 3 or len(linears) != 1:
+        return plain
+    # The first axis may hold several windows and their heads.
+    tokens = len(linears[0].inputs)
     windows = tokens // t.shape[1]
-    if len(linears) != 1 or windows <= samples or windows * t.shape[1] != tokens:
-        return 0
-    return 0 if windows % samples or t.shape[0] % windows else t.shape[0] // windows
+    if windows <= samples or windows * t.shape[1] != tokens:
+        return plain
+    if windows % samples or t.shape[0] % windows or t.shape[0] < windows:
+        return plain
+    return (*plain, f"windows*{t.shape[0] // windows}heads tokens")

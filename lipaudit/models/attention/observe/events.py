@@ -41,13 +41,6 @@ from lipaudit.models.attention.observe.linears import (
 from lipaudit.models.graph import Past, leaves, nodes, op, vjp
 
 
-def reaches(t: Tensor, target: Tensor, past: Past) -> bool:
-    """Say whether t depends on the target, also across cuts."""
-    if t.grad_fn is None or target.grad_fn is None:
-        return False
-    return bool(leaves(t, (target.grad_fn,), past)[1])
-
-
 def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     """Say whether a linear map mixes the heads of logits entry by entry, or the keys of a row.
 
@@ -103,55 +96,30 @@ class _Softmax:
     p: Tensor
     others: bool
 
+    def call(
+        self, weights: Tensor, values: Tensor, output: Tensor, *, transposed: bool
+    ) -> AttentionCall | None:
+        """Return the attention call; None if chunks of q, k or P were rearranged.
 
-@dataclass(frozen=True)
-class _Meeting:
-    """A function of a softmax, and the values that it multiplies.
-
-    Attributes:
-        weights: g(p), with the model's axes.
-        values: v, with the model's axes.
-        transposed: whether the model multiplies v^T g(p)^T.
-    """
-
-    softmax: _Softmax
-    weights: Tensor
-    values: Tensor
-    transposed: bool
-
-    @property
-    def p(self) -> Tensor:
-        """Return the weights, (..., queries, keys)."""
-        return self.weights.mT if self.transposed else self.weights
-
-    @property
-    def v(self) -> Tensor:
-        """Return the values, (..., keys, width)."""
-        return self.values.mT if self.transposed else self.values
-
-    def fits(self) -> bool:
-        """Say whether P and v have the axes of q and k; not if chunks were rearranged."""
-        a, b = self._arrange_factors()
-        if not _can_broadcast(a, b, self.v):
-            return False
-        return self.p.shape[-2] == a.shape[-2] and self.v.shape[-2] == b.shape[-1]
-
-    def _arrange_factors(self) -> tuple[Tensor, Tensor]:
-        """Return q and k^T, with heads joined to the samples if v has them so."""
-        a, b = self.softmax.product.a, self.softmax.product.b
-        lead = self.v.shape[:-2]
+        Args:
+            weights: g(p), with the model's axes.
+            values: v, with the model's axes.
+            output: the model's product of both.
+            transposed: whether the model multiplies v^T g(p)^T.
+        """
+        p, v = (weights.mT, values.mT) if transposed else (weights, values)
+        a, b = self.product.a, self.product.b
+        lead = v.shape[:-2]
         folded = a.shape[:-2] == b.shape[:-2] and math.prod(lead) == math.prod(a.shape[:-2])
-        if _can_broadcast(a, b, self.v) or not folded:
-            return a, b
-        return a.reshape(*lead, *a.shape[-2:]), b.reshape(*lead, *b.shape[-2:])
-
-    def call(self, output: Tensor) -> AttentionCall:
-        """Return the attention call, with the output of the model's product."""
-        softmax, (a, b) = self.softmax, self._arrange_factors()
-        q, k, v = _broadcast(a, b.mT, self.v)
-        logits, p = _order_axes(softmax.logits, softmax.p, self.p)
-        form = Explicit((softmax.product.edge,), logits, p, self.p, softmax.others)
-        return AttentionCall(q, k, v, form, output, self.transposed)
+        if not _can_broadcast(a, b, v) and folded:  # v has its heads joined to the samples
+            a, b = (t.reshape(*lead, *t.shape[-2:]) for t in (a, b))
+        fits = p.shape[-2] == a.shape[-2] and v.shape[-2] == b.shape[-1]
+        if not fits or not _can_broadcast(a, b, v):
+            return None
+        q, k, v = _broadcast(a, b.mT, v)
+        logits, own = _order_axes(self.logits, self.p, p)
+        form = Explicit((self.product.edge,), logits, own, p, self.others)
+        return AttentionCall(q, k, v, form, output, transposed)
 
 
 class AttentionMode(TorchFunctionMode):
@@ -194,27 +162,19 @@ class AttentionMode(TorchFunctionMode):
             found = None if factors is None else self._on_product(factors)
             if found is not None:
                 linear, cut = found
-                return self._remember_cut(linear, cut(func(*args, **kwargs)))
+                result = cut(func(*args, **kwargs))
+                # If a linear map mixes logits or P (talking heads), remember across the cut
+                # what they are: behind a cut, q k^T would be lost.
+                edges = [product.edge for product in self._products]
+                edges += [get_gradient_edge(s.p) for s in self._awaited if s.p.grad_fn is not None]
+                known = {edge.node: edge for edge in edges}
+                hits = leaves(linear.x, known, self._past)[1]
+                past = [node for node in hits if maps_logits(linear, known[node], self._past)]
+                for leaf in leaves(result)[0] if hits else ():
+                    self._past[leaf] = past
+                return result
         handler = _HANDLERS.get(func)
         return handler(self, func, *args, **kwargs) if handler else func(*args, **kwargs)
-
-    def _remember_cut(self, linear: Linear, cut: Tensor) -> Tensor:
-        """If a linear map mixes logits or P, remember across the cut what they are.
-
-        This happens in talking heads: behind a cut, q k^T would be lost.
-        """
-        known = self._find_known()
-        hits = leaves(linear.x, known, self._past)[1]
-        past = [node for node in hits if maps_logits(linear, known[node], self._past)]
-        for leaf in leaves(cut)[0] if hits else ():
-            self._past[leaf] = past
-        return cut
-
-    def _find_known(self) -> dict[Node, GradientEdge]:
-        """Return where the noted products and the awaited maps enter the graph."""
-        edges = [product.edge for product in self._products]
-        edges += [get_gradient_edge(s.p) for s in self._awaited if s.p.grad_fn is not None]
-        return {edge.node: edge for edge in edges}
 
     def _handle_fused(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return self._on_attention(_make_fused_call(func(*args, **kwargs), *args, **kwargs))
@@ -228,30 +188,23 @@ class AttentionMode(TorchFunctionMode):
         out = func(*operands, **kwargs)
         if kwargs or len(operands) != 2 or not all(isinstance(t, Tensor) for t in operands):
             return out
-        meeting = self._find_meeting(*operands)
-        if meeting is None:
-            self._note_product(out, *operands)
-            return out
-        self._awaited.remove(meeting.softmax)
-        # Longformer rearranges P in chunks before its product with v: `uses` names such a layer.
-        return self._on_attention(meeting.call(out)) if meeting.fits() else out
-
-    def _find_meeting(self, a: Tensor, b: Tensor) -> _Meeting | None:
-        """Return the softmax that a product combines with its values, if any."""
+        a, b = operands
         for softmax in self._awaited:
-            made = [reaches(t, softmax.p, self._past) for t in (a, b)]
+            node = softmax.p.grad_fn
+            made = [node is not None and bool(leaves(t, (node,), self._past)[1]) for t in operands]
             if all(made):  # P P is still a map: (P P) v is one attention, measured numerically
-                return None
+                break
             if any(made):
+                self._awaited.remove(softmax)
                 weights, values = (a, b) if made[0] else (b, a)
-                return _Meeting(softmax, weights, values, transposed=made[1])
-        return None
-
-    def _note_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+                call = softmax.call(weights, values, out, transposed=made[1])
+                # Longformer rearranges P in chunks before its product with v: `uses` names it.
+                return out if call is None else self._on_attention(call)
         # A factor with two axes is a weight or a state, not q or k.
         if out.requires_grad and a.ndim > 2 and b.ndim > 2:
             product = _Product(get_gradient_edge(out), a, b)
             self._products = [*self._products, product][-_PRODUCTS:]
+        return out
 
     def _handle_baddbmm(
         self,
@@ -268,11 +221,8 @@ class AttentionMode(TorchFunctionMode):
     def _handle_einsum(self, func: Callable[..., Tensor], equation: Any, *operands: Any) -> Tensor:
         if len(operands) == 1 and isinstance(operands[0], list | tuple):
             operands = tuple(operands[0])
-        c = (
-            parse_contraction(equation)
-            if isinstance(equation, str) and len(operands) == 2
-            else None
-        )
+        known = isinstance(equation, str) and len(operands) == 2
+        c = parse_contraction(equation) if known else None
         # With several axes of rows, columns or sums there is no single map from queries to keys.
         if c is None or not len(c.rows) == len(c.columns) == len(c.summed) == 1:
             return func(equation, *operands)
@@ -392,18 +342,17 @@ def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.expand(*batch, *t.shape[-2:]) for t in tensors)
 
 
-def _strip_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a torch composite that runs its body without asking the mode again."""
-    assert isinstance(func, FunctionType)
-    # nn.MultiheadAttention calls it, and its body chooses between the fused op and a written-out
-    # softmax; the mode is called for the whole function, and would not see its body.
-    scope = {**func.__globals__, "has_torch_function": lambda _: False}
-    copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
-_multi_head_attention = _strip_dispatch(F.multi_head_attention_forward)
+# nn.MultiheadAttention calls this function, and its body chooses between the fused op and a
+# written-out softmax; the mode is called for the whole function, and would not see its body. This
+# copy runs the body without asking the mode again.
+_composite: Any = F.multi_head_attention_forward
+_multi_head_attention = FunctionType(
+    _composite.__code__,
+    {**_composite.__globals__, "has_torch_function": lambda _: False},
+    _composite.__name__,
+    _composite.__defaults__,
+)
+_multi_head_attention.__kwdefaults__ = _composite.__kwdefaults__
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: AttentionMode._handle_fused,
     F.multi_head_attention_forward: AttentionMode._handle_composite,

@@ -61,21 +61,21 @@ class Place:
     @contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
         """Keep `frames` up to date while the model runs."""
+
+        def enter(name: str, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self.frames.append(Frame(name, part, args, kwargs))
+
+        def leave(_part: nn.Module, _args: Any, _output: Any) -> None:
+            self.frames.pop()
+
         with ExitStack() as hooks:
             for name, part in module.named_modules():
                 if isinstance(part, _QUIET):
                     continue
-                enter = part.register_forward_pre_hook(self._enter(name), with_kwargs=True)
-                leave = part.register_forward_hook(self._leave, always_call=True)
-                hooks.callback(enter.remove)
-                hooks.callback(leave.remove)
+                entry = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+                hooks.callback(entry.remove)
+                hooks.callback(part.register_forward_hook(leave, always_call=True).remove)
             yield
-
-    def _enter(self, name: str) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
-        return lambda module, args, kwargs: self.frames.append(Frame(name, module, args, kwargs))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.frames.pop()
 
 
 @dataclass(frozen=True)
@@ -133,26 +133,17 @@ class Tracer:
         """
         if self.wanted is not None or address in self.inner:
             return self.wanted is not None and address in self.wanted
-        constants = (factors.weight, factors.bias)
-        if any(t is not None and t.requires_grad for t in constants):
+        x, constants = factors.x, (factors.weight, factors.bias)
+        if any(t is not None and t.requires_grad for t in constants) or not x.requires_grad:
             return False
-        return factors.x.requires_grad and not self._meets_positions(factors)
-
-    def _meets_positions(self, factors: Operands) -> bool:
-        """Say whether parts of the output of one linear map are multiplied by a matrix.
-
-        These are queries or keys of one head, multiplied by a rotation or by position vectors.
-        """
-        behind = [] if factors.entire else self.origins.leaves(factors.x)
-        width = factors.x.shape[-1]
-        # A head is narrower than the output of its linear map; a second map in sequence (LoRA, a
-        # latent) reads the whole output.
-        return (
-            len(behind) == 1
-            and behind[0].origin.linear is not None
-            and width < behind[0].origin.linear.parameter.shape[1]
-            and is_affine(factors.x)
-        )
+        # Parts of the output of one linear map are queries or keys of one head, multiplied by a
+        # rotation or by position vectors. A head is narrower than that output; a second map in
+        # sequence (LoRA, a latent) reads the whole output.
+        behind = [] if factors.entire else self.origins.leaves(x)
+        linear = behind[0].origin.linear if len(behind) == 1 else None
+        if linear is None or x.shape[-1] >= linear.parameter.shape[1]:
+            return True
+        return not is_affine(x)
 
     def _linear(self, linear: Linear, address: Address, output: Tensor) -> Tensor:
         """Cut at a linear map."""
@@ -172,26 +163,18 @@ class Tracer:
         address = self.place.address("attention")
         for frame in self.place.frames:
             frame.attentions.append(address)
-        whole = self._join(replace(call, origins=self.origins), address)
-        if whole is not None:
+        whole = replace(call, origins=self.origins)
+        loop = next((each for each in self.loops if address in each.addresses), None)
+        if loop is not None:
+            self._waiting[address] = whole
+        calls = () if loop is None else loop.addresses
+        if loop is None or (address == calls[-1] and all(a in self._waiting for a in calls)):
+            if loop is not None:
+                whole = loop.join([self._waiting.pop(each) for each in calls])
             self.on_attention(whole, address)
             self.origins.release(whole.q, whole.k, whole.v)
-        if self._wants(address, call.output):
-            return self._cut(call.output, Origin(address))
-        return call.output.detach()
-
-    def _join(self, call: AttentionCall, address: Address) -> AttentionCall | None:
-        """Return the call, or the loop that ends with it; None within a loop."""
-        loop = next((each for each in self.loops if address in each.addresses), None)
-        if loop is None:
-            return call
-        self._waiting[address] = call
-        if address != loop.addresses[-1] or any(a not in self._waiting for a in loop.addresses):
-            return None
-        return loop.join([self._waiting.pop(each) for each in loop.addresses])
-
-    def _wants(self, address: Address, source: Tensor) -> bool:
-        return source.requires_grad if self.wanted is None else address in self.wanted
+        wanted = call.output.requires_grad if self.wanted is None else address in self.wanted
+        return self._cut(call.output, Origin(address)) if wanted else call.output.detach()
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
         """Return t as a leaf of known origin: a clone, because the model may write into it."""
@@ -203,19 +186,13 @@ class Tracer:
 def run_observed(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
     """Run an observed model and return its output; in float64, everything is computed so."""
     wide = Widening() if net.dtype == torch.float64 else nullcontext()
-    with wide, tracer.watching(net.module), _cut_at_embeddings(net, tracer):
-        x = batch.x if net.kind == "text" else tracer.input(batch.x)
-        return net.read(net.call(x, batch.mask)).detach()
-
-
-@contextmanager
-def _cut_at_embeddings(net: Net, tracer: Tracer) -> Iterator[None]:
-    """Cut a text model at its token embedding and at every module that shares its weight."""
-    with ExitStack() as hooks:
+    with wide, tracer.watching(net.module), ExitStack() as hooks:
+        # A text model is cut at its token embedding and at every module that shares its weight.
         for module in find_token_embeddings(net):
             hook = module.register_forward_hook(lambda _module, _args, out: tracer.input(out))
             hooks.callback(hook.remove)
-        yield
+        x = batch.x if net.kind == "text" else tracer.input(batch.x)
+        return net.read(net.call(x, batch.mask)).detach()
 
 
 @contextmanager

@@ -97,27 +97,27 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             left, right = args[_PRODUCTS[name] :][:2]
             a, b = self._find_marks(left), self._find_marks(right)
             if not (a and b):
-                return _SAMPLE | self._keep_score(out, a | b)
+                score = out.ndim == 1 or out.shape[-1] == 1  # a linear map to a single column
+                return _SAMPLE | ((a | b) & _OUTER if score else 0)
             values = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]
-            return (
-                _SAMPLE | _PAIR
-                if tuple(values) == (1,) or not (a ^ b) & _PAIR
-                else self._count_use()
-            )
+            pair = tuple(values) == (1,) or not (a ^ b) & _PAIR
+            return _SAMPLE | _PAIR if pair else self._count_use()
         marks = 0
         for each in given[:1] if name in _CHOICES else given:
             marks |= each
-        if name in _ENTRYWISE and _is_outer(args, out) and all(given[:2]):
-            return self._count_use() if marks & _PAIR and name == "mul" else marks | _OUTER
-        if name in _ENTRYWISE and _is_scaled(args, given, out):
-            return self._count_use()
-        if name == "add" and len(given) == 2 and all(given) and (given[0] ^ given[1]) & _PAIR:
+        both = len(given) == 2 and all(given) and bool((given[0] ^ given[1]) & _PAIR)
+        if name in _ENTRYWISE and isinstance(out, Tensor):
+            sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
+            # Each entry of the result depends on a pair of entries of two tensors.
+            if len(sizes) == 2 and out.numel() > max(sizes) and all(given[:2]):
+                return self._count_use() if marks & _PAIR and name == "mul" else marks | _OUTER
+            # Rows that are no pair are scaled or moved by a number each that a pair gave.
+            pair_shape = args[0 if given[0] & _PAIR else 1].shape[-1:] if both else ()
+            if pair_shape == (1,) and out.shape[-1:] != (1,):
+                return self._count_use()
+        if name == "add" and both:
             return _SAMPLE  # a residual stream
         return marks | _SAMPLE | (_PAIR if marks & _OUTER and name in _SOFTMAXES else 0)
-
-    def _keep_score(self, out: Tensor, marks: int) -> int:
-        """Return the mark that remains after a linear map to a single column: a score."""
-        return marks & _OUTER if out.ndim == 1 or out.shape[-1] == 1 else 0
 
     def _count_use(self) -> int:
         module = self._where()
@@ -156,20 +156,6 @@ def _find_storage(t: object) -> Any:
     if not isinstance(t, Tensor) or t.layout != torch.strided:
         return None
     return t.untyped_storage()
-
-
-def _is_outer(args: tuple[Any, ...], out: Any) -> bool:
-    """Say whether each entry of the result depends on a pair of entries of two tensors."""
-    sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
-    return len(sizes) == 2 and isinstance(out, Tensor) and out.numel() > max(sizes)
-
-
-def _is_scaled(args: tuple[Any, ...], given: list[int], out: Any) -> bool:
-    """Say whether rows that are no pair are scaled or moved by a number each that a pair gave."""
-    if len(given) != 2 or not all(given) or not (given[0] ^ given[1]) & _PAIR:
-        return False
-    pair = args[0] if given[0] & _PAIR else args[1]
-    return isinstance(out, Tensor) and pair.shape[-1:] == (1,) and out.shape[-1:] != (1,)
 
 
 def line_of_code() -> str:

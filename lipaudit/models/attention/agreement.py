@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -52,7 +52,12 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     one = heads.x_kv is None or bool(made[0] & made[1])
     apart = []
     for group in [queries + memory] if one or not queries else [queries, memory]:
-        true = _pull_back(group, call.output, u)
+        # R^T J^T u through the graph, for what the linear maps read, a token per row.
+        leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
+        linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
+        gradients = pull_back(call.output, [leaf.tensor for leaf in leaves], u)
+        sketch, each = _draw_sketch(group[0].x), zip(linears, gradients, strict=True)
+        true = torch.stack([li.outputs(g) @ (li.weight.T @ sketch) for li, g in each]).sum(0)
         read = [_scatter(p, z) for p, z in closed if any(p is part for part in group)]
         apart.append(torch.linalg.vector_norm(true - torch.stack(read).sum(0)))
     return bool(torch.stack(apart).norm() <= AGREES)
@@ -69,15 +74,6 @@ def _draw_sketch(x: Tensor) -> Tensor:
     generator = torch.Generator(x.device).manual_seed(width)
     noise = torch.randn(width, SKETCH, generator=generator, dtype=x.dtype, device=x.device)
     return noise / SKETCH**0.5
-
-
-def _pull_back(parts: Sequence[Projected], output: Tensor, u: Tensor) -> Tensor:
-    """R^T J^T u through the graph, for what some linear maps read, a token per row."""
-    leaves = {id(leaf.tensor): leaf for part in parts for leaf in part.leaves}.values()
-    linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
-    pulled = pull_back(output, [leaf.tensor for leaf in leaves], u)
-    sketch, each = _draw_sketch(parts[0].x), zip(linears, pulled, strict=True)
-    return torch.stack([li.outputs(g) @ (li.weight.T @ sketch) for li, g in each]).sum(0)
 
 
 def _scatter(part: Projected, dx: Tensor) -> Tensor:

@@ -49,23 +49,6 @@ def arrange_call(call: AttentionCall, layout: str, samples: int) -> AttentionCal
     return replace(call, q=q, k=k, v=v, output=o, transposed=False)
 
 
-def read_distribution(
-    call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
-) -> Heads:
-    """Return P of a layer, without X and projections; for a written-out softmax, by its logits.
-
-    Args:
-        call: the attention call, as the model made it.
-        layout: the axes of its q, k and v.
-        batch: the samples, for their padding.
-        queries: the tokens of the queries, if known.
-    """
-    if isinstance(call.form, Fused):
-        return read_product(call, layout, batch, queries)[0]
-    parts, form = _wrap_logits(call.form.logits.detach(), call.q, layout, len(batch))
-    return _make_heads(parts, form, False, batch, queries)
-
-
 def read_product(
     call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
 ) -> tuple[Heads, Tensor | None]:
@@ -74,9 +57,39 @@ def read_product(
     Raises:
         NotClosedForm: a logit depends on another pair's product.
     """
-    arranged = arrange_call(call, layout, len(batch))
-    form = _read_form(call, layout, len(batch))
-    parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach()
+    samples = len(batch)
+
+    def arranged(t: Tensor | None, missing: int = 0) -> Tensor | None:
+        """Return t with axes (#windows, #heads, #queries, #keys), the last ones maybe missing."""
+        if t is None:
+            return None
+        return arrange(layout, t[(...,) + (None,) * missing], samples)[(...,) + (0,) * missing]
+
+    if isinstance(call.form, Explicit):
+        form = read_logits(call, call.form)
+        scale = arranged(form.scale, 2)
+        assert scale is not None
+        form = LogitForm(
+            scale=scale,
+            bias=arranged(form.bias),
+            slope=arranged(form.slope),
+            sink=arranged(form.sink, 1),
+            relative=arranged(form.relative),
+        )
+    else:
+        scale, mask = call.q.new_full((1, 1), call.form.scale), call.form.mask
+        if mask is None:
+            form = LogitForm(scale, None)
+        elif mask.requires_grad:
+            logits = arrange(layout, call.form.scale * (call.q @ call.k.mT) + mask, samples)
+            form = LogitForm(scale, logits.detach(), relative=logits)
+        elif layout == "batch heads tokens":  # a broadcast mask stays small
+            form = LogitForm(scale, mask[(None,) * (4 - mask.ndim)])
+        else:
+            whole = mask.expand(*call.q.shape[:-1], call.k.shape[-2])
+            form = LogitForm(scale, arranged(whole))
+    canonical = arrange_call(call, layout, samples)
+    parts = canonical.q.detach(), canonical.k.detach(), canonical.v.detach()
     causal = isinstance(call.form, Fused) and call.form.causal
     return _make_heads(parts, form, causal, batch, queries), form.relative
 
@@ -86,7 +99,14 @@ def _make_heads(
 ) -> Heads:
     q, k, v = parts
     plain = form.slope is None and form.relative is None
-    windows, tokens = q.shape[0], q.shape[2]
+    windows, tokens, mask = q.shape[0], q.shape[2], batch.mask
+    valid = None
+    if mask is not None and not bool(mask.all()):
+        known = None if queries is None else queries.resized(mask.shape[1], tokens)
+        if known is not None:
+            valid = known.pick(mask)
+        elif (windows, tokens) == mask.shape:
+            valid = mask
     return Heads(
         x=q.new_zeros(windows, tokens, 0),
         x_kv=None,
@@ -96,7 +116,7 @@ def _make_heads(
         scale=form.scale,
         bias=form.bias,
         causal=causal,
-        valid=_find_valid_rows(batch, windows, tokens, queries),
+        valid=valid,
         to_q=None,
         to_k=None,
         to_v=None,
@@ -126,7 +146,12 @@ def add_inputs(
     Raises:
         NotClosedForm: the call does not have this structure.
     """
-    parts = _project_parts(structure, call, len(batch))
+    forms = {"k": structure.k, "v": structure.v}
+    forms |= {} if structure.q is None else {"q": structure.q}
+    parts: dict[str, Projected] = {}
+    for name, form in forms.items():
+        t: Tensor = getattr(call, name)
+        parts[name] = project(form, t, call.origins.leaves(t), len(batch))
     memory = _zero_padding(parts["k"], batch)
     width = (*call.q.shape[::2], memory.shape[2])
     heads = replace(
@@ -141,77 +166,6 @@ def add_inputs(
     if relative is not None:
         heads = replace(heads, pairs=read_position_terms(heads, relative, parts))
     return heads, parts
-
-
-def _project_parts(
-    structure: Structure, call: AttentionCall, samples: int
-) -> dict[str, Projected]:
-    """Project k, v and, if it depends on the input, q."""
-    forms = {"k": structure.k, "v": structure.v}
-    forms |= {} if structure.q is None else {"q": structure.q}
-    tensors = {name: getattr(call, name) for name in forms}
-    return {
-        name: project(form, tensors[name], call.origins.leaves(tensors[name]), samples)
-        for name, form in forms.items()
-    }
-
-
-def _read_form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
-    """Return the logits with axes (#windows, #heads, #queries, #keys)."""
-
-    def arranged(t: Tensor | None) -> Tensor | None:
-        return None if t is None else arrange(layout, t, samples)
-
-    if isinstance(call.form, Explicit):
-        form = read_logits(call, call.form)
-        return LogitForm(
-            scale=arrange(layout, form.scale[..., None, None], samples)[..., 0, 0],
-            bias=arranged(form.bias),
-            slope=arranged(form.slope),
-            sink=None
-            if form.sink is None
-            else arrange(layout, form.sink[..., None], samples)[..., 0],
-            relative=arranged(form.relative),
-        )
-    scale, mask = call.q.new_full((1, 1), call.form.scale), call.form.mask
-    if mask is None:
-        return LogitForm(scale, None)
-    if mask.requires_grad:
-        logits = arrange(layout, call.form.scale * (call.q @ call.k.mT) + mask, samples)
-        return LogitForm(scale, logits.detach(), relative=logits)
-    if layout == "batch heads tokens":  # a broadcast mask stays small
-        return LogitForm(scale, mask[(None,) * (4 - mask.ndim)])
-    return LogitForm(scale, arranged(mask.expand(*call.q.shape[:-1], call.k.shape[-2])))
-
-
-def has_map(call: AttentionCall) -> bool:
-    """Say whether the logits have the axes of the queries: one row per window, head and query."""
-    if isinstance(call.form, Fused):
-        return True
-    rows, wanted = call.form.logits.shape[:-1], call.q.shape[:-1]
-    return rows == wanted or (len(rows) != len(wanted) and rows.numel() == wanted.numel())
-
-
-def _wrap_logits(
-    logits: Tensor, q: Tensor, layout: str, samples: int
-) -> tuple[_Vectors, LogitForm]:
-    """Return q, k, v of width 0 and scale 0: the bias holds the captured logits."""
-    logits = arrange(layout, logits.reshape(*q.shape[:-1], -1), samples)
-    windows, heads, queries, keys = logits.shape
-    q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (queries, keys, keys))
-    return (q, k, v), LogitForm(logits.new_zeros(1, 1), logits)
-
-
-def _find_valid_rows(
-    batch: Batch, windows: int, tokens: int, index: TokenIndex | None
-) -> Tensor | None:
-    mask = batch.mask
-    if mask is None or bool(mask.all()):
-        return None
-    known = None if index is None else index.resized(mask.shape[1], tokens)
-    if known is not None:
-        return known.pick(mask)
-    return mask if (windows, tokens) == mask.shape else None
 
 
 def _zero_padding(part: Projected, batch: Batch) -> Tensor:
@@ -338,7 +292,16 @@ class _AllRead(Exception):
 def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Frame]) -> Layer:
     """Return the layer of a call, while the model is inside the given module calls."""
     queries = None if site.structure is None else site.structure.queries
-    attention = read_distribution(call, site.layout, batch, queries)
+    if isinstance(call.form, Fused):
+        attention, _ = read_product(call, site.layout, batch, queries)
+    else:
+        # P of a written-out softmax by its logits: they are the bias of a q, k and v of width 0.
+        logits = call.form.logits.detach().reshape(*call.q.shape[:-1], -1)
+        logits = arrange(site.layout, logits, len(batch))
+        windows, heads, rows, keys = logits.shape
+        q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (rows, keys, keys))
+        form = LogitForm(logits.new_zeros(1, 1), logits)
+        attention = _make_heads((q, k, v), form, False, batch, queries)
     output = arrange_call(call, site.layout, len(batch)).output.detach()
     frame = next((f for f in reversed(frames) if f.name == site.scope), None)
     order = [] if frame is None else frame.attentions

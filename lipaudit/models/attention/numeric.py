@@ -12,12 +12,11 @@ from lipaudit.errors import EvaluationError, of_machine
 from lipaudit.models.attention.capture import Layer, arrange_call
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.events import AttentionMode
-from lipaudit.models.attention.observe.trace import Frame
 from lipaudit.models.derivative.linearize import Linearization
 from lipaudit.models.requirements import AGREES, agree
 from lipaudit.theory.policy import TOL, WITHIN
 from lipaudit.theory.scale import powers_of_two
-from lipaudit.theory.spectral.lanczos import Norms, Products, random_starts, spectral_norms
+from lipaudit.theory.spectral.lanczos import Norms, random_starts, spectral_norms
 
 
 def compute_numeric_norms(
@@ -42,16 +41,25 @@ def compute_numeric_norms(
     """
     linear = _linearize_module(layer)
     if isinstance(linear, str):
-        return _make_nan_norms(layer)
-    start = _draw_starts(layer, seeds)
+        nan = torch.full((layer.samples, layer.site.heads), torch.nan, dtype=torch.float64)
+        return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())
+    one = layer.output[:, 0]
+    start = random_starts(seeds, one.numel() // layer.samples).to(one)
+    start = _zero_padding(start.view(one.shape), layer).reshape(start.shape)
     how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
 
     def of_head(head: int) -> Norms:
+        def multiply(u: Tensor) -> Tensor:
+            """J_h J_h^T u at every sample."""
+            whole = torch.zeros_like(layer.output)
+            whole[:, head] = _zero_padding(u.reshape(whole[:, head].shape), layer)
+            product = linear.outer(whole.flatten()[None]).view_as(whole)[:, head]
+            return _zero_padding(product, layer).reshape(u.shape)
+
+        linear.reset()  # the products of a head are in units of its own
         # The samples share one graph, because the module runs as a whole: converged samples
         # stay in it, and it is never built again for the others.
-        norms = spectral_norms(
-            lambda _: _make_products(linear, layer, head), start, rebuild=2.0, **how
-        )
+        norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **how)
         return norms.times(powers_of_two(linear.exponent))
 
     each = [of_head(head) for head in range(layer.site.heads)]
@@ -85,7 +93,9 @@ def _linearize_module(layer: Layer) -> Linearization | str:
 def _linearize_layer(layer: Layer) -> Linearization:
     """Linearise O with respect to all inputs of the module, flattened and joined: (1, numbers)."""
     assert layer.frame is not None
-    inputs = list({id(t): t for t in _pick_inputs(layer.frame, layer.site.inputs)}.values())
+    args, kwargs = layer.frame.args, layer.frame.kwargs
+    given = [args[key] if isinstance(key, int) else kwargs[key] for key in layer.site.inputs]
+    inputs = list({id(t): t for t in given}.values())
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
 
     def output(z: Tensor, _index: Tensor) -> Tensor:
@@ -135,35 +145,7 @@ def _run_module(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
     raise EvaluationError(f"{layer.site.scope} computes no attention when it is run alone")
 
 
-def _pick_inputs(frame: Frame, keys: Sequence[int | str]) -> list[Any]:
-    return [frame.args[key] if isinstance(key, int) else frame.kwargs[key] for key in keys]
-
-
-def _make_products(linear: Linearization, layer: Layer, head: int) -> Products:
-    """Return J_h J_h^T u of one head at every sample, in units of its own."""
-    linear.reset()
-
-    def apply(u: Tensor) -> Tensor:
-        whole = torch.zeros_like(layer.output)
-        whole[:, head] = _zero_padding(u.reshape(whole[:, head].shape), layer)
-        product = linear.outer(whole.flatten()[None]).view_as(whole)[:, head]
-        return _zero_padding(product, layer).reshape(u.shape)
-
-    return apply
-
-
-def _draw_starts(layer: Layer, seeds: Sequence[int]) -> Tensor:
-    one = layer.output[:, 0]
-    start = random_starts(seeds, one.numel() // layer.samples).to(one)
-    return _zero_padding(start.view(one.shape), layer).reshape(start.shape)
-
-
 def _zero_padding(rows: Tensor, layer: Layer) -> Tensor:
     """Set the rows of padded queries to zero: they are not outputs."""
     valid = layer.attention.valid
     return rows if valid is None else rows * valid[..., None]
-
-
-def _make_nan_norms(layer: Layer) -> Norms:
-    nan = torch.full((layer.samples, layer.site.heads), torch.nan, dtype=torch.float64)
-    return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())

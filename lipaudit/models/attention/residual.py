@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.models.attention.observe.calls import Address, AttentionCall
 from lipaudit.models.attention.observe.trace import Tracer, freeze, run_observed
 from lipaudit.models.attention.sites import Site
-from lipaudit.models.derivative.linearize import Function, linearize
+from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import JacobianNorms, compute_jacobian_norms
 from lipaudit.models.graph import leaves
 from lipaudit.models.net import Net
@@ -50,11 +50,31 @@ def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Resid
     Returns:
         One residual per site; None if no module around it has a skip path.
     """
-    seen = _SkipPaths()
+    stack: list[_Running] = []
+    around: dict[Address, list[_Running]] = {}  # the module calls around an attention call
+
+    def enter(name: str, call: int, _module: nn.Module, given: Any) -> None:
+        stack.append(_Running(name, call, _find_first_moving(given)))
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        here, end = stack.pop(), _find_first_moving(output)
+        if here.input is None or end is None:
+            return
+        (i, x), (j, y) = here.input, end
+        # The output depends on the input although the graph is cut: a skip path.
+        if x.shape == y.shape and x.grad_fn is not None and leaves(y, {x.grad_fn})[1]:
+            here.residual = Residual(here.module, here.call, i, j)
+
+    def attention(_call: AttentionCall, address: Address) -> None:
+        around[address] = stack[::-1]  # innermost first
+
     module = net.module
-    with freeze(module), _watch_entries(module, seen.enter), _watch_exits(module, seen.leave):
-        run_observed(net, batch[:1], Tracer(seen.attention))
-    return tuple(seen.residual(site.address) for site in sites)
+    with freeze(module), _watch_entries(module, enter), ExitStack() as hooks:
+        for part in module.modules():  # also after an error
+            hooks.callback(part.register_forward_hook(leave, always_call=True).remove)
+        run_observed(net, batch[:1], Tracer(attention))
+    found = [[call.residual for call in around.get(site.address, ())] for site in sites]
+    return tuple(next(filter(None, residuals), None) for residuals in found)
 
 
 def compute_residual_norms(
@@ -83,20 +103,29 @@ def compute_residual_norms(
     Raises:
         InputError, EvaluationError: as in `linearize`.
     """
-    module = net.module
-    with (
-        freeze(module),
-        exact_arithmetic(net.device),
-        torch.no_grad(),
-        _record_calls(module, residuals) as calls,
-    ):
+    module, mask = net.module, batch.mask
+    wanted = {(residual.module, residual.call): residual for residual in residuals}
+    calls: dict[Residual, _Call] = {}
+
+    def keep(name: str, number: int, part: nn.Module, given: Any) -> None:
+        residual = wanted.get((name, number))
+        if residual is not None:  # copies, before the call can change its arguments
+            copies = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, given)
+            calls[residual] = _Call(residual, part, *tree_flatten(copies), mask)
+
+    watched = _watch_entries(module, keep)
+    with freeze(module), exact_arithmetic(net.device), torch.no_grad(), watched:
         net.output(batch)
     for residual in dict.fromkeys(residuals):
         call = calls.pop(residual)
         with freeze(module):
-            linear = linearize(call.without_padding(batch.mask), call.x)
-            how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
-            norms = compute_jacobian_norms(linear, seeds=seeds, **how)
+            norms = compute_jacobian_norms(
+                linearize(call.at, call.x),
+                seeds=seeds,
+                tol=tol,
+                max_steps=max_steps,
+                within=within,
+            )
         yield residual, norms
 
 
@@ -108,36 +137,6 @@ class _Running:
     call: int
     input: tuple[int, Tensor] | None
     residual: Residual | None = None
-
-
-@dataclass
-class _SkipPaths:
-    """The module calls in which a path bypasses every linear map."""
-
-    stack: list[_Running] = field(default_factory=list)
-    around: dict[Address, list[_Running]] = field(default_factory=dict)
-
-    def attention(self, _call: AttentionCall, address: Address) -> None:
-        """Record which module calls contain an attention call, innermost first."""
-        self.around[address] = self.stack[::-1]
-
-    def residual(self, address: Address) -> Residual | None:
-        """Return the smallest of these module calls with a skip path."""
-        around = (call.residual for call in self.around.get(address, ()))
-        return next((residual for residual in around if residual is not None), None)
-
-    def enter(self, module: str, call: int, _module: nn.Module, given: Any) -> None:
-        """Record the start of a module call."""
-        self.stack.append(_Running(module, call, _find_first_moving(given)))
-
-    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Check whether the output of a module call depends on its input."""
-        here, end = self.stack.pop(), _find_first_moving(output)
-        if here.input is None or end is None:
-            return
-        (i, x), (j, y) = here.input, end
-        if x.shape == y.shape and x.grad_fn is not None and leaves(y, {x.grad_fn})[1]:
-            here.residual = Residual(here.module, here.call, i, j)
 
 
 def _find_first_moving(values: Any) -> tuple[int, Tensor] | None:
@@ -156,6 +155,7 @@ class _Call:
     module: nn.Module
     given: list[Any]
     spec: TreeSpec
+    mask: Tensor | None
 
     @property
     def x(self) -> Tensor:
@@ -163,40 +163,21 @@ class _Call:
         return self.given[self.residual.input]
 
     def at(self, z: Tensor, index: Tensor) -> Tensor:
-        """Run the module on some of the samples, with z as its input."""
-        given = [self._take_part(value, index) for value in self.given]
+        """Run the module on some of the samples, with z as its input.
+
+        Returns zeros at padded tokens, which affect nothing else.
+        """
+        # Rows of per-sample arguments; masks and positions may be shared.
+        given = [
+            v[index] if isinstance(v, Tensor) and v.ndim and len(v) == len(self.x) else v
+            for v in self.given
+        ]
         given[self.residual.input] = z
         args, kwargs = tree_unflatten(given, self.spec)
-        return tree_flatten(self.module(*args, **kwargs))[0][self.residual.output]
-
-    def without_padding(self, mask: Tensor | None) -> Function:
-        """Return `at` with zeros at padded tokens, which affect nothing else."""
-        if mask is None or self.x.shape[:2] != mask.shape:
-            return self.at
-        return lambda z, index: self.at(z, index) * mask[index, :, None]
-
-    def _take_part(self, value: Any, index: Tensor) -> Any:
-        """Return the rows of per-sample arguments; masks and positions may be shared."""
-        shared = not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(self.x)
-        return value if shared else value[index]
-
-
-@contextmanager
-def _record_calls(
-    module: nn.Module, residuals: Sequence[Residual]
-) -> Iterator[dict[Residual, _Call]]:
-    """Store the arguments of the requested module calls, before the calls can change them."""
-    wanted = {(residual.module, residual.call): residual for residual in residuals}
-    calls: dict[Residual, _Call] = {}
-
-    def keep(name: str, call: int, part: nn.Module, given: Any) -> None:
-        residual = wanted.get((name, call))
-        if residual is not None:
-            copies = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, given)
-            calls[residual] = _Call(residual, part, *tree_flatten(copies))
-
-    with _watch_entries(module, keep):
-        yield calls
+        output: Tensor = tree_flatten(self.module(*args, **kwargs))[0][self.residual.output]
+        if self.mask is None or self.x.shape[:2] != self.mask.shape:
+            return output
+        return output * self.mask[index, :, None]
 
 
 @contextmanager
@@ -216,17 +197,5 @@ def _watch_entries(
     with ExitStack() as hooks:
         for name, part in module.named_modules():
             hook = part.register_forward_pre_hook(watch(name), with_kwargs=True)
-            hooks.callback(hook.remove)
-        yield
-
-
-@contextmanager
-def _watch_exits(
-    module: nn.Module, notify: Callable[[nn.Module, Any, Any], None]
-) -> Iterator[None]:
-    """Call notify(module, args, output) at the end of each call, also after an error."""
-    with ExitStack() as hooks:
-        for part in module.modules():
-            hook = part.register_forward_hook(notify, always_call=True)
             hooks.callback(hook.remove)
         yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 
@@ -53,11 +53,7 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
 
 def list_unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
     """Return the modules, with lines of code, whose attention a survey could not read."""
-    known: _Known
-    for known in net.surveys:
-        if known.sites is sites:
-            return known.unread
-    return ()
+    return next((known.unread for known in net.surveys if known.sites is sites), ())
 
 
 class NoHeadsError(InputError):
@@ -84,16 +80,23 @@ class _Known:
         """Say whether the survey holds for a batch; store its shape if so."""
         if self.weights != _fingerprint_weights(net.module):
             return False
-        if shape not in self.shapes:
-            # A layer that mixes 5 tokens may be affine at 9: only a survey would show that.
-            if not all(site.closed_form for site in self.sites):
-                return False
-            if [site.address for site in self.sites] != _list_attention_calls(
-                net, batch, self.sites
-            ):
-                return False
+        if shape in self.shapes:
+            return True
+        # A layer that mixes 5 tokens may be affine at 9: only a survey would show that.
+        if not all(site.closed_form for site in self.sites):
+            return False
+        addresses: list[Address] = []
+
+        def note(_call: AttentionCall, address: Address) -> None:
+            addresses.append(address)
+
+        net, pair, _ = make_generic(net, batch)
+        with freeze(net.module), exact_arithmetic(net.device):
+            run_observed(net, pair, Tracer(note, loops=list_loops(self.sites)))
+        same = addresses == [site.address for site in self.sites]
+        if same:
             self.shapes.add(shape)
-        return True
+        return same
 
 
 def _fingerprint_weights(module: nn.Module) -> Hashable:
@@ -108,19 +111,6 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
         sums.setdefault((t.dtype, t.device), []).append(t.sum())
     values = tuple(tuple(torch.stack(each).tolist()) for each in sums.values())
     return versions, tuple(t.data_ptr() for t in tensors), values
-
-
-def _list_attention_calls(net: Net, batch: Batch, sites: Sequence[Site]) -> list[Address]:
-    """Return the attention calls of one pass at the shape of a batch."""
-    addresses: list[Address] = []
-
-    def note(_call: AttentionCall, address: Address) -> None:
-        addresses.append(address)
-
-    net, pair, _ = make_generic(net, batch)
-    with freeze(net.module), exact_arithmetic(net.device):
-        run_observed(net, pair, Tracer(note, loops=list_loops(sites)))
-    return addresses
 
 
 def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
@@ -141,32 +131,38 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
 
 
 def make_survey(net: Net, batch: Batch) -> Surveyor:
-    """Return a survey: the layers, and the modules of other attention."""
-    net, pair, other = make_generic(net, batch)
-    with _explain_refusal(net), freeze(net.module), exact_arithmetic(net.device):
-        output, uses = _run_plain(net, pair)
-        try:
-            surveyor = _run_observed(net, pair, other, output, uses)
-            surveyor.unread = uses.beyond(_list_modules(surveyor))
-            return surveyor
-        except Exception as error:
-            if of_machine(error):
-                raise
-            # If the model is no fixed function of each sample, only that is reported.
-            requirements.require_fixed(net, pair, output)
-            requirements.require_isolation(net, pair, other, output)
-            raise
-
-
-@contextmanager
-def _explain_refusal(net: Net) -> Iterator[None]:
-    """Say which of its operations a model refuses to have recorded; our own faults stay faults.
+    """Return a survey: the layers, and the modules of other attention.
 
     Raises:
-        InputError: code that is not lipaudit's failed.
+        InputError, EvaluationError: as in `survey`, or code that is not lipaudit's failed.
     """
+    net, pair, other = make_generic(net, batch)
+    place = Place()
+    uses = Uses(place.module)
     try:
-        yield
+        with freeze(net.module), exact_arithmetic(net.device):
+            # First unobserved, for the output and the places of the attention.
+            if net.kind != "text":
+                uses.input(pair.x)
+            with ExitStack() as hooks, place.following(net.module), uses:
+                for module in find_token_embeddings(net):
+                    hook = module.register_forward_hook(
+                        lambda _module, _args, out: uses.input(out)
+                    )
+                    hooks.callback(hook.remove)
+                output = requirements.compute_output_rows(net, pair)
+            try:
+                surveyor = _run_observed(net, pair, other, output, uses)
+                layers = (each.module for site in surveyor.sites for each in site.addresses)
+                surveyor.unread = uses.beyond(layers)
+                return surveyor
+            except Exception as error:
+                if of_machine(error):
+                    raise
+                # If the model is no fixed function of each sample, only that is reported.
+                requirements.require_fixed(net, pair, output)
+                requirements.require_isolation(net, pair, other, output)
+                raise
     except Exception as error:
         if isinstance(error, LipauditError) or of_machine(error) or is_ours(error):
             raise
@@ -175,24 +171,6 @@ def _explain_refusal(net: Net) -> Iterator[None]:
             f"{net.info.architecture} fails while lipaudit records its operations ({reason})",
             "Replace that operation. lipaudit jacobian and lipaudit attack record none.",
         ) from error
-
-
-def _list_modules(surveyor: Surveyor) -> list[str]:
-    """Return the module of each attention call that belongs to a layer."""
-    return [each.module for site in surveyor.sites for each in site.addresses]
-
-
-def _run_plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
-    """Run the model unobserved; return its output, and the places of its attention."""
-    place = Place()
-    uses = Uses(place.module)
-    if net.kind != "text":
-        uses.input(batch.x)
-    with ExitStack() as hooks, place.following(net.module), uses:
-        for module in find_token_embeddings(net):
-            hook = module.register_forward_hook(lambda _module, _args, out: uses.input(out))
-            hooks.callback(hook.remove)
-        return requirements.compute_output_rows(net, batch), uses
 
 
 def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> Surveyor:

@@ -21,7 +21,6 @@ from lipaudit.models.attention.agreement import HOPELESS, matches_autograd
 from lipaudit.models.attention.capture import (
     add_inputs,
     arrange_call,
-    has_map,
     make_layer,
     read_product,
 )
@@ -78,34 +77,23 @@ class Chains:
 
         The nearest such tensor counts. Empty if there is none, or if they already read one tensor.
         """
-        ways = [
-            list(self._walk_back(address))
-            for address in {o.address for o in origins if o.linear or o.forgotten}
-        ]
+        ways: list[list[tuple[Tensor, tuple[Address, ...]]]] = []
+        for address in {o.address for o in origins if o.linear or o.forgotten}:
+            # The input of this map, of the map before it, and so on, with the maps in between.
+            way: list[tuple[Tensor, tuple[Address, ...]]] = []
+            place, between = address, tuple[Address, ...]()
+            while place in self.latest and len(between) < _DEEPEST:
+                x, before = self.latest[place]
+                way.append((x, between))
+                if len(before) != 1:
+                    break
+                between, place = (*between, place), before[0]
+            ways.append(way)
         for x, _ in ways[0] if ways else ():
-            passed = [_find_way(x, way) for way in ways]
-            if all(maps is not None for maps in passed):
-                return frozenset(a for maps in passed if maps is not None for a in maps)
+            passed = [[maps for other, maps in way if _is_same(x, other)] for way in ways]
+            if all(passed):
+                return frozenset(address for maps in passed for address in maps[0])
         return frozenset()
-
-    def _walk_back(self, address: Address) -> Iterator[tuple[Tensor, tuple[Address, ...]]]:
-        """Yield the input of a linear map, of the map before it, and so on.
-
-        Each comes with the maps in between.
-        """
-        between: tuple[Address, ...] = ()
-        while address in self.latest and len(between) < _DEEPEST:
-            x, before = self.latest[address]
-            yield x, between
-            if len(before) != 1:
-                return
-            between, address = (*between, address), before[0]
-
-
-def _find_way(
-    x: Tensor, way: Sequence[tuple[Tensor, tuple[Address, ...]]]
-) -> Sequence[Address] | None:
-    return next((between for other, between in way if _is_same(x, other)), None)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
@@ -137,9 +125,18 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
         return Analysis(list_layouts(call, len(batch))[0], ("rounded",) * 3, None, reason)
     tried = []
     for layout in list_layouts(call, len(batch)):
-        tried.append(_analyse_layout(call, layout, batch))
-        if tried[-1].structure is not None:
-            return tried[-1]
+        try:
+            analysis = _read_layout(call, layout, batch)
+        except RuntimeError as error:
+            if of_machine(error):
+                raise
+            # The graph comes from the model: a write in place, an op without a derivative. In any
+            # such case we cannot vouch for a closed form of this layer; other layers may have one.
+            reason = f"its graph cannot be differentiated: {str(error).partition(chr(10))[0]}"
+            analysis = Analysis(layout, ("unread", "unread", "unread"), None, reason)
+        if analysis.structure is not None:
+            return analysis
+        tried.append(analysis)
     return tried[0]
 
 
@@ -167,73 +164,52 @@ def find_output_map(linear: Linear, source: Probed) -> OutputMap | None:
     return OutputMap(keep(linear.weight), order, gain) if single else None
 
 
-def _analyse_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
-    try:
-        return _read_layout(call, layout, batch)
-    except RuntimeError as error:
-        if of_machine(error):
-            raise
-        # The graph comes from the model: a write in place, an op without a derivative. In any such
-        # case we cannot vouch for a closed form of this layer; the other layers may have one.
-        reason = f"its graph cannot be differentiated: {str(error).partition(chr(10))[0]}"
-        return Analysis(layout, ("unread", "unread", "unread"), None, reason)
-
-
 def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
+    """Analyse a call whose axes are known.
+
+    Raises:
+        RuntimeError: its graph cannot be differentiated.
+    """
     arranged = arrange_call(call, layout, len(batch))
-    parts = {name: _try_decode(arranged, name, len(batch)) for name in "qkv"}
+    forms: dict[str, ProjectionForm | NotClosedForm | None] = {}
+    for name in "qkv":
+        t: Tensor = getattr(arranged, name)
+        try:
+            forms[name] = decode(t, arranged.origins.leaves(t), len(batch))
+        except NotClosedForm as obstacle:
+            forms[name] = obstacle
     behind = call.origins.leaves(call.q, call.k, call.v)
-    unread = any(isinstance(part, NotClosedForm) for part in parts.values())
+    unread = any(isinstance(form, NotClosedForm) for form in forms.values())
     windows = len(arranged.q) != len(batch)
     # `Linear(d, d)` on (B, N, H, d), common in tutorials, looks like N windows of H tokens.
     if (unread or windows) and any(leaf.origin.divided for leaf in behind):
         reason = "one linear map is applied to each head separately"
         return Analysis(layout, ("shared", "shared", "shared"), None, reason)
-    q, k, v = ("constant" if part is None else part.kind for part in parts.values())
+    q, k, v = ("constant" if form is None else form.kind for form in forms.values())
     try:
-        structure = _build_structure(call, arranged, parts)
-        _require_agreement(structure, call, layout, batch)
+        structure = _build_structure(call, arranged, forms)
+        attention, relative = read_product(call, layout, batch, None)
+        heads, parts = add_inputs(structure, attention, arranged, batch, relative)
+        if forward_error(heads).amax() > HOPELESS:
+            raise NotClosedForm(
+                "rounding",
+                f"its logits are so large that {arranged.q.dtype} cannot resolve its attention "
+                "map; use --dtype float64",
+            )
+        if not matches_autograd(heads, parts, arranged):
+            raise NotClosedForm("wrong", "its closed form disagrees with autograd")
     except NotClosedForm as obstacle:
         return Analysis(layout, (q, k, v), None, obstacle.reason)
     return Analysis(layout, (q, k, v), structure, None)
 
 
-def _require_agreement(
-    structure: Structure, call: AttentionCall, layout: str, batch: Batch
-) -> None:
-    """Raise NotClosedForm unless the closed form of the layer is that of autograd."""
-    arranged = arrange_call(call, layout, len(batch))
-    attention, relative = read_product(call, layout, batch, None)
-    heads, parts = add_inputs(structure, attention, arranged, batch, relative)
-    if forward_error(heads).amax() > HOPELESS:
-        raise NotClosedForm(
-            "rounding",
-            f"its logits are so large that {arranged.q.dtype} cannot resolve its attention "
-            "map; use --dtype float64",
-        )
-    if not matches_autograd(heads, parts, arranged):
-        raise NotClosedForm("wrong", "its closed form disagrees with autograd")
-
-
-def _try_decode(
-    call: AttentionCall, name: str, samples: int
-) -> ProjectionForm | NotClosedForm | None:
-    t: Tensor = getattr(call, name)
-    try:
-        return decode(t, call.origins.leaves(t), samples)
-    except NotClosedForm as obstacle:
-        return obstacle
-
-
 def _build_structure(
     call: AttentionCall,
     arranged: AttentionCall,
-    parts: Mapping[str, ProjectionForm | NotClosedForm | None],
+    found: Mapping[str, ProjectionForm | NotClosedForm | None],
 ) -> Structure:
     """Combine the forms, or raise NotClosedForm with all obstacles."""
-    problems = [
-        f"{name} {part.reason}" for name, part in parts.items() if isinstance(part, NotClosedForm)
-    ]
+    problems = [f"{n} {part.reason}" for n, part in found.items() if isinstance(part, Exception)]
     if isinstance(call.form, Explicit):
         try:
             read_logits(call, call.form)
@@ -241,7 +217,7 @@ def _build_structure(
             problems.append(obstacle.reason)
     if problems:
         raise NotClosedForm("several", "; ".join(problems))
-    forms = {n: part for n, part in parts.items() if isinstance(part, ProjectionForm)}
+    forms = {n: part for n, part in found.items() if isinstance(part, ProjectionForm)}
     q, k, v = (forms.get(name) for name in "qkv")
     if k is None or v is None:
         raise NotClosedForm("constant", "its keys or values are constants, or have no gradient")
@@ -381,34 +357,72 @@ class Surveyor:
 
     def attention(self, call: AttentionCall, address: Address) -> None:
         """Analyse a call; if its map has other axes, leave it to `Uses`, which names it."""
-        if not has_map(call):
-            return
+        samples, form = len(self.batch), call.form
+        if isinstance(form, Explicit):
+            # The logits have the axes of the queries: one row per window, head and query.
+            rows, wanted = form.logits.shape[:-1], call.q.shape[:-1]
+            folded = len(rows) != len(wanted) and rows.numel() == wanted.numel()
+            if rows != wanted and not folded:
+                return
         site = self._make_site(call, address)
+        q, k, v = ([o for _, o in call.origins.leaves(t)] for t in (call.q, call.k, call.v))
         if not site.closed_form:
-            made_by = [origin for _, origin in call.origins.leaves(call.q, call.k, call.v)]
-            self.forgot |= _reads_forgotten(call)
-            self.inner |= self._chains.inner(made_by)
+            # A function of a single linear map that was released.
+            self.forgot |= any(len(part) == 1 and part[0].forgotten for part in (q, k, v))
+            self.inner |= self._chains.inner([*q, *k, *v])
             site = self._check_numeric(site, call)
-            if _has_tokens_as_heads(site, call, self.batch):
+            heads, tokens = arrange_call(call, site.layout, samples).q.shape[1:3]
+            # The number of heads of a text model follows its number of tokens: without a closed
+            # form, nothing else distinguishes the two axes.
+            if self.batch.x.ndim == 2 and heads == self.batch.x.shape[1] != tokens:
                 reason = f"{site.reason}; its heads and tokens cannot be distinguished either"
                 site = replace(site, reason=reason, inputs=())
+        properties: tuple[object, ...] = ()
+        if call.q.ndim in (3, 4) and len(call.q) == samples:
+            properties = call.q.ndim, call.transposed
+            if isinstance(form, Fused):
+                properties += form.scale, form.mask is None, form.causal
+            else:
+                properties += (form.logits.shape[-1],)
+        maps = frozenset((o.address.module, o.address.op, o.root) for o in q)
         self.layers[address] = Surveyed(
             site,
             _take_first_sample(call, site),
             call.transposed,
-            _identify_maps(call),
+            (maps, frozenset(origin.address for origin in k)),
             _measure_sizes(call),
             tuple(_find_reads(call, t) for t in (call.q, call.k, call.v)),
-            _identify_inputs(call) if site.heads == 1 else (frozenset(), None),
-            _describe_form(call, len(self.batch)),
+            _identify_inputs(q, k, v) if site.heads == 1 else (frozenset(), None),
+            properties,
         )
 
+    def _check_numeric(self, site: Site, call: AttentionCall) -> Site:
+        """Test whether the layer can be differentiated numerically."""
+        if call.output.dtype in HALF:
+            return replace(site, inputs=())
+        why = find_obstacle(make_layer(site, call, self.batch, self.place.frames))
+        if why is None:
+            return site
+        reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
+        return replace(site, reason=reason, inputs=())
+
     def _make_site(self, call: AttentionCall, address: Address) -> Site:
-        frames = self.place.frames
-        analysis, scope = analyse(call, self.batch), _find_scope(call, frames)
+        frames, analysis = self.place.frames, analyse(call, self.batch)
+        structure = analysis.structure
+        # The innermost module call that contains the attention and its projections: everything
+        # else that q, k, v and the logits depend on must enter it as an argument.
+        scope = next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
+        inputs = dict(_find_inputs(scope))
         loop = next((loop for loop in self.loops if address in loop.addresses), None)
         calls = (address,) if loop is None else loop.addresses
         around = (f for f in reversed(frames) if all(f.holds(each.module) for each in calls))
+        direct = False
+        if structure is not None:
+            # The projections read the inputs of the module, each side its own.
+            given = {id(root(value)) for value in inputs.values()}
+            read = [id(origin.root) for _, origin in call.origins.leaves(call.q, call.k)]
+            apart = structure.joint or len(set(read)) == len(read)
+            direct = apart and given.issuperset(read)
         return Site(
             index=len(self.layers),
             module=next(around).name,
@@ -417,12 +431,12 @@ class Surveyor:
             reason=analysis.reason,
             address=address,
             layout=analysis.layout,
-            structure=analysis.structure,
+            structure=structure,
             sources=frozenset(o.address for _, o in call.origins.leaves(call.q, call.k, call.v)),
             explicit=isinstance(call.form, Explicit),
             scope=scope.name,
-            inputs=tuple(key for key, _ in _find_inputs(scope)),
-            direct=_is_direct(analysis.structure, call, scope),
+            inputs=tuple(inputs),
+            direct=direct,
             line=line_of_code(),
             loop=loop,
         )
@@ -505,16 +519,6 @@ class Surveyor:
                 ):
                     layer.open("its queries are computed in several parts")
 
-    def _check_numeric(self, site: Site, call: AttentionCall) -> Site:
-        """Test whether the layer can be differentiated numerically."""
-        if call.output.dtype in HALF:
-            return replace(site, inputs=())
-        why = find_obstacle(make_layer(site, call, self.batch, self.place.frames))
-        if why is None:
-            return site
-        reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
-        return replace(site, reason=reason, inputs=())
-
 
 _Reads = dict[Address, tuple[Tensor, Tensor]]
 """For linear maps: the tokens and the columns of the output that are read."""
@@ -528,16 +532,6 @@ def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:
             read = Probed(t, (leaf,), origin.linear.outputs).read != 0
             found[origin.address] = read.any(1).cpu(), read.any(0).cpu()
     return found
-
-
-def _describe_form(call: AttentionCall, samples: int) -> tuple[object, ...]:
-    """Return the properties that calls of a loop share; None if they cannot form one."""
-    form, axes = call.form, call.q.ndim
-    if axes not in (3, 4) or len(call.q) != samples:
-        return ()
-    if isinstance(form, Fused):
-        return axes, call.transposed, form.scale, form.mask is None, form.causal
-    return axes, call.transposed, form.logits.shape[-1]
 
 
 def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
@@ -604,37 +598,14 @@ def _are_apart(reads: Sequence[_Reads], axis: int) -> bool:
     return True
 
 
-def _has_tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:
-    """Say whether the number of heads of a text model's layer follows its number of tokens.
-
-    Without a closed form, nothing else distinguishes the two axes.
-    """
-    heads, tokens = arrange_call(call, site.layout, len(batch)).q.shape[1:3]
-    return batch.x.ndim == 2 and heads == batch.x.shape[1] != tokens
-
-
-def _reads_forgotten(call: AttentionCall) -> bool:
-    """Say whether q, k or v is a function of a single linear map that was released."""
-    behind = (call.origins.leaves(t) for t in (call.q, call.k, call.v))
-    return any(len(each) == 1 and each[0].origin.forgotten for each in behind)
-
-
 def _take_first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:
     arranged = arrange_call(call, site.layout, 2)
     parts = (arranged.q, arranged.k, arranged.v)
     return tuple(t[: len(t) // 2].detach() for t in parts)
 
 
-def _identify_maps(call: AttentionCall) -> tuple[frozenset[object], frozenset[object]]:
-    queries = [origin for _, origin in call.origins.leaves(call.q)]
-    keys = [origin for _, origin in call.origins.leaves(call.k)]
-    made = frozenset((o.address.module, o.address.op, o.root) for o in queries)
-    return made, frozenset(origin.address for origin in keys)
-
-
-def _identify_inputs(call: AttentionCall) -> tuple[frozenset[object], object]:
+def _identify_inputs(*parts: Sequence[Origin]) -> tuple[frozenset[object], object]:
     """Return what the maps of q read, and marks of the values that those of q, k and v do."""
-    parts = [[origin for _, origin in call.origins.leaves(t)] for t in (call.q, call.k, call.v)]
     if not all(each and all(o.linear for o in each) for each in parts):
         return frozenset(), None
     marks = tuple(
@@ -656,14 +627,6 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _measure_sizes(call: AttentionCall) -> tuple[float, ...]:
     return tuple(float(t.detach().double().norm()) for t in (call.q, call.k, call.v))
-
-
-def _find_scope(call: AttentionCall, frames: Sequence[Frame]) -> Frame:
-    """Return the innermost module call that contains an attention call and its projections.
-
-    Everything else that q, k, v and the logits depend on must enter it as an argument.
-    """
-    return next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
 
 
 def _holds(frame: Frame, call: AttentionCall) -> bool:
@@ -695,13 +658,3 @@ def _find_inputs(frame: Frame) -> Iterator[tuple[int | str, Tensor]]:
     for key, value in given:
         if isinstance(value, Tensor) and value.requires_grad:
             yield key, value
-
-
-def _is_direct(structure: Structure | None, call: AttentionCall, frame: Frame) -> bool:
-    """Say whether the projections read the inputs of a module, each side its own."""
-    if structure is None:
-        return False
-    given = [root(value) for _, value in _find_inputs(frame)]
-    read = [origin.root for _, origin in call.origins.leaves(call.q, call.k)]
-    apart = structure.joint or len({id(one) for one in read}) == len(read)
-    return apart and all(any(one is other for other in given) for one in read)

@@ -24,21 +24,9 @@ from lipaudit.models.attention.project.projections import NotClosedForm, Project
 from lipaudit.models.graph import SHAPE_OPS, leaves, nodes, op
 from lipaudit.theory.heads import Heads, Pairs
 
-_AFFINE_OPS = {
-    "Add",
-    "Clamp",
-    "Div",
-    "MaskedFill",
-    "Maximum",
-    "Mul",
-    "Neg",
-    "Rsub",
-    "Split",
-    "Sub",
-    "Where",
-}
 _ADDED = {"Add", "Clamp", "MaskedFill", "Maximum", "Rsub", "Sub", "Where"}
 """Ops that may put a bias into the logits."""
+_AFFINE_OPS = {"Div", "Mul", "Neg", "Split"} | _ADDED
 _LARGEST = {"Amax", "Max"}  # the largest logit of a row, subtracted from all of them
 _ROUNDING = 4  # times the machine epsilon of the row's largest logit
 _NEGLIGIBLE = 1e-5  # in a logit: P moves by this share, far below every tolerance
@@ -78,8 +66,11 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
     product = (call.q @ call.k.mT).detach()
     keys = _find_keys(form, product)
     slope = _read_slopes(form, product, keys)
-    _check_weights(form, keys)
-    sink = _read_sink(form, product, keys)
+    if not _is_unchanged(form, keys):
+        raise NotClosedForm("post-softmax-op", "P is changed between the softmax and the values")
+    sink = None
+    if keys.start is not None:
+        sink = form.logits.detach()[..., _find_sink_column(keys)].reshape(product.shape[:-1])
     # No known model has both; position terms would have to exclude the sink.
     if form.others and sink is not None:
         raise NotClosedForm("sinks", f"it has sinks, and {BESIDE}")
@@ -88,7 +79,10 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
     scale = torch.where(seen, slope, 0.0).abs().amax((-2, -1), keepdim=True)
     even = _is_close(torch.where(seen, slope, scale), scale, 1e-4)
     masked = (slope == 0) & ~seen
-    if even and not form.others and _is_affine(form, with_sink=sink is not None):
+    # Through affine ops only, slopes are constant.
+    allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST | (set() if sink is None else {"ConstantPadNd"})
+    plain = even and not form.others
+    if plain and all(op(n) in allowed and not _is_cut_off(n) for n in _walk_path(form)):
         bias = _read_bias(form, logits, scale * product, masked, with_sink=sink is not None)
         return LogitForm(scale[..., 0, 0], bias, sink=sink)
     share = torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
@@ -116,12 +110,6 @@ def _find_keys(form: Explicit, product: Tensor) -> slice:
         if _is_unchanged(form, keys):
             return keys
     raise NotClosedForm("sinks", "P with its sink is changed between the softmax and the values")
-
-
-def _read_sink(form: Explicit, product: Tensor, keys: slice) -> Tensor | None:
-    if keys.start is None:
-        return None
-    return form.logits.detach()[..., _find_sink_column(keys)].reshape(product.shape[:-1])
 
 
 def _find_sink_column(keys: slice) -> int:
@@ -212,16 +200,6 @@ def _is_close(a: Tensor, b: Tensor, relative: float) -> bool:
     return bool(((a - b).abs_() <= relative * b.abs()).all())
 
 
-def _list_ops(form: Explicit) -> set[str]:
-    """Return the ops between q k^T and the softmax, without the product itself."""
-    return {op(node) for node in _walk_path(form)}
-
-
-def _walk_path(form: Explicit) -> Iterator[Node]:
-    ends = {edge.node for edge in form.products}
-    return (node for node in nodes(form.logits, ends) if node not in ends)
-
-
 def _is_cut_off(node: Node) -> bool:
     """Say whether an op cuts logits off at a level that they may reach, at X or elsewhere."""
     names = {"Clamp": ("_saved_min", "_saved_max"), "Maximum": ("_saved_self", "_saved_other")}
@@ -230,15 +208,14 @@ def _is_cut_off(node: Node) -> bool:
     return any(float(torch.as_tensor(t).abs().min()) < _OUT_OF_REACH for t in constant)
 
 
-def _is_affine(form: Explicit, *, with_sink: bool) -> bool:
-    """Say whether the logits pass through affine ops only, so that slopes are constant."""
-    allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST | ({"ConstantPadNd"} if with_sink else set())
-    return _list_ops(form) <= allowed and not any(_is_cut_off(node) for node in _walk_path(form))
+def _list_ops(form: Explicit) -> set[str]:
+    """Return the ops between q k^T and the softmax, without the product itself."""
+    return {op(node) for node in _walk_path(form)}
 
 
-def _check_weights(form: Explicit, keys: slice) -> None:
-    if not _is_unchanged(form, keys):
-        raise NotClosedForm("post-softmax-op", "P is changed between the softmax and the values")
+def _walk_path(form: Explicit) -> Iterator[Node]:
+    ends = {edge.node for edge in form.products}
+    return (node for node in nodes(form.logits, ends) if node not in ends)
 
 
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
@@ -271,121 +248,94 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     if any(id(leaf) not in known for leaf in leaves(logits)[0]):
         raise NotClosedForm("x-dependent-bias", BESIDE)
     slope, live, s = heads.pairs.slope, heads.attention() > 0, heads.scale[..., None, None]
-    terms: dict[str, Tensor | None] = {"q": None, "k": None}
-    for name, part in sides.items():
-        turned = name == "k"
-        columns = part.form.columns
-        side = _Side(
-            source=_make_source(logits.mT if turned else logits, part),
-            rows=part.index.rows(int(heads.sample[-1]) + 1),
-            columns=torch.arange(columns.numel()).view_as(columns.cpu()),
-            moves=_invert_mix(part),
-            plain=s * (heads.q if turned else heads.k),
-            slope=slope if slope is None or not turned else slope.mT,
-            live=live.mT if turned else live,
-        )
-        terms[name] = side.term()
-    t = terms["k"]
-    return Pairs(slope, terms["q"], None if t is None else t.transpose(2, 3))
+    samples, r, t = int(heads.sample[-1]) + 1, None, None
+    if "q" in sides:
+        r = _read_term(logits, sides["q"], samples, s * heads.k, slope, live)
+    if "k" in sides:  # the same with queries and keys swapped
+        turned = None if slope is None else slope.mT
+        t = _read_term(logits.mT, sides["k"], samples, s * heads.q, turned, live.mT)
+    return Pairs(slope, r, None if t is None else t.transpose(2, 3))
 
 
-def _make_source(logits: Tensor, part: Projected) -> Probed:
-    """Return the logits as a function of the columns of the linear map behind q (or k)."""
-    mix, repeat = part.form.mix, part.form.repeat
+def _read_term(
+    logits: Tensor,
+    part: Projected,
+    samples: int,
+    plain: Tensor,
+    slope: Tensor | None,
+    live: Tensor,
+) -> Tensor | None:
+    """Return r, (1, heads, tokens, others, d), or None for 0.
+
+    Args:
+        logits: S as a function of q, (windows, heads, tokens, others).
+        part: the origin of q.
+        samples: number of samples in the batch.
+        plain: s k_j for all others, (windows, heads, others, d).
+        slope: f, or None for 1.
+        live: P_ij > 0; the other pairs do not matter.
+    """
+    mix, repeat, columns = part.form.mix, part.form.repeat, part.form.columns
     if part.projection.local is not None or repeat > 1:
         how = "shared keys" if repeat > 1 else "a rotation or norm"
         raise NotClosedForm("x-dependent-bias", f"{BESIDE}, behind {how}")
     if mix is not None and mix.shape[-1] != mix.shape[-2]:
         raise NotClosedForm("x-dependent-bias", f"{BESIDE}, behind a map to another width")
-    size = logits[0].numel() * part.form.columns.shape[1]
+    size = logits[0].numel() * columns.shape[1]
     if size > LARGEST:
         raise NotClosedForm("large", f"its position terms have {size:.1e} numbers")
-    columns = part.form.columns.flatten()
-    return Probed(logits, part.outputs, lambda *y: part.linear.outputs(*y)[:, columns])
+    every = columns.flatten()
+    source = Probed(logits, part.outputs, lambda *y: part.linear.outputs(*y)[:, every])
+    _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
+    # For each channel of q, the change of all columns, the same at every token, that changes this
+    # channel alone: (d, heads * d).
+    unit = torch.eye(columns.shape[1], dtype=part.x.dtype, device=part.x.device)
+    inverse = unit.expand(len(columns), -1, -1) if mix is None else torch.linalg.inv(mix)
+    # The gradients dS_ij / dq_ic of all pairs, channel by channel. J^T u is linear in u, so its
+    # vector-Jacobian product with a change of all tokens is J times that change. As S_ij depends
+    # on q_i alone, entry ij is the effect of changing q_i: d products suffice for all pairs,
+    # instead of one product per key.
+    u = torch.zeros_like(logits, requires_grad=True)
+    pulled = torch.autograd.grad(logits, source.leaves, u, create_graph=True)
+    rows, parts = source.as_rows(*pulled), list[Tensor]()
+    apart = largest_gradient = largest = plain.new_zeros(live.shape[1])
+    for c, move in enumerate(inverse.permute(2, 0, 1).flatten(1)):
+        (gradient,) = torch.autograd.grad(rows, u, move.expand_as(rows), retain_graph=True)
+        known = plain[..., None, :, c]
+        rest = (gradient - (known if slope is None else slope * known)).where(live, 0.0)
+        mean = rest.sum(0) / live.sum(0).clamp_min(1)
+        apart = torch.maximum(apart, _find_largest((rest - mean).where(live, 0.0)))
+        largest_gradient = torch.maximum(largest_gradient, _find_largest(gradient))
+        largest = torch.maximum(largest, _find_largest(mean[None]))
+        parts.append(mean)
+    if not bool((apart <= probes.LINEAR_TOLERANCE * largest_gradient).all()):
+        raise NotClosedForm("x-dependent-bias", BESIDE)
+    rounding = _GRADIENT_ROUNDING * torch.finfo(largest_gradient.dtype).eps * largest_gradient
+    return torch.stack(parts, -1)[None] if bool((largest > rounding).any()) else None
 
 
-def _invert_mix(part: Projected) -> Tensor:
-    """Return the changes of every row of a source that change one channel each."""
-    mix, (heads, width) = part.form.mix, part.form.columns.shape
-    unit = torch.eye(width, dtype=part.x.dtype, device=part.x.device)
-    inverse = unit.expand(heads, -1, -1) if mix is None else torch.linalg.inv(mix)
-    return inverse.permute(2, 0, 1).flatten(1)
+def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
+    """Check by exact zeros that row i of a head's logits depends on its q_i only.
 
-
-@dataclass(frozen=True)
-class _Side:
-    """The logits as a function of q (or, with queries and keys swapped, of k).
-
-    Attributes:
-        source: S, (windows, heads, tokens, others), with the origin of its tokens.
-        rows: rows of these tokens in the linear map, (windows, tokens).
-        columns: columns of `source` that each head reads, (heads, d).
-        moves: for each channel of q, the change of all columns, the same at every token, that
-            changes this channel alone: (d, heads * d).
-        plain: s k_j for all others, (windows, heads, others, d).
-        slope: f, or None for 1.
-        live: P_ij > 0; the other pairs do not matter.
+    Args:
+        source: S as a function of the columns of q, in the order of the heads.
+        rows: rows of its tokens in the linear map, (windows, tokens).
+        width: number of columns of each head.
     """
-
-    source: Probed
-    rows: Tensor
-    columns: Tensor
-    moves: Tensor
-    plain: Tensor
-    slope: Tensor | None
-    live: Tensor
-
-    def term(self) -> Tensor | None:
-        """Return r, (1, heads, tokens, others, d), or None for 0."""
-        self._require_own_pairs()
-        parts, live = [], self.live
-        apart = size = largest = self.plain.new_zeros(live.shape[1])
-        for c, gradient in enumerate(self._yield_gradients()):
-            plain = self.plain[..., None, :, c]
-            plain = plain if self.slope is None else self.slope * plain
-            rest = (gradient - plain).where(live, 0.0)
-            mean = rest.sum(0) / live.sum(0).clamp_min(1)
-            apart = torch.maximum(apart, _find_largest((rest - mean).where(live, 0.0)))
-            size = torch.maximum(size, _find_largest(gradient))
-            largest = torch.maximum(largest, _find_largest(mean[None]))
-            parts.append(mean)
-        if not bool((apart <= probes.LINEAR_TOLERANCE * size).all()):
+    windows, heads, tokens, _ = source.t.shape
+    number = torch.arange(windows * tokens, device=rows.device)
+    by_row = probes.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
+    head = torch.arange(heads, device=rows.device)
+    by_column = probes.label_fed(source, head.view(1, heads, 1, 1), rows=False)
+    own = head.repeat_interleave(width)
+    places = (rows.flatten(), torch.arange(len(own), device=rows.device))
+    for labels, place, want in zip((by_row, by_column), places, (number, own), strict=True):
+        if labels is None:
             raise NotClosedForm("x-dependent-bias", BESIDE)
-        rounding = _GRADIENT_ROUNDING * torch.finfo(size.dtype).eps * size
-        return torch.stack(parts, -1)[None] if bool((largest > rounding).any()) else None
-
-    def _yield_gradients(self) -> Iterator[Tensor]:
-        """Yield dS_ij / dq_ic for all pairs, (windows, heads, tokens, others), channel by channel.
-
-        J^T u is linear in u, so its vector-Jacobian product with a change of all tokens is J times
-        that change. As S_ij depends on q_i alone, entry ij is the effect of changing q_i: d
-        products suffice for all pairs, instead of one product per key.
-        """
-        t = self.source.t
-        u = torch.zeros_like(t, requires_grad=True)
-        pulled = torch.autograd.grad(t, self.source.leaves, u, create_graph=True)
-        rows = self.source.as_rows(*pulled)
-        for move in self.moves:
-            (image,) = torch.autograd.grad(rows, u, move.expand_as(rows), retain_graph=True)
-            yield image
-
-    def _require_own_pairs(self) -> None:
-        """Check by exact zeros that row i of a head's logits depends on its q_i only."""
-        windows, heads, tokens, _ = self.source.t.shape
-        number = torch.arange(windows * tokens, device=self.rows.device)
-        by_row = probes.label_fed(self.source, number.view(windows, 1, tokens, 1), rows=True)
-        head = torch.arange(heads, device=self.rows.device)
-        by_column = probes.label_fed(self.source, head.view(1, heads, 1, 1), rows=False)
-        for labels, place, want in (
-            (by_row, self.rows.flatten(), number),
-            (by_column, self.columns.flatten(), head.repeat_interleave(self.columns.shape[1])),
-        ):
-            expected = None if labels is None else torch.full_like(labels, -1)
-            if labels is None or expected is None:
-                raise NotClosedForm("x-dependent-bias", BESIDE)
-            expected[place.to(labels.device)] = want
-            if not bool(((labels == expected) | (labels == -1)).all()):
-                raise NotClosedForm("x-dependent-bias", BESIDE)
+        expected = torch.full_like(labels, -1)
+        expected[place.to(labels.device)] = want
+        if not bool(((labels == expected) | (labels == -1)).all()):
+            raise NotClosedForm("x-dependent-bias", BESIDE)
 
 
 def _find_largest(t: Tensor) -> Tensor:

@@ -69,7 +69,10 @@ class Probed:
 def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
     """Index one axis by a tensor of any shape; a view of t if the index counts up by one."""
     if index not in _FIRST:
-        _FIRST[index] = _find_first(index)
+        flat = index.flatten()
+        start, steps = flat[0], flat.diff()
+        first, plain = torch.stack([start, steps.eq(1).all().to(start)]).tolist()
+        _FIRST[index] = int(first) if plain else None
     first = _FIRST[index]
     if first is not None:
         return torch.unflatten(t.narrow(dim, first, index.numel()), dim, index.shape)
@@ -82,16 +85,7 @@ def _pick_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 _FIRST = WeakTensorKeyDictionary()
-"""Cached results of `_find_first`: every query waits for the device."""
-
-
-def _find_first(index: Tensor) -> int | None:
-    """Return the first entry of an index that counts up by one, else None."""
-    flat = index.flatten()
-    first, steps = flat[0], flat.diff()
-    counts = steps.eq(1).all()
-    start, plain = torch.stack([first, counts.to(first)]).tolist()
-    return int(start) if plain else None
+"""First entries of indices that count up by one, else None: every query waits for the device."""
 
 
 def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
@@ -104,8 +98,11 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
         One label per row or column of y, -1 without an effect; None if one affects parts of t with
         different values.
     """
-    axis = 1 if rows else 0
-    sets = _make_probe_sets(int(code.max()) + 1).to(code.device)
+    axis, values = 1 if rows else 0, int(code.max()) + 1
+    # Distinct halves of the fewest possible probes, (values, probes).
+    number = next(k for k in range(2, 2 + values) if comb(k, k // 2) >= values)
+    halves = torch.tensor(list(islice(combinations(range(number), number // 2), values)))
+    sets = torch.zeros(values, number, dtype=torch.bool).scatter_(1, halves, True).to(code.device)
     picks = sets[code].to(source.random.dtype)  # (..., probes)
     touched = [source.touched(source.random * pick, axis) for pick in picks.unbind(-1)]
     hits = torch.stack(touched, -1)
@@ -114,14 +111,6 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
         return None
     # A set shares all its probes with itself, and fewer with every other set of its size.
     return (hits.float() @ sets.mT.float()).argmax(-1).masked_fill(count == 0, -1)
-
-
-def _make_probe_sets(count: int) -> Tensor:
-    """Return distinct halves of the fewest possible probes, (count, probes)."""
-    probes = next(k for k in range(2, 2 + count) if comb(k, k // 2) >= count)
-    sets = torch.zeros(count, probes, dtype=torch.bool)
-    members = list(islice(combinations(range(probes), probes // 2), count))
-    return sets.scatter_(1, torch.tensor(members), True)
 
 
 def reads_only(source: Probed, rows: Tensor) -> bool:

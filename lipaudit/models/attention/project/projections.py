@@ -203,9 +203,15 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
     columns = _find_head_columns(source)
     if columns is not None:
         return source, columns, 1
-    unique, repeat = _undo_repeat(source.t)
-    source = replace(source, t=unique)
-    return source, None if repeat == 1 else _find_head_columns(source), repeat
+    # Grouped keys or values: only heads that read the same columns count, because others may be
+    # equal by chance, or zero.
+    t, heads = source.t, source.t.shape[1]
+    for repeat in range(heads, 1, -1):
+        unique = t[:, ::repeat]
+        if heads % repeat == 0 and torch.equal(unique.repeat_interleave(repeat, 1), t):
+            source = replace(source, t=unique)
+            return source, _find_head_columns(source), repeat
+    return source, None, 1
 
 
 def _find_head_columns(source: Probed) -> Tensor | None:
@@ -220,19 +226,6 @@ def _find_head_columns(source: Probed) -> Tensor | None:
     return head.argsort(stable=True)[int((head < 0).sum()) :].view(heads, -1)
 
 
-def _undo_repeat(t: Tensor) -> tuple[Tensor, int]:
-    """Return the distinct heads of grouped keys or values, and the number of their repetitions.
-
-    Only heads that read the same columns count: others may be equal by chance, or zero.
-    """
-    heads = t.shape[1]
-    for repeat in range(heads, 1, -1):
-        unique = t[:, ::repeat]
-        if heads % repeat == 0 and torch.equal(unique.repeat_interleave(repeat, 1), t):
-            return unique, repeat
-    return t, 1
-
-
 def _refine(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
     """Distinguish affine, rotation, linear-pos and local."""
     if not is_affine(source.t):
@@ -241,13 +234,11 @@ def _refine(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionFor
     affine = probes.affine_map(source, rows, form.columns)
     if affine is not None:
         mix, offset = affine
-        mixed, moved = not _is_identity(mix), bool(offset.any())
+        eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
+        mixed = mix.shape[-1] != mix.shape[-2] or not torch.equal(mix, eye.expand_as(mix))
+        moved = bool(offset.any())
         return replace(form, mix=mix if mixed else None, offset=offset if moved else None)
-    return _refine_by_position(source, rows, form)
-
-
-def _refine_by_position(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
-    """Distinguish t_i = G_i y_i, orthogonal or not, from an affine function with a constant."""
+    # t_i = G_i y_i, orthogonal or not, or an affine function with a constant by position.
     local = probes.position_map(source, rows, form.columns)
     shared = local is not None
     if local is None:
@@ -263,11 +254,6 @@ def _refuse_large(source: Probed, form: ProjectionForm) -> None:
     size = source.t.numel() * form.columns.shape[1]
     if size > LARGEST_LOCAL:
         raise NotClosedForm("large", f"has a local Jacobian of {size:.1e} numbers")
-
-
-def _is_identity(mix: Tensor) -> bool:
-    eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
-    return mix.shape[-1] == mix.shape[-2] and torch.equal(mix, eye.expand_as(mix))
 
 
 @dataclass(frozen=True)
@@ -308,46 +294,45 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     Raises:
         NotClosedForm: the tensor differs from the decoded form.
     """
-    made_by, linear = _find_leaves(form, leaves)
-    source = Probed(t[:, :: form.repeat], tuple(leaf.tensor for leaf in made_by), linear.outputs)
-    index = _find_index(form, source, samples, linear.inputs.shape[0])
-    rows = index.rows(samples)
-    projection = _build_projection(form, source, linear, rows)
-    x = probes.take(linear.inputs, rows, 0)
-    whole = _repeat_heads(projection, form.repeat)
-    return Projected(form, whole, x, index, linear, made_by)
-
-
-def _find_leaves(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[tuple[Leaf, ...], Linear]:
-    """Return the leaves behind q, k or v, once they are the outputs of the decoded maps."""
+    # The leaves behind q, k or v, once they are the outputs of the decoded maps.
     known = {leaf.origin.address: leaf for leaf in leaves}
     made_by = tuple(known[address] for address in form.source if address in known)
     linears = [leaf.origin.linear for leaf in made_by if leaf.origin.linear is not None]
     same = len(linears) == len(leaves) == len(form.source)
     if not same or not all(each.reads_same(linears[0]) for each in linears[1:]):
         raise NotClosedForm("changed", "comes from other linear maps than in the first pass")
-    return made_by, join_linears(linears)
-
-
-def _find_index(form: ProjectionForm, source: Probed, samples: int, total: int) -> TokenIndex:
+    linear = join_linears(linears)
+    source = Probed(t[:, :: form.repeat], tuple(leaf.tensor for leaf in made_by), linear.outputs)
+    total = linear.inputs.shape[0]
     index = form.index.resized(total // samples, source.t.shape[2])
     if index is None:
-        return attribute_rows(find_token_rows(source), samples, total)
+        index = attribute_rows(find_token_rows(source), samples, total)
     # An affine map is compared by value on every token, where other rows would show.
-    if form.kind != "affine" and not probes.reads_only(source, index.rows(samples)):
+    elif form.kind != "affine" and not probes.reads_only(source, index.rows(samples)):
         raise NotClosedForm("changed", "reads other tokens than in the first pass")
-    return index
-
-
-def _build_projection(
-    form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor
-) -> Projection:
+    rows = index.rows(samples)
     if form.kind == "affine":
-        return _build_affine(form, source, linear, rows)
+        whole = _build_affine(form, source, linear, rows)
+    elif form.kind == "cross-head":
+        whole = _build_local(form, source.merged(), linear, rows)
+    else:
+        whole = _build_local(form, source, linear, rows)
+    weight, bias, local = whole.weight, whole.bias, whole.local
     if form.kind == "cross-head":
-        merged = _build_local(form, source.merged(), linear, rows)
-        return _split_heads(merged, source.t.shape[1])
-    return _build_local(form, source, linear, rows)
+        # One projection of all heads becomes one per head, each reading all columns.
+        assert local is not None
+        heads, local = source.t.shape[1], local[:, 0]
+        local = local.reshape(*local.shape[:2], heads, -1, local.shape[3]).transpose(1, 2)
+        bias = None if bias is None else bias.expand(heads, -1)
+        weight = weight.expand(heads, -1, -1)
+    if form.repeat > 1:
+        if local is not None and local.shape[1] > 1:
+            local = local.repeat_interleave(form.repeat, 1)
+        bias = None if bias is None else bias.repeat_interleave(form.repeat, 0)
+        weight = weight.repeat_interleave(form.repeat, 0)
+    whole = Projection(weight, bias, local, whole.kind)
+    x = probes.take(linear.inputs, rows, 0)
+    return Projected(form, whole, x, index, linear, made_by)
 
 
 def _build_affine(
@@ -378,23 +363,3 @@ def _build_local(form: ProjectionForm, source: Probed, linear: Linear, rows: Ten
     weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
     bias = None if linear.bias is None else linear.bias[columns]
     return Projection(weight, bias, local, form.kind)
-
-
-def _split_heads(merged: Projection, heads: int) -> Projection:
-    """Turn one projection of all heads into one per head, each reading all columns."""
-    assert merged.local is not None
-    local = merged.local[:, 0]
-    local = local.reshape(*local.shape[:2], heads, -1, local.shape[3]).transpose(1, 2)
-    bias = None if merged.bias is None else merged.bias.expand(heads, -1)
-    return Projection(merged.weight.expand(heads, -1, -1), bias, local, merged.kind)
-
-
-def _repeat_heads(projection: Projection, repeat: int) -> Projection:
-    if repeat == 1:
-        return projection
-    bias, local = projection.bias, projection.local
-    if local is not None and local.shape[1] > 1:
-        local = local.repeat_interleave(repeat, 1)
-    if bias is not None:
-        bias = bias.repeat_interleave(repeat, 0)
-    return Projection(projection.weight.repeat_interleave(repeat, 0), bias, local, projection.kind)

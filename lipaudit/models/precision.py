@@ -65,13 +65,7 @@ class Widening(TorchFunctionMode):
         super().__init__()
         self.halves: set[torch.dtype] = set()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with float64 in place of what it asks for."""
         asked = (_CASTS.get(func), *args, *(kwargs or {}).values())
         self.halves.update(each for each in asked if each is torch.half or each is torch.bfloat16)
@@ -87,12 +81,12 @@ def widen_call(
         return Tensor.double, args, kwargs
     if func is Tensor.view:  # a view of the bits
         return func, args, kwargs
-    wide = {name: _wide(value) for name, value in kwargs.items()}
-    return func, tuple(_wide(value) for value in args), wide
 
+    def widen(value: Any) -> Any:
+        lower = isinstance(value, torch.dtype) and value in _CASTS.values()
+        return torch.float64 if lower else value
 
-def _wide(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _CASTS.values() else value
+    return func, tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}
 
 
 @contextmanager

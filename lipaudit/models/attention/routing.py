@@ -6,7 +6,7 @@ the choices made there; it does not include a change of choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,13 +39,7 @@ class Routing(TorchFunctionMode):
         with self._place.following(module), self:
             yield
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a choice."""
         kwargs = kwargs or {}
         if func in _TOP_K:

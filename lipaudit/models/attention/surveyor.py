@@ -370,7 +370,11 @@ class Surveyor:
             # A function of a single linear map that was released.
             self.forgot |= any(len(part) == 1 and part[0].forgotten for part in (q, k, v))
             self.inner |= self._chains.inner([*q, *k, *v])
-            site = self._check_numeric(site, call)
+            if call.output.dtype in HALF:
+                site = replace(site, inputs=())
+            elif why := find_obstacle(make_layer(site, call, self.batch, self.place.frames)):
+                reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
+                site = replace(site, reason=reason, inputs=())
             heads, tokens = arrange_call(call, site.layout, samples).q.shape[1:3]
             # The number of heads of a text model follows its number of tokens: without a closed
             # form, nothing else distinguishes the two axes.
@@ -395,16 +399,6 @@ class Surveyor:
             _identify_inputs(q, k, v) if site.heads == 1 else (frozenset(), None),
             properties,
         )
-
-    def _check_numeric(self, site: Site, call: AttentionCall) -> Site:
-        """Test whether the layer can be differentiated numerically."""
-        if call.output.dtype in HALF:
-            return replace(site, inputs=())
-        why = find_obstacle(make_layer(site, call, self.batch, self.place.frames))
-        if why is None:
-            return site
-        reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
-        return replace(site, reason=reason, inputs=())
 
     def _make_site(self, call: AttentionCall, address: Address) -> Site:
         frames, analysis = self.place.frames, analyse(call, self.batch)

@@ -84,12 +84,6 @@ def read_hidden_states(scorer: NextToken, forward: Forward) -> Tensor:
     return seen[0]
 
 
-def embedding(net: Net, scorer: NextToken, batch: Batch) -> Tensor:
-    """Return the embeddings of texts: the model has to run, but its head on one column only."""
-    with _replace_head_input(scorer, lambda states: states[:, :1]):
-        return net.embedding(batch)
-
-
 def pick_columns(states: Tensor, place: Tensor) -> Tensor:
     """Return one column of every sample, (samples, width)."""
     return states[torch.arange(len(states), device=states.device), place.to(states.device)]
@@ -318,8 +312,9 @@ def make_sample_function(
         x = batch.x.detach()
     elif scorer is None:
         x = net.embedding(batch)
-    else:
-        x = embedding(net, scorer, batch)
+    else:  # the model has to run, but its head on one column only
+        with _replace_head_input(scorer, lambda states: states[:, :1]):
+            x = net.embedding(batch)
     return SampleFunction(
         f, x, name, "scores" if net.scored and end.what == "logits" else end.text
     )

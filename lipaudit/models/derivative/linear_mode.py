@@ -160,13 +160,7 @@ class LinearMode(TorchFunctionMode):
         super().__init__()
         self.widen = widen
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the replacement of `func` if one applies, else `func`."""
         kwargs = kwargs or {}
         if self.widen:

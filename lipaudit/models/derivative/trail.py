@@ -41,9 +41,7 @@ class Trail(EagerMode):
                 state.copy_(before)
         return bool(self._states)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation; check its inputs if NaN may not come out."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         given = {_identify_storage(t) for t in tensors}

@@ -22,7 +22,6 @@ from lipaudit.models.sources.outputs import (
     CLASSIFIERS,
     HEADS,
     TOWERS,
-    choose_tower,
     describe_images,
     describe_sounds,
     has_head,
@@ -163,11 +162,20 @@ def describe_transformers(
         UsageError: a model with two towers needs the option `tower`, or lacks that tower.
     """
     for config in (module.config, find_text_config(module.config)):
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if not hasattr(config, name):  # the code of transformers asks every model for them
-                setattr(config, name, None)
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if not hasattr(config, key):  # the code of transformers asks every model for them
+                setattr(config, key, None)
     find_text_config(module.config).use_cache = False
-    tower = choose_tower(module, options.tower)
+    tower, name = options.tower, type(module).__name__
+    towers = [each for each in TOWERS if hasattr(module, f"get_{each}_features")]
+    if tower is not None and tower not in towers:
+        has = f"only {' and '.join(towers)}" if towers else "none"
+        raise UsageError(f"{name} has no tower {tower!r}: it has {has}", "Leave --tower out.")
+    if tower is None and len(towers) > 1:
+        raise UsageError(
+            f"{name} has an image tower and a text tower, and none was chosen",
+            "Add --tower image or --tower text.",
+        )
     takes = module.main_input_name if tower is None else TOWERS[tower]
     if takes == "pixel_values":
         return describe_images(module, options, path, tower)
@@ -176,7 +184,7 @@ def describe_transformers(
     if takes in ("input_values", "input_features"):
         return describe_sounds(module)
     raise InputError(
-        f"{type(module).__name__} takes {takes}: neither images, text nor sound",
+        f"{name} takes {takes}: neither images, text nor sound",
         "Write a py: factory that returns a ModelSpec of kind tokens.",
     )
 

@@ -50,7 +50,27 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
     # Random weights are the same each time; the caller's random state is restored.
     with seed_device(SEED, place):
         source, model = _load(spec, options)
-        _refuse_options(spec, source, options)
+        # Options that this source does not use are refused.
+        if options.arch is not None and source != "file":
+            raise UsageError(
+                f"--arch is only for weights files; {spec} already names its architecture",
+                "Drop it.",
+            )
+        if options.model_kwargs and source == "demo":
+            raise UsageError(
+                f"{spec} does not take {', '.join(options.model_kwargs)}",
+                "Leave --model-kwargs out. In a gate they come from the baseline: check that it "
+                "is of this model.",
+            )
+        if options.tower is not None and source not in ("hf", "py"):
+            raise UsageError(f"{spec} has no separate image and text towers", "Leave --tower out.")
+        if options.classes is not None and source in ("demo", "py"):
+            raise UsageError(f"{spec} has a fixed number of classes", "Leave --classes out.")
+        if options.weights == "stored" and source not in ("hf", "py"):
+            raise UsageError(
+                "--weights stored works only for transformers models and py: factories",
+                "Leave it out.",
+            )
         return assemble(model, options, name=spec, source=source)
 
 
@@ -107,7 +127,13 @@ def _load_bare(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     elif name.count("/") == 1:
         meant, what = f"hf:{name}", "Hugging Face repository"
     else:
-        close = [*_suggest_repository(name), *similar_models(name)]
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        families = "|".join(map(re.escape, CONFIG_MAPPING_NAMES))
+        family = re.match(rf"({families})([-.0-9]|$)", name.casefold())
+        # Repositories of transformers without an owner have no `_` in their name.
+        close = [f"hf:{name}"] if family and "_" not in name else []
+        close += similar_models(name)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise InputError(f"no model {name!r}", f"{hint}MODEL is one of: {FORMS}.")
     try:
@@ -119,16 +145,6 @@ def _load_bare(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
         raise InputError(message, error.advice) from error
     note = remark("resolved", f"{name!r} was read as the {what} {meant}")
     return source, replace(model, notes=(note, *model.notes))
-
-
-def _suggest_repository(name: str) -> list[str]:
-    """Return the repository of the Hub that a name may be short for: "bert-base-uncased"."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    families = "|".join(map(re.escape, CONFIG_MAPPING_NAMES))
-    family = re.match(rf"({families})([-.0-9]|$)", name.casefold())
-    # Repositories of transformers without an owner have no `_` in their name.
-    return [f"hf:{name}"] if family and "_" not in name else []
 
 
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
@@ -162,26 +178,3 @@ def _suggest_checkpoint(path: Path) -> str:
     if path.is_dir():
         return "Give its weights file with --arch timm:NAME, or add the config.json."
     return f"Give a file that ends in {', '.join(SUFFIXES)}."
-
-
-def _refuse_options(spec: str, source: str, options: LoadOptions) -> None:
-    """Refuse options that the source of a model does not use."""
-    if options.arch is not None and source != "file":
-        raise UsageError(
-            f"--arch is only for weights files; {spec} already names its architecture", "Drop it."
-        )
-    if options.model_kwargs and source == "demo":
-        raise UsageError(
-            f"{spec} does not take {', '.join(options.model_kwargs)}",
-            "Leave --model-kwargs out. In a gate they come from the baseline: check that it "
-            "is of this model.",
-        )
-    if options.tower is not None and source not in ("hf", "py"):
-        raise UsageError(f"{spec} has no separate image and text towers", "Leave --tower out.")
-    if options.classes is not None and source in ("demo", "py"):
-        raise UsageError(f"{spec} has a fixed number of classes", "Leave --classes out.")
-    if options.weights == "stored" and source not in ("hf", "py"):
-        raise UsageError(
-            "--weights stored works only for transformers models and py: factories",
-            "Leave it out.",
-        )

@@ -170,13 +170,15 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
         UsageError: this machine has no such device.
     """
     try:
-        from accelerate.utils import get_balanced_memory, infer_auto_device_map
+        import accelerate  # noqa: F401
     except ImportError as error:
         raise InputError(
             "--device-map needs the library `accelerate`, which is not installed",
             "pip install 'lipaudit[accelerate]'",
         ) from error
     if wanted in PLANNED:
+        from accelerate.utils import get_balanced_memory, infer_auto_device_map
+
         # Accelerate distributes the model over the free memory, whole blocks at a time.
         blocks = {
             type(child).__name__

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lipaudit.data.images import resize
 from lipaudit.data.samples import warning
-from lipaudit.errors import InputError, UsageError, explain_failure
+from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import NO_DECISION
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.sources.timm import list_synsets
@@ -63,11 +63,6 @@ def is_classifier(module: Any) -> bool:
     return type(module).__name__.endswith(tuple(CLASSIFIERS))
 
 
-def is_language_model(module: Any) -> bool:
-    """Say whether a model's output is token logits."""
-    return type(module).__name__.endswith(tuple(LANGUAGE_MODELS))
-
-
 def describe_classes(module: Any) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` about classes: their presence, names, architecture.
 
@@ -88,25 +83,6 @@ def describe_classes(module: Any) -> dict[str, Any]:
     if classifier and not all(name.startswith("LABEL_") for name in names):
         facts["labels"] = tuple(names)
     return facts
-
-
-def choose_tower(module: Any, asked: str | None) -> str | None:
-    """Return the tower to measure; None for a model without towers.
-
-    Raises:
-        UsageError: the model has two towers and none is chosen, or it lacks the chosen one.
-    """
-    towers = [name for name in TOWERS if hasattr(module, f"get_{name}_features")]
-    name = type(module).__name__
-    if asked is not None and asked not in towers:
-        has = f"only {' and '.join(towers)}" if towers else "none"
-        raise UsageError(f"{name} has no tower {asked!r}: it has {has}", "Leave --tower out.")
-    if asked is None and len(towers) > 1:
-        raise UsageError(
-            f"{name} has an image tower and a text tower, and none was chosen",
-            "Add --tower image or --tower text.",
-        )
-    return asked
 
 
 def read_tower(result: Any) -> Tensor:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
-from torch import nn
 
 from lipaudit.models.net import Net
 from lipaudit.models.sources.demo import AS_TIMM, DigitsViT
@@ -53,34 +52,29 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         return True
     weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
-    config = _timm_config(module, net, options or LoadOptions())
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return config is not None
-
-
-def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str, Any] | None:
-    """Return timm's configuration of a model, None if the model is not timm's."""
-    how = {key: net.info.preprocess[key] for key in ("mean", "std") if key in net.info.preprocess}
-    how |= {"input_size": list(net.sample_shape), "num_classes": net.classes or 0}
-    own = getattr(module, "pretrained_cfg", None)
+    own, preprocess = getattr(module, "pretrained_cfg", None), net.info.preprocess
     if isinstance(module, DigitsViT):
         architecture, arguments = AS_TIMM
         kept: dict[str, Any] = {}
     elif own is not None:
         architecture = str(own.get("architecture"))
         # The arguments the model was built with: of its directory, and of the options.
-        config = Path(net.info.spec) / "config.json"
-        built = read_json(config).get("model_args", {}) if config.is_file() else {}
-        built |= dict(options.model_kwargs)
+        file = Path(net.info.spec) / "config.json"
+        built = read_json(file).get("model_args", {}) if file.is_file() else {}
+        built |= dict((options or LoadOptions()).model_kwargs)
         arguments = {k: v for k, v in built.items() if k not in ("pretrained", "num_classes")}
         names = ("interpolation", "crop_pct", "crop_mode", "first_conv", "classifier")
         kept = {name: own[name] for name in names if own.get(name) is not None}
     else:
-        return None
-    return {
+        return False
+    classes = net.classes or 0
+    how = {key: preprocess[key] for key in ("mean", "std") if key in preprocess}
+    how |= {"input_size": list(net.sample_shape), "num_classes": classes}
+    config = {
         "architecture": architecture,
-        "num_classes": net.classes or 0,
+        "num_classes": classes,
         "model_args": arguments,
         "pretrained_cfg": kept | how,
     }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return True

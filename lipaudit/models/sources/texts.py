@@ -24,12 +24,12 @@ from lipaudit.data.samples import remark
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import NextToken
 from lipaudit.models.sources.outputs import (
+    LANGUAGE_MODELS,
     Pooling,
     choose_pooling,
     describe_classes,
     has_head,
     is_classifier,
-    is_language_model,
     read_tower,
 )
 from lipaudit.models.sources.spec import ModelSpec
@@ -357,7 +357,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         facts["unknown_id"] = feed.unknown
     if feed is not None and getattr(tokenizer, "is_fast", False):
         facts["lexicon"] = partial(read_lexicon, tokenizer, size, feed.encode)
-    if tower is None and is_language_model(module):
+    if tower is None and type(module).__name__.endswith(tuple(LANGUAGE_MODELS)):
         if "inputs_embeds" in inspect.signature(module.forward).parameters:
             facts["next_logits"] = partial(_score_next, module, feed)
         if (head := module.get_output_embeddings()) is not None:

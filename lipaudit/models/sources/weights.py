@@ -86,12 +86,12 @@ def _read_pickle(path: Path) -> Any:
             simplefilter("ignore")  # a warning about TorchScript archives, refused below
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as caught:  # junk may raise anything
+        asked = re.search(r"allocate (\d+) bytes", str(caught))
+        # A damaged file may ask for more memory than it has bytes: memory is not short then.
+        lies = asked is not None and int(asked[1]) > path.stat().st_size
+        if out_of_memory(caught) and not lies:
+            raise
         error = caught
-    asked = re.search(r"allocate (\d+) bytes", str(error))
-    # A damaged file may ask for more memory than it has bytes: memory is not short then.
-    lies = asked is not None and int(asked[1]) > path.stat().st_size
-    if out_of_memory(error) and not lies:
-        raise error
     if "TorchScript" in str(error):
         raise InputError(
             f"{path} is TorchScript (a program), not a weights file",

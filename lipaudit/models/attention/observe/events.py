@@ -19,7 +19,7 @@ cannot be seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -149,13 +149,7 @@ class AttentionMode(TorchFunctionMode):
         )
         self._past: Past = WeakTensorKeyDictionary()  # marks behind cuts of logits and of P
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._on_product is not None:
             factors = find_operands(func, args, kwargs)

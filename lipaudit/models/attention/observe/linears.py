@@ -168,13 +168,9 @@ def _read_conv(
             whole = weight.flatten(1)
             if groups > 1:  # channels kept apart: a block of W each
                 whole = torch.block_diag(*whole.chunk(groups))  # type: ignore[no-untyped-call]
-            return Linear(_to_channels_last(input), whole.t(), bias, _to_channels_last)
+            return Linear(input.movedim(1, -1), whole.t(), bias, lambda y: y.movedim(1, -1))
 
         yield Operands(input, weight, bias, RIGHT, read, True)
-
-
-def _to_channels_last(t: Tensor) -> Tensor:
-    return t.movedim(1, -1)
 
 
 def _all_equal(value: int | tuple[int, ...], wanted: int) -> bool:

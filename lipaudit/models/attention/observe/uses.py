@@ -71,13 +71,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if count > layers[module]
         ]
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "overloadpacket", func).__name__
         given = [self._find_marks(t) for t in _walk_tensors((args, kwargs))]

@@ -124,9 +124,22 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice) -> Tensor:
     With a sink the cotangents of a row sum to 0 exactly, so a sink that depends on a product
     appears as another pair's.
     """
-    _require_shift(form, product)
-    generator = torch.Generator(product.device).manual_seed(0)
-    some = torch.rand(product.shape, generator=generator, device=product.device) < 0.5
+    device = product.device
+    if not _LARGEST.isdisjoint(_list_ops(form)):
+        # Only the largest logit of a row may be subtracted, equally from all of them: cotangents
+        # that sum exactly to 0 over a row then give no gradient to it.
+        generator, shape = torch.Generator(device).manual_seed(1), form.logits.shape
+        u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
+        u[..., -1] -= u.sum(-1)
+        largest: list[Tensor] = []
+        with _hook_largest(form, lambda grads: largest.extend(g for g in grads if g is not None)):
+            form.pull(u)
+        if any(bool((each != 0).any()) for each in largest):
+            raise NotClosedForm(
+                "mixed-logits", "its logits depend on the largest one of their row"
+            )
+    generator = torch.Generator(device).manual_seed(0)
+    some = torch.rand(product.shape, generator=generator, device=device) < 0.5
     ones, pulled = (_pull_slopes(form, t.to(product), keys) for t in (torch.ones_like(some), some))
     # Exact zeros: a small share of a large head's logits would still be large in another head.
     if not _is_close(pulled, ones * some, 1e-3):
@@ -146,24 +159,6 @@ def _pull_slopes(form: Explicit, cotangent: Tensor, keys: slice) -> Tensor:
     if pulled is None:  # a linear map of the logits, where the graph is cut
         raise NotClosedForm("x-dependent-bias", BESIDE)
     return pulled.reshape(cotangent.shape).to(cotangent.dtype)
-
-
-def _require_shift(form: Explicit, product: Tensor) -> None:
-    """Check that only the largest logit of a row is subtracted, equally from all of them.
-
-    Cotangents that sum exactly to 0 over a row then give no gradient to it.
-    """
-    if _LARGEST.isdisjoint(_list_ops(form)):
-        return
-    generator = torch.Generator(product.device).manual_seed(1)
-    shape, device = form.logits.shape, product.device
-    u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
-    u[..., -1] -= u.sum(-1)
-    pulled: list[Tensor] = []
-    with _hook_largest(form, lambda grads: pulled.extend(g for g in grads if g is not None)):
-        form.pull(u)
-    if any(bool((each != 0).any()) for each in pulled):
-        raise NotClosedForm("mixed-logits", "its logits depend on the largest one of their row")
 
 
 @contextmanager

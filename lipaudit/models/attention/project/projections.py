@@ -144,13 +144,32 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     source, columns, repeat = _find_heads(source)
     index = attribute_rows(rows, samples, linears[0].inputs.shape[0])
     made_by = tuple(origin.address for origin in origins)
-    if columns is not None:
-        plain = ProjectionForm("affine", made_by, index, columns, repeat)
-        return _refine(source, rows, plain)
-    every = (source.read != 0).any(0).nonzero().T
-    form = ProjectionForm("cross-head", made_by, index, every, repeat)
-    _refuse_large(source.merged(), form)
-    return form
+    if columns is None:
+        every = (source.read != 0).any(0).nonzero().T
+        form = ProjectionForm("cross-head", made_by, index, every, repeat)
+        _refuse_large(source.merged(), form)
+        return form
+    form = ProjectionForm("affine", made_by, index, columns, repeat)
+    if not is_affine(source.t):
+        _refuse_large(source, form)
+        return replace(form, kind="local")
+    affine = probes.affine_map(source, rows, columns)
+    if affine is not None:
+        mix, offset = affine
+        eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
+        mixed = mix.shape[-1] != mix.shape[-2] or not torch.equal(mix, eye.expand_as(mix))
+        moved = bool(offset.any())
+        return replace(form, mix=mix if mixed else None, offset=offset if moved else None)
+    # t_i = G_i y_i, orthogonal or not, or an affine function with a constant by position.
+    local = probes.position_map(source, rows, columns)
+    shared = local is not None
+    if local is None:
+        _refuse_large(source, form)
+        local = probes.local_map(source, rows, columns)
+        if not probes.is_linear(source, local, rows, columns):
+            return replace(form, kind="local")
+    kind = "rotation" if probes.is_orthogonal(local) else "linear-pos"
+    return replace(form, kind=kind, shared=shared)
 
 
 def find_token_rows(source: Probed) -> Tensor:
@@ -224,30 +243,6 @@ def _find_head_columns(source: Probed) -> Tensor | None:
     if (sizes != sizes[0]).any():
         raise NotClosedForm("ragged", "uses more channels in some heads than in others")
     return head.argsort(stable=True)[int((head < 0).sum()) :].view(heads, -1)
-
-
-def _refine(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
-    """Distinguish affine, rotation, linear-pos and local."""
-    if not is_affine(source.t):
-        _refuse_large(source, form)
-        return replace(form, kind="local")
-    affine = probes.affine_map(source, rows, form.columns)
-    if affine is not None:
-        mix, offset = affine
-        eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
-        mixed = mix.shape[-1] != mix.shape[-2] or not torch.equal(mix, eye.expand_as(mix))
-        moved = bool(offset.any())
-        return replace(form, mix=mix if mixed else None, offset=offset if moved else None)
-    # t_i = G_i y_i, orthogonal or not, or an affine function with a constant by position.
-    local = probes.position_map(source, rows, form.columns)
-    shared = local is not None
-    if local is None:
-        _refuse_large(source, form)
-        local = probes.local_map(source, rows, form.columns)
-        if not probes.is_linear(source, local, rows, form.columns):
-            return replace(form, kind="local")
-    kind = "rotation" if probes.is_orthogonal(local) else "linear-pos"
-    return replace(form, kind=kind, shared=shared)
 
 
 def _refuse_large(source: Probed, form: ProjectionForm) -> None:

@@ -6,6 +6,7 @@ The worst case (`measures.growth`) needs only the weights of a head and the radi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,21 +17,7 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
-from lipaudit.measures.by_layer import HeadName
-from lipaudit.measures.growth import (
-    AGREED,
-    WorstCase,
-    any_size,
-    bound_exponents,
-    cut,
-    fit_of,
-    groups,
-    points,
-    require_lengths,
-    with_fit,
-    with_searches,
-    worst_case,
-)
+from lipaudit.measures.growth import Cells, any_size, cut, require_lengths, worst_case
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -38,6 +25,7 @@ from lipaudit.measures.measure import (
     join_parts,
     lower_estimates,
     notes,
+    number_or_none,
     reduce_known,
 )
 from lipaudit.models.net import Net
@@ -48,56 +36,61 @@ from lipaudit.settings.scaling import ScalingOptions
 from lipaudit.tables import Note, Row, Section
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.growth.ascent import SEARCHES
-from lipaudit.theory.growth.worst_tokens import PowerLaw
+from lipaudit.theory.growth.worst_tokens import PowerLaw, power_law
 
 FOLLOWED = tuple(name for name, bound in load_bounds().items() if bound.scaling)
 OF_HEADS = ("exact", "radius", "tokens", *FOLLOWED)
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
+WELL_UNDER = 10
+"""The sqrt n law is fitted for n up to n_max divided by this."""
+AGREED = 1.02
+"""If repeated searches differ by more than this factor, no exponent is fitted."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
     """Yield norms and bounds of every sample at every length; the facts hold the worst case."""
     with any_size(net) as resized:
-        remarks = _note_resizing() if resized and "real" in options.modes else ()
-        case: WorstCase | None = None
+        remarks: tuple[Note, ...] = ()
+        if resized and "real" in options.modes:
+            text = (
+                "the model has one image size. For other sizes its position embeddings are "
+                "interpolated (dynamic_img_size=true)"
+            )
+            remarks = (Note(level="info", code="interpolated", text=text),)
+        worst: list[Cells] | None = None
         for batch in batches:
-            if case is None:
+            if worst is None:
                 if "real" in options.modes and net.kind != "text":
                     require_lengths(net, batch, options.lengths)
-                # The worst case belongs to the first sample of the run: it is measured only there.
-                first = batch.start == 0
-                case = worst_case(net, _first(net, batch), options) if first else WorstCase()
-                remarks += case.notes()
-            worst = {"rows": [*case.rows]}
-            values, facts, more = _on_data(net, batch, options)
-            yield Part(batch.ids, values, worst | facts, remarks + more)
+                worst = []
+                if batch.start == 0:  # the worst case belongs to the first sample of the run
+                    first = batch[:1]
+                    if first.mask is not None:  # without padding
+                        first, _ = cut(net, first, int(first.mask.sum()))
+                    worst, missing = worst_case(net, first, options)
+                    remarks += missing
+            values, facts, more = _measure_lengths(net, batch, options)
+            yield Part(batch.ids, values, {"rows": [*worst]} | facts, remarks + more)
 
 
-def _note_resizing() -> tuple[Note, ...]:
-    text = (
-        "the model has one image size. For other sizes its position embeddings are "
-        "interpolated (dynamic_img_size=true)"
-    )
-    return (Note(level="info", code="interpolated", text=text),)
-
-
-def _first(net: Net, batch: Batch) -> Batch:
-    """Return the first sample without padding."""
-    one = batch[:1]
-    return one if one.mask is None else cut(net, one, int(one.mask.sum()))[0]
-
-
-Cut = tuple[int, Batch, torch.Tensor]
-"""Index of a length, the samples at that length, and their indices in the batch."""
-
-
-def _on_data(
+def _measure_lengths(
     net: Net, batch: Batch, options: ScalingOptions
 ) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
-    """Return arrays (samples, lengths, heads or layers); NaN if a sample is too short."""
+    """Return arrays (samples, lengths, heads or layers); NaN if a sample is too short.
+
+    Raises:
+        InputError: no sample reaches the shortest length.
+    """
     if "real" not in options.modes:
         return {}, {}, ()
-    cuts = _cuts(net, batch, options.lengths)
+    # The longest first: the model may be surveyed there.
+    cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(options.lengths)])]
+    cuts = [(i, part, which) for i, part, which in cuts if len(part)]
+    if not cuts:
+        raise InputError(
+            f"the samples {', '.join(batch.ids)} have fewer than {options.lengths[0]} tokens",
+            "Start --lengths lower, or give longer texts.",
+        )
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
     of_heads = BoundsOptions(layers=options.layers, **how)
     parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))
@@ -112,43 +105,19 @@ def _on_data(
         missed += int((~part.values["converged"]).sum())
         within.append(part.values["within"])
         facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
-    arrays = _scatter(cuts, at_lengths, (len(batch), len(options.lengths)))
-    # Layers without a norm have NaN.
-    most = np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0)
-    facts |= {"within": float(most), "kind": net.kind}
-    return arrays, facts, notes(parts) + _note_unconverged(missed)
-
-
-def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
-    """Cut the samples to every length, the longest first: the model may be surveyed there.
-
-    Raises:
-        InputError: no sample reaches the shortest length.
-    """
-    cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(lengths)])]
-    kept = [(i, part, which) for i, part, which in cuts if len(part)]
-    if not kept:
-        raise InputError(
-            f"the samples {', '.join(batch.ids)} have fewer than {lengths[0]} tokens",
-            "Start --lengths lower, or give longer texts.",
-        )
-    return kept
-
-
-def _scatter(
-    cuts: Sequence[Cut], at_lengths: Sequence[Mapping[str, Values]], shape: tuple[int, int]
-) -> dict[str, Values]:
-    """Put the values at each length into arrays over all samples and lengths."""
+    shape = len(batch), len(options.lengths)
     arrays = {n: np.full((*shape, v.shape[1]), np.nan) for n, v in at_lengths[0].items()}
     for (i, _, which), values in zip(cuts, at_lengths, strict=True):
         for name, array in arrays.items():
             array[which.numpy(), i] = values[name]
-    return arrays
-
-
-def _note_unconverged(count: int) -> tuple[Note, ...]:
-    text = f"{count} norms did not converge to tol, so they may be too low"
-    return (Note(level="warning", code="not-converged", text=text),) if count else ()
+    # Layers without a norm have NaN.
+    most = np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0)
+    facts |= {"within": float(most), "kind": net.kind}
+    remarks = notes(parts)
+    if missed:
+        text = f"{missed} norms did not converge to tol, so they may be too low"
+        remarks += (Note(level="warning", code="not-converged", text=text),)
+    return arrays, facts, remarks
 
 
 @dataclass(frozen=True)
@@ -167,25 +136,38 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     values = {name: join_parts(parts, name) for name in parts[0].values}
     within = max(part.facts.get("within", 0.0) for part in parts)
     facts = {**parts[0].facts, "within": within}
-    rows, fits = [], []
+    rows, fits, apart = [], [], []
     for curve in _curves(values, facts, options) if values else ():
-        law, fit = fit_of(curve.name, curve.n, curve.norm, curve.radius)
+        law, fit = _fit(curve.name, curve.n, curve.norm, curve.radius)
         rows += list(_rows(curve, law))
-        fits.append(fit.replace(**bound_exponents(curve.n, curve.bounds)))
-    apart = []
-    for name, group in groups([SCALING_TABLE.row(**cells) for cells in facts["rows"]]):
-        law, fit = fit_of(name, *points(group))
-        rows += [with_fit(row, law) for row in group]
+        unknown = np.full_like(curve.norm, np.nan)
+        exponents = {
+            f"{name}_exponent": _fit({}, curve.n, bound, unknown)[1].exponent
+            for name, bound in curve.bounds.items()
+        }
+        fits.append(fit.replace(**exponents))
+    # A fit for each head, mode, mask and radius; in mode radius it is the radius that varies.
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    keys = ("mode", "layer", "head", "masked")
+    for row in (SCALING_TABLE.row(**cells) for cells in facts["rows"]):
+        radius = None if row.mode == "radius" else row.radius
+        groups.setdefault((*(row[key] for key in keys), radius), []).append(row)
+    for key, group in groups.items():
+        in_law = [row for row in group if _is_in_law(row)]
+        columns = [[row[name] for row in in_law] for name in ("n", "norm", "radius")]
+        name = dict(zip((*keys, "radius"), key, strict=True))
+        law, fit = _fit(name, *np.array(columns, dtype=np.float64))
+        rows += [_add_fit(row, law) for row in group]
         if fit.exponent is None:
             continue
-        kept = with_searches(fit, group) if name["mode"] == "ascent" else fit
+        kept = _widen(fit, group) if name["mode"] == "ascent" else fit
         fits += [] if kept is None else [kept]
         apart += [group] if kept is None else []
     sections = [
         SCALING_TABLE.section(
             settings=options.model_dump(),
             rows=tuple(rows),
-            notes=notes(parts) + _remarks(rows, facts, options) + _of_searches(rows, apart),
+            notes=notes(parts) + _remarks(rows, facts, options, apart),
         ),
         FITS_TABLE.section(rows=tuple(fits)),
     ]
@@ -198,38 +180,29 @@ def _curves(
     """Yield the layers, the chosen heads and the model, on data."""
     names = facts["heads"]
     layer_of = np.array([head.layer for head in names])
-    wanted = set(options.heads or ())
-    picked = [i for i, h in enumerate(names) if wanted & {"all", f"{h.layer}.{h.head}"}]
     for i, (layer, module) in enumerate(facts["layers"]):
-        yield _layer_curve(layer, module, i, np.flatnonzero(layer_of == layer), values)
-    yield from (_head_curve(names[i], i, values) for i in picked)
+        heads = np.flatnonzero(layer_of == layer)
+        # After W_O if the layer has one, else its heads side by side.
+        out, concat = values["layer_out"][:, :, i], values["layer_exact"][:, :, i]
+        has_out = ~np.isnan(out)
+        factor = np.where(has_out, values["out_norm"][:, :, i], 1.0)
+        yield NormCurve(
+            {"mode": "real", "layer": layer, "module": module},
+            values["tokens"][:, :, heads[0]],
+            np.where(has_out, out, concat),
+            values["radius"][:, :, heads[0]],
+            {n: factor * np.sqrt((values[n][:, :, heads] ** 2).sum(2)) for n in FOLLOWED},
+        )
+    wanted = set(options.heads or ())
+    for i, head in enumerate(names):
+        if wanted & {"all", f"{head.layer}.{head.head}"}:
+            at = {name: values[name][:, :, i] for name in OF_HEADS}
+            of_head = {"mode": "real", **head._asdict()}
+            limits = {name: at[name] for name in FOLLOWED}
+            yield NormCurve(of_head, at["tokens"], at["exact"], at["radius"], limits)
     model = values["model"][:, :, 0]
     n = np.nanmax(values["tokens"], 2, initial=0)
     yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
-
-
-def _layer_curve(
-    layer: int, module: str, index: int, heads: Values, values: dict[str, Values]
-) -> NormCurve:
-    """Return the norms of a layer after W_O if it has one, else of its heads side by side."""
-    out, concat = values["layer_out"][:, :, index], values["layer_exact"][:, :, index]
-    has_out = ~np.isnan(out)
-    factor = np.where(has_out, values["out_norm"][:, :, index], 1.0)
-    bounds = {name: factor * np.sqrt((values[name][:, :, heads] ** 2).sum(2)) for name in FOLLOWED}
-    return NormCurve(
-        {"mode": "real", "layer": layer, "module": module},
-        values["tokens"][:, :, heads[0]],
-        np.where(has_out, out, concat),
-        values["radius"][:, :, heads[0]],
-        bounds,
-    )
-
-
-def _head_curve(head: HeadName, index: int, values: dict[str, Values]) -> NormCurve:
-    at = {name: array[:, :, index] for name, array in values.items() if name in OF_HEADS}
-    bounds = {name: at[name] for name in FOLLOWED}
-    name = {"mode": "real", **head._asdict()}
-    return NormCurve(name, at["tokens"], at["exact"], at["radius"], bounds)
 
 
 def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
@@ -247,45 +220,84 @@ def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
             norm_high=float(norms.max()),
             **{f"bound_{k}": reduce_known(v[:, i], np.median) for k, v in curve.bounds.items()},
         )
-        yield with_fit(row, law)
+        yield _add_fit(row, law)
+
+
+def _is_in_law(row: Row) -> bool:
+    """Return whether a power law is expected at the length of a row."""
+    return row.mode != "adversarial" or row.n * WELL_UNDER <= (row.n_max or 0)
+
+
+def _add_fit(row: Row, law: PowerLaw) -> Row:
+    """Return a row with the norm of the fit, if a power law is expected there."""
+    if math.isnan(law.exponent) or row.mode == "ascent" or not _is_in_law(row):
+        return row
+    return row.replace(fitted=law.constant * row.n**law.exponent)
+
+
+def _fit(name: Mapping[str, Any], n: Values, norm: Values, radius: Values) -> tuple[PowerLaw, Row]:
+    """Fit the norms against n alone, and against n and R together."""
+    kept = np.isfinite(norm) & (norm > 0)
+    lengths, norms, radii = (torch.from_numpy(values[kept]) for values in (n, norm, radius))
+    alone = power_law(lengths, norms)
+    known = bool(radii.isfinite().all())
+    joint = power_law(lengths, norms, radii) if known else PowerLaw(*[math.nan] * 6)
+    row = FITS_TABLE.row(
+        **{key: value for key, value in name.items() if key != "module"},
+        **{n: number_or_none(getattr(alone, n)) for n in ("exponent", "exponent_se", "r2")},
+        joint_exponent=number_or_none(joint.exponent),
+        joint_exponent_se=number_or_none(joint.exponent_se),
+        radius_exponent=number_or_none(joint.radius_exponent),
+        radius_exponent_se=number_or_none(joint.radius_exponent_se),
+    )
+    return alone, row
+
+
+def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
+    """Widen the standard error of an ascent by its searches; None if the searches disagree."""
+    above = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
+    if not (above <= AGREED).all():
+        return None
+    if fit.exponent_se is None:
+        return fit
+    logs = np.log([row.n for row in rows])
+    shares = (logs - logs.mean()) / ((logs - logs.mean()) ** 2).sum()
+    reach = float(np.abs(shares) @ np.log(above))  # if every search errs the worst way
+    return fit.replace(exponent_se=math.hypot(fit.exponent_se, reach))
 
 
 def _remarks(
-    rows: Sequence[Row], facts: Mapping[str, Any], options: ScalingOptions
+    rows: Sequence[Row],
+    facts: Mapping[str, Any],
+    options: ScalingOptions,
+    apart: Sequence[Sequence[Row]],
 ) -> tuple[Note, ...]:
-    """Note what the rows refer to, and which lengths the samples do not reach."""
-    real = [row for row in rows if row.mode == "real"]
-    if not real:
-        return ()
-    image, windows = facts["kind"] == "image", ""
-    if facts["kind"] == "text":
-        windows = (
-            "; the windows of a text start at the same places for every n, so standard "
-            "errors may be too small"
+    """Note what the norms refer to, the lengths not reached, and the searches that disagree."""
+    remarks: list[Note] = []
+    reached = len({row.n for row in rows if row.mode == "real"})
+    if reached:
+        text = (
+            f"layers are measured after W_O where they have one, the model from {facts['model']}"
         )
-    text = f"layers are measured after W_O where they have one, the model from {facts['model']}"
-    remarks = [
-        Note(level="info", code="what-is-measured", text=text + windows),
-        *lower_estimates(facts["within"]),
-    ]
-    reached = len({row.n for row in real})
-    if reached < len(options.lengths):
+        if facts["kind"] == "text":
+            text += (
+                "; the windows of a text start at the same places for every n, so standard "
+                "errors may be too small"
+            )
+        remarks.append(Note(level="info", code="what-is-measured", text=text))
+        remarks += lower_estimates(facts["within"])
+    if 0 < reached < len(options.lengths):
+        image = facts["kind"] == "image"
         why = "several lengths give the same number of patches" if image else "samples are shorter"
         text = f"{reached} of {len(options.lengths)} lengths were measured: {why}"
         remarks.append(Note(level="warning", code="fewer-lengths", text=text))
-    return tuple(remarks)
-
-
-def _of_searches(rows: Sequence[Row], apart: Sequence[Sequence[Row]]) -> tuple[Note, ...]:
-    """Note what the norms of a search are, and which searches disagree."""
-    if not any(row.mode == "ascent" for row in rows):
-        return ()
-    text = (
-        f"norms of mode ascent are the largest of {SEARCHES} independent searches: exact at "
-        "the tokens found, but larger norms may exist. low and high show how far repeated "
-        "searches differ"
-    )
-    remarks = [Note(level="info", code="searched", text=text)]
+    if any(row.mode == "ascent" for row in rows):
+        text = (
+            f"norms of mode ascent are the largest of {SEARCHES} independent searches: exact at "
+            "the tokens found, but larger norms may exist. low and high show how far repeated "
+            "searches differ"
+        )
+        remarks.append(Note(level="info", code="searched", text=text))
     if apart:
         who = ", ".join(f"head {g[0].layer}.{g[0].head} at R = {g[0].radius:.3g}" for g in apart)
         text = (

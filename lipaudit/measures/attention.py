@@ -6,7 +6,7 @@ histograms are kept, so a map of 8192 x 8192 is never in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, Share, find_first
 from lipaudit.errors import UsageError
 from lipaudit.measures import attention_map, tokens
-from lipaudit.measures.by_layer import (
-    Facts,
-    Reduced,
-    by_layer,
-    head_names,
-    per_sample,
-    sum_windows,
-)
+from lipaudit.measures.by_layer import Reduced, by_layer, per_sample, sum_windows
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -35,7 +28,6 @@ from lipaudit.measures.measure import (
     sample_ids,
 )
 from lipaudit.models.attention.capture import Layer
-from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
 from lipaudit.models.sources.weights import few
 from lipaudit.settings import ATTENTION_TABLE
@@ -71,120 +63,83 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     Raises:
         UsageError: the model has no such head to draw.
     """
-    reader = _Statistics(options)
+    # The head named by --map, else those that may be the steepest, on the first sample of the run.
+    names = options.candidates if options.map is None else (options.map,)
+    asked = {name: read_head(name) for name in names}
+    maps: dict[str, dict[str, Values]] = {}
+    windowed: dict[int, None] = {}  # layers whose attention is limited to windows of a sample
+
+    def reduce_layer(layer: Layer) -> Reduced:
+        for name, (index, head) in asked.items():
+            if index == layer.site.index and (options.map or layer.batch.start == 0):
+                maps[name] = attention_map.draw(layer, head, options.query)
+        if len(layer.attention.q) > layer.samples:
+            windowed[layer.site.index] = None
+        return layer_statistics(layer, options)
+
     how: dict[str, Any] = {"layers": options.layers, "projections": False}
     first: Batch | None = None
     for batch in batches:
         first = first or find_first(batches, batch)
-        for part in by_layer(net, Share(first, [batch]), reader, **how):
-            drawn = _with_drawn(_add_histograms(part), reader, options)
-            drawn = replace(drawn, notes=drawn.notes + reader.window_notes())
-            if "maps" in drawn.facts:
-                known = {"attended": tokens.describe_tokens(net, batch)}
-                drawn = replace(drawn, facts={**drawn.facts, **known})
-            yield drawn
+        for part in by_layer(net, Share(first, [batch]), reduce_layer, **how):
+            # Histograms are summed over the samples: kept per sample, they would fill the memory.
+            values, facts = dict(part.values), dict(part.facts)
+            values["ratio_hist"] = values["ratio_hist"].sum(0)[None]
+            values["joint_hist"] = values["joint_hist"].sum((0, 1))[None]
+            if options.map is not None and not maps:
+                raise UsageError(
+                    f"layer {asked[options.map][0]} is not measured, so there is no map of it",
+                    f"Give a layer from 0 to {facts['heads'][-1].layer} (see --layers).",
+                )
+            if maps:  # a map belongs to one sample, a query has a row in every sample
+                facts |= {"maps": dict(maps), "attended": tokens.describe_tokens(net, batch)}
+                if options.map is not None and options.query is not None:
+                    facts["maps"], values = {}, values | maps[options.map]
+                maps.clear()
+            yield Part(part.ids, values, facts, part.notes + _window_notes(windowed))
 
 
-def _add_histograms(part: Part) -> Part:
-    """Add up the histograms over the samples: kept per sample, they would fill the memory."""
-    ratio, joint = part.values["ratio_hist"].sum(0), part.values["joint_hist"].sum((0, 1))
-    return replace(
-        part, values={**part.values, "ratio_hist": ratio[None], "joint_hist": joint[None]}
+def _window_notes(windowed: Collection[int]) -> tuple[Note, ...]:
+    """Note which figures refer to windows, and that keys are numbered within a window."""
+    if not windowed:
+        return ()
+    text = (
+        f"layers {few([str(index) for index in windowed])} attend within windows of a "
+        "sample: p_norm is the largest of all windows, and sinks number the keys of a window"
     )
-
-
-class _Statistics:
-    """Compute the attention statistics of a layer, and keep the maps to draw.
-
-    Attributes:
-        options: the options of the measure.
-        drawn: arrays of the head named by `--map`, on the latest batch.
-        maps: maps of the heads that may be the steepest, on the first sample of the run.
-        windowed: numbers of the layers whose attention is limited to windows of a sample.
-    """
-
-    def __init__(self, options: AttentionOptions) -> None:
-        self.options = options
-        self.drawn: dict[str, Values] = {}
-        self.maps: dict[str, dict[str, Values]] = {}
-        self.windowed: dict[int, None] = {}
-        self._head = read_head(options.map) if options.map else None
-        self._candidates = {name: read_head(name) for name in options.candidates}
-
-    def reduce(self, layer: Layer) -> Reduced:
-        """Return the statistics of a layer; keep the map of the head named by `--map`."""
-        if self._head is not None and layer.site.index == self._head[0]:
-            drawn = attention_map.draw(layer, self._head[1], self.options.query)
-            self.drawn.update(drawn)
-        for name, (index, head) in self._candidates.items():
-            if index == layer.site.index and layer.batch.start == 0:
-                self.maps[name] = attention_map.draw(layer, head, None)
-        if len(layer.attention.q) > layer.samples:
-            self.windowed[layer.site.index] = None
-        return layer_statistics(layer, self.options)
-
-    def window_notes(self) -> tuple[Note, ...]:
-        """Note which figures refer to windows, and that keys are numbered within a window."""
-        if not self.windowed:
-            return ()
-        text = (
-            f"layers {few([str(index) for index in self.windowed])} attend within windows of a "
-            "sample: p_norm is the largest of all windows, and sinks number the keys of a window"
-        )
-        return (Note(level="info", code="windows", text=text),)
-
-    def facts(self, sites: Sequence[Site]) -> Facts:
-        """Return the names of the heads."""
-        return {"heads": head_names(sites)}
-
-
-def _with_drawn(part: Part, reader: _Statistics, options: AttentionOptions) -> Part:
-    """Add maps to the facts (they belong to one sample), or the rows of a query to the values."""
-    maps, drawn = dict(reader.maps), dict(reader.drawn)
-    reader.maps.clear()
-    if options.map is None:
-        return replace(part, facts={**part.facts, "maps": maps}) if maps else part
-    if not drawn:
-        last = part.facts["heads"][-1].layer
-        raise UsageError(
-            f"layer {options.map.partition('.')[0]} is not measured, so there is no map of it",
-            f"Give a layer from 0 to {last} (see --layers).",
-        )
-    maps, values = ({}, drawn) if options.query is not None else ({options.map: drawn}, {})
-    facts = {**part.facts, "maps": maps}
-    return replace(part, facts=facts, values={**part.values, **values})
+    return (Note(level="info", code="windows", text=text),)
 
 
 @torch.inference_mode()
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     """Return sums, maxima and histograms of a layer, per (sample, head)."""
-    whole, samples = layer.attention, layer.samples
-    heads = replace(whole, v=whole.v[..., :0])
-    parts = [_read(_in_double(heads.pick(some)), options) for some in _groups(heads)]
+    heads, samples = layer.attention, layer.samples
+    batch, count, queries = heads.q.shape[:3]
+    size = max(1, ENTRIES // (batch * queries * heads.k.shape[2]))
+    parts = []
+    for start in range(0, count, size):
+        some = heads.pick(slice(start, start + size))
+        # The inputs of P in float64; the bias is cast row by row later. Contiguous, as `Heads.to`
+        # needs it: the product would copy a view.
+        dense: dict[str, Any] = {"dtype": torch.float64, "memory_format": torch.contiguous_format}
+        q, k, scale = (t.to(**dense) for t in (some.q, some.k, some.scale))
+        sink = None if some.sink is None else some.sink.double()
+        some = replace(some, q=q, k=k, v=some.v[..., :0], scale=scale, sink=sink)
+        parts.append(_read(some, options))
     read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
     by_row = softmax.row_statistics(softmax.RowProfile(**read), k=options.k, gamma=options.gamma)
     rows = torch.stack([by_row[name] for name in MEANS], 2)
-    reduced = _reduce_rows(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
-    keys = torch.full((samples, heads.q.shape[1]), heads.k.shape[2])
-    reduced["joint_hist"] = reduced["joint_hist"].sum(1, keepdim=True)
-    return reduced | {"p_norm": per_sample(p_norm, heads.sample), "tokens": keys}
-
-
-def _in_double(heads: Heads) -> Heads:
-    """Cast the inputs of P to float64; the bias is cast row by row later."""
-    sink = None if heads.sink is None else heads.sink.double()
-    # Contiguous, as `Heads.to` needs it: the product would copy a view.
-    dense: dict[str, Any] = {"dtype": torch.float64, "memory_format": torch.contiguous_format}
-    q, k, scale = (t.to(**dense) for t in (heads.q, heads.k, heads.scale))
-    return replace(heads, q=q, k=k, scale=scale, sink=sink)
-
-
-def _groups(heads: Heads) -> Iterator[slice]:
-    """Yield groups of heads whose maps together have about CHUNK entries."""
-    batch, count, queries = heads.q.shape[:3]
-    size = max(1, ENTRIES // (batch * queries * heads.k.shape[2]))
-    return (slice(start, start + size) for start in range(0, count, size))
+    # The mean attention on the first and on the most attended key, and the position of the latter.
+    received = sum_windows(mass, heads.sample, samples)
+    share = received / received.sum(-1, keepdim=True)
+    largest = share.max(-1)
+    return _reduce_rows(rows, heads.sample, samples) | {
+        "sink": torch.stack([share[..., 0], largest.values], -1),
+        "sink_token": largest.indices,
+        "p_norm": per_sample(p_norm, heads.sample),
+        "tokens": torch.full((samples, count), heads.k.shape[2]),
+    }
 
 
 def _read(heads: Heads, options: AttentionOptions) -> Reduced:
@@ -227,7 +182,7 @@ def _reduce_rows(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
         "count": counts.sum(-1).to(rows.dtype),
         "short": short.sum(-1).to(rows.dtype),
         "ratio_hist": _histogram(position.clamp(0, BINS - 1), ~ratio.isnan(), BINS),
-        "joint_hist": _histogram(joint, visible, BINS * BINS),
+        "joint_hist": _histogram(joint, visible, BINS * BINS).sum(1, keepdim=True),
     }
     reduced = {name: sum_windows(value, sample, samples) for name, value in sums.items()}
     bounded = [column[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]
@@ -239,17 +194,6 @@ def _histogram(position: Tensor, counts: Tensor, bins: int) -> Tensor:
     index = position.nan_to_num(0.0).long().clamp(0, bins - 1)
     empty = torch.zeros(*position.shape[:2], bins, dtype=torch.float64, device=position.device)
     return empty.scatter_add_(2, index, counts.to(empty.dtype))
-
-
-def _sinks(mass: Tensor, sample: Tensor, samples: int) -> Reduced:
-    """Return the mean attention on the first and on the most attended key, and its position."""
-    each = sum_windows(mass, sample, samples)
-    share = each / each.sum(-1, keepdim=True)
-    largest = share.max(-1)
-    return {
-        "sink": torch.stack([share[..., 0], largest.values], -1),
-        "sink_token": largest.indices,
-    }
 
 
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:
@@ -276,8 +220,15 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         )
         for i, head in enumerate(parts[0].facts["heads"])
     )
-    ids = {"ids": sample_ids(parts)}
-    arrays, attended = _arrays(parts) | _per_sample(parts), {}
+    edges = np.linspace(0.0, 1.0, BINS + 1)
+    histograms = {
+        "g1_ratio_hist": join_parts(parts, "ratio_hist").sum(0),
+        "g1_ratio_edges": np.linspace(*RATIO, BINS + 1),
+        "p1p2_hist": join_parts(parts, "joint_hist").sum(0).reshape(BINS, BINS),
+        "p1p2_edges": np.stack([edges, edges / 2]),
+    }
+    arrays = {name: Array.of(values) for name, values in histograms.items()} | _per_sample(parts)
+    attended = {}
     if options.map is not None:
         drawn = attention_map.arrays(parts, options.map, options.query)
         arrays |= drawn
@@ -286,7 +237,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         ATTENTION_TABLE.section(
             settings=options.model_dump(),
             rows=rows,
-            samples=ids,
+            samples={"ids": sample_ids(parts)},
             arrays=arrays,
             attended=attended,
             notes=notes(parts),
@@ -310,18 +261,6 @@ def _per_sample(parts: Sequence[Part]) -> dict[str, Array]:
     reductions = (column.reduction for column in ATTENTION_TABLE.columns.values())
     compared = {r.values: means[..., MEANS.index(r.values)] for r in reductions if r}
     return {name: Array.of(values.T) for name, values in (compared | varying).items()}
-
-
-def _arrays(parts: Sequence[Part]) -> dict[str, Array]:
-    ratio = join_parts(parts, "ratio_hist").sum(0)
-    joint = join_parts(parts, "joint_hist").sum(0).reshape(BINS, BINS)
-    edges = np.linspace(0.0, 1.0, BINS + 1)
-    return {
-        "g1_ratio_hist": Array.of(ratio),
-        "g1_ratio_edges": Array.of(np.linspace(*RATIO, BINS + 1)),
-        "p1p2_hist": Array.of(joint),
-        "p1p2_edges": Array.of(np.stack([edges, edges / 2])),
-    }
 
 
 MEASURE = Measure(measure, summarise, batch=8)

@@ -36,8 +36,24 @@ def draw(layer: Layer, head: int, query: int | None) -> dict[str, Values]:
             f"Give a head from {layer.site.index}.0 to {layer.site.index}.{count - 1}.",
         )
     heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64)
-    arrays = _map(heads) if query is None else _row(heads, layer.samples, query)
-    return {name: value.cpu().numpy() for name, value in arrays.items()}
+    if query is not None:
+        arrays = _row(heads, layer.samples, query)
+        return {name: value.cpu().numpy() for name, value in arrays.items()}
+    # The map of the first window without padding, in chunks of rows.
+    heads = heads.row(0)
+    queries, keys = heads.q.shape[2], heads.k.shape[2]
+    every = torch.arange(queries)
+    real = every if heads.valid is None else every[heads.valid[0].cpu()]
+    columns = real if queries == keys else torch.arange(keys)
+    block = -(-max(len(real), len(columns)) // SIDE)
+    size = block * max(1, SIDE // block)
+    pooled = []
+    for start in range(0, len(real), size):
+        group = real[start : start + size]
+        p = heads.rows(int(group[0]), int(group[-1]) + 1)[0, 0][group - group[0]][:, columns]
+        pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
+    tokens = np.array([len(real), len(columns)])
+    return {"map": torch.cat(pooled).cpu().numpy(), "map_tokens": tokens}
 
 
 def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Array]:
@@ -78,23 +94,6 @@ def map_tokens(parts: Sequence[Part], drawn: Mapping[str, Array]) -> dict[str, A
         if fits and 0 < count <= MOST:
             whose[name] = known
     return whose
-
-
-def _map(heads: Heads) -> dict[str, Tensor]:
-    """Return the map of the first window without padding, in chunks of rows."""
-    heads = heads.row(0)
-    queries, keys = heads.q.shape[2], heads.k.shape[2]
-    every = torch.arange(queries)
-    real = every if heads.valid is None else every[heads.valid[0].cpu()]
-    columns = real if queries == keys else torch.arange(keys)
-    block = -(-max(len(real), len(columns)) // SIDE)
-    size = block * max(1, SIDE // block)
-    pooled = []
-    for start in range(0, len(real), size):
-        group = real[start : start + size]
-        p = heads.rows(int(group[0]), int(group[-1]) + 1)[0, 0][group - group[0]][:, columns]
-        pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
-    return {"map": torch.cat(pooled), "map_tokens": torch.tensor([len(real), len(columns)])}
 
 
 def _row(heads: Heads, samples: int, query: int) -> dict[str, Tensor]:

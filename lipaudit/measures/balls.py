@@ -9,27 +9,27 @@ import numpy as np
 import torch
 
 from lipaudit.measures.by_layer import Reduced
+from lipaudit.measures.guard import CERTIFIED, below_by_rounding, name_head
 from lipaudit.measures.measure import Values, reduce_known
 from lipaudit.settings import BALLS_TABLE
 from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.tables import Array, Note, Row, Section
+from lipaudit.tables.trials import Radius
 from lipaudit.theory.bounds.ball import ball_sharp, ball_size_bounds
 from lipaudit.theory.bounds.ingredients import Weights
 from lipaudit.theory.bounds.record import AFFINE_PLAIN
 from lipaudit.theory.growth.ascent import ball_norm
 from lipaudit.theory.heads import Heads
 
-CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")
-"""Columns of the section that bound `ball_norm`."""
 COLUMNS = ("ball_norm", *CERTIFIED)
 LOOSE = 10
 """Ratio of bound to norm found above which the bound is not informative."""
 
 
-def on_balls(
+def measure_balls(
     heads: Heads,
     seeds: Sequence[int],
-    options: BoundsOptions,
+    radii: Sequence[Radius],
     weights: Weights | None,
     reduced: Reduced,
 ) -> Reduced:
@@ -38,14 +38,12 @@ def on_balls(
     Args:
         heads: the heads of one layer.
         seeds: one seed per sample.
-        options: hold the radii; without radii there are no columns.
+        radii: radii of the balls, at least one.
         weights: norms that depend on the weights alone, if known.
         reduced: `exact` and `sharp` of the heads at X.
     """
-    if not options.radius:
-        return {}
     parts = []
-    for r in map(float, options.radius):
+    for r in map(float, radii):
         norm = ball_norm(heads, r, seeds=seeds)
         bounds = ball_size_bounds(heads, r, weights=weights) | {
             "ball_norm": torch.where(norm.isnan(), norm, norm.maximum(reduced["exact"].to(norm))),
@@ -64,35 +62,34 @@ def ball_section(
     """Make the section `bounds.ball`: a row per head and radius."""
     lost = np.any(measured["numerical"], axis=0, keepdims=True)[..., None]
     columns = {name: np.where(lost, np.nan, measured[f"at_r_{name}"]) for name in COLUMNS}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = columns["ball_sharp"] / columns["ball_norm"]
+    ratio[~np.isfinite(ratio)] = np.nan
     rows = [
-        _row(
-            head._asdict() | {"r": float(radius)},
-            {name: values[:, i, k] for name, values in columns.items()},
-            measured["exact"][:, i],
+        BALLS_TABLE.row(
+            **head._asdict(),
+            r=float(radius),
+            exact=reduce_known(measured["exact"][:, i], np.median),
+            ball_ratio_max=reduce_known(ratio[:, i, k], np.max),
+            **{name: reduce_known(v[:, i, k], np.median) for name, v in columns.items()},
         )
         for i, head in enumerate(facts["heads"])
         for k, radius in enumerate(options.radius)
     ]
     kept = ("ball_norm", "ball_sharp")
-    arrays = {name: Array.of(columns[name].reshape(len(ids), -1).T) for name in kept}
+    found = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
+    places = [
+        f"{name_head(head)} at r = {radius.text}"
+        for head in facts["heads"]
+        for radius in options.radius
+    ]
     return BALLS_TABLE.section(
         settings=options.model_dump(),
         rows=tuple(rows),
         samples={"ids": ids},
-        arrays=arrays,
-        notes=_remarks(rows, options),
-    )
-
-
-def _row(named: Mapping[str, Any], values: Mapping[str, Values], exact: Values) -> Row:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = values["ball_sharp"] / values["ball_norm"]
-    share = share[np.isfinite(share)]
-    return BALLS_TABLE.row(
-        **named,
-        exact=reduce_known(exact, np.median),
-        ball_ratio_max=float(share.max()) if len(share) else None,
-        **{name: reduce_known(column, np.median) for name, column in values.items()},
+        arrays={name: Array.of(columns[name].reshape(len(ids), -1).T) for name in kept},
+        notes=_remarks(rows, options)
+        + below_by_rounding(places, ids, found.pop("ball_norm"), found, "norm found"),
     )
 
 

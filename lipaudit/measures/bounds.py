@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.balls import COLUMNS, ball_section, on_balls
-from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, head_names, per_sample
+from lipaudit.measures.balls import COLUMNS, ball_section, measure_balls
+from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, per_sample
 from lipaudit.measures.guard import (
     below_by_rounding,
     name_head,
@@ -55,40 +55,40 @@ NUMERICAL = "numerical"
 
 def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
     """Yield the norms and bounds of every head, per sample."""
-    yield from by_layer(net, batches, _NormsAndBounds(options), layers=options.layers)
+    # What depends on weights alone is computed once for each layer.
+    weights, out_norms = KnownWeights(), dict[int, float]()
 
-
-class _NormsAndBounds:
-    """Compute norms and bounds of a layer's heads; keep what depends on weights alone."""
-
-    def __init__(self, options: BoundsOptions) -> None:
-        self.options = options
-        self._weights = KnownWeights()
-        self._out_norms: dict[int, float] = {}
-
-    def reduce(self, layer: Layer) -> Reduced:
+    def reduce_layer(layer: Layer) -> Reduced:
         """Return all figures of a layer, per (sample, head) or (sample, 1)."""
-        options, site, ids = self.options, layer.site, layer.batch.ids
+        site, ids = layer.site, layer.batch.ids
         seeds = [seed_of(sample, options.seed) for sample in ids]
         if not _has_bounds(site, options):
             return _numeric(layer, seeds, options)
         heads = layer.heads()
-        values = _closed_form(heads, seeds, options, self._weights.of(site.index, heads))
-        values["out_norm"] = torch.full_like(values["layer_exact"], self._out_norm(site, heads))
+        values = _closed_form(heads, seeds, options, weights.of(site.index, heads))
+        if heads.out is not None and site.index not in out_norms:
+            out_norms[site.index] = float(spectral_norm(heads.out.double().flatten(0, 1)))
+        out_norm = out_norms.get(site.index, torch.nan)
+        values["out_norm"] = torch.full_like(values["layer_exact"], out_norm)
         require_bounds_hold(site, ids, values, heads)
         require_balls_hold(site, ids, values, options.radius, heads)
         return values
 
-    def facts(self, sites: Sequence[Site]) -> Facts:
-        """Return the names and kinds of the heads."""
-        return _facts(sites, self.options)
+    def describe(sites: Sequence[Site]) -> Facts:
+        facts: Facts = {"kinds": [], "inputs": [], "layers": [], "apart": []}
+        for site in sites:
+            closed = _has_bounds(site, options)
+            kinds = site.kinds if closed else (NUMERICAL,)
+            kind = kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
+            own = options.input == "projections"
+            facts["kinds"] += [kind] * site.heads
+            facts["inputs"] += [site.input if own else MODULE_INPUT] * site.heads
+            facts["layers"].append((site.index, site.module))
+            if closed and site.input == APART and not site.direct:
+                facts["apart"].append(site.index)
+        return facts
 
-    def _out_norm(self, site: Site, heads: Heads) -> float:
-        """Return ||W_O||, NaN without an output projection."""
-        if heads.out is not None and site.index not in self._out_norms:
-            norm = spectral_norm(heads.out.double().flatten(0, 1))
-            self._out_norms[site.index] = float(norm)
-        return self._out_norms.get(site.index, torch.nan)
+    yield from by_layer(net, batches, reduce_layer, layers=options.layers, describe=describe)
 
 
 def _has_bounds(site: Site, options: BoundsOptions) -> bool:
@@ -96,38 +96,25 @@ def _has_bounds(site: Site, options: BoundsOptions) -> bool:
     return site.closed_form and (options.input == "projections" or site.direct)
 
 
-def _facts(sites: Sequence[Site], options: BoundsOptions) -> Facts:
-    closed = [site for site in sites if _has_bounds(site, options)]
-    return {
-        "heads": head_names(sites),
-        "kinds": [_kind(site, options) for site in sites for _ in range(site.heads)],
-        "inputs": [
-            site.input if options.input == "projections" else MODULE_INPUT
-            for site in sites
-            for _ in range(site.heads)
-        ],
-        "layers": [(site.index, site.module) for site in sites],
-        "apart": [site.index for site in closed if site.input == APART and not site.direct],
-    }
-
-
-def _kind(site: Site, options: BoundsOptions) -> str:
-    kinds = site.kinds if _has_bounds(site, options) else (NUMERICAL,)
-    return kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
-
-
 def _closed_form(
     heads: Heads, seeds: Sequence[int], options: BoundsOptions, weights: Weights | None
 ) -> Reduced:
     """Return all figures of a layer with a closed form, per (sample, head) or (sample, 1)."""
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
-    reduced = head_bounds(heads, weights=weights)
-    gain = torch.full_like(exact.norm, torch.nan)
+    reduced = head_bounds(heads, weights=weights) | _norms(exact)
+    nothing = torch.full_like(exact.norm, torch.nan)
+    reduced["splitting_gain"] = nothing
     if options.splitting and not heads.is_causal() and heads.sink is None:
-        gain = splitting_gain(heads, exact.norm, seeds=seeds)
-    reduced["splitting_gain"] = gain
-    reduced |= _norms(exact) | _of_layers(heads, seeds, options)
-    reduced |= on_balls(heads, seeds, options, weights, reduced)
+        reduced["splitting_gain"] = splitting_gain(heads, exact.norm, seeds=seeds)
+    # The norms of all heads together, per (sample, 1); NaN if not computed.
+    together = layer_norms(heads, seeds=seeds, concat=options.concat, **options.layer_accuracy)
+    for name, norms in (("layer_exact", together.concat), ("layer_out", together.out)):
+        reduced[name] = nothing[:, :1] if norms is None else norms.norm[:, None]
+    computed = [norms for norms in (together.concat, together.out) if norms is not None]
+    reduced["layer_within"] = torch.stack([n.within for n in computed]).amax(0)[:, None]
+    reduced["layer_missed"] = torch.stack([_missed(n) for n in computed]).sum(0)[:, None]
+    if options.radius:
+        reduced |= measure_balls(heads, seeds, options.radius, weights, reduced)
     queries, keys = heads.q.shape[2], heads.k.shape[2]
     reduced["tokens"] = torch.full_like(exact.norm, keys)
     reduced["limited"] = torch.full_like(exact.norm, queries * keys > POLICY.map_limit)
@@ -137,24 +124,13 @@ def _closed_form(
     return {name: per_sample(values.cpu(), sample) for name, values in reduced.items()}
 
 
-def _of_layers(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
-    """Return the norms of all heads together, per (sample, 1); NaN if not computed."""
-    together = layer_norms(heads, seeds=seeds, concat=options.concat, **options.layer_accuracy)
-    taken = {"layer_exact": together.concat, "layer_out": together.out}
-    norms = [each for each in taken.values() if each is not None]
-    nothing = torch.full_like(norms[0].norm, torch.nan)
-    reduced = {name: nothing if each is None else each.norm for name, each in taken.items()}
-    reduced["layer_within"] = torch.stack([each.within for each in norms]).amax(0)
-    reduced["layer_missed"] = torch.stack([_mark_unconverged(each) for each in norms]).sum(0)
-    return {name: values[:, None] for name, values in reduced.items()}
-
-
 def _norms(exact: Norms) -> Reduced:
     reduced = {"exact": exact.norm, "upper": exact.upper, "within": exact.within}
-    return reduced | {"missed": _mark_unconverged(exact)}
+    return reduced | {"missed": _missed(exact)}
 
 
-def _mark_unconverged(norms: Norms) -> Tensor:
+def _missed(norms: Norms) -> Tensor:
+    """Mark norms that did not converge; NaN (not computed) is not marked."""
     return (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
 
 
@@ -171,10 +147,10 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
     reduced["layer_missed"] = torch.zeros_like(open_layer)
     open_balls = open_head.double()[..., None].expand(-1, -1, len(options.radius))
     reduced |= {f"at_r_{name}": open_balls for name in COLUMNS if options.radius}
-    reduced["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
+    attention = layer.attention
+    reduced["tokens"] = torch.full_like(open_head, attention.k.shape[2])
     reduced["limited"] = torch.zeros_like(open_head)
     reduced["numerical"] = torch.ones_like(open_head)
-    attention = layer.attention
     reduced["forward_error"] = per_sample(forward_error(attention).cpu(), attention.sample.cpu())
     return reduced
 
@@ -182,7 +158,11 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     """Make the sections `bounds`, `bounds.layers` and, with radii, `bounds.ball`."""
     facts = parts[0].facts
-    measured = _drop_bounds({name: join_parts(parts, name) for name in parts[0].values})
+    measured = {name: join_parts(parts, name) for name in parts[0].values}
+    # Where a head lost its closed form on some sample, its structure depends on the data. So no
+    # bound for all inputs holds, and medians of bounds and norms would be over different samples.
+    lost = measured["numerical"].any(0)
+    measured |= {name: np.where(lost, np.nan, measured[name]) for name in load_bounds()}
     heads = list(zip(facts["heads"], facts["kinds"], facts["inputs"], strict=True))
     per_head = {n: v for n, v in measured.items() if v.ndim == 2 and v.shape[1] == len(heads)}
     rows = tuple(
@@ -210,26 +190,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     sections = [of_heads, _layer_section(facts, measured, options, ids)]
     if options.radius:
         sections.append(ball_section(facts, measured, options, ids))
-        found = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
-        places = [
-            f"{name_head(head)} at r = {radius.text}"
-            for head in facts["heads"]
-            for radius in options.radius
-        ]
-        norms = found.pop("ball_norm")
-        rounded = below_by_rounding(places, ids, norms, found, "norm found")
-        sections[-1] = sections[-1].model_copy(update={"notes": sections[-1].notes + rounded})
     return sections
-
-
-def _drop_bounds(measured: dict[str, Values]) -> dict[str, Values]:
-    """Remove the bounds of heads that lost their closed form on some sample.
-
-    Their structure depends on the data. So no bound for all inputs holds, and medians of
-    bounds and norms would be over different samples.
-    """
-    lost = measured["numerical"].any(0)
-    return measured | {name: np.where(lost, np.nan, measured[name]) for name in load_bounds()}
 
 
 def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:
@@ -238,8 +199,10 @@ def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> 
         name: reduce_known(measured[name], np.median) for name in (*load_bounds(), *INGREDIENTS)
     }
     medians["softmax_norm_max"] = reduce_known(measured["softmax_norm_max"], np.max)
-    overflowing = [name for name, bound in load_bounds().items() if bound.log10_label]
-    logs = {f"log10_{name}": _log10(medians[name]) for name in overflowing}
+    overflowing = {n: medians[n] for n, bound in load_bounds().items() if bound.log10_label}
+    logs = {
+        f"log10_{n}": float(np.log10(m)) if m and m > 0 else None for n, m in overflowing.items()
+    }
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(measured["exact"] > 0, measured["sharp"] / measured["exact"], np.nan)
     return BOUNDS_TABLE.row(
@@ -276,8 +239,8 @@ def _layer_section(
     for i, (layer, module) in enumerate(facts["layers"]):
         heads = layer_of == layer
         sharp, theorem3 = measured["sharp"][:, heads], measured["theorem3"][:, heads]
-        out = measured["out_norm"][:, i]
-        limits[:, i] = out * np.sqrt((sharp**2).sum(1))
+        factor = measured["out_norm"][:, i]
+        limits[:, i] = factor * np.sqrt((sharp**2).sum(1))
         rows.append(
             LAYERS_TABLE.row(
                 layer=layer,
@@ -285,37 +248,30 @@ def _layer_section(
                 exact=reduce_known(measured["layer_exact"][:, i], np.median),
                 exact_out=reduce_known(measured["layer_out"][:, i], np.median),
                 within=reduce_known(measured["layer_within"][:, i], np.max),
-                sharp_sum=reduce_known(out * sharp.sum(1), np.median),
+                sharp_sum=reduce_known(factor * sharp.sum(1), np.median),
                 sharp_rss=reduce_known(limits[:, i], np.median),
-                theorem3_sum=reduce_known(out * theorem3.sum(1), np.median),
+                theorem3_sum=reduce_known(factor * theorem3.sum(1), np.median),
             )
         )
-    kept = {"exact": measured["layer_exact"], "exact_out": measured["layer_out"]}
+    out, concat = measured["layer_out"], measured["layer_exact"]
+    left_out: tuple[Note, ...] = ()
+    if (~np.isnan(out) & np.isnan(concat)).any():
+        text = "norms before W_O were not computed; add --concat to get them"
+        left_out = (Note(level="info", code="left-out", text=text),)
+    kept = {"exact": concat, "exact_out": out}
     return LAYERS_TABLE.section(
         settings=options.model_dump(),
         rows=tuple(rows),
         samples={"ids": ids},
         arrays={name: Array.of(v.T) for name, v in kept.items() if not np.isnan(v).all()},
-        notes=_before_out(measured)
+        notes=left_out
         + below_by_rounding(
             [f"layer {layer} ({module})" for layer, module in facts["layers"]],
             ids,
-            measured["layer_out"],
+            out,
             {"sharp_rss": limits},
         ),
     )
-
-
-def _before_out(measured: dict[str, Values]) -> tuple[Note, ...]:
-    """Say that norms before W_O were not computed."""
-    text = "norms before W_O were not computed; add --concat to get them"
-    out, concat = measured["layer_out"], measured["layer_exact"]
-    left = (~np.isnan(out) & np.isnan(concat)).any()
-    return (Note(level="info", code="left-out", text=text),) if left else ()
-
-
-def _log10(value: float | None) -> float | None:
-    return None if value is None or value <= 0 else float(np.log10(value))
 
 
 def _remarks(
@@ -323,7 +279,12 @@ def _remarks(
 ) -> tuple[Note, ...]:
     """Note what is missing, what did not converge, and which norms have another input."""
     remarks = [*lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))]
-    remarks += _long_maps(measured["limited"])
+    if measured["limited"].any():  # a proof would take more memory than the map
+        text = (
+            f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
+            "possibly a loose one. Bounds that use it still hold"
+        )
+        remarks.append(Note(level="info", code="long-maps", text=text))
     if apart:
         text = (
             f"layers {', '.join(map(str, apart))}: queries and keys/values read different "
@@ -351,22 +312,13 @@ def _remarks(
             (absent & ~elsewhere, bound.null or "has no closed form"),
             (
                 elsewhere,
-                ("bounds the norm with respect to the projections' input, not the module's"),
+                "bounds the norm with respect to the projections' input, not the module's",
             ),
         ):
             if heads.any():
                 text = f"{name} was not computed for {heads.sum()} heads: {why}"
                 remarks.append(Note(level="info", code="no-bound", text=text))
     return tuple(remarks)
-
-
-def _long_maps(limited: Values) -> tuple[Note, ...]:
-    """Note that ||P|| is an upper limit if its proof would take more memory than the map."""
-    text = (
-        f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
-        "possibly a loose one. Bounds that use it still hold"
-    )
-    return (Note(level="info", code="long-maps", text=text),) if limited.any() else ()
 
 
 MEASURE = Measure(measure, summarise, batch=4)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +34,6 @@ class HeadName(NamedTuple):
     module: str
 
 
-def head_names(sites: Sequence[Site]) -> list[HeadName]:
-    """Return every head of the layers, ordered by (layer, head)."""
-    return [
-        HeadName(site.index, head, site.module) for site in sites for head in range(site.heads)
-    ]
-
-
 def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[Site, ...]:
     """Return the layers that the options name, by default all.
 
@@ -56,157 +49,122 @@ def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[
     return tuple(site for site in sites if layers is None or site.index in layers)
 
 
-class LayerReader(Protocol):
-    """The computation of a measure on one layer; it keeps its state for the whole run."""
-
-    def reduce(self, layer: Layer) -> Reduced:
-        """Return the figures of a layer. The model is in the middle of its forward pass."""
-
-    def facts(self, sites: Sequence[Site]) -> Facts:
-        """Return facts that do not depend on the sample."""
-
-
 def by_layer(
     net: Net,
     batches: Iterable[Batch],
-    reader: LayerReader,
+    reduce: Callable[[Layer], Reduced],
     *,
     layers: Sequence[int] | None,
     projections: bool = True,
+    describe: Callable[[Sequence[Site]], Facts] = lambda _sites: {},
 ) -> Iterator[Part]:
     """Yield a Part per batch: every layer reduced, joined along the heads; see `capture`.
 
     If a layer differs from its survey on a sample, that sample is reduced without the closed form,
     and a note says so. The other samples of the batch keep the closed form.
+
+    Args:
+        net: the model.
+        batches: the samples.
+        reduce: function of a layer, while the model is in the middle of its forward pass.
+        layers: indices of the layers to read; None for all.
+        projections: whether `reduce` calls `Layer.heads`.
+        describe: facts of the layers that do not depend on the sample, besides the heads' names.
     """
-    reduction = _Reduction(reader, layers, projections)
+
+    def reduce_layer(layer: Layer) -> Reduced:
+        site, heads = layer.site, layer.attention.q.shape[1]
+        if heads != site.heads:  # the number of heads follows that of the tokens: wrongly read
+            raise InputError(
+                f"attention layer {site.index} ({site.module}) has {heads} heads on "
+                f"this batch and had {site.heads} when the model was loaded, so heads and "
+                "tokens cannot be distinguished",
+                "Leave it out with --layers, or use lipaudit jacobian or lipaudit attack, which "
+                "need no heads.",
+            )
+        reduced = reduce(layer)
+        return {name: (t.float() if t.dtype in HALF else t).cpu() for name, t in reduced.items()}
+
+    def reduce_batch(sites: Sequence[Site], batch: Batch) -> tuple[Reduced, tuple[Note, ...]]:
+        """Return arrays (samples, heads or layers), and notes on layers that have changed."""
+        try:
+            each = capture(net, sites, batch, reduce_layer, layers=layers, projections=projections)
+            return {name: torch.cat([layer[name] for layer in each], 1) for name in each[0]}, ()
+        except StructureError as error:
+            changed, reason = error.layer, error.reason
+            text = (
+                f"layer {error.layer} ({error.module}) {error.reason} on some samples. It has no "
+                "closed form there, so it gets no bounds on any sample"
+            )
+        if len(batch) == 1:  # try again without the closed form of this layer
+            sites = [
+                replace(site, structure=None, reason=reason) if site.index == changed else site
+                for site in sites
+            ]
+            reduced, changes = reduce_batch(sites, batch)
+            return reduced, (Note(level="warning", code="structure-changed", text=text), *changes)
+        parts = [reduce_batch(sites, one) for one in batch.split(1)]
+        whole = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
+        return whole, tuple(note for _, changes in parts for note in changes)
+
     sites: tuple[Site, ...] = ()
-    remarks: tuple[Note, ...] = ()
     for batch in batches:
         require_padding_is_ignored(net, batch)
         if not sites:
             sites = find_layers(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)
-            remarks = open_notes(selected) + _input_notes(selected) + _part_notes(selected)
-            remarks += unread_notes(net, sites) + _hybrid_notes(net, sites)
-        reduced, changes = _reduce_batch(net, sites, batch, reduction)
+            remarks = _layer_notes(net, sites, selected)
+        names = [HeadName(s.index, head, s.module) for s in selected for head in range(s.heads)]
+        reduced, changes = reduce_batch(sites, batch)
         values = {name: t.numpy() for name, t in reduced.items()}
-        yield Part(batch.ids, values, reader.facts(selected), remarks + changes)
+        yield Part(batch.ids, values, {"heads": names} | describe(selected), remarks + changes)
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """A reader and the layers it reads."""
-
-    reader: LayerReader
-    layers: Sequence[int] | None
-    projections: bool
-
-    def __call__(self, layer: Layer) -> Reduced:
-        _require_heads(layer)
-        reduced = self.reader.reduce(layer)
-        return {name: (t.float() if t.dtype in HALF else t).cpu() for name, t in reduced.items()}
-
-    def joined(self, net: Net, sites: Sequence[Site], batch: Batch) -> Reduced:
-        """Reduce the layers of a batch to arrays (samples, heads or layers)."""
-        layers = capture(net, sites, batch, self, layers=self.layers, projections=self.projections)
-        return {name: torch.cat([layer[name] for layer in layers], 1) for name in layers[0]}
-
-
-def _reduce_batch(
-    net: Net, sites: Sequence[Site], batch: Batch, reduction: _Reduction
-) -> tuple[Reduced, tuple[Note, ...]]:
-    """Reduce a batch; sample by sample and without closed form if a layer has changed."""
-    try:
-        return reduction.joined(net, sites, batch), ()
-    except StructureError as error:
-        change = error
-    if len(batch) == 1:
-        opened = [_open_layer(site, change) for site in sites]
-        reduced, changes = _reduce_batch(net, opened, batch, reduction)
-        return reduced, (_note_reopening(change), *changes)
-    parts = [_reduce_batch(net, sites, one, reduction) for one in batch.split(1)]
-    whole = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
-    return whole, tuple(note for _, changes in parts for note in changes)
-
-
-def _require_heads(layer: Layer) -> None:
-    """Refuse a layer whose number of heads follows the number of tokens: it was read wrongly."""
-    heads = layer.attention.q.shape[1]
-    if heads != layer.site.heads:
-        raise InputError(
-            f"attention layer {layer.site.index} ({layer.site.module}) has {heads} heads on "
-            f"this batch and had {layer.site.heads} when the model was loaded, so heads and "
-            "tokens cannot be distinguished",
-            "Leave it out with --layers, or use lipaudit jacobian or lipaudit attack, which "
-            "need no heads.",
-        )
-
-
-def _open_layer(site: Site, error: StructureError) -> Site:
-    """Return the layer that the error names without its closed form; return others unchanged."""
-    same = site.index != error.layer
-    return site if same else replace(site, structure=None, reason=error.reason)
-
-
-def _note_reopening(error: StructureError) -> Note:
-    text = (
-        f"layer {error.layer} ({error.module}) {error.reason} on some samples. It has no "
-        "closed form there, so it gets no bounds on any sample"
-    )
-    return Note(level="warning", code="structure-changed", text=text)
-
-
-def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Note which layers have no closed form, one note per reason."""
-    reasons: dict[str, list[Site]] = {}
-    for site in sites:
+def _layer_notes(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> tuple[Note, ...]:
+    """Note what a reader must know of the selected layers, and which attention is left out."""
+    closed: dict[str, list[Site]] = {}
+    inputs: dict[tuple[bool, str], list[Site]] = {}
+    for site in selected:
         if site.reason is not None:
-            reasons.setdefault(site.reason, []).append(site)
-    return tuple(
-        Note(
-            level="warning",
-            code="no-closed-form",
-            text=f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module}) "
-            f"have no closed form: {reason}",
-        )
-        for reason, alike in reasons.items()
-    )
-
-
-def _input_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Name X if it is not the first input of the attention module."""
-    texts: dict[tuple[str, str], list[Site]] = {}
-    for site in sites:
+            closed.setdefault(site.reason, []).append(site)
         measured = site.closed_form or site.inputs
+        # X is named if it is not the first input of the attention module.
         if measured and not (site.reads_inside and (not site.inner or not site.closed_form)):
-            what = f"X is the input of {few([name or 'the model' for name in site.reads])}"
-            where = ", inside the module" if site.reads_inside else ", outside the module"
-            level = "info" if site.reads_inside else "warning"
-            texts.setdefault((level, what + where), []).append(site)
-    return tuple(
-        Note(
-            level=level,
-            code="input-elsewhere",
-            text=f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module}): {what} "
-            "that computes the attention"
-            + ". Other maps or normalisations come between them"
-            * (level == "info"),
+            what = few([name or "the model" for name in site.reads])
+            inputs.setdefault((site.reads_inside, what), []).append(site)
+
+    def name_layers(alike: Sequence[Site]) -> str:
+        return f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module})"
+
+    remarks = []
+    for reason, alike in closed.items():
+        text = f"{name_layers(alike)} have no closed form: {reason}"
+        remarks.append(Note(level="warning", code="no-closed-form", text=text))
+    for (inside, what), alike in inputs.items():
+        text = (
+            f"{name_layers(alike)}: X is the input of {what}, {'in' if inside else 'out'}side the "
+            "module that computes the attention"
         )
-        for (level, what), alike in texts.items()
-    )
-
-
-def _part_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Note which layers are calls on the same input: they may be parts of one attention."""
-    groups = {site.partners: site for site in sites if site.partners}
-    texts = (
-        f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) are "
-        "separate calls on the same input. They may be parts of one attention; each table row "
-        "is one call"
-        for partners, site in groups.items()
-    )
-    return tuple(Note(level="warning", code="in-parts", text=text) for text in texts)
+        if inside:
+            text += ". Other maps or normalisations come between them"
+        level = "info" if inside else "warning"
+        remarks.append(Note(level=level, code="input-elsewhere", text=text))
+    for partners, site in {site.partners: site for site in selected if site.partners}.items():
+        text = (
+            f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) are "
+            "separate calls on the same input. They may be parts of one attention; each table row "
+            "is one call"
+        )
+        remarks.append(Note(level="warning", code="in-parts", text=text))
+    remarks += unread_notes(net, sites)
+    blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
+    if blocks:
+        text = (
+            f"blocks without softmax attention have no heads to measure ({few(blocks)}). To "
+            "measure them (state spaces, linear attention, convolutions), use `lipaudit jacobian`"
+        )
+        remarks.append(Note(level="info", code="no-attention", text=text))
+    return tuple(remarks)
 
 
 def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
@@ -219,18 +177,6 @@ def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
         "over keys, or are used twice, detached, or computed per sample. Layer numbers skip it"
     )
     return (Note(level="warning", code="attention-unread", text=text),)
-
-
-def _hybrid_notes(net: Net, sites: Sequence[Site]) -> tuple[Note, ...]:
-    """Note which blocks of a language model are left out because they have no attention."""
-    blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
-    if not blocks:
-        return ()
-    text = (
-        f"blocks without softmax attention have no heads to measure ({few(blocks)}). To "
-        "measure them (state spaces, linear attention, convolutions), use `lipaudit jacobian`"
-    )
-    return (Note(level="info", code="no-attention", text=text),)
 
 
 def sum_windows(values: Tensor, sample: Tensor, samples: int) -> Tensor:

@@ -190,8 +190,8 @@ class WorstHead:
                 for n in lengths:
                     if masked:
                         at = move_heads(self.head, self.worst.tokens(n, radius), causal=True)
-                        how = {"seeds": [self.options.seed], "tol": self.options.tol}
-                        norm = float(head_norms(at, **how).norm)
+                        seeds, tol = [self.options.seed], self.options.tol
+                        norm = float(head_norms(at, seeds=seeds, tol=tol).norm)
                     else:
                         norm = float(duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0])))
                     cells = {"norm": norm, "mean_field": top}

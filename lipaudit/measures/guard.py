@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
-from lipaudit.measures.balls import CERTIFIED
 from lipaudit.measures.by_layer import HeadName, per_sample
 from lipaudit.measures.measure import Values
 from lipaudit.models.attention.sites import Site
@@ -21,6 +20,8 @@ from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.condition import ball_error, bound_error
 from lipaudit.theory.heads import Heads
 
+CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")
+"""Columns of balls that bound `ball_norm`."""
 DOUBLE = torch.float64
 """Precision in which norms are confirmed and bounds computed, independent of --dtype."""
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.numpy import save
-from torch import Tensor
 
 from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk, require_radius
 from lipaudit.attacks.plan import CHUNK, Trial, require_suitable
@@ -62,7 +61,13 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     how = texts.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
     spelled = any(trial.norm == "characters" for trial in trials)
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
-    for batch in _whole(batches):
+    for batch in batches:
+        if batch.start % CHUNK or len(batch) > CHUNK:
+            raise UsageError(
+                f"samples do not come in chunks of {CHUNK} (one random stream per chunk)",
+                f"Split them with batch.split({CHUNK}). To limit memory, use the option "
+                "batch_size.",
+            )
         check(net, batch, options)
         assert batch.y is not None
         drafts = None if how is None else texts.texts(how, batch, characters=spelled)
@@ -96,7 +101,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     if net.classes is None:
         raise InputError(
             net.lacks_classes,
-            ("Attack a classifier with labels, or the scores of a language model (--score sum). ")
+            "Attack a classifier with labels, or the scores of a language model (--score sum). "
             + ONE_LOGIT,
         )
     if batch.y is None or bool((batch.y < 0).any()):
@@ -109,18 +114,6 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     require_suitable(trials, net.kind, net.changes, net.why_unchanged)
     for trial in trials:
         require_radius(trial, net.box, net.sample_shape)
-
-
-def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Pass each batch on; refuse batches that are not chunks of the run."""
-    for batch in batches:
-        if batch.start % CHUNK or len(batch) > CHUNK:
-            raise UsageError(
-                f"samples do not come in chunks of {CHUNK} (one random stream per chunk)",
-                f"Split them with batch.split({CHUNK}). To limit memory, use the option "
-                "batch_size.",
-            )
-        yield batch
 
 
 def require_entry(net: Net) -> None:
@@ -161,11 +154,12 @@ def _part(
         values["losses"] = Continued(net, batch, options.batch_size).losses(points)
     if options.save_adv is not None and options.save_adv.suffix != TABLE:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
-    cost = [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial]
+    # The samples robust before and after Square, if gradient attacks ran before it.
+    squares = [each[-1] for each in by_trial if len(each) > 1 and each[-1].attack == "square"]
     facts: dict[str, Any] = {
         "checks": clean.checks,
-        "cost": cost,
-        "square": _square(by_trial),
+        "cost": [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial],
+        "square": [(int(o.tried.sum()), int(o.robust.sum())) for o in squares] or [(0, 0)],
         "nonfinite": sum(o.nonfinite for o in outcomes[1:]),
     }
     if chunk.number * CHUNK < DRAWN:
@@ -173,7 +167,12 @@ def _part(
     if chunk.texts is not None:
         rewritten = [end for end in ends if end.drafts is not None]
         lines = [line for e in rewritten for line in texts.changes(e, chunk.texts, batch.ids)]
-        facts |= {"texts": lines, "sizes": texts.count_units(chunk.texts)}
+        fixed, drafts = chunk.texts.reader.lexicon.fixed, chunk.texts.drafts
+        sizes = {  # what can be changed of each text
+            "words": [sum(not fixed(word) for word in draft.words) for draft in drafts],
+            "characters": [sum(map(len, draft.texts)) for draft in drafts],
+        }
+        facts |= {"texts": lines, "sizes": sizes}
     remarks = tuple(note for o in outcomes for note in o.notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
     facts["classes"] = class_names(net, arrays["label"], arrays["predicted"])
@@ -202,39 +201,26 @@ def _examples(
     assert broken.y is not None
     pairs = torch.stack([broken.y, after.argmax(1)], 1)
     scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]
-    names, drawn = dict(enumerate(net.info.labels or ())), net.kind == "image"
-    return {
-        name: {
+    names = dict(enumerate(net.info.labels or ()))
+    examples: dict[str, dict[str, Any]] = {}
+    for i, (name, end, row) in enumerate(zip(broken.ids, first, which.tolist(), strict=True)):
+        examples[name] = {
             "trial": str(end.trial.key if end.trial else ""),
-            **(_pictures(broken.x[i].cpu(), x_adv[i].cpu(), net.box) if drawn else {}),
-            "text": texts.quote_change(end, chunk.texts, int(which[i])),
+            "text": "" if end.drafts is None else texts.quote(end.drafts[row]),
             "classes": [names.get(c, str(c)) for c in pairs[i].tolist()],
             "before": scores[0][i].round(decimals=4).tolist(),
             "after": scores[1][i].round(decimals=4).tolist(),
         }
-        for i, (name, end) in enumerate(zip(broken.ids, first, strict=True))
-    }
-
-
-def _pictures(x: Tensor, x_adv: Tensor, box: tuple[float, float] | None) -> dict[str, Any]:
-    """Draw a sample, its adversarial example, and their difference, scaled up around grey."""
-    change = x_adv - x
-    times = 0.5 / max(float(change.abs().max()), torch.finfo(x.dtype).tiny)
-    return {
-        "image": thumbnail(x, box),
-        "adversarial": thumbnail(x_adv, box),
-        "difference": thumbnail(0.5 + times * change),
-        "times": float(f"{times:.2g}"),
-    }
-
-
-def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:
-    """Count the samples robust before and after Square, if gradient attacks ran before it."""
-    last = [each[-1] if len(each) > 1 else None for each in by_trial]
-    return [
-        (int(o.tried.sum()), int(o.robust.sum())) if o and o.attack == "square" else (0, 0)
-        for o in last
-    ]
+        if net.kind == "image":  # the difference is scaled up around grey
+            x, adversarial = broken.x[i].cpu(), x_adv[i].cpu()
+            times = 0.5 / max(float((adversarial - x).abs().max()), torch.finfo(x.dtype).tiny)
+            examples[name] |= {
+                "image": thumbnail(x, net.box),
+                "adversarial": thumbnail(adversarial, net.box),
+                "difference": thumbnail(0.5 + times * (adversarial - x)),
+                "times": float(f"{times:.2g}"),
+            }
+    return examples
 
 
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
@@ -253,7 +239,11 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     for i, trial in enumerate(trials):
         columns[trial.key.column("robust")] = robust[:, i].astype(int)
         columns[trial.key.column("distance")] = distance[:, i]
-    raised = _losses(parts, trials)
+    raised: dict[str, Values] = {}
+    if "losses" in parts[0].values:  # attacks on continuations
+        losses = join_parts(parts, "losses").astype(float)
+        names = ["loss", *(trial.key.column("loss") for trial in trials)]
+        raised = {name: losses[:, i] for i, name in enumerate(names)}
     worst = []
     for ball, keys in worst_cases(trial.key for trial in trials).items():
         inside = [i for i, trial in enumerate(trials) if trial.key in keys]
@@ -273,15 +263,6 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
             classes=named_classes(parts),
         )
     ]
-
-
-def _losses(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[str, Values]:
-    """Return the columns of losses, for attacks on continuations."""
-    if "losses" not in parts[0].values:
-        return {}
-    values = join_parts(parts, "losses").astype(float)
-    names = ["loss", *(trial.key.column("loss") for trial in trials)]
-    return {name: values[:, i] for i, name in enumerate(names)}
 
 
 def _row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> Row:
@@ -332,7 +313,11 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
         return []
     if options.save_adv.suffix == TABLE:
         return [texts.table(parts)]
-    x_adv, broken = _of_one_length(parts), ~join_parts(parts, "robust").astype(bool)
+    each = [part.values["x_adv"] for part in parts]
+    longest = max(x.shape[2] for x in each)
+    room = [[(0, longest - n if axis == 2 else 0) for axis, n in enumerate(x.shape)] for x in each]
+    x_adv = np.concatenate([np.pad(x, pads) for x, pads in zip(each, room, strict=True)])
+    broken = ~join_parts(parts, "robust").astype(bool)
     first = np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
     tensors = {
         str(trial.key): np.ascontiguousarray(x_adv[:, i])
@@ -341,14 +326,6 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
     tensors["x"] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
     tensors["y"] = join_parts(parts, "label").astype(np.int64)
     return [save(tensors, {MADE_OF: json.dumps(sample_ids(parts))})]
-
-
-def _of_one_length(parts: Sequence[Part]) -> Values:
-    """Join the examples of all parts; pad each text to the longest one."""
-    each = [part.values["x_adv"] for part in parts]
-    longest = max(x.shape[2] for x in each)
-    room = [[(0, longest - n if axis == 2 else 0) for axis, n in enumerate(x.shape)] for x in each]
-    return np.concatenate([np.pad(x, pads) for x, pads in zip(each, room, strict=True)])
 
 
 MEASURE = Measure(

@@ -56,7 +56,22 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
         NoRuleError: the model uses an operation that nothing is known of on balls.
     """
     for batch in batches:
-        brackets = [_bracket(net, s, i, options) for i, s in enumerate(batch.split(1))]
+        brackets = []
+        for number, sample in enumerate(batch.split(1)):
+            limit = math.inf if options.seconds is None else options.seconds
+            proof = Proof(
+                norm=options.norm or "linf",
+                order=choose_order(net, sample, options.order),
+                nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
+                deadline=time.monotonic() + limit,
+            )
+            seed = seed_of(sample.ids[0], options.seed)
+            bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=seed)
+            for done, _ in enumerate(bracket.settle(options.eps), 1):
+                moved(number + done / (len(options.eps) + options.radius))
+            if options.radius:
+                bracket.search(options.tol)
+            brackets.append(bracket)
         values = [_values(bracket, options) for bracket in brackets]
         arrays = {name: np.array([each[name] for each in values]) for name in values[0]}
         facts = {
@@ -96,35 +111,12 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box, net.sample_shape)
     # At one order the longest sample needs the most memory: check each order in use.
-    longest = {choose_order(net, s, options.order): s for s in _by_length(net, batch)}
-    for order, sample in longest.items():
+    lengths = [batch.x.shape[1]] if batch.mask is None else batch.mask.sum(1).tolist()
+    places = {length: i for i, length in enumerate(lengths)}
+    each = [batch[i : i + 1].trim().to(net.device, net.dtype) for _, i in sorted(places.items())]
+    for order, sample in {choose_order(net, s, options.order): s for s in each}.items():
         require_room(net, sample, order)
     require_rules(net, batch[:1].trim().to(net.device, net.dtype))
-
-
-def _by_length(net: Net, batch: Batch) -> Iterator[Batch]:
-    """Yield a sample of each length, the shortest first."""
-    lengths = [batch.x.shape[1]] if batch.mask is None else batch.mask.sum(1).tolist()
-    for _, place in sorted({length: i for i, length in enumerate(lengths)}.items()):
-        yield batch[place : place + 1].trim().to(net.device, net.dtype)
-
-
-def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> Bracket:
-    """Certify one sample, by its index in the batch."""
-    limit = math.inf if options.seconds is None else options.seconds
-    proof = Proof(
-        norm=options.norm or "linf",
-        order=choose_order(net, sample, options.order),
-        nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
-        deadline=time.monotonic() + limit,
-    )
-    seed = seed_of(sample.ids[0], options.seed)
-    bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=seed)
-    for done, _ in enumerate(bracket.settle(options.eps), 1):
-        moved(number + done / (len(options.eps) + options.radius))
-    if options.radius:
-        bracket.search(options.tol)
-    return bracket
 
 
 def _values(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
@@ -167,8 +159,21 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     )
     if not options.radius:
         return [first]
-    radii = RADII_TABLE.section(settings=settings, rows=(_radius_row(once, options),))
-    return [first, radii]
+    right = once["correct"]
+    radius, nearest = once["radius"][right], once["radius_adversarial"][right]
+    broken = np.isfinite(nearest)
+    row = RADII_TABLE.row(
+        norm=options.norm or "linf",
+        samples=int(right.sum()),
+        radius=reduce_known(radius, np.median),
+        radius_adversarial=reduce_known(nearest[broken], np.median),
+        ratio=reduce_known(radius[broken] / nearest[broken], np.median),
+        smallest=float(radius.min()) if radius.size else None,
+        largest=float(radius.max()) if radius.size else None,
+        passes=int(once["passes"].sum()),
+        seconds=round(float(once["searching"].sum()), 3),
+    )
+    return [first, RADII_TABLE.section(settings=settings, rows=(row,))]
 
 
 def _row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOptions) -> Row:
@@ -218,23 +223,6 @@ def _columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, tuple[
         found = arrays["radius_adversarial"]
         columns["radius_adversarial"] = [float(r) if math.isfinite(r) else None for r in found]
     return {name: tuple(values) for name, values in columns.items()}
-
-
-def _radius_row(arrays: dict[str, Values], options: CertifyOptions) -> Row:
-    right = arrays["correct"]
-    radius, nearest = arrays["radius"][right], arrays["radius_adversarial"][right]
-    broken = np.isfinite(nearest)
-    return RADII_TABLE.row(
-        norm=options.norm or "linf",
-        samples=int(right.sum()),
-        radius=reduce_known(radius, np.median),
-        radius_adversarial=reduce_known(nearest[broken], np.median),
-        ratio=reduce_known(radius[broken] / nearest[broken], np.median),
-        smallest=float(radius.min()) if radius.size else None,
-        largest=float(radius.max()) if radius.size else None,
-        passes=int(arrays["passes"].sum()),
-        seconds=round(float(arrays["searching"].sum()), 3),
-    )
 
 
 def _remarks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,20 +24,12 @@ from lipaudit.measures.measure import (
     sample_ids,
     seed_of,
 )
-from lipaudit.measures.positions import (
-    ALWAYS,
-    columns_of,
-    join_ragged,
-    over_positions,
-    remarks,
-    spread,
-)
 from lipaudit.models.attention.residual import Residual, compute_residual_norms, find_residuals
 from lipaudit.models.attention.routing import Routing
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.derivative.endpoints import find_places, make_sample_function, resolve_target
-from lipaudit.models.derivative.linearize import Linearization, linearize
-from lipaudit.models.derivative.model_norms import Margins, compute_jacobian_norms, compute_margins
+from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.derivative.model_norms import compute_jacobian_norms, compute_margins
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import require_padding_is_ignored
 from lipaudit.settings import JACOBIAN_TABLE
@@ -45,69 +37,108 @@ from lipaudit.settings.jacobian import JacobianOptions, Target
 from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import Cell
 
+ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
+"""Columns that accompany every norm, with their types."""
 OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
 
 
 def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
     """Yield the norms, margins and first-order radii of every sample."""
-    around: _Around | None = None
+    blocks: tuple[Residual, ...] | None = None
+    remarks: tuple[Note, ...] = ()
     routing = Routing()
     for batch in batches:
         require_padding_is_ignored(net, batch)
         with routing.watching(net.module):
-            values, facts = _of_batch(net, batch, options)
+            values, facts = _measure_batch(net, batch, options)
         if options.per_layer:
-            around = around or _residuals(net, find_first(batches, batch))
-            values |= _residual_values(net, batch, around.residuals, options)
-            facts["blocks"] = [residual.module for residual in around.residuals]
-        blocks = () if around is None else around.notes
-        yield Part(batch.ids, values, facts, blocks + routing.notes())
+            if blocks is None:
+                first = find_first(batches, batch)
+                sites = find_layers(net, first)
+                around = find_residuals(net, first, sites)
+                blocks = tuple(dict.fromkeys(block for block in around if block is not None))
+                alone = [str(s.index) for s, b in zip(sites, around, strict=True) if b is None]
+                text = f"attention layers {', '.join(alone)} have no block: they have no residual "
+                note = Note(level="info", code="no-block", text=text + "connection")
+                remarks = (note,) if alone else ()
+            facts["blocks"] = [block.module for block in blocks]
+            values |= _measure_blocks(net, batch, blocks, options)
+        yield Part(batch.ids, values, facts, remarks + routing.notes())
+
+
+def _measure_blocks(
+    net: Net, batch: Batch, blocks: Sequence[Residual], options: JacobianOptions
+) -> dict[str, Values]:
+    """Return norms of residual blocks, their proven error and cost, (samples, blocks)."""
+    seeds = [seed_of(i, options.seed) for i in batch.ids]
+    each = compute_residual_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
+    norms = [one for _, one in each]
+    if not norms:
+        return {}
+    return {
+        f"block_{name}": torch.stack([getattr(one, name) for one in norms], 1).numpy()
+        for name in OF_BLOCKS
+    } | {"block_lanczos": np.array([[one.method == "lanczos" for one in norms]] * len(batch))}
 
 
 Measured = tuple[dict[str, Values], dict[str, Any]]
 """Figures per sample, and the names of the Jacobian's input and output."""
 
 
-def _of_batch(net: Net, batch: Batch, options: JacobianOptions) -> Measured:
-    """Return the figures of the samples of a batch; nothing if no text has the requested position.
+def _find_columns(net: Net, batch: Batch, end: Target) -> torch.Tensor | None:
+    """Return the columns of each text's position, (samples, 1 or more); None without positions.
 
-    The array `outside` marks samples that were left out.
+    -1 marks a position that the text lacks. A text has a loss from its second token on.
+    """
+    if end.what == "loss" and net.classes is None:
+        return find_places(batch, "1")
+    return find_places(batch, end.where) if end.where else None
+
+
+def _measure_batch(net: Net, batch: Batch, options: JacobianOptions) -> Measured:
+    """Return the figures of the samples of a batch, at the position or positions asked for.
+
+    The array `outside` marks samples that were left out, as they lack the position.
     """
     end = resolve_target(net, batch, options.target)
-    columns = columns_of(net, batch, end)
+    columns = _find_columns(net, batch, end)
     if columns is None:
-        return _of_model(net, batch, options, end, None)
-    if end.where == "all":
-        return _by_position(net, batch, options, end)
-    inside = (columns[:, 0] >= 0).nonzero()[:, 0]
-    if len(inside) == len(batch):
-        return _of_model(net, batch, options, end, columns[:, 0])
-    there = (columns[:, 0] >= 0).cpu().numpy()
-    values: dict[str, Values] = {name: np.zeros(0, kind) for name, kind in ALWAYS.items()}
-    facts: dict[str, Any] = {"from": "embeddings", "to": end.text, "method": ""}
-    if len(inside):
-        values, facts = _of_model(net, batch.rows(inside), options, end, columns[inside, 0])
-    return {n: spread(v, there) for n, v in values.items()} | {"outside": ~there}, facts
-
-
-def _by_position(net: Net, batch: Batch, options: JacobianOptions, end: Target) -> Measured:
-    """Return the norms at every position of every text, and the largest norm of each text."""
-    columns = find_places(batch, end.where)
+        return _measure_outputs(net, batch, options, end, None)
+    inside = (columns >= 0).cpu().numpy()
+    if end.where != "all":
+        if inside.all():
+            return _measure_outputs(net, batch, options, end, columns[:, 0])
+        values: dict[str, Values] = {name: np.zeros(0, kind) for name, kind in ALWAYS.items()}
+        facts: dict[str, Any] = {"from": "embeddings", "to": end.text, "method": ""}
+        if inside.any():
+            long = (columns[:, 0] >= 0).nonzero()[:, 0]
+            values, facts = _measure_outputs(net, batch.rows(long), options, end, columns[long, 0])
+        spread = {name: _spread(value, inside[:, 0]) for name, value in values.items()}
+        return spread | {"outside": ~inside[:, 0]}, facts
     pairs = (columns >= 0).nonzero()
     each: list[dict[str, Values]] = []
-    facts: dict[str, Any] = {}
     for some in torch.split(pairs, len(batch)):
         sample, slot = some.unbind(1)
-        values, facts = _of_model(net, batch.rows(sample), options, end, columns[sample, slot])
+        rows, place = batch.rows(sample), columns[sample, slot]
+        values, facts = _measure_outputs(net, rows, options, end, place)
         each.append(values)
         moved(len(batch) * len(some) / len(pairs))
-    joined = {name: np.concatenate([values[name] for values in each]) for name in ALWAYS}
     facts.pop("gradients", None)
-    return over_positions(joined, (columns >= 0).cpu().numpy()), facts
+    # The norms at all positions, and the largest norm of each text.
+    at = {n: _spread(np.concatenate([values[n] for values in each]), inside) for n in ALWAYS}
+    top = {name: np.where(inside, at[name], -np.inf) for name in ("norm", "upper", "within")}
+    both = zip(at["norm"], inside, strict=True)
+    return {name: values.max(1) for name, values in top.items()} | {
+        "products": at["products"].sum(1),
+        "converged": at["converged"].all(1),
+        "norm_median": np.array([np.median(row[own]) for row, own in both]),
+        "position": top["norm"].argmax(1),
+        "positions": at["norm"],
+    }, facts
 
 
-def _of_model(
+def _measure_outputs(
     net: Net,
     batch: Batch,
     options: JacobianOptions,
@@ -129,86 +160,65 @@ def _of_model(
     )
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in ALWAYS.items()}
     facts: dict[str, Any] = {"from": at.start, "to": at.target, "method": norms.method}
+    labels = batch.y if net.classes is not None else None
     if end.what == "loss":
         values["loss"] = linear.output[:, 0].double().cpu().numpy()
-        facts["unlabelled"] = _count_unlabelled(net, batch)
+        # Samples without a label, for which the predicted class is used.
+        unlabelled = len(batch) if labels is None else int((labels < 0).sum())
+        facts["unlabelled"] = 0 if net.classes is None else unlabelled
     steepest = norms.direction
-    if decides:
-        labels = batch.y if net.classes is not None else None
-        decision, steepest = _decision(linear, labels, options, norms.upper)
-        values |= decision
+    if decides:  # without labels, margins are those of the predicted class
+        predicted = linear.output.argmax(1)
+        y = predicted if labels is None else labels
+        how: dict[str, Any] = {"norm": options.norm, "upper": norms.upper}
+        margins = compute_margins(linear, y, rivals=options.rivals, **how)
+        right = ((y < 0) | (predicted == y)).cpu()
+        values |= {
+            "margin": margins.margin.numpy(),
+            "radius_first_order": margins.radius.masked_fill(~right, torch.nan).numpy(),
+            "rivals": margins.rivals.numpy(),
+            "complete": margins.complete.numpy(),
+        }
+        if labels is not None and bool((labels >= 0).any()):
+            values["correct"] = right.numpy()
+        steepest = margins.direction
     if steepest is not None and net.kind != "image":
         gradient, of = steepest.view_as(linear.x), "margin" if decides else "direction"
         facts["gradients"] = tokens.gradients(net, batch, gradient, of)
     return values, facts
 
 
-def _count_unlabelled(net: Net, batch: Batch) -> int:
-    """Count the samples without a label, for which the predicted class is used."""
-    if net.classes is None:
-        return 0
-    return len(batch) if batch.y is None else int((batch.y < 0).sum())
+def _spread(values: Values, where: Values) -> Values:
+    """Put values at the given places, and neutral values (NaN, 0, converged) elsewhere."""
+    spread = _make_blank((*where.shape, *values.shape[1:]), values.dtype)
+    spread[where] = values
+    return spread
 
 
-class _Around(NamedTuple):
-    """The residual blocks around the layers of a model, and notes on layers without one."""
-
-    residuals: tuple[Residual, ...]
-    notes: tuple[Note, ...]
+def _make_blank(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Values:
+    return np.full(shape, {"f": np.nan, "b": True}.get(dtype.kind, 0), dtype)
 
 
-def _residuals(net: Net, batch: Batch) -> _Around:
-    sites = find_layers(net, batch)
-    around = find_residuals(net, batch, sites)
-    alone = [str(s.index) for s, one in zip(sites, around, strict=True) if one is None]
-    text = f"attention layers {', '.join(alone)} have no block: they have no residual connection"
-    remarks = (Note(level="info", code="no-block", text=text),) if alone else ()
-    return _Around(tuple(dict.fromkeys(one for one in around if one is not None)), remarks)
-
-
-def _residual_values(
-    net: Net, batch: Batch, around: Sequence[Residual], options: JacobianOptions
-) -> dict[str, Values]:
-    """Return norms of residual blocks, their proven error and cost, (samples, blocks)."""
-    seeds = [seed_of(i, options.seed) for i in batch.ids]
-    each = compute_residual_norms(net, batch, around, seeds=seeds, **options.accuracy)
-    norms = [one for _, one in each]
-    if not norms:
-        return {}
-    return {
-        f"block_{name}": torch.stack([getattr(one, name) for one in norms], 1).numpy()
-        for name in OF_BLOCKS
-    } | {"block_lanczos": np.array([[one.method == "lanczos" for one in norms]] * len(batch))}
-
-
-def _decision(
-    linear: Linearization,
-    labels: torch.Tensor | None,
-    options: JacobianOptions,
-    upper: torch.Tensor,
-) -> tuple[dict[str, Values], torch.Tensor]:
-    """Return margins and their gradients per sample; without labels, for the predicted class."""
-    predicted = linear.output.argmax(1)
-    y = predicted if labels is None else labels
-    how: dict[str, Any] = {"norm": options.norm, "upper": upper, "rivals": options.rivals}
-    first_order: Margins = compute_margins(linear, y, **how)
-    right = (y < 0) | (predicted == y)
-    decision = {
-        "margin": first_order.margin.numpy(),
-        "radius_first_order": first_order.radius.masked_fill(~right.cpu(), torch.nan).numpy(),
-        "rivals": first_order.rivals.numpy(),
-        "complete": first_order.complete.numpy(),
-    }
-    known = labels is not None and bool((labels >= 0).any())
-    correct = {"correct": right.cpu().numpy()} if known else {}
-    return decision | correct, first_order.direction
+def _join_ragged(parts: Sequence[Part], name: str) -> Values:
+    """Join one array of all parts; arrays with a column per token are padded."""
+    known = [part.values[name] for part in parts if name in part.values]
+    sizes = max(values.shape[1:] for values in known)
+    whole = _make_blank((sum(len(part.ids) for part in parts), *sizes), known[0].dtype)
+    if name == "outside":
+        whole[:] = False
+    start = 0
+    for part in parts:
+        if (values := part.values.get(name)) is not None:
+            whole[(slice(start, start + len(values)), *map(slice, values.shape[1:]))] = values
+        start += len(part.ids)
+    return whole
 
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`: one row, and a column per quantity and sample."""
     facts = next((part.facts for part in parts if part.facts.get("method")), parts[0].facts)
     names = dict.fromkeys(name for part in parts for name in part.values)
-    arrays = {name: join_ragged(parts, name) for name in names}
+    arrays = {name: _join_ragged(parts, name) for name in names}
     outside = arrays.pop("outside", np.zeros(len(sample_ids(parts)), bool))
     positions = arrays.pop("positions", None)
     whole = {name: values for name, values in arrays.items() if not name.startswith("block_")}
@@ -232,8 +242,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             samples={"ids": sample_ids(parts), **columns},
             arrays=kept,
             notes=notes(parts)
-            + remarks(str(facts["to"]), parts, outside)
-            + _remarks(arrays, outside)
+            + _remarks(str(facts["to"]), parts, arrays, outside)
             + repeat_notes(parts),
             gradients={n: g for part in parts for n, g in part.facts.get("gradients", {}).items()},
         )
@@ -270,39 +279,50 @@ def _cells(name: str, values: Values, outside: Values) -> tuple[Cell, ...]:
     return tuple(None if left else v for v, left in zip(known, empty, strict=True))
 
 
-def _remarks(arrays: Mapping[str, Values], outside: Values) -> tuple[Note, ...]:
+def _remarks(
+    end: str, parts: Sequence[Part], arrays: Mapping[str, Values], outside: Values
+) -> tuple[Note, ...]:
+    """Note what the figures refer to, what is missing, and how accurate they are."""
+    remarks: list[Note] = []
+
+    def remark(level: Literal["info", "warning"], code: str, text: str) -> None:
+        remarks.append(Note(level=level, code=code, text=text))
+
+    if left := int(outside.sum()):
+        text = f"{left} of {len(outside)} texts are too short for {end}, so they have no norm"
+        remark("warning", "too-short", text)
+    if end.endswith(":all"):
+        text = (
+            "the norm of a text is the largest over its positions (column position). The "
+            "JSON has all of them in the array positions"
+        )
+        remark("info", "by-position", text)
+    if guessed := sum(part.facts.get("unlabelled", 0) for part in parts):
+        text = f"the loss of {guessed} samples without a label uses the predicted class"
+        remark("info", "loss-of-predicted", text)
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
-    remarks = [*lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))]
+    remarks += lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))
     if "radius_first_order" in arrays:
         text = "radius_first_order is a first-order estimate at each sample, not a certificate"
-        remarks.append(Note(level="info", code="indicative", text=text))
-        remarks += _rivals(arrays)
-    missed = {
-        name: int((~arrays[name] & ~np.isnan(arrays[name.replace("converged", "norm")])).sum())
-        for name in CONVERGENCE
-        if name in arrays
-    }
-    for name, count in missed.items():
-        if count:
+        remark("info", "indicative", text)
+        # A class that was not examined may be the nearest.
+        unknown = ~arrays["complete"]
+        if unknown.any():
+            text = (
+                f"{int(unknown.sum())} first-order radii are lower limits: the nearest class may "
+                f"not be among the {int(arrays['rivals'][unknown].max())} classes considered. "
+                "Raise --rivals"
+            )
+            remark("warning", "radius-incomplete", text)
+    for name in [name for name in CONVERGENCE if name in arrays]:
+        known = ~np.isnan(arrays[name.replace("converged", "norm")])
+        if count := int((~arrays[name] & known).sum()):
             text = f"{count} {CONVERGENCE[name]} did not converge to tol, so they may be too low"
-            remarks.append(Note(level="warning", code="not-converged", text=text))
-    undefined = int(np.isnan(arrays["norm"][~outside]).sum())
-    if undefined:
+            remark("warning", "not-converged", text)
+    if undefined := int(np.isnan(arrays["norm"][~outside]).sum()):
         text = f"the norms of {undefined} samples are NaN: the model overflows on them"
-        remarks.append(Note(level="warning", code="not-finite", text=text))
+        remark("warning", "not-finite", text)
     return tuple(remarks)
-
-
-def _rivals(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
-    """Note for how many radii a class that was not examined may be the nearest."""
-    open_ = ~arrays["complete"]
-    if not open_.any():
-        return ()
-    text = (
-        f"{int(open_.sum())} first-order radii are lower limits: the nearest class may not be "
-        f"among the {int(arrays['rivals'][open_].max())} classes considered. Raise --rivals"
-    )
-    return (Note(level="warning", code="radius-incomplete", text=text),)
 
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
@@ -315,7 +335,7 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
         )
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)
-    columns = columns_of(net, batch, end)
+    columns = _find_columns(net, batch, end)
     if columns is not None and not bool((columns >= 0).any()):
         longest = int(find_places(batch, "all").shape[1])
         raise InputError(

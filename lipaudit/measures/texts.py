@@ -48,12 +48,19 @@ def reader(net: Net) -> Reader:
             "words needs",
             "Attack its embeddings: --attack fgsm,pgd --eps 0.1.",
         )
+    if net.lexicon is None:  # without a tokenizer, every id is a word, except known special ids
+        kinds = torch.full((net.vocabulary,), BEGINS)
+        for special in {net.pad_id, net.end_id} - {None}:
+            kinds[special] = FIXED
+        lexicon = Lexicon(kinds)
+    else:
+        lexicon = net.lexicon()
     return Reader(
         output=lambda ids, mask: net.output(_batch(ids, mask)),
         point=lambda ids, mask: net.point(_batch(ids, mask)),
         forward=lambda z, ids, mask: net.forward(z, _batch(ids, mask)),
         table=table.detach(),
-        lexicon=_plain(net) if net.lexicon is None else net.lexicon(),
+        lexicon=lexicon,
         most=net.sample_shape[0],
         pad_id=net.pad_id,
     )
@@ -61,15 +68,6 @@ def reader(net: Net) -> Reader:
 
 def _batch(ids: Tensor, mask: Tensor | None) -> Batch:
     return Batch(ids, None, ("",) * len(ids), mask)
-
-
-def _plain(net: Net) -> Lexicon:
-    """Treat every token id as a word, except known special ids; for models without a tokenizer."""
-    assert net.vocabulary is not None
-    kinds = torch.full((net.vocabulary,), BEGINS)
-    for special in {net.pad_id, net.end_id} - {None}:
-        kinds[special] = FIXED
-    return Lexicon(kinds)
 
 
 def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
@@ -86,11 +84,17 @@ def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     masks = [None] * len(batch) if batch.mask is None else batch.mask.cpu()
     rows = [x if mask is None else x[mask] for x, mask in zip(batch.x.cpu(), masks, strict=True)]
     written = batch.texts or ((),) * len(rows)
-    how = replace(
-        how,
-        most=min(how.most, batch.limit or how.most),
-        reads_padding=_reads_padding(how, min(rows, key=len)),
-    )
+    # A model reads padding if padding behind the shortest text changes the output.
+    short = min(rows, key=len)
+    short = short[max(0, len(short) + PADDING - how.most) :]  # keep the end: some models need it
+    ids = torch.cat([short, short.new_full((PADDING,), how.pad_id)])[: how.most][None]
+    mask = (torch.arange(ids.shape[1]) < len(short))[None]
+    device = how.table.device
+    with torch.no_grad():
+        alone = how.output(short[None].to(device), None)
+        padded = how.output(ids.to(device), mask.to(device))
+    most = min(how.most, batch.limit or how.most)
+    how = replace(how, most=most, reads_padding=not agree(alone, padded))
     drafts = [
         how.lexicon.draft(row.tolist(), text, how.most)
         for row, text in zip(rows, written, strict=True)
@@ -104,18 +108,6 @@ def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
             "fgsm,pgd --eps 0.1.",
         )
     return Texts(how, drafts)
-
-
-def _reads_padding(how: Reader, text: Tensor) -> bool:
-    """Say whether padding behind a text changes the output of the model."""
-    text = text[max(0, len(text) + PADDING - how.most) :]  # keep the end: some models need it
-    ids = torch.cat([text, text.new_full((PADDING,), how.pad_id)])[: how.most][None]
-    mask = (torch.arange(ids.shape[1]) < len(text))[None]
-    device = how.table.device
-    with torch.no_grad():
-        alone = how.output(text[None].to(device), None)
-        padded = how.output(ids.to(device), mask.to(device))
-    return not agree(alone, padded)
 
 
 def changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[str, Any]]:
@@ -149,11 +141,13 @@ def scores(net: Net, how: Reader, draft: Draft) -> Tensor:
     return net.output(_batch(ids, None)).softmax(1)[0]
 
 
-def quote_change(outcome: Outcome, before: Texts | None, row: int) -> str:
-    """Quote the beginning of a changed text; empty for attacks on embeddings."""
-    if outcome.drafts is None or before is None:
-        return ""
-    return _cut(BETWEEN.join(_texts(outcome.drafts[row])))
+def quote(draft: Draft) -> str:
+    """Return the beginning of a text."""
+    return _cut(BETWEEN.join(_texts(draft)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def table(parts: Sequence[Part]) -> bytes:
@@ -182,29 +176,17 @@ def remarks(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
     )
     lines = [line for part in parts for line in part.facts["texts"]]
     for label in dict.fromkeys(trial.label for trial in counted):
+        # A text that this attack broke, at the smallest budget that broke one.
         keys = [str(trial.key) for trial in counted if trial.label == label]
-        yield from _example([line for key in keys for line in lines if line["trial"] == key])
-    yield from _large_budgets(parts, counted)
-    untouchable = sum(part.facts["sizes"]["words"].count(0) for part in parts)
-    if untouchable:
-        text = f"texts without a changeable word: {untouchable}"
-        yield Note(level="info", code="no-words", text=text)
-
-
-def _example(lines: Sequence[dict[str, Any]]) -> Iterator[Note]:
-    """Show a text that an attack broke, at the smallest budget that broke one."""
-    broken = next((line for line in lines if line["changes"] and not line["robust"]), None)
-    if broken is not None:
-        after = _cut(BETWEEN.join(broken[name] for name in COLUMNS if name in broken))
-        before = _cut(broken["original"])
-        text = f"an example of {broken['trial']}: {before!r} became {after!r}"
-        yield Note(level="info", code="example", text=text)
-
-
-def _large_budgets(parts: Sequence[Part], counted: Sequence[Trial]) -> Iterator[Note]:
-    """Warn of budgets with which an attack can rewrite most texts from end to end."""
-    largest = {trial.norm: int(trial.radius.value) for trial in counted}  # the smallest come first
-    for norm, budget in largest.items():
+        tried = [line for key in keys for line in lines if line["trial"] == key]
+        broken = next((line for line in tried if line["changes"] and not line["robust"]), None)
+        if broken is not None:
+            after = _cut(BETWEEN.join(broken[name] for name in COLUMNS if name in broken))
+            before = _cut(broken["original"])
+            text = f"an example of {broken['trial']}: {before!r} became {after!r}"
+            yield Note(level="info", code="example", text=text)
+    # Budgets with which an attack can rewrite most texts from end to end; the smallest come first.
+    for norm, budget in {trial.norm: int(trial.radius.value) for trial in counted}.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
         whole = sum(0 < size <= budget for size in sizes)
         if 2 * whole > len(sizes):
@@ -213,19 +195,10 @@ def _large_budgets(parts: Sequence[Part], counted: Sequence[Trial]) -> Iterator[
                 f"(median {median_low(sizes)}). Allow fewer changes: --attack {norm} --eps 1,2"
             )
             yield Note(level="warning", code="whole-texts", text=text)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
-
-
-def count_units(before: Texts) -> dict[str, list[int]]:
-    """Count the words and characters of each text that can be changed."""
-    fixed = before.reader.lexicon.fixed
-    return {
-        "words": [sum(not fixed(word) for word in draft.words) for draft in before.drafts],
-        "characters": [sum(map(len, draft.texts)) for draft in before.drafts],
-    }
+    untouchable = sum(part.facts["sizes"]["words"].count(0) for part in parts)
+    if untouchable:
+        text = f"texts without a changeable word: {untouchable}"
+        yield Note(level="info", code="no-words", text=text)
 
 
 SMALL = 1e-3
@@ -272,32 +245,26 @@ class Continued:
             own = self.net.forward(z, self.batch.without_ids(rows))[:, 0]
             return torch.stack([own, floor[rows]], 1)
 
-        ends = {str(o.trial.key): o for o in outcomes if o.trial is not None}
-        for end in ends.values():
+        correct = outcomes[0].robust
+        for end in {str(o.trial.key): o for o in outcomes if o.trial is not None}.values():
             assert end.trial is not None
             how: dict[str, Any] = {"box": self.net.box, "seed": seed, "batch_size": self.size}
             _, *climbs = evaluate_chunk(ByRow(loss), chunk, [end.trial], **how)
-            yield self._further(chunk, outcomes[0].robust, end, climbs)
-
-    def _further(
-        self, chunk: Chunk, correct: Tensor, end: Outcome, climbs: Sequence[Outcome]
-    ) -> Outcome:
-        """Return the end point of a trial, replaced if a climb broke the sample or went higher."""
-        top = climbs[-1]
-        own, other = self.scores(end.x_adv), self.scores(top.x_adv)
-        right = other.argmax(1) == chunk.y
-        further = (other[:, 0] < own[:, 0]) & ~(correct & ~end.robust & right)
-        further |= end.robust & ~right
-        x_adv = torch.where(further[:, None, None], top.x_adv, end.x_adv)
-        assert end.trial is not None
-        return replace(
-            end,
-            robust=end.robust & right,
-            x_adv=x_adv,
-            distance=distance(x_adv, chunk.x, end.trial.norm),
-            notes=(),
-            **{what: sum(getattr(climb, what) for climb in climbs) for what in COSTS},
-        )
+            # The climb's point replaces the end point if it broke the sample or went higher.
+            top = climbs[-1].x_adv
+            own, other = self.scores(end.x_adv), self.scores(top)
+            right = other.argmax(1) == chunk.y
+            further = (other[:, 0] < own[:, 0]) & ~(correct & ~end.robust & right)
+            further |= end.robust & ~right
+            x_adv = torch.where(further[:, None, None], top, end.x_adv)
+            yield replace(
+                end,
+                robust=end.robust & right,
+                x_adv=x_adv,
+                distance=distance(x_adv, chunk.x, end.trial.norm),
+                notes=(),
+                **{what: sum(getattr(climb, what) for climb in climbs) for what in COSTS},
+            )
 
     def losses(self, points: Sequence[Tensor]) -> Tensor:
         """Return the loss -log p of every sample at some points, (batch, points)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -93,29 +93,23 @@ def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
 def describe_tokens(net: Net, batch: Batch) -> dict[str, Any]:
     """Describe the tokens of the first sample and their places, as plain values."""
     first = batch[:1].trim()
+    described: dict[str, Any] = {"sample": first.ids[0], "tokens": ()}
     if net.kind == "text":
-        return {"sample": first.ids[0], "tokens": names(net, first)[0]}
+        described["tokens"] = names(net, first)[0]
     if net.kind != "image":
-        return {"sample": first.ids[0], "tokens": ()}
+        return described
     with suppress(LipauditError):  # only for display
-        return {"sample": first.ids[0]} | _of_picture(net, first)
-    return {"sample": first.ids[0], "tokens": ()}
-
-
-def _of_picture(net: Net, sample: Batch) -> dict[str, Any]:
-    count, rows, columns, start = patches(net, sample) or (0, 0, 0, 0)
-    written = [f"extra {i}" for i in range(count)]
-    parameters = {name.rpartition(".")[2] for name, _ in net.module.named_parameters()}
-    if start and parameters & CLASS_TOKENS:
-        written[0] = "CLS"
-    for patch in range(rows * columns):
-        written[start + patch] = "patch {},{}".format(*divmod(patch, columns))
-    return {
-        "tokens": tuple(written),
-        "grid": (rows, columns),
-        "first": start,
-        "image": thumbnail(sample.x[0], net.box) if count else "",
-    }
+        count, rows, columns, start = patches(net, first) or (0, 0, 0, 0)
+        written = [f"extra {i}" for i in range(count)]
+        parameters = {name.rpartition(".")[2] for name, _ in net.module.named_parameters()}
+        if start and parameters & CLASS_TOKENS:
+            written[0] = "CLS"
+        for patch in range(rows * columns):
+            written[start + patch] = "patch {},{}".format(*divmod(patch, columns))
+        image = thumbnail(first.x[0], net.box) if count else ""
+        place = {"grid": (rows, columns), "first": start, "image": image}
+        described |= {"tokens": tuple(written), **place}
+    return described
 
 
 def patches(net: Net, sample: Batch) -> tuple[int, int, int, int] | None:
@@ -125,14 +119,32 @@ def patches(net: Net, sample: Batch) -> tuple[int, int, int, int] | None:
         The number of tokens, rows and columns of patches, and the index of the first patch token;
         None if the tokens are not patches in row order.
     """
-    site = find_layers(net, sample)[0]
-    count = _queries(net, sample, site.index).shape[2]
-    for rows, columns in _grids(count, *sample.x.shape[2:]):
-        corners = [(i, j) for i in (0, rows - 1) for j in (0, columns - 1)]
-        probes = torch.cat(
-            [sample.x, *(_change_cell(sample.x, rows, columns, c) for c in corners)]
+    sites = find_layers(net, sample)
+
+    def read_queries(x: Tensor) -> Tensor:
+        batch, first = Batch(x, None, sample.ids * len(x)), {sites[0].index}
+        read = capture(
+            net,
+            sites,
+            batch,
+            lambda layer: layer.attention.q.cpu(),
+            layers=first,
+            projections=False,
         )
-        q = _queries(net, Batch(probes, None, sample.ids * len(probes)), site.index)
+        return read[0]
+
+    (height, width), count = sample.x.shape[2:], read_queries(sample.x).shape[2]
+    for side in range(1, min(height, width) + 1):  # square patches
+        rows, columns = height // side, width // side
+        whole = side * rows == height and side * columns == width
+        if not (whole and 0 <= count - rows * columns <= MOST_EXTRA and rows * columns > 1):
+            continue
+        corners = [(i, j) for i in (0, rows - 1) for j in (0, columns - 1)]
+        probes = sample.x.repeat(5, 1, 1, 1)
+        for probe, (i, j) in zip(probes[1:], corners, strict=True):
+            patch = probe[:, i * side : (i + 1) * side, j * side : (j + 1) * side]
+            patch += torch.where(patch < 0.5, 0.25, -0.25)
+        q = read_queries(probes)
         if q.shape[0] != len(probes) or not q.numel():
             return None
         change = (q[1:] - q[:1]).abs().amax((1, 3))
@@ -141,30 +153,3 @@ def patches(net: Net, sample: Batch) -> tuple[int, int, int, int] | None:
         if moved == [[start + i * columns + j] for i, j in corners]:
             return count, rows, columns, start
     return None
-
-
-def _queries(net: Net, batch: Batch, layer: int) -> Tensor:
-    sites = find_layers(net, batch)
-    (q,) = capture(
-        net, sites, batch, lambda met: met.attention.q.cpu(), layers={layer}, projections=False
-    )
-    return q
-
-
-def _grids(count: int, height: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the possible grids of square patches for a number of tokens."""
-    for side in range(1, min(height, width) + 1):
-        rows, columns = height // side, width // side
-        whole = side * rows == height and side * columns == width
-        if whole and 0 <= count - rows * columns <= MOST_EXTRA and rows * columns > 1:
-            yield rows, columns
-
-
-def _change_cell(x: Tensor, rows: int, columns: int, cell: tuple[int, int]) -> Tensor:
-    """Return a picture in which one cell of a grid is changed."""
-    changed = x.clone()
-    height, width = x.shape[2] // rows, x.shape[3] // columns
-    (i, j) = cell
-    part = changed[:, :, i * height : (i + 1) * height, j * width : (j + 1) * width]
-    part += torch.where(part < 0.5, 0.25, -0.25)
-    return changed

@@ -14,7 +14,8 @@ sums of one product have together. In exact arithmetic, with ||W||_F for ||Phi||
 
 at most in norm; sums of products are off by gamma times that. c_ij itself is off by gamma times
 d_ij = 2 P_ij max ||v||, for v_j - o_i may cancel, and in the largest entry of a row, at key a, by
-gamma times 2 (1 - P_ia) max ||v||: see `anchor_outputs`. So J^T u is off by at most
+gamma times 2 (1 - P_ia) max ||v||: see `anchor_outputs`. Without a sink, v stands less its mean
+under P here and in the norms (`mean_value`). So J^T u is off by at most
 
     E = gamma (T(c) + T(d)) ||u||,
 
@@ -30,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.bounds.ingredients import local_map, projections
-from lipaudit.theory.exact.attend import anchor_outputs, largest_gradients
+from lipaudit.theory.exact.attend import anchor_outputs, largest_gradients, mean_value
 from lipaudit.theory.heads import Heads, Projection
 
 _PLAIN = "donot_use_mm_for_euclid_dist"  # products would cost distances half of their digits
@@ -97,9 +98,10 @@ def ball_error(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
     """Return how much rounding may raise a norm that autograd finds within r of X.
 
     There P is any map: ||P||^2 <= N. Autograd subtracts o_i from every v_j, so that c and d are
-    both at most 2 P_ij max ||v||.
+    both at most 2 P_ij max ||v||, v less its mean under P at X.
     """
-    phi, (q, k), v = _sizes(heads), largest_gradients(heads), _longest(heads.v)
+    phi, (q, k) = _sizes(heads), largest_gradients(heads)
+    v = _longest(heads.v - mean_value(heads.attention(), heads.v))
     s, root = heads.scale.abs(), heads.q.shape[2] ** 0.5
     q, k, v = q + r * s * phi[0], k + r * s * phi[1], v + r * phi[2]
     parts = root * phi[2] + 2 * v * (root * q * phi[1] + k * phi[0])
@@ -115,15 +117,16 @@ def _sum_error(heads: Heads) -> Tensor:
 
 def _parts(heads: Heads) -> tuple[Tensor, Tensor]:
     """Return T(c) and T(d), in chunks of queries."""
-    phi, (q, k), longest = _sizes(heads), largest_gradients(heads), _longest(heads.v)
+    phi, (q, k), v = _sizes(heads), largest_gradients(heads), heads.v
     columns, sink = torch.zeros_like(heads.k[..., 0]), heads.sink_share()
     squares, most = torch.zeros(2, 2, *heads.q.shape[:2]).to(heads.q)
     for i, j in heads.row_blocks():
         p = heads.rows(i, j)
-        rows = anchor_outputs(p, heads.v, None if sink is None else sink[:, :, i:j])
-        true = p * torch.cdist(rows.o, heads.v, compute_mode=_PLAIN)
+        v = v - mean_value(p, v) if i == 0 and sink is None else v
+        rows = anchor_outputs(p, v, None if sink is None else sink[:, :, i:j])
+        true = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
         true = true.scatter(-1, rows.key, torch.linalg.vector_norm(rows.c, dim=-1, keepdim=True))
-        lost = 2 * longest[..., None, None] * p.scatter(-1, rows.key, rows.share)
+        lost = 2 * _longest(v)[..., None, None] * p.scatter(-1, rows.key, rows.share)
         columns += p.sum(-2)
         for part, c in enumerate((true, lost)):
             squares[part] += c.square().sum((-2, -1))

@@ -7,12 +7,13 @@ a shift changes a_ij by more than a constant of the row.
 
 With c_ij = P_ij (v_j - o_i), dO_i = sum_j P_ij dv_j + sum_j dS_ij c_ij. If P_i is nearly one-hot
 at key a, v_a - o_i cancels, and its rounding error is multiplied by gradients of logits of any
-size. So c_ia is computed from the other keys: see `anchor_outputs`.
+size. So c_ia is computed from the other keys: see `anchor_outputs`. Where all v_j nearly agree,
+every v_j - o_i cancels: so the values stand less their mean, see `mean_value`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipaudit.theory.heads import Heads, rows_in_reach
+from lipaudit.theory.heads import Heads, Pairs, rows_in_reach
 
 
 def key_gradients(heads: Heads, queries: slice) -> Float[Tensor, "batch heads rows m d"]:
@@ -85,15 +86,19 @@ class PairProducts:
     def pull(self, ds: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return sum_j ds_ij r_ij and sum_i ds_ij t_ij, (problems, tokens, d); None for 0."""
         return (
-            _each(self.with_q, self.sets[0], ds, _sum_keys),
-            _each(self.with_k, self.sets[1], ds.mT, _sum_keys),
+            _times_own(ds, self.with_q, self.sets[0]),
+            _times_own(ds.mT, self.with_k, self.sets[1]),
         )
 
     def push(self, dq: Tensor | None, dk: Tensor | None) -> list[Tensor]:
         """Return <r_ij, dq_i> and <t_ij, dk_j>, (problems, n, m), if they are not 0."""
-        r = None if dq is None else _each(self.with_q, self.sets[0], dq, _images)
-        t = None if dk is None else _each(self.with_k, self.sets[1], dk, _images)
-        return ([] if r is None else [r]) + ([] if t is None else [t.mT])
+        r, t = (None if x is None else x.mT for x in (self.with_q, self.with_k))
+        by_query = None if dq is None else _times_own(dq, r, self.sets[0])
+        by_key = None if dk is None else _times_own(dk, t, self.sets[1])
+        return [
+            *([] if by_query is None else [by_query]),
+            *([] if by_key is None else [by_key.mT]),
+        ]
 
     def select(self, index: Tensor | slice) -> PairProducts:
         """Return the products of some problems."""
@@ -101,49 +106,33 @@ class PairProducts:
         return replace(self, slope=slope, sets=(self.sets[0][index], self.sets[1][index]))
 
 
-def pair_products(heads: Heads) -> PairProducts | None:
-    """Return the products of every head on every batch row; None for plain logits."""
-    pairs, shape = heads.pairs, heads.q.shape[:2]
-    if pairs is None:
-        return None
-    slope = pairs.slope
-    if slope is not None:
-        slope = slope.expand(*shape, -1, -1).flatten(0, 1)
-    r, t = pairs.with_q, pairs.with_k
-    sets = _sets(r, shape, heads.q.device), _sets(t, shape, heads.q.device)
-    with_k = None if t is None else t.transpose(2, 3).flatten(0, 1)
-    return PairProducts(slope, None if r is None else r.flatten(0, 1), with_k, sets)
+def pair_products(pairs: Pairs, q: Float[Tensor, "batch heads n d"]) -> PairProducts:
+    """Return the products of every head on every batch row."""
+    shape, terms, sets = q.shape[:2], [], []
+    for term in (pairs.with_q, None if pairs.with_k is None else pairs.with_k.transpose(2, 3)):
+        # The number of each problem's term: rows and heads may share one.
+        own = torch.Size((1, 1)) if term is None else term.shape[:2]
+        number = torch.arange(own.numel(), device=q.device).view(own)
+        sets.append(number.expand(shape).flatten())
+        terms.append(None if term is None else term.flatten(0, 1))
+    slope = None if pairs.slope is None else pairs.slope.expand(*shape, -1, -1).flatten(0, 1)
+    return PairProducts(slope, terms[0], terms[1], (sets[0], sets[1]))
 
 
-def _sets(term: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
-    """Number the pairs (row, head) of a term, and expand the numbers as the term would be."""
-    own = torch.Size((1, 1)) if term is None else term.shape[:2]
-    number = torch.arange(own.numel(), device=device).view(own)
-    return number.expand(shape).flatten()
+def _times_own(rows: Tensor, vectors: Tensor | None, sets: Tensor) -> Tensor | None:
+    """Return rows_i X_i, (problems, tokens, c), where each set of problems has its own X_i.
 
-
-def _sum_keys(ds: Tensor, vectors: Tensor) -> Tensor:
-    """Return sum_j ds_ij x_ij for problems with the same vectors: one product per token i."""
-    return (ds.transpose(0, 1) @ vectors).transpose(0, 1)
-
-
-def _images(tangents: Tensor, vectors: Tensor) -> Tensor:
-    """Return <x_ij, y_i> for problems with the same vectors."""
-    return (tangents.transpose(0, 1) @ vectors.mT).transpose(0, 1)
-
-
-def _each(
-    vectors: Tensor | None, sets: Tensor, rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor | None:
-    """Apply a product to the problems of each set together, without copying vectors."""
+    One product for each set and token, without copying X; None for 0.
+    """
     if vectors is None:
         return None
     used = sorted(set(sets.tolist()))
-    if len(used) == 1:
-        return product(rows, vectors[used[0]])
     parts = [(sets == i).nonzero()[:, 0] for i in used]
-    products = [product(rows[part], vectors[i]) for part, i in zip(parts, used, strict=True)]
-    return torch.cat(products)[torch.cat(parts).argsort()]
+    some = [rows] if len(used) == 1 else [rows[part] for part in parts]
+    each = [
+        (x.transpose(0, 1) @ vectors[i]).transpose(0, 1) for x, i in zip(some, used, strict=True)
+    ]
+    return each[0] if len(used) == 1 else torch.cat(each)[torch.cat(parts).argsort()]
 
 
 EVERY = slice(None)
@@ -218,6 +207,27 @@ class Anchored(NamedTuple):
     share: Tensor
 
 
+def mean_value(
+    p: Float[Tensor, "*batch n m"], v: Float[Tensor, "*batch m dv"]
+) -> Float[Tensor, "*batch 1 dv"]:
+    """Return z, the mean of the values under P, for c_ij = P_ij ((v_j - z) - (o_i - z)).
+
+    Without a sink, where a row of P sums to 1 or is 0, c_ij is the same for every z. But the
+    rounding error of v_j - o_i is a share of the length of the values: with z taken off, a share
+    of how far they lie apart. The gradients of logits that multiply it may be of any size.
+
+    Args:
+        p: P, or some of its rows: any z will do.
+        v: values.
+
+    >>> v = torch.full((1, 3, 2), 1e6, dtype=torch.float64)
+    >>> v[0, 0] - mean_value(torch.full((1, 3, 3), 1 / 3, dtype=torch.float64), v)[0, 0]
+    tensor([0., 0.], dtype=torch.float64)
+    """
+    weights = p.sum(-2, keepdim=True)
+    return (weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)) @ v
+
+
 def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored:
     """Return o_i and c_ia, with nearly full precision however close to one-hot P_i is.
 
@@ -245,15 +255,6 @@ def join_rows(blocks: Sequence[Anchored]) -> Anchored:
     return Anchored(*(torch.cat(rows, -2) for rows in zip(*blocks, strict=True)))
 
 
-def deviations(heads: Heads) -> Float[Tensor, "batch heads n m dv"]:
-    """Return c_ij = P_ij (v_j - o_i) for all pairs, for small cases."""
-    p, v = heads.attention(), heads.v
-    rows = anchor_outputs(p, v, heads.sink_share())
-    c = p[..., None] * (v[:, :, None] - rows.o[:, :, :, None])
-    index = rows.key[..., None].expand(*rows.key.shape, v.shape[-1])
-    return c.scatter(3, index, rows.c[:, :, :, None])
-
-
 @dataclass(frozen=True)
 class Attend:
     """The derivative of O = P V with respect to q, k, v; tensors (problems, tokens, channels)."""
@@ -261,8 +262,8 @@ class Attend:
     maps: Maps
     q: Tensor  # times s
     k: Tensor  # times s
-    v: Tensor
-    o: Tensor
+    v: Tensor  # less their mean, without a sink
+    o: Tensor  # of these values
     key: Tensor  # a, the key with the largest P_ia, (problems, n, 1)
     c: Tensor  # c_ia
     pairs: PairProducts | None = None
@@ -301,7 +302,8 @@ class Attend:
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return the tangent of O for tangents of the named rows; other rows are constant."""
-        return _join_blocks([self._push_rows(block, tangents) for block in self.maps])
+        rows = [self._push_rows(block, tangents) for block in self.maps]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
     def _push_rows(self, block: MapRows, tangents: dict[str, Tensor]) -> Tensor:
         p, i, j = block
@@ -348,16 +350,14 @@ def derivative(heads: Heads) -> Attend:
     maps, scale = Maps(heads, p), heads.scale[..., None, None]
     q, k, v = (t.flatten(0, 1) for t in (scale * heads.q, scale * heads.k, heads.v))
     sink = heads.sink_share()
-    sink = None if sink is None else sink.flatten(0, 1)
-    rows = join_rows([_anchored_block(block, v, sink) for block in maps])
-    return Attend(maps, q, k, v, rows.o, rows.key, rows.c, pair_products(heads))
-
-
-def _anchored_block(block: MapRows, v: Tensor, sink: Tensor | None) -> Anchored:
-    sink = None if sink is None else sink[:, block.queries]
-    rows = anchor_outputs(block.p, v[:, block.keys], sink)
-    return rows._replace(key=rows.key + (block.keys.start or 0))
-
-
-def _join_blocks(rows: list[Tensor]) -> Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+    if sink is None:  # else P_i sums to less than 1, and o_i would change by less than v_j
+        first = next(iter(maps))
+        v = v - mean_value(first.p, v[:, first.keys])
+    blocks = []
+    for block in maps:
+        share = None if sink is None else sink.flatten(0, 1)[:, block.queries]
+        rows = anchor_outputs(block.p, v[:, block.keys], share)
+        blocks.append(rows._replace(key=rows.key + (block.keys.start or 0)))
+    rows = join_rows(blocks)
+    pairs = None if heads.pairs is None else pair_products(heads.pairs, heads.q)
+    return Attend(maps, q, k, v, rows.o, rows.key, rows.c, pairs)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.exact.attend import deviations, key_gradients, query_gradients
+from lipaudit.theory.exact.attend import anchor_outputs, key_gradients, mean_value, query_gradients
 from lipaudit.theory.exact.products import (
     ScaledHeads,
     Through,
@@ -251,14 +251,31 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     """
     # J_ij = P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j) + delta_ij T_i Phi^q_i, term by term; b and a are
     # s q and s k where the logits are plain, and dP_ij = P_ij (dS_ij - sum_l P_il dS_il) gives c.
-    p = heads.attention()
-    c = deviations(heads)
-    phi_q, phi_k, phi_v = _token_jacobians(heads)
-    over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi_v)
-    u = torch.einsum("bhjid,bhjdx->bhijx", query_gradients(heads, slice(None)), phi_k)
+    p, v = heads.attention(), heads.v
+    v = v - mean_value(p, v) if heads.sink is None else v
+    rows = anchor_outputs(p, v, heads.sink_share())
+    c = p[..., None] * (v[:, :, None] - rows.o[:, :, :, None])
+    anchors = rows.key[..., None].expand(*rows.key.shape, v.shape[-1])
+    c = c.scatter(3, anchors, rows.c[:, :, :, None])
+    # Phi^q, Phi^k, Phi^v, each (#batch, heads, tokens, d, D); zero for a constant.
+    phi = []
+    source = heads.x if heads.x_kv is None else heads.x_kv
+    for to, y, x in (
+        (heads.to_q, heads.q, heads.x),
+        (heads.to_k, heads.k, source),
+        (heads.to_v, heads.v, source),
+    ):
+        if to is None:
+            phi.append(y.new_zeros(*y.shape, x.shape[2]))
+        elif to.local is None:
+            phi.append(to.weight.mT[None, :, None].expand(1, -1, y.shape[2], -1, -1))
+        else:
+            phi.append(to.local @ to.weight.mT[:, None])
+    over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi[2])
+    u = torch.einsum("bhjid,bhjdx->bhijx", query_gradients(heads, slice(None)), phi[1])
     over_keys += torch.einsum("bhija,bhijx->bhiajx", c, u)
     t = torch.einsum("bhija,bhijd->bhiad", c, key_gradients(heads, slice(None)))
-    diagonal = torch.einsum("bhiad,bhidx->bhaxi", t, phi_q)
+    diagonal = torch.einsum("bhiad,bhidx->bhaxi", t, phi[0])
     over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)
     if heads.x_kv is None:
         return (over_keys + over_queries).flatten(4).flatten(2, 3)
@@ -279,26 +296,6 @@ def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float
         return first.norm
     more = spectral_norms(lambda index: products.select(left[index]), start[left], tol=tol)
     return first.norm.index_put((left,), torch.where(more.converged, more.norm, torch.nan))
-
-
-def _token_jacobians(heads: Heads) -> list[Tensor]:
-    """Return Phi^q, Phi^k, Phi^v, each (#batch, heads, tokens, d, D); zero for a constant."""
-    x_kv = heads.x if heads.x_kv is None else heads.x_kv
-    jacobians = []
-    for projection, rows, x in (
-        (heads.to_q, heads.q, heads.x),
-        (heads.to_k, heads.k, x_kv),
-        (heads.to_v, heads.v, x_kv),
-    ):
-        if projection is None:
-            jacobians.append(rows.new_zeros(*rows.shape, x.shape[2]))
-        elif projection.local is None:
-            jacobians.append(
-                projection.weight.mT[None, :, None].expand(1, -1, rows.shape[2], -1, -1)
-            )
-        else:
-            jacobians.append(projection.local @ projection.weight.mT[:, None])
-    return jacobians
 
 
 def _starts(heads: Heads, seeds: Sequence[int], channels: int) -> Tensor:

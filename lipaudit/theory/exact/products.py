@@ -16,7 +16,7 @@ product with J.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lipaudit.theory.exact.attend import Attend, derivative
-from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.heads import Heads
 from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
 
 _DEAD = 1e-30  # heads with smaller gradients are zero: float32 ends at 1e-38
@@ -71,33 +71,31 @@ class HeadProducts:
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem, (problems, n dv)."""
-        return self._by_parts(HeadProducts._image, u)
+        # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
+        images = []
+        for part, some in self._split(u):
+            rows = part.attend.pull(some.view_as(part.attend.o), _names(part.sides))
+            tangents: dict[str, Tensor] = {}
+            for side, gram in zip(part.sides, part.grams, strict=True):
+                tangents |= side.push(side.pull(rows) @ gram)
+            images.append(part.attend.push(tangents).flatten(1))
+        return images[0] if len(images) == 1 else torch.cat(images)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
         """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
-        return self._by_parts(HeadProducts._pulled_norm, u)
+        norms = []
+        for part, some in self._split(u):
+            rows = part.attend.pull(some.view_as(part.attend.o), _names(part.sides))
+            pulled = [side.pull(rows) for side in part.sides]
+            pairs = zip(pulled, part.grams, strict=True)
+            squares = [(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]
+            norms.append(torch.stack(squares).sum(0).sqrt())
+        return torch.cat(norms)
 
-    def _by_parts(self, product: Callable[[HeadProducts, Tensor], Tensor], u: Tensor) -> Tensor:
-        if not self._parts:
-            return product(self, u)
-        rows = torch.split(u, len(self._parts[0].attend.q))
-        return torch.cat(
-            [product(part, some) for part, some in zip(self._parts, rows, strict=True)]
-        )
-
-    def _image(self, u: Tensor) -> Tensor:
-        # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
-        rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
-        tangents: dict[str, Tensor] = {}
-        for side, gram in zip(self.sides, self.grams, strict=True):
-            tangents |= side.push(side.pull(rows) @ gram)
-        return self.attend.push(tangents).flatten(1)
-
-    def _pulled_norm(self, u: Tensor) -> Tensor:
-        rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
-        pulled = [side.pull(rows) for side in self.sides]
-        pairs = zip(pulled, self.grams, strict=True)
-        return torch.stack([(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]).sum(0).sqrt()
+    def _split(self, u: Tensor) -> Iterator[tuple[HeadProducts, Tensor]]:
+        """Pair views of a few problems each, small enough for a core's cache, with their u."""
+        parts = self._parts or [self]
+        return zip(parts, torch.split(u, len(parts[0].attend.q)), strict=True)
 
     def select(self, index: Tensor) -> HeadProducts:
         """Return the products of these problems alone."""
@@ -112,12 +110,11 @@ class HeadProducts:
 
     @cached_property
     def _parts(self) -> list[HeadProducts]:
-        """Yield views of a few problems each, small enough for a core's cache."""
         attend, (count, n, d) = self.attend, self.attend.q.shape
         cache = attend.maps.heads.policy.cache_entries
         whole = attend.maps.kept is None or attend.pairs is not None
         if whole or attend.q.device.type != "cpu":
-            return []  # a list that holds the object would keep it alive
+            return []
         size = max(1, cache // (2 * n * attend.k.shape[1] + 12 * n * d))
         if size >= count:
             return []  # a list that holds the object would keep it alive
@@ -315,21 +312,18 @@ def _sides(heads: Heads) -> list[_InputSide]:
     sides = []
     for source, names in groups.items():
         used = {name: m for name in names if (m := projections[name]) is not None}
+        weights = [projection.weight for projection in used.values()]
+        local: dict[str, Tensor | None] = {}
+        for name, projection in used.items():
+            g = projection.local
+            if g is not None:  # one G for all problems, or one each
+                shared = g.shape[:2] == (1, 1)
+                g = g[0] if shared else g.expand(*heads.q.shape[:2], -1, -1, -1).flatten(0, 1)
+            local[name] = g
         if used:
-            sides.append(_side(source, used, heads.q.shape[:2]))
+            widths = [weight.shape[2] for weight in weights]
+            sides.append(_InputSide(source, local, widths, torch.cat(weights, 2)))
     return sides
-
-
-def _side(source: str, used: dict[str, Projection], shape: torch.Size) -> _InputSide:
-    weights = [projection.weight for projection in used.values()]
-    local = {name: _per_problem(projection.local, shape) for name, projection in used.items()}
-    return _InputSide(source, local, [w.shape[2] for w in weights], torch.cat(weights, 2))
-
-
-def _per_problem(local: Tensor | None, shape: torch.Size) -> Tensor | None:
-    if local is None or local.shape[:2] == (1, 1):
-        return None if local is None else local[0]
-    return local.expand(*shape, -1, -1, -1).flatten(0, 1)
 
 
 _TOKEN_STEPS = 4  # power steps: the first singular value of a map is well separated

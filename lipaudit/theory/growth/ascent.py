@@ -22,6 +22,7 @@ from torch.nn.functional import normalize
 
 from lipaudit.theory.bounds.head_bounds import chunks
 from lipaudit.theory.bounds.ingredients import are_affine, projections
+from lipaudit.theory.exact.attend import mean_value
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.growth.worst_tokens import affine_projections, duplicated_norm, move_heads
 from lipaudit.theory.heads import Heads, Projection
@@ -374,6 +375,8 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
     if heads.x_kv is not None or not are_affine(heads):
         return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
     unit, size = unit_values(heads.to(torch.float64))
+    # No derivative depends on a constant in the values; its rounding error does: see `mean_value`.
+    unit = unit.with_same_map(v=unit.v - mean_value(unit.attention(), unit.v))
     n, dv = unit.q.shape[2], unit.v.shape[3]
     u = random_starts(seeds, n * dv).to(unit.q)[unit.sample].view(-1, 1, n, dv)
     norms = [_climb_ball(unit.pick(some), r, u) for some in chunks(unit)]

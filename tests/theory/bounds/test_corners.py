@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lipaudit.theory.bounds.ball import ball_sharp
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.condition import bound_error
 from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
+from lipaudit.theory.growth.ascent import ball_norm
 from lipaudit.theory.heads import Heads, Projection, affine_heads
 from lipaudit.theory.scale import unit_values
 
@@ -170,3 +174,27 @@ def test_in_single_precision_too_no_bound_is_below_what_is_called_exact(
     for name in load_bounds():
         there = ~bounds[name].isnan()
         assert (bounds[name] >= norm.norm * (1 - ROUNDING))[there].all(), name
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
+def test_equal_tokens_have_the_norm_of_their_map_at_any_size(size, mask):
+    """Where all v_j are equal, so is every o_i: J = P kron W_V^T, whatever the logits (1e13)."""
+    x = size * randn(0, 1, 1, 64).expand(1, 40, 64)
+    weights = [randn(i, 2, 64, 8) for i in (1, 2, 3)]
+    bias = (
+        torch.full((40, 40), -torch.inf, dtype=torch.float64).triu(1) if mask == "causal" else None
+    )
+    heads = replace(affine_heads(x, *weights), bias=None if bias is None else bias[None, None])
+    # A product may round some of its rows in another way: here all of them are the same.
+    equal = {name: getattr(heads, name)[:, :, :1].expand(-1, -1, 40, -1) for name in "qkv"}
+    heads = replace(heads, **equal)
+    exact = dense_norms(heads.attention()) * dense_norms(weights[2][None])
+    norms, sharp = head_norms(heads, seeds=[0], tol=1e-8), head_bounds(heads)["sharp"]
+    for found in (dense_norms(dense_jacobian(heads)), norms.norm):
+        torch.testing.assert_close(found, exact, rtol=1e-8, atol=0)
+    assert (sharp >= norms.norm).all()
+    assert (bound_error(heads, norms.norm) < 1e-8 * exact).all()
+    r = 1e-3 * size
+    found, limit = ball_norm(heads, r, seeds=[0]), ball_sharp(heads, r, sharp=sharp)
+    assert (found <= limit).all()

@@ -121,21 +121,18 @@ class _Memory:
         for step, fall, weight in reversed(self.pairs):
             shares.append(weight * _dot(step, move))
             move = move - shares[-1] * fall
-        move = self._size(slope) * move
+        # The length scale is that of the last step; of a first one by convention.
+        steepness = slope.norm(dim=1, keepdim=True).clamp_min(_tiny(slope))
+        size = _FIRST / steepness
+        if self.pairs:
+            _, fall, weight = self.pairs[-1]
+            last = 1 / (weight * _dot(fall, fall)).clamp_min(_tiny(fall))
+            size = torch.where(weight > 0, last, size)
+        move = size * move
         for (step, fall, weight), share in zip(self.pairs, reversed(shares), strict=True):
             move = move + (share - weight * _dot(fall, move)) * step
-        move = torch.where(_dot(move, slope) > 0, move, _FIRST * _unit_norm(slope))
+        move = torch.where(_dot(move, slope) > 0, move, _FIRST * (slope / steepness))
         return move / move.norm(dim=1, keepdim=True).clamp_min(1.0)
-
-    def _size(self, slope: Tensor) -> Tensor:
-        """The length scale of the last step; of a first one by convention."""
-        first = _FIRST / slope.norm(dim=1, keepdim=True).clamp_min(_tiny(slope))
-        if not self.pairs:
-            return first
-        _, fall, weight = self.pairs[-1]
-        return torch.where(
-            weight > 0, 1 / (weight * _dot(fall, fall)).clamp_min(_tiny(fall)), first
-        )
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -195,7 +192,19 @@ def steepest_tokens(
         seed: seed of the starts.
         causal: whether later keys are masked; leaders then come first, one copy each.
     """
-    head, basis = _in_span(heads)
+    # The head on the CPU, in the coordinates that its projections read: `basis` are the axes.
+    read = affine_projections(heads)
+    weights = [projection.weight[0].cpu() for projection in read]
+    left, size, _ = torch.linalg.svd(torch.cat(weights, 1), full_matrices=False)
+    basis = left[:, : max(int((size > 1e-12 * size[0]).sum()), 1)].mT
+    biases = [None if p.bias is None else p.bias.cpu() for p in read]
+    to_q, to_k, to_v = (
+        Projection((basis @ weight)[None], bias, None, "affine")
+        for weight, bias in zip(weights, biases, strict=True)
+    )
+    scale = heads.scale[:1].cpu()
+    head = replace(heads, to_q=to_q, to_k=to_k, to_v=to_v, scale=scale, out=None)
+    head = move_heads(head, basis.new_zeros(1, 1, len(basis)))
     generator = torch.Generator().manual_seed(seed)
     last = torch.empty(SEARCHES, 0, 3 * len(basis) + 1, dtype=basis.dtype)
     for n in lengths:
@@ -245,11 +254,24 @@ class _Slope:
 
     def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
         """Return the highest end of each search, with whole copies."""
-        rows = self._with_vector(starts.flatten(0, 1), generator)
-        place = climb(self._heights, rows, steps=STEPS, gain=_ROUGH)
+        rows, turn = starts.flatten(0, 1), 3 * self.head.x.shape[2]
+        # u, brought closer to the leading left singular vector by power steps.
+        size = (self.n if self.causal else min(self.n, 3)) * self.head.v.shape[3]
+        u = normalize(_normal(generator, len(rows), size), dim=1)
+        for _ in range(_POWER_STEPS):
+            place = measure_heights(self._heights, torch.cat([rows, u], 1))
+            # The gradient of h = ||J^T u|| / ||u|| in a unit vector u is J J^T u / h - h u.
+            u = normalize(place.slope[:, -size:] + place.height[:, None] * u, dim=1)
+        place = climb(self._heights, torch.cat([rows, u], 1), steps=STEPS, gain=_ROUGH)
         ends = _highest(place.x.view(*starts.shape[:2], -1), place.height)
-        ways = (torch.floor, torch.ceil) if self._most > 1 else (torch.floor,)
-        ends = torch.stack([self._round_copies(ends, way) for way in ways], 1)
+        # From both whole numbers of copies beside the end, in a few more steps.
+        leaders = self._copies(ends)[:, 0]
+        near = [leaders.floor(), leaders.ceil()] if self._most > 1 else [leaders.floor()]
+        turns = [
+            (n.clamp(1, self._most).log() / (self._log_most or 1.0)).sqrt().asin() for n in near
+        ]
+        ends = torch.stack([ends.clone() for _ in near], 1)
+        ends[:, :, turn] = torch.stack(turns, 1)
         whole = replace(self, whole=True)
         place = climb(whole._heights, ends.flatten(0, 1), steps=_POLISH)
         ends = _highest(place.x.view_as(ends), place.height)
@@ -294,23 +316,6 @@ class _Slope:
     def _log_most(self) -> float:
         return math.log(self.n / 3) if self._most > 1 else 0.0
 
-    def _round_copies(self, rows: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        turn = 3 * self.head.x.shape[2]
-        leaders = whole(self._copies(rows)[:, 0]).clamp(1, self._most)
-        rows = rows.clone()
-        rows[:, turn] = (leaders.log() / (self._log_most or 1.0)).sqrt().asin()
-        return rows
-
-    def _with_vector(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """Add u, brought closer to the leading left singular vector by power steps."""
-        size = (self.n if self.causal else min(self.n, 3)) * self.head.v.shape[3]
-        u = normalize(_normal(generator, len(rows), size), dim=1)
-        for _ in range(_POWER_STEPS):
-            place = measure_heights(self._heights, torch.cat([rows, u], 1))
-            # The gradient of h = ||J^T u|| / ||u|| in a unit vector u is J J^T u / h - h u.
-            u = normalize(place.slope[:, -size:] + place.height[:, None] * u, dim=1)
-        return torch.cat([rows, u], 1)
-
     def _heights(self, rows: Tensor) -> Tensor:
         points, copies = self._points(rows), self._copies(rows)
         x = points[:, self._places] if self.causal else points
@@ -324,23 +329,6 @@ class _Slope:
         return (pulled / root).flatten(1).norm(dim=1) / u.flatten(1).norm(dim=1)
 
 
-def _in_span(heads: Heads) -> tuple[Heads, Tensor]:
-    """Return a head in the coordinates that its projections read, on the CPU, and the axes."""
-    projections = affine_projections(heads)
-    weights = torch.cat([projection.weight[0].cpu() for projection in projections], 1)
-    left, size, _ = torch.linalg.svd(weights, full_matrices=False)
-    basis = left[:, : max(int((size > 1e-12 * size[0]).sum()), 1)].mT
-    to_q, to_k, to_v = (_in_basis(projection, basis) for projection in projections)
-    scale = heads.scale[:1].cpu()
-    head = replace(heads, to_q=to_q, to_k=to_k, to_v=to_v, scale=scale, out=None)
-    return move_heads(head, basis.new_zeros(1, 1, len(basis))), basis
-
-
-def _in_basis(projection: Projection, basis: Tensor) -> Projection:
-    bias = None if projection.bias is None else projection.bias.cpu()
-    return Projection((basis @ projection.weight[0].cpu())[None], bias, None, "affine")
-
-
 def _highest(rows: Tensor, height: Tensor) -> Tensor:
     which = height.view(rows.shape[:2]).argmax(1)
     return rows[torch.arange(len(rows)), which]
@@ -348,12 +336,6 @@ def _highest(rows: Tensor, height: Tensor) -> Tensor:
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def _unit_norm(t: Tensor) -> Tensor:
-    """Scale every batch row to norm 1."""
-    size = t.flatten(1).norm(dim=1).clamp_min(torch.finfo(t.dtype).tiny)
-    return t / size.view(-1, *[1] * (t.ndim - 1))
 
 
 AT_X, UPHILL = 20, 12
@@ -379,23 +361,20 @@ def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, 
     unit = unit.with_same_map(v=unit.v - mean_value(unit.attention(), unit.v))
     n, dv = unit.q.shape[2], unit.v.shape[3]
     u = random_starts(seeds, n * dv).to(unit.q)[unit.sample].view(-1, 1, n, dv)
-    norms = [_climb_ball(unit.pick(some), r, u) for some in chunks(unit)]
+    norms = []
+    for some in map(unit.pick, chunks(unit)):
+        # In the coordinates that the projections of a head read; R preserves lengths there.
+        weights = torch.cat([projection.weight for projection in projections(some)], -1)
+        read = torch.linalg.qr(weights, mode="r").R
+        move = some.q.new_zeros(*some.q.shape[:3], read.shape[1])
+        best, along = torch.zeros_like(some.q[..., 0, 0]), u.expand(-1, some.q.shape[1], -1, -1)
+        for step in range(AT_X + UPHILL):
+            height, uphill, along = _slopes(some, read, move, _unit_matrices(along))
+            best = torch.maximum(best, height)
+            if step >= AT_X:  # out to the edge in half of the ascent, along it in the other
+                move = r * min(1.0, 2 * (step - AT_X + 1) / UPHILL) * _unit_matrices(uphill)
+        norms.append(best)
     return torch.cat(norms, 1) * size.to(u)
-
-
-def _climb_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
-    # In the coordinates that the projections of a head read; R preserves lengths of moves there.
-    weights = torch.cat([to.weight for to in projections(heads)], -1)
-    read = torch.linalg.qr(weights, mode="r").R
-    move = heads.q.new_zeros(*heads.q.shape[:3], read.shape[1])
-    u = u.expand(-1, heads.q.shape[1], -1, -1)
-    best = torch.zeros_like(heads.q[..., 0, 0])
-    for step in range(AT_X + UPHILL):
-        height, uphill, u = _slopes(heads, read, move, _unit_matrices(u))
-        best = torch.maximum(best, height)
-        if step >= AT_X:  # out to the edge in half of the ascent, along it in the other
-            move = r * min(1.0, 2 * (step - AT_X + 1) / UPHILL) * _unit_matrices(uphill)
-    return best
 
 
 def _slopes(heads: Heads, read: Tensor, move: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

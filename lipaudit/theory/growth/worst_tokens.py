@@ -228,7 +228,10 @@ def power_law(
     columns = torch.stack(logs, 1) - means
     level = (y := norm.double().log().cpu()).mean()
     free = len(y) - len(logs) - 1
-    if free < 0 or not _independent(columns):
+    # Every column must vary, and none may be a multiple of another one.
+    sizes = torch.linalg.vector_norm(columns, dim=0)
+    vary = bool((sizes > 1e-6 * len(columns) ** 0.5).all())
+    if free < 0 or not vary or not torch.linalg.svdvals(columns / sizes)[-1] > 1e-3:
         return PowerLaw(*[math.nan] * 6)
     inverse = torch.linalg.inv(columns.mT @ columns)
     slopes = inverse @ columns.mT @ (y - level)
@@ -241,14 +244,6 @@ def power_law(
         *((math.nan, math.nan) if radius is None else (float(slopes[1]), float(errors[1]))),
         1 - residual / total if total else math.nan,
     )
-
-
-def _independent(columns: Tensor) -> bool:
-    """Return whether every column varies, and none is a multiple of another one."""
-    sizes = torch.linalg.vector_norm(columns, dim=0)
-    if not (sizes > 1e-6 * len(columns) ** 0.5).all():
-        return False
-    return bool(torch.linalg.svdvals(columns / sizes)[-1] > 1e-3)
 
 
 def affine_projections(heads: Heads) -> tuple[Projection, Projection, Projection]:

@@ -167,7 +167,21 @@ class Heads:
 
     def attention(self, *, whole: bool = False) -> Float[Tensor, "batch heads n keys"]:
         """Return P, as `rows` does: batch x heads x n x m numbers while the heads live."""
-        p = self._whole_map()
+        known, logits = self._known.maps, (self.q, self.k, self.scale, self.bias, self.sink)
+        p = known.get(self.q.dtype)
+        # A cached P without a graph must not be used if gradients pass through P.
+        graph = torch.is_grad_enabled()
+        differentiated = graph and any(t is not None and t.requires_grad for t in logits)
+        if p is None or differentiated or (graph and p.is_inference()):
+            blocks, keys = self.row_blocks(), self.k.shape[2] + (self.sink is not None)
+            if len(blocks) == 1:
+                p = self.rows(*blocks[0], whole=True)
+            else:
+                p = self.q.new_empty(*self.q.shape[:3], keys)
+                for i, j in blocks:
+                    p[:, :, i:j] = self.rows(i, j, whole=True)
+            if not p.requires_grad:
+                known[self.q.dtype] = p
         if whole or self.sink is None:
             return p
         return p[..., :-1] if self.valid is None else p[..., :-1].contiguous()
@@ -180,27 +194,6 @@ class Heads:
         if len(blocks) == 1:
             return self.attention(whole=True)[..., -1:]
         return torch.cat([self.rows(i, j, whole=True)[..., -1:] for i, j in blocks], 2)
-
-    def _whole_map(self) -> Tensor:
-        known, logits = self._known.maps, (self.q, self.k, self.scale, self.bias, self.sink)
-        p = known.get(self.q.dtype)
-        # A cached P without a graph must not be used if gradients pass through P.
-        graph = torch.is_grad_enabled()
-        differentiated = graph and any(t is not None and t.requires_grad for t in logits)
-        if p is None or differentiated or (graph and p.is_inference()):
-            p = self._joined_rows()
-            if not p.requires_grad:
-                known[self.q.dtype] = p
-        return p
-
-    def _joined_rows(self) -> Tensor:
-        blocks, keys = self.row_blocks(), self.k.shape[2] + (self.sink is not None)
-        if len(blocks) == 1:
-            return self.rows(*blocks[0], whole=True)
-        p = self.q.new_empty(*self.q.shape[:3], keys)
-        for i, j in blocks:
-            p[:, :, i:j] = self.rows(i, j, whole=True)
-        return p
 
     @cached_property
     def _known(self) -> _MapCache:
@@ -373,19 +366,14 @@ def rows_in_reach(
     >>> rows_in_reach(heads, 1, 2)
     (tensor([[[[0.5000, 0.5000]]]]), slice(0, 2, None))
     """
-    keys = _keys(heads, start, stop)
+    bias, keys = heads.bias, slice(None)
+    if bias is None and heads.causal:
+        keys = slice(0, stop)
+    elif bias is not None and bias.dtype == torch.bool and bias.shape[-1] > 1 and not heads.causal:
+        rows = bias if bias.shape[-2] == 1 else bias[..., start:stop, :]
+        seen = rows.flatten(0, 2).any(0).nonzero()
+        keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
     bias = heads.bias if heads.bias is None or keys.start is None else heads.bias[..., keys]
     k, v = heads.k[:, :, keys], heads.v[:, :, keys, :0]
     there = replace(heads, k=k, v=v, bias=bias, x_kv=None, to_k=None, to_v=None, out=None)
     return there.rows(start, stop), keys
-
-
-def _keys(heads: Heads, start: int, stop: int) -> slice:
-    bias = heads.bias
-    if bias is None:
-        return slice(0, stop) if heads.causal else slice(None)
-    if bias.dtype != torch.bool or bias.shape[-1] == 1 or heads.causal:
-        return slice(None)
-    rows = bias if bias.shape[-2] == 1 else bias[..., start:stop, :]
-    seen = rows.flatten(0, 2).any(0).nonzero()
-    return slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)

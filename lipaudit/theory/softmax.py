@@ -77,7 +77,15 @@ def row_maxima(
         >>> row_maxima(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]], dtype=torch.float64))
         (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
-    rows = _sort_rows(_strongest(p))
+    # g_1 = p (1 - p + p_(2)) with 0 <= p_(2) <= min(p, 1 - p): both ends, from p = p_(1) alone.
+    first = p.amax(-1)
+    lower = first * (1 - first)
+    upper = torch.minimum(first, 2 * lower)
+    close = upper >= lower.amax(-1, keepdim=True) - _ROUNDING
+    strong = upper.topk(int(close.sum(-1).amax()), -1).indices  # equally many for every map
+    starts = p.shape[-2] * torch.arange(first[..., 0].numel(), device=p.device)
+    places = (strong + starts.view(*strong.shape[:-1], 1)).flatten()
+    rows = _sort_rows(p.flatten(0, -2).index_select(0, places).view(*strong.shape, -1))
     g1 = rows.g1
     # Rounding is monotone: no row's g_1 falls below its own p_(1) (1 - p_(1)), nor, by its last
     # step, below p_(2). So the row that attains `lower` is left, on ties too.
@@ -86,19 +94,6 @@ def row_maxima(
     norm = torch.zeros_like(g1)
     norm[left] = _secular_root(_Ordered(*(value[left] for value in rows)))
     return g1.amax(-1), norm.amax(-1)
-
-
-def _strongest(p: Tensor) -> Tensor:
-    """Return the rows that can attain a maximum of their map, equally many for every map."""
-    # g_1 = p (1 - p + p_(2)) with 0 <= p_(2) <= min(p, 1 - p): both ends, from p = p_(1) alone.
-    first = p.amax(-1)
-    lower = first * (1 - first)
-    upper = torch.minimum(first, 2 * lower)
-    close = upper >= lower.amax(-1, keepdim=True) - _ROUNDING
-    rows = upper.topk(int(close.sum(-1).amax()), -1).indices
-    starts = p.shape[-2] * torch.arange(first[..., 0].numel(), device=p.device)
-    places = (rows + starts.view(*rows.shape[:-1], 1)).flatten()
-    return p.flatten(0, -2).index_select(0, places).view(*rows.shape, -1)
 
 
 def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -184,8 +179,14 @@ def row_statistics(profile: RowProfile, *, k: int = 10, gamma: float = 0.1) -> d
         >>> {name: float(row_statistics(uniform)[name]) for name in ("g1", "gk_ratio", "uniform")}
         {'g1': 0.05, 'gk_ratio': 1.0, 'uniform': 1.0}
     """
+    if not 0 < gamma < 0.25:
+        raise UsageError(
+            f"gamma must be between 0 and 1/4, not {gamma}", "Use for example the default 0.1."
+        )
     keys, g1 = profile.keys, profile.g1
-    kind = _regimes(profile.first, g1, keys, gamma)
+    kind = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
+    kind[g1 > (2 / keys).clamp_min(gamma)] = INTERMEDIATE
+    kind[keys < _MIN_SUPPORT] = LEFT_OUT
     statistics = {
         "top1": profile.first,
         "top2": profile.second,
@@ -204,17 +205,6 @@ def row_statistics(profile: RowProfile, *, k: int = 10, gamma: float = 0.1) -> d
 
 def _where(counts: Tensor, value: Tensor) -> Tensor:
     return value.masked_fill(~counts, torch.nan)
-
-
-def _regimes(first: Tensor, g1: Tensor, keys: Tensor, gamma: float) -> Tensor:
-    if not 0 < gamma < 0.25:
-        raise UsageError(
-            f"gamma must be between 0 and 1/4, not {gamma}", "Use for example the default 0.1."
-        )
-    kind = torch.where(first > 0.5, CATEGORICAL, UNIFORM)
-    kind[g1 > (2 / keys).clamp_min(gamma)] = INTERMEDIATE
-    kind[keys < _MIN_SUPPORT] = LEFT_OUT
-    return kind
 
 
 def _g(kth: Tensor, others: Tensor, following: Tensor) -> Tensor:

@@ -142,8 +142,8 @@ class BallPoint:
     a: Float[Tensor, "batch heads 1 1"]  # ||A||
     slope: Float[Tensor, "batch heads n m"]  # of log P_ij
     bend: Float[Tensor, "batch heads n m"]  # the factor of ||A|| rho^2 in its growth
-    one_hot: Bool[Tensor, "batch heads n 1"]  # whether the second form of `_spread` is less
-    uneven: Bool[Tensor, "batch heads n 1"]  # whether that of `_weighted_spread` is
+    one_hot: Bool[Tensor, "batch heads n 1"]  # whether the second form of `spread` is less
+    uneven: Bool[Tensor, "batch heads n 1"]  # whether that of `bound_weights` is
 
 
 def read_point(heads: Heads, weights: Weights) -> BallPoint:
@@ -153,7 +153,9 @@ def read_point(heads: Heads, weights: Weights) -> BallPoint:
     visible = heads.visible(0, at.p.shape[2])
     # An entry that underflowed is at most the smallest number.
     p = at.p.clamp_min(torch.finfo(at.p.dtype).tiny) * visible
-    z = _distances(p @ rows.z, rows.z)
+    mean = p @ rows.z
+    lengths = [each.square().sum(-1, keepdim=True) for each in (mean, rows.z)]
+    z = squared_distances(mean, rows.z, *lengths).sqrt()
     w = at.w2.sqrt() * visible
     to_q, to_k, _ = projections(heads)
     a = at.s.abs() * spectral_norm(factor(to_q) @ factor(to_k).mT)[..., None]
@@ -189,10 +191,10 @@ def _others(p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BallLimits:
-    """What nothing exceeds on the ball of radius rho, with `spread` as `_spread` says."""
+    """What nothing exceeds on the ball of radius rho."""
 
     p: Tensor  # P_ij
-    spread: Tensor
+    spread: Tensor  # h with sum_j P_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2
     u: Tensor  # ||u_i||
     z: Tensor  # (E_i ||z - E_i z||^2)^1/2
     v: Tensor  # (E_i ||v - o_i||^2)^1/2
@@ -202,7 +204,9 @@ class BallLimits:
 def bound_moves(at: BallPoint, rho: float) -> BallLimits:
     """Bound how far everything moves on the ball of radius rho."""
     p = (at.p.log() + at.slope * rho + at.bend * at.a * (rho * rho)).clamp_max(0.0).exp()
-    spread = _spread(at, p)
+    # sum_j P_ij ||f_j - E_i f||^2 is at most E_i ||f||^2; and it is sum_{j < l} P_ij P_il
+    # ||f_j - f_l||^2, at most sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
+    spread = torch.where(at.one_hot, 2 * p * _others(p).clamp_max(1.0), p)
     widest = spread.amax(-1, keepdim=True).sqrt()
     u = at.u + rho * at.a
     # The variance over any weights is at most that around the mean at X; the moves of z_j and v_j
@@ -220,38 +224,23 @@ def bound_curvature(at: BallPoint, on: BallLimits) -> Float[Tensor, "batch heads
     # The standard deviation of sigma_i is at most z x_i^1/2 + u y_i^1/2 with y = spread x.
     mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
     columns = (2 * at.wv * on.u + on.shift * on.u.square()) * on.spread
-    columns = columns + on.u.square() * _weighted_spread(at, on)
+    # h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, w that at X. Where `uneven`
+    # does not hold, the larger of both goes on from it: no limit falls as rho grows.
+    even = on.spread * at.w.amax(-1, keepdim=True)
+    uneven, holds = bound_weights(at.p, on.p, at.w)
+    weighted = torch.where(holds, uneven, torch.maximum(uneven, even))
+    columns = columns + on.u.square() * torch.where(at.uneven, weighted, even)
     own = longest * on.z.square()
-    # 2 x_i^1/2 y_i^1/2 <= t x_i + y_i / t for every t.
-    limits = [_largest(columns + mixed / t * on.spread, own + t * mixed) for t in BALANCES]
+    limits = []
+    for t in BALANCES:  # 2 x_i^1/2 y_i^1/2 <= t x_i + y_i / t for every t
+        h = columns + mixed / t * on.spread
+        h.diagonal(0, -2, -1).add_((own + t * mixed)[..., 0])
+        limits.append(torch.linalg.vector_norm(h, dim=-2).amax(-1))  # its longest column
     return torch.stack(limits).amin(0)
-
-
-def _largest(columns: Tensor, own: Tensor) -> Tensor:
-    """Return the length of the longest column of H = columns + diag(own)."""
-    columns.diagonal(0, -2, -1).add_(own[..., 0])
-    return torch.linalg.vector_norm(columns, dim=-2).amax(-1)
 
 
 def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
     return (p * lengths.square()).sum(-1, keepdim=True).sqrt()
-
-
-def _spread(at: BallPoint, p: Tensor) -> Tensor:
-    """Return h with sum_j P_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, P at most p.
-
-    The left side is at most E_i ||f||^2; and it is sum_{j < l} P_ij P_il ||f_j - f_l||^2, at most
-    sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
-    """
-    return torch.where(at.one_hot, 2 * p * _others(p).clamp_max(1.0), p)
-
-
-def _weighted_spread(at: BallPoint, on: BallLimits) -> Tensor:
-    """Return h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, w that at X."""
-    even = on.spread * at.w.amax(-1, keepdim=True)
-    uneven, holds = bound_weights(at.p, on.p, at.w)
-    # Where it does not hold, the larger of both goes on from it: no limit falls as rho grows.
-    return torch.where(at.uneven, torch.where(holds, uneven, torch.maximum(uneven, even)), even)
 
 
 def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,8 +261,3 @@ def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
 
 def _lengths(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-
-
-def _distances(a: Tensor, b: Tensor) -> Tensor:
-    a2, b2 = (rows.square().sum(-1, keepdim=True) for rows in (a, b))
-    return squared_distances(a, b, a2, b2).sqrt()

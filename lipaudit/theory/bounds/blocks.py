@@ -76,31 +76,19 @@ def bound_by_blocks(known: Ingredients, steps: int = 10) -> Float[Tensor, "batch
     joint = heads.x_kv is None
     entries = at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
     if joint and entries <= heads.policy.dense_entries:
-        norms, size = exact_blocks(heads)
-        return size * nonnegative_norm(norms, steps).sqrt()
+        # The norms of the d_v x d_v blocks of J J^T; J of one batch row at a time.
+        n, dv, norms, sizes = heads.q.shape[2], heads.v.shape[3], [], []
+        for b in range(heads.q.shape[0]):
+            j = dense_jacobian(heads.row(b)).flatten(0, 1)
+            # In units of its largest entry no power of J overflows.
+            size = j.abs().amax((-2, -1)).clamp_min(torch.finfo(j.dtype).tiny)
+            j = j / size[:, None, None]
+            norms.append(spectral_norm((j @ j.mT).reshape(-1, n, dv, n, dv).transpose(-3, -2)))
+            sizes.append(size)
+        return torch.stack(sizes) * nonnegative_norm(torch.stack(norms), steps).sqrt()
     if are_affine(heads):
         return gram_bound(at, known.rows, joint=joint, policy=heads.policy)
     return nonnegative_norm(_bound_local_blocks(heads, at, joint=joint), steps)
-
-
-def exact_blocks(
-    heads: Heads,
-) -> tuple[Float[Tensor, "batch heads n n"], Float[Tensor, "batch heads"]]:
-    """Return the norms of the d_v x d_v blocks of J J^T / c^2, and c, the largest entry of J.
-
-    Memory for the dense Jacobian of one batch row at a time.
-    """
-    n, dv = heads.q.shape[2], heads.v.shape[3]
-    norms, sizes = [], []
-    for b in range(heads.q.shape[0]):
-        j = dense_jacobian(heads.row(b)).flatten(0, 1)
-        # In units of its largest entry no power of J overflows.
-        size = j.abs().amax((-2, -1)).clamp_min(torch.finfo(j.dtype).tiny)
-        j = j / size[:, None, None]
-        blocks = (j @ j.mT).reshape(-1, n, dv, n, dv).transpose(-3, -2)
-        norms.append(spectral_norm(blocks))
-        sizes.append(size)
-    return torch.stack(norms), torch.stack(sizes)
 
 
 # Affine heads: J = A + B + C, what moves through values, keys and queries. With w_ij = v_j - o_i
@@ -150,24 +138,43 @@ def _limits(
 
 def _tile_limits(at: Centred, rows: AffineRows, joint: bool, steps: int) -> tuple[Tensor, Tensor]:
     pw = at.w2.sqrt().mul_(at.p)
-    t, f = query_term(at, rows), row_lengths(at, rows, pw)
-    keys = KeyBlocks(pw @ pw.mT, _turn_products(rows))
-    matrix = block_norms(at, rows, keys, pw, (t[0], f[0]), joint=joint)
+    (t, less_t), (f, less_f) = query_term(at, rows), row_lengths(at, rows, pw)
+    # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
+    turns = (rows.images @ rows.images.mT).abs_()
+    turns.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
+    keys = KeyBlocks(pw @ pw.mT, turns)
+    matrix = block_norms(at, rows, keys, pw, (t, f), joint=joint)
     # In units of its largest entry no square of M overflows.
     largest = matrix.amax((-2, -1)).clamp_min(torch.finfo(matrix.dtype).tiny)
     norm, z = nonnegative_pair(matrix.div_(largest[..., None, None]), steps)
     z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-    cross, less_cross = value_key_norm(at, rows, f, z)
+    cross, less_cross = value_key_norm(at, rows, (f, less_f), z)
     # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
     share = 2 * _sums(at.p)
     square = (1 + share) * (norm * largest).double() + 2 * cross
     if matrix.dtype == torch.float64:
         return square, square  # where there is nothing to fall back on
-    # ||M|| >= <z, M z>, and M is the matrix here less what limits exceed.
+    # ||M|| >= <z, M z>, and M is the matrix here less D >= 0, what the limits exceed: D is at most
+    # the sum of three, for the blocks of B B^T, of C C^T and of (A + B) C^T.
     reached = largest * ((z @ matrix) * z).sum((-2, -1))
-    less = _less_of_keys(z, at, rows, keys, pw, f)
-    less += _less_of_queries(z, at, rows, pw, t, joint)
-    return square, ((1 - share) * reached - less).double() + 2 * (cross - less_cross)
+    length, less = torch.linalg.vector_norm(pw, dim=-1)[..., None], _less_of_lengths(at)[..., None]
+    most, least = f[..., None], (f - less_f)[..., None]
+    # Cauchy and Schwarz, and x y - (x - a)(y - b) <= x b + a y.
+    common = keys.common - length * less.mT - less * length.mT
+    lost = torch.minimum(keys.common, most * most.mT) - torch.minimum(common, least * least.mT)
+    excess = ((z @ lost.mul_(turns)) * z).sum((-2, -1))
+    turned = (z * (rows.u * most).mT).sum((-2, -1)).square()
+    excess += 2 * rounding(rows.images) * turned
+    t, less_t = t[..., None, :], less_t[..., None, :]
+    of_queries = (z.square() * t * less_t).sum((-2, -1))
+    if joint:
+        inside = z * rows.inside.mT
+        along = rows.shared * (z @ at.p) + inside @ pw
+        of_queries += (along * z * less_t).sum((-2, -1))
+        moved = (inside * less.mT).sum((-2, -1))
+        of_queries += moved * torch.linalg.vector_norm(z * t, dim=(-2, -1))
+    below = (1 - share) * reached - excess - 2 * of_queries
+    return square, below.double() + 2 * (cross - less_cross)
 
 
 def _sums(p: Tensor) -> float:
@@ -180,12 +187,6 @@ class KeyBlocks(NamedTuple):
 
     common: Tensor  # sum_j P_ij ||w_ij|| P_lj ||w_lj||
     turns: Tensor  # |<u_i, u_l>|
-
-
-def _turn_products(rows: AffineRows) -> Tensor:
-    # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
-    turns = (rows.images @ rows.images.mT).abs_()
-    return turns.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
 
 
 def block_norms(
@@ -291,54 +292,12 @@ def value_key_norm(
     rest = nonnegative_norm((p - part).abs_().add_(part, alpha=share), 3)[..., None]
     rho = (1 + share) * torch.hypot(image + off, rest * f)
     less = 2 * off + rest * less_f + 2 * share * rho
-    lengths = torch.linalg.vector_norm(rows.a, dim=-1)
-    return _weighted_norm(rho, rows.a), torch.linalg.vector_norm(less * lengths, dim=-1)
-
-
-def _weighted_norm(weights: Rows, a: Tensor) -> Float[Tensor, "batch heads"]:
-    """Return at least ||diag(weights) a||, a Schatten-8 norm, in double precision."""
-    scaled = (weights[..., None] * a).double()
+    # ||diag(rho) a|| is at most its Schatten-8 norm, in double precision.
+    scaled = (rho[..., None] * rows.a).double()
     gram = scaled.mT @ scaled
-    return torch.linalg.matrix_norm(gram @ gram).sqrt().sqrt()
-
-
-def _less_of_keys(
-    z: Float[Tensor, "batch heads 1 n"],
-    at: Centred,
-    rows: AffineRows,
-    keys: KeyBlocks,
-    pw: Float[Tensor, "batch heads n m"],
-    spread: tuple[Rows, Rows],
-) -> Float[Tensor, "batch heads"]:
-    """Return at least <z, D z>, D what the limits of the blocks of B B^T exceed these by."""
-    f, least = spread[0][..., None], (spread[0] - spread[1])[..., None]
-    length, less = torch.linalg.vector_norm(pw, dim=-1)[..., None], _less_of_lengths(at)[..., None]
-    # Cauchy and Schwarz, and x y - (x - a)(y - b) <= x b + a y.
-    common = keys.common - length * less.mT - less * length.mT
-    lost = torch.minimum(keys.common, f * f.mT) - torch.minimum(common, least * least.mT)
-    turned = z * (rows.u * f).mT
-    blocks = ((z @ lost.mul_(keys.turns)) * z).sum((-2, -1))
-    return blocks + 2 * rounding(rows.images) * turned.sum((-2, -1)).square()
-
-
-def _less_of_queries(
-    z: Float[Tensor, "batch heads 1 n"],
-    at: Centred,
-    rows: AffineRows,
-    pw: Float[Tensor, "batch heads n m"],
-    limit: tuple[Rows, Rows],
-    joint: bool,
-) -> Float[Tensor, "batch heads"]:
-    """The same of the blocks of C C^T and (A + B) C^T."""
-    t, less = (size[..., None, :] for size in limit)
-    lost = (z.square() * t * less).sum((-2, -1))
-    if joint:
-        inside = z * rows.inside.mT
-        along = rows.shared * (z @ at.p) + inside @ pw
-        lost += (along * z * less).sum((-2, -1))
-        moved = (inside[..., 0, :] * _less_of_lengths(at)).sum(-1)
-        lost += moved * torch.linalg.vector_norm(z * t, dim=(-2, -1))
-    return 2 * lost
+    lengths = torch.linalg.vector_norm(rows.a, dim=-1)
+    lost = torch.linalg.vector_norm(less * lengths, dim=-1)
+    return torch.linalg.matrix_norm(gram @ gram).sqrt().sqrt(), lost
 
 
 # Large heads of other kinds: block (i, j) of J is P_ij (Phi^v_j + w u^T), w = v_j - o_i,
@@ -349,7 +308,14 @@ def _less_of_queries(
 
 def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     """Return B, where queries and keys read one input (`joint`) or two."""
-    largest = _anchor_rows(heads, at)
+    # What the largest entry of each row contributes, some queries at a time.
+    sink = heads.sink_share()
+    largest = join_rows(
+        [
+            anchor_outputs(at.p[:, :, i], at.v, None if sink is None else sink[:, :, i])
+            for i in heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())
+        ]
+    )
     blocks = _local_beta(heads, at, largest).mul_(at.p)
     t = _local_query_term(heads, at, largest)
     if not joint:
@@ -358,15 +324,6 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     # ||J_ii|| <= P_ii beta_ii + t_i; dX_q and dX_kv are other columns where they are two inputs.
     blocks.diagonal(0, -2, -1).add_(t)
     return blocks
-
-
-def _anchor_rows(heads: Heads, at: Centred) -> Anchored:
-    """Return what the largest entry of each row contributes, some queries at a time."""
-    sink = heads.sink_share()
-    queries = [*heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())]
-    shares = [None if sink is None else sink[:, :, i] for i in queries]
-    blocks = zip(queries, shares, strict=True)
-    return join_rows([anchor_outputs(at.p[:, :, i], at.v, share) for i, share in blocks])
 
 
 def _local_beta(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
@@ -387,16 +344,18 @@ def _local_beta(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
         else:
             b = query_gradients(heads, j).mT
             u, a = (m @ b for m in (along, turn))
-        gap = _gaps(at.v, rows, j)
-        beta[..., j] = _beta(u, a, gap, _some(norms, j)[..., None]).mT
+        # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
+        own = rows.key.mT == torch.arange(at.v.shape[2], device=at.v.device)[j, None]
+        w = at.v[..., j, :, None] - rows.o.mT[:, :, None]
+        w = torch.where(own[:, :, :, None], rows.gap.mT[:, :, None], w)
+        # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is
+        # at most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split`
+        # and `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
+        norm, u2, w2 = _some(norms, j)[..., None], u.square().sum(-2), w.square().sum(-2)
+        split = (a.square().sum(-2) / u2).nan_to_num(0.0) + 2 * (a * w).sum(-2)
+        triangle = 2 * norm * (u2 * w2).sqrt()
+        beta[..., j] = (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt().mT
     return beta
-
-
-def _gaps(v: Tensor, rows: Anchored, keys: slice) -> Tensor:
-    """Return v_j - o_i of some keys: (batch, heads, keys, d_v, n)."""
-    own = rows.key.mT == torch.arange(v.shape[2], device=v.device)[keys, None]
-    gaps = v[..., keys, :, None] - rows.o.mT[:, :, None]
-    return torch.where(own[:, :, :, None], rows.gap.mT[:, :, None], gaps)
 
 
 def _images(stack: Tensor, q: Tensor) -> Tensor:
@@ -405,30 +364,25 @@ def _images(stack: Tensor, q: Tensor) -> Tensor:
     return flat.reshape(*flat.shape[:2], *stack.shape[2:4], -1)
 
 
-def _beta(u: Tensor, a: Tensor, w: Tensor, norm: Tensor) -> Tensor:
-    """Bound every block norm given u, a = Phi^v u and w, vectors in the second last axis."""
-    u2, w2 = u.square().sum(-2), w.square().sum(-2)
-    # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is at
-    # most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split` and
-    # `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
-    split = (a.square().sum(-2) / u2).nan_to_num(0.0) + 2 * (a * w).sum(-2)
-    triangle = 2 * norm * (u2 * w2).sqrt()
-    return (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt()
-
-
 def _local_query_term(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
     to_q = projections(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
-    if heads.pairs is not None:
-        return _pair_query_term(heads, at, rows, phi)
+    (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
+    t = torch.empty_like(at.p[..., 0])
+    if heads.pairs is not None:  # the vectors a_ij of one query are its own
+        for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
+            c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
+            largest = rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv)
+            c.scatter_(3, largest, rows.c[:, :, i, None])
+            images = c.mT @ key_gradients(heads, i) @ _some(phi, i)
+            t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
+        return t
     # T_i = sum_j P_ij (v_j - o_i) k_j^T = c_ia k_a^T + sum_{j != a} P_ij v_j k_j^T
     # - o_i (sum_{j != a} P_ij k_j)^T.
     outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
-    own = at.k.gather(2, rows.key.expand(-1, -1, -1, at.k.shape[-1]))
-    t = torch.empty_like(at.p[..., 0])
-    per_query = t[..., 0].numel() * max(2 * outer.shape[-1], at.p.shape[-1])
-    for i in heads.policy.chunks(t.shape[-1], per_query):
+    own = at.k.gather(2, rows.key.expand(-1, -1, -1, d))
+    for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * max(2 * outer.shape[-1], m)):
         others = at.p[:, :, i].scatter(-1, rows.key[:, :, i], 0.0)
         offset = rows.o[..., i, :, None] * (others @ at.k)[..., None, :]
         offset -= rows.c[..., i, :, None] * own[..., i, None, :]
@@ -437,18 +391,6 @@ def _local_query_term(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
         # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
         t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
     return at.s[..., 0] * t
-
-
-def _pair_query_term(heads: Heads, at: Centred, rows: Anchored, phi: Tensor) -> Tensor:
-    """The same of other logits, where the vectors a_ij of one query are its own."""
-    (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
-    t = torch.empty_like(at.p[..., 0])
-    for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
-        c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
-        c.scatter_(3, rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv), rows.c[:, :, i, None])
-        images = c.mT @ key_gradients(heads, i) @ _some(phi, i)
-        t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
-    return t
 
 
 def _some(per_token: Tensor, chunk: slice) -> Tensor:

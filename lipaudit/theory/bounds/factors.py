@@ -16,7 +16,7 @@ from lipaudit.theory.bounds.ingredients import (
     value_norms,
 )
 from lipaudit.theory.exact.attend import key_gradients, query_gradients
-from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.heads import Projection
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import single_pays, spectral_norm
 
@@ -34,24 +34,17 @@ def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
     if heads.pairs is None:
         reach = _largest_image(heads.q * queries[..., None], to_k, keys, policy)
         reach = heads.scale.abs() * (reach + _largest_image(at.k, to_q, queries, policy))
-    else:
-        reach = _pair_reach(heads, at, (queries, keys))
-    return values, spectral_norm(at.v) * reach
-
-
-def _pair_reach(heads: Heads, at: Centred, used: tuple[Tensor, Tensor]) -> Tensor:
-    """Return max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||; unseen pairs do not count."""
-    to_q, to_k, _ = projections(heads)
+        return values, spectral_norm(at.v) * reach
     p, d = at.p, heads.q.shape[-1]
     by_query, by_key = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0, :])
-    for i in heads.policy.chunks(p.shape[2], 2 * by_key.numel() * d):
+    for i in policy.chunks(p.shape[2], 2 * by_key.numel() * d):  # unseen pairs do not count
         rows = (p[:, :, i] > 0)[..., None] * key_gradients(heads, i)
         by_query[..., i] = _images_norm(rows, to_q, i)
-    for j in heads.policy.chunks(p.shape[3], 2 * by_query.numel() * d):
+    for j in policy.chunks(p.shape[3], 2 * by_query.numel() * d):
         rows = (p[..., j] > 0).mT[..., None] * query_gradients(heads, j)
         by_key[..., j] = _images_norm(rows, to_k, j)
-    queries, keys = used
-    return (by_query * queries).amax(-1) + (by_key * keys).amax(-1)
+    reach = (by_query * queries).amax(-1) + (by_key * keys).amax(-1)
+    return values, spectral_norm(at.v) * reach
 
 
 def _images_norm(rows: Tensor, projection: Projection, tokens: slice) -> Tensor:
@@ -132,17 +125,12 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
         images = small @ tokens[:, :, i : i + size] @ weight
         if projection.local is not None:
             images = images * used[..., i : i + size, None, None]
-        parts.append(_largest_of(images))
+        # ||E^2||_F <= ||E|| ||E||_F, and ||E||^2 = ||E^2|| <= ||E^2||_F.
+        e = images @ images.mT
+        sizes, upper = (torch.linalg.matrix_norm(power) for power in (e, e @ e))
+        lower = (upper / sizes).nan_to_num(0.0).amax(-1, keepdim=True)
+        norm = upper.sqrt()
+        left = norm >= lower * (1 - 1e-9)
+        norm[left] = torch.linalg.eigvalsh(e[left])[..., -1].clamp_min(0.0)
+        parts.append(norm.amax(-1))
     return torch.stack(parts).amax(0).sqrt()
-
-
-def _largest_of(images: Tensor) -> Tensor:
-    """Return the largest ||E|| = ||image||^2 over the tokens."""
-    # ||E^2||_F <= ||E|| ||E||_F, and ||E||^2 = ||E^2|| <= ||E^2||_F.
-    e = images @ images.mT
-    size, upper = (torch.linalg.matrix_norm(power) for power in (e, e @ e))
-    lower = (upper / size).nan_to_num(0.0).amax(-1, keepdim=True)
-    norm = upper.sqrt()
-    left = norm >= lower * (1 - 1e-9)
-    norm[left] = torch.linalg.eigvalsh(e[left])[..., -1].clamp_min(0.0)
-    return norm.amax(-1)

@@ -68,7 +68,12 @@ def head_bounds(
         each = [head_bounds(row, weights=weights, bounds=records) for row in rows]
         return {name: torch.cat([one[name] for one in each]) for name in each[0]}
     heads = heads.to(torch.float64)
-    _require_finite(heads)
+    for name in ("x", "q", "k", "v"):
+        if not getattr(heads, name).sum().isfinite():
+            raise EvaluationError(
+                f"The attention layer has infinite or undefined {name} entries.",
+                "Look for overflow in the model: run it in float32 or float64.",
+            )
     tokens = tokens_of(heads)
     weights = weights or (weights_of(heads) if are_affine(heads) else None)
     heads, size = unit_values(heads)
@@ -76,21 +81,19 @@ def head_bounds(
     parts = []
     for some in chunks(heads):
         known = Ingredients(heads.pick(some), tokens, weights and weights.pick(some))
-        terms = {name: term.expand_as(known.p_norm) for name, term in known.to_dict().items()}
+        terms = {
+            "p_norm": known.p_norm,
+            "softmax_norm_max": known.softmax_norm_max,
+            "g1_max": known.g1_max,
+            "x_norm": tokens.norm.expand_as(known.p_norm),
+            "radius": tokens.radius.expand_as(known.p_norm),
+            "tokens": tokens.count.expand_as(known.p_norm),
+        }
         raised = {bound.name: _compute(bound, known) * (1 + ROUNDING) for bound in records}
         parts.append(terms | raised)
     whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     size = size.to(heads.v.device)
     return whole | {bound.name: whole[bound.name] * size for bound in records}
-
-
-def _require_finite(heads: Heads) -> None:
-    for name in ("x", "q", "k", "v"):
-        if not getattr(heads, name).sum().isfinite():
-            raise EvaluationError(
-                f"The attention layer has infinite or undefined {name} entries.",
-                "Look for overflow in the model: run it in float32 or float64.",
-            )
 
 
 def chunks(heads: Heads) -> Iterator[slice]:

@@ -134,16 +134,16 @@ def tiles(
 def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
     """Return the projections to q, k and v; a constant is a projection with W = 0."""
     source = heads.x if heads.x_kv is None else heads.x_kv
+
+    def zero(x: Tensor, rows: Tensor) -> Projection:
+        weight = x.new_zeros(rows.shape[1], x.shape[-1], rows.shape[-1])
+        return Projection(weight=weight, bias=None, local=None, kind="constant")
+
     return (
-        heads.to_q or _zero(heads.x, heads.q),
-        heads.to_k or _zero(source, heads.k),
-        heads.to_v or _zero(source, heads.v),
+        heads.to_q or zero(heads.x, heads.q),
+        heads.to_k or zero(source, heads.k),
+        heads.to_v or zero(source, heads.v),
     )
-
-
-def _zero(x: Tensor, rows: Tensor) -> Projection:
-    weight = x.new_zeros(rows.shape[1], x.shape[-1], rows.shape[-1])
-    return Projection(weight=weight, bias=None, local=None, kind="constant")
 
 
 def are_affine(heads: Heads) -> bool:
@@ -158,9 +158,8 @@ def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d 
     if projection.local is not None:
         return projection.local
     width = projection.weight.shape[-1]
-    return torch.eye(width, dtype=projection.weight.dtype, device=projection.weight.device)[
-        None, None, None
-    ]
+    eye = torch.eye(width, dtype=projection.weight.dtype, device=projection.weight.device)
+    return eye[None, None, None]
 
 
 def factor(projection: Projection) -> Float[Tensor, "heads 1 r e"]:
@@ -205,8 +204,19 @@ class Weights(Stack):
 def weights_of(heads: Heads) -> Weights:
     """Meet the weights of affine heads, in float64, once for all samples."""
     to_q, to_k, to_v = (projection.to(torch.float64) for projection in projections(heads))
-    q, k, v = (_append_bias(projection) for projection in (to_q, to_k, to_v))
-    value, (root, basis, left) = spectral_norm(to_v.weight), _basis(to_q.weight)
+    q, k, v = (
+        p.weight if p.bias is None else torch.cat([p.weight, p.bias[:, None]], 1)  # [W; b^T]
+        for p in (to_q, to_k, to_v)
+    )
+    value, root = spectral_norm(to_v.weight), gram_root(to_q.weight)
+    # X with W_Q = X R but for rounding, ||X|| <= 1. Row by row X solves x (R + dR) = w with
+    # |dR| <= d u |R| (Higham, Theorem 8.5), so ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||, while
+    # ||R y||^2 is at least (D + d) eps ||W||_F^2 ||y||^2, what `gram_root` adds: the error is at
+    # most the share `left` of ||R y||.
+    basis = torch.linalg.solve_triangular(root, to_q.weight, upper=True, left=False)
+    wide, narrow = to_q.weight.shape[-2:]
+    eps = torch.finfo(basis.dtype).eps
+    left = narrow**1.5 * eps / ((wide + narrow) * eps) ** 0.5
     if heads.x_kv is not None:  # queries move with another input, and meet no key or value
         basis = torch.zeros_like(to_k.weight[..., :1])
     return Weights(
@@ -245,27 +255,6 @@ class KnownWeights:
         if layer not in self._known or self._known[layer][1] != memory:
             self._known[layer] = parts, memory, weights_of(heads)  # what is held is not reused
         return self._known[layer][2]
-
-
-def _append_bias(projection: Projection) -> Tensor:
-    """W becomes [W; b^T]."""
-    if projection.bias is None:
-        return projection.weight
-    return torch.cat([projection.weight, projection.bias[:, None]], 1)
-
-
-def _basis(weight: Float[Tensor, "heads D d"]) -> tuple[Tensor, Tensor, float]:
-    """Return R of `gram_root`, X with W = X R but for rounding, and what that can cost.
-
-    ||X|| <= 1. Row by row X solves x (R + dR) = w with |dR| <= d u |R| (Higham, Theorem 8.5), so
-    ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||, while ||R y||^2 is at least (D + d) eps ||W||_F^2
-    ||y||^2, what `gram_root` adds: it is at most the share of ||R y|| that is returned.
-    """
-    root = gram_root(weight)
-    basis = torch.linalg.solve_triangular(root, weight, upper=True, left=False)
-    wide, narrow = weight.shape[-2:]
-    eps = torch.finfo(weight.dtype).eps
-    return root, basis, narrow**1.5 * eps / ((wide + narrow) * eps) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -354,7 +343,8 @@ class Tokens:
 
 def tokens_of(heads: Heads) -> Tokens:
     """Measure the tokens of a layer; with any bias as [X 1], without padding."""
-    x, one = heads.x, _ones(heads)
+    x, read = heads.x, (heads.to_q, heads.to_k, heads.to_v)
+    one = int(any(projection is not None and projection.bias is not None for projection in read))
     valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
     count = valid.sum(-2)
     mean = x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)
@@ -377,12 +367,6 @@ def tokens_of(heads: Heads) -> Tokens:
     ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
     gram = torch.baddbmm(tokens.gram, ends[0], ends[1].mT)
     return tokens.with_norm(gram_norm(gram, policy=heads.policy)[:, None])
-
-
-def _ones(heads: Heads) -> int:
-    """Whether a bias makes [X 1] of X."""
-    own = (heads.to_q, heads.to_k, heads.to_v)
-    return int(any(projection is not None and projection.bias is not None for projection in own))
 
 
 def affine_only(heads: Heads) -> str | None:
@@ -482,9 +466,3 @@ class Ingredients:
     def reach(self, r: float) -> Float[Tensor, "batch heads"]:
         """Return ||A|| (R + r)^2, which no logit of tokens of norm R + r exceeds."""
         return self.a_norm * (self.tokens.longest + r).square()
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """Return what is reported beside the bounds, by its name."""
-        tokens = {"x_norm": self.tokens.norm, "radius": self.tokens.radius}
-        maxima = {"softmax_norm_max": self.softmax_norm_max, "g1_max": self.g1_max}
-        return {"p_norm": self.p_norm, **maxima, **tokens, "tokens": self.tokens.count}

@@ -67,8 +67,7 @@ def head_norms(
     """Return ||J|| of every head at every batch row, shape (batch, heads).
 
     J is with respect to X, or to (X_q, X_kv) together if the heads read two inputs. Domain: at X;
-    any
-    constant mask or position bias, any token-wise projections.
+    any constant mask or position bias, any token-wise projections.
 
     Args:
         heads: the heads of one layer.

@@ -29,8 +29,8 @@ of two keep A near one, so that norms of any size are met alike.
 
 A norm is always a lower estimate. A problem ends when the estimate of its error is at most `tol`
 and what can be proven, that with probability 1 - ETA the truth is at most `upper`, is at most
-`within` above it; or once `tol` itself is proven. `spectral.ritz` derives both, and why the first
-is no proof.
+`within` above it; or once `tol` itself is proven. Both are derived above (`kato_temple` and
+`probabilistic_limit`), and why the first is no proof.
 
 For any u, ||J^T u|| / ||u|| <= ||J||, with equality at the leading vector, near which it is flat:
 an error of e in u costs e^2. So one product in double precision with the vector of an iteration in
@@ -239,7 +239,10 @@ def spectral_norms(
     >>> norms.norm, norms.products
     (tensor([3.], dtype=torch.float64), tensor([3]))
     """
-    running, norms = _begin(start, guess), _blank(start, vectors=vectors)
+    numbers = torch.zeros(len(start), dtype=torch.float64)
+    vector = torch.zeros_like(start) if vectors else None
+    norms = Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector)
+    running = _begin(start, guess)
     products = select(running.index)
     for _ in range(max_steps):
         running.advance(running.image(products))
@@ -279,14 +282,30 @@ class _Krylov:
     def steps(self) -> int:
         return self.t.shape[1]
 
-    @property
-    def last(self) -> Tensor:
-        """Return the newest basis vector."""
-        return self._vector(self.steps).squeeze(1)
-
     def image(self, products: Products) -> Tensor:
-        """Return A times the newest basis vector."""
-        return self._product(products) if self.steps else self._first(products)
+        """Return A times the newest basis vector; at first, scale A to about the size of one."""
+        image = self._product(products)
+        if self.steps:
+            return image
+        change = _towards_one(image)
+        far = change.abs() > _ROOM // 2
+        if far.any():  # it overflowed, or lost digits to underflow
+            self.exponent += change.where(far, 0)
+            self.repeated += far
+            image = self._product(products)
+            change = _towards_one(image)
+            self.exponent[image.eq(0).all(1).cpu()] = 0
+            change[image.eq(0).all(1).cpu()] = 0
+        self.exponent += change
+        return times_power(image, change)
+
+    def _product(self, products: Products) -> Tensor:
+        """A times the newest basis vector; what a vector cannot carry goes to its image."""
+        last = self._vector(self.steps).squeeze(1)
+        if not self.exponent.any():
+            return products(last)
+        before = self.exponent.clamp(-_ROOM, _ROOM)
+        return times_power(products(times_power(last, before)), self.exponent - before)
 
     def advance(self, product: Tensor) -> None:
         """Extend basis and T, given A times the newest basis vector."""
@@ -302,7 +321,22 @@ class _Krylov:
             w.baddbmm_(w @ filled.mT, filled, alpha=-1)
         beta = torch.linalg.vector_norm(w, dim=2, keepdim=True)
         self.coupling = beta
-        self._couple(torch.cat([alpha, beta], 2)[:, 0].to("cpu", torch.float64))
+        entries = torch.cat([alpha, beta], 2)[:, 0].to("cpu", torch.float64)
+        if not entries.isfinite().all():
+            bad = self.index[~entries.isfinite().all(1)]
+            raise EvaluationError(
+                f"The Jacobian product of problem {int(bad[0])} is not finite "
+                f"at step {self.steps + 1}.",
+                "Look for infinite weights or activations, or compute in float64.",
+            )
+        # T grows by a row and a column: alpha, beside it what coupled this step to the last.
+        self.t = torch.nn.functional.pad(self.t, (0, 1, 0, 1))
+        self.t[:, -1, -1] = entries[:, 0]
+        if self.steps > 1:
+            self.t[:, -1, -2] = self.beta
+        self.beta = entries[:, 1]
+        self.level = self.level + self.beta.log()
+        self.shorter, self.ritz = self.ritz, torch.linalg.eigvalsh(self.t)
         if self.steps % _GROWTH == 0:
             self.basis.append(w.new_zeros(len(w), _GROWTH, w.shape[2]))
         tiny = torch.finfo(w.dtype).tiny
@@ -336,46 +370,6 @@ class _Krylov:
         self.basis, self.coupling = [block[rows] for block in self.basis], self.coupling[rows]
         for name in (f.name for f in fields(self) if f.name not in ("basis", "coupling")):
             setattr(self, name, getattr(self, name)[mask])
-
-    def _first(self, products: Products) -> Tensor:
-        """Return the first product, after scaling A to about the size of one."""
-        image = self._product(products)
-        change = _towards_one(image)
-        far = change.abs() > _ROOM // 2
-        if far.any():  # it overflowed, or lost digits to underflow
-            self.exponent += change.where(far, 0)
-            self.repeated += far
-            image = self._product(products)
-            change = _towards_one(image)
-            self.exponent[image.eq(0).all(1).cpu()] = 0
-            change[image.eq(0).all(1).cpu()] = 0
-        self.exponent += change
-        return times_power(image, change)
-
-    def _product(self, products: Products) -> Tensor:
-        """A times the newest basis vector; what a vector cannot carry goes to its image."""
-        if not self.exponent.any():
-            return products(self.last)
-        before = self.exponent.clamp(-_ROOM, _ROOM)
-        image = products(times_power(self.last, before))
-        return times_power(image, self.exponent - before)
-
-    def _couple(self, entries: Tensor) -> None:
-        """Append a row (alpha, next beta) to T."""
-        if not entries.isfinite().all():
-            bad = self.index[~entries.isfinite().all(1)]
-            raise EvaluationError(
-                f"The Jacobian product of problem {int(bad[0])} is not finite "
-                f"at step {self.steps + 1}.",
-                "Look for infinite weights or activations, or compute in float64.",
-            )
-        self.t = torch.nn.functional.pad(self.t, (0, 1, 0, 1))
-        self.t[:, -1, -1] = entries[:, 0]
-        if self.steps > 1:
-            self.t[:, -1, -2] = self.beta
-        self.beta = entries[:, 1]
-        self.level = self.level + self.beta.log()
-        self.shorter, self.ritz = self.ritz, torch.linalg.eigvalsh(self.t)
 
     def _vector(self, k: int) -> Tensor:
         return self.basis[k // _GROWTH][:, k % _GROWTH, None]
@@ -424,12 +418,6 @@ def _towards_one(image: Tensor) -> Tensor:
     even = -2 * (size.log2() / 2).round().clamp(-450, 450)
     even = even.where(size > 0, _ROOM).where(size.isfinite(), -_ROOM)
     return even.where(even.abs() > 20, 0).long()
-
-
-def _blank(start: Tensor, *, vectors: bool) -> Norms:
-    numbers = torch.zeros(len(start), dtype=torch.float64)
-    vector = torch.zeros_like(start) if vectors else None
-    return Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector)
 
 
 def _record(norms: Norms, running: _Krylov, mask: Tensor) -> None:

@@ -15,6 +15,7 @@ SEPARATE = 0.95
 """Largest ratio of the other eigenvalues to the leading one after that."""
 
 _LONG_STEPS = 60  # of maps whose Gram matrix is not formed
+_STILL = 3e-4  # an entry of a unit vector that moves less has settled
 
 _PRODUCTS = {"cpu": "mkldnn", "cuda": "cuda"}
 """The parts of `torch.backends` that say how devices round products."""
@@ -108,7 +109,11 @@ def _leading(gram: Tensor) -> tuple[Tensor, Tensor]:
         error = (2 * error + rounding * size) * size + error.square()
         power = torch.bmm(power, power)
         size = torch.linalg.vector_norm(power, dim=(1, 2))
-        u = _unit_steps(power, u)
+        for _ in range(12):
+            before, u = u, torch.bmm(torch.bmm(torch.bmm(u, power), power), power)
+            u = u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+            if not ((u - before).abs() > _STILL).any():
+                break
         image = torch.bmm(u, power)
         along = (image * u).sum((1, 2))
         # ||(1 - u u^T) A (1 - u u^T)||_F^2 = ||A||_F^2 - 2 ||A u||^2 + <u, A u>^2, each of which
@@ -122,16 +127,6 @@ def _leading(gram: Tensor) -> tuple[Tensor, Tensor]:
     u = u.to(gram)
     q = share.to(gram).clamp_max(1.0) ** root
     return u / torch.linalg.vector_norm(u, dim=-1, keepdim=True), q
-
-
-def _unit_steps(a: Tensor, u: Tensor, tol: float = 3e-4) -> Tensor:
-    """Return a unit vector near the leading eigenvector."""
-    for _ in range(12):
-        before, u = u, torch.bmm(torch.bmm(torch.bmm(u, a), a), a)
-        u = u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-        if not ((u - before).abs() > tol).any():
-            break
-    return u
 
 
 def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[Tensor, "*batch"]:

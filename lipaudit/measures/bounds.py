@@ -66,10 +66,9 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
             return _numeric(layer, seeds, options)
         heads = layer.heads()
         values = _closed_form(heads, seeds, options, weights.of(site.index, heads))
-        if heads.out is not None and site.index not in out_norms:
-            out_norms[site.index] = float(spectral_norm(heads.out.double().flatten(0, 1)))
-        out_norm = out_norms.get(site.index, torch.nan)
-        values["out_norm"] = torch.full_like(values["layer_exact"], out_norm)
+        if site.index not in out_norms:
+            out_norms[site.index] = _out_norm(heads)
+        values["out_norm"] = torch.full_like(values["layer_exact"], out_norms[site.index])
         require_bounds_hold(site, ids, values, heads)
         require_balls_hold(site, ids, values, options.radius, heads)
         return values
@@ -89,6 +88,12 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
         return facts
 
     yield from by_layer(net, batches, reduce_layer, layers=options.layers, describe=describe)
+
+
+def _out_norm(heads: Heads) -> float:
+    """Return ||W_O||, NaN without an output projection."""
+    out = heads.out
+    return torch.nan if out is None else float(spectral_norm(out.double().flatten(0, 1)))
 
 
 def _has_bounds(site: Site, options: BoundsOptions) -> bool:

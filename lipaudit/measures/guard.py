@@ -84,7 +84,7 @@ def require_balls_hold(
     Args:
         site: the layer.
         ids: ids of the samples.
-        values: `exact` and the columns of `on_balls`, (samples, heads, radii).
+        values: `exact` and the columns of `measure_balls`, (samples, heads, radii).
         radii: radii of the balls.
         heads: the heads behind the values.
 

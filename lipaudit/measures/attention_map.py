@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lipaudit.errors import UsageError
 from lipaudit.measures.by_layer import sum_windows
@@ -17,7 +16,6 @@ from lipaudit.models.attention.capture import Layer
 from lipaudit.tables import Array
 from lipaudit.tables.report import Attended
 from lipaudit.theory import softmax
-from lipaudit.theory.heads import Heads
 
 SIDE = 256
 """Largest side of a stored map; longer maps are stored as means of square blocks."""
@@ -36,9 +34,15 @@ def draw(layer: Layer, head: int, query: int | None) -> dict[str, Values]:
             f"Give a head from {layer.site.index}.0 to {layer.site.index}.{count - 1}.",
         )
     heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64)
-    if query is not None:
-        arrays = _row(heads, layer.samples, query)
-        return {name: value.cpu().numpy() for name, value in arrays.items()}
+    if query is not None:  # the row of the query, ||M|| and g_1: means over a sample's windows
+        p = heads.rows(query, query + 1)[:, 0]
+        row = p[:, 0] if p.shape[1] else heads.q.new_zeros(len(p), heads.k.shape[2])
+        there = (row.sum(-1, keepdim=True) > 0).to(row.dtype)
+        norms = torch.stack([softmax.softmax_norm(row), softmax.g(row)], -1) * there
+        arrays = {"row": row, "row_norms": norms}
+        sums = {n: sum_windows(t, heads.sample, layer.samples) for n, t in arrays.items()}
+        number = sum_windows(there, heads.sample, layer.samples)  # 0 gives NaN: no such row
+        return {name: (total / number).cpu().numpy() for name, total in sums.items()}
     # The map of the first window without padding, in chunks of rows.
     heads = heads.row(0)
     queries, keys = heads.q.shape[2], heads.k.shape[2]
@@ -94,18 +98,3 @@ def map_tokens(parts: Sequence[Part], drawn: Mapping[str, Array]) -> dict[str, A
         if fits and 0 < count <= MOST:
             whose[name] = known
     return whose
-
-
-def _row(heads: Heads, samples: int, query: int) -> dict[str, Tensor]:
-    """Return a row of P, ||M|| and g_1, means over a sample's windows; NaN without the row."""
-    p = heads.rows(query, query + 1)[:, 0]
-    if not p.shape[1]:
-        p = heads.q.new_zeros(len(p), 1, heads.k.shape[2])
-    row = p[:, 0]
-    there = (row.sum(-1, keepdim=True) > 0).to(row.dtype)
-    norms = torch.stack([softmax.softmax_norm(row), softmax.g(row)], -1) * there
-    number = sum_windows(there, heads.sample, samples)
-    return {
-        "row": sum_windows(row, heads.sample, samples) / number,
-        "row_norms": sum_windows(norms, heads.sample, samples) / number,
-    }

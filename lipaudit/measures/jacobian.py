@@ -35,7 +35,6 @@ from lipaudit.models.requirements import require_padding_is_ignored
 from lipaudit.settings import JACOBIAN_TABLE
 from lipaudit.settings.jacobian import JacobianOptions, Target
 from lipaudit.tables import Array, Note, Row, Section
-from lipaudit.tables.columns import Cell
 
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
 """Columns that accompany every norm, with their types."""
@@ -222,7 +221,16 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     outside = arrays.pop("outside", np.zeros(len(sample_ids(parts)), bool))
     positions = arrays.pop("positions", None)
     whole = {name: values for name, values in arrays.items() if not name.startswith("block_")}
-    columns = {n: _cells(n, values, outside) for n, values in whole.items() if n != "within"}
+    columns: dict[str, tuple[Any, ...]] = {}
+    for name, values in whole.items():
+        if name != "within":
+            cells: list[Any] = values.tolist()
+            # None means not computed; the NaN of a failed norm stays NaN.
+            if values.dtype.kind == "f" and name not in ("norm", "upper"):
+                cells = [number_or_none(cell) for cell in cells]
+            # Samples without a norm do not count as not converged.
+            empty = outside & (name != "converged")
+            columns[name] = tuple(None if e else c for c, e in zip(cells, empty, strict=True))
     ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
     once = distinct(parts)  # a repeated sample counts once, as in every comparison
     counted = once & ~outside
@@ -267,16 +275,6 @@ def _row(options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[s
         products=float(values["products"].mean()),
         converged=int(values["converged"].sum()),
     )
-
-
-def _cells(name: str, values: Values, outside: Values) -> tuple[Cell, ...]:
-    """Return plain values. None means not computed; the NaN of a failed norm stays NaN."""
-    known: list[Any] = values.tolist()
-    if values.dtype.kind == "f" and name not in ("norm", "upper"):
-        known = [number_or_none(v) for v in known]
-    # Samples without a norm do not count as not converged.
-    empty = outside & (name != "converged")
-    return tuple(None if left else v for v, left in zip(known, empty, strict=True))
 
 
 def _remarks(

@@ -104,18 +104,17 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
     for part in parts:
         places = enumerate(map(place.__getitem__, part.ids))
         runs = [[i for i, _ in run] for _, run in groupby(places, key=lambda p: p[1] - p[0])]
-        pieces += [part] if len(runs) == 1 else [_piece(part, run) for run in runs]
+        for run in runs if len(runs) > 1 else ():
+            own, first = slice(run[0], run[-1] + 1), run[0] == 0
+            whole = slice(None) if first else slice(0)
+            values = {
+                name: value[own if len(value) == len(part.ids) else whole]
+                for name, value in part.values.items()
+            }
+            extra = (part.facts, part.notes) if first else ({}, ())
+            pieces.append(Part(part.ids[own], values, *extra))
+        pieces += [part] if len(runs) == 1 else []
     return sorted(pieces, key=lambda piece: place[piece.ids[0]])
-
-
-def _piece(part: Part, run: Sequence[int]) -> Part:
-    own, first = slice(run[0], run[-1] + 1), run[0] == 0
-    whole = slice(None) if first else slice(0)
-    values = {
-        name: value[own if len(value) == len(part.ids) else whole]
-        for name, value in part.values.items()
-    }
-    return Part(part.ids[own], values, part.facts if first else {}, part.notes if first else ())
 
 
 def distinct(parts: Sequence[Part]) -> Values:

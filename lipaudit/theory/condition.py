@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lipaudit.theory.bounds.ingredients import local_map, projections
 from lipaudit.theory.exact.attend import anchor_outputs, largest_gradients, mean_value
-from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.heads import Heads
 
 _PLAIN = "donot_use_mm_for_euclid_dist"  # products would cost distances half of their digits
 
@@ -139,12 +139,8 @@ def _parts(heads: Heads) -> tuple[Tensor, Tensor]:
 
 def _sizes(heads: Heads) -> list[Tensor]:
     """Return upper limits of ||Phi||_F for the queries, keys and values of each head."""
-    return [_size(projection) for projection in projections(heads)]
-
-
-def _size(projection: Projection) -> Tensor:
-    weight = torch.linalg.matrix_norm(projection.weight)
-    return torch.linalg.matrix_norm(local_map(projection)).amax(-1) * weight
+    norm = torch.linalg.matrix_norm
+    return [norm(local_map(to)).amax(-1) * norm(to.weight) for to in projections(heads)]
 
 
 def _longest(rows: Float[Tensor, "batch heads n d"]) -> Float[Tensor, "batch heads"]:

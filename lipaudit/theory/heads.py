@@ -260,15 +260,15 @@ class Heads:
     def row(self, b: int) -> Heads:
         """Return one batch row (all heads)."""
         rows = ("x", "x_kv", "q", "k", "v", "scale", "bias", "valid", "to_q", "to_k", "to_v")
-        names = (*rows, "pairs", "sink")
-        changes: dict[str, Any] = {name: _row(getattr(self, name), b) for name in names}
-        heads = replace(self, **changes, sample=self.sample[b : b + 1])
-        return heads._share_maps(self._part_known(slice(b, b + 1), slice(None)))
+        names, index = (*rows, "pairs", "sink"), slice(b, b + 1)
+        changes: dict[str, Any] = {n: _slice(getattr(self, n), 0, index) for n in names}
+        heads = replace(self, **changes, sample=self.sample[index])
+        return heads._share_maps(self._part_known(index, slice(None)))
 
     def pick(self, index: slice) -> Heads:
         """Return some of the heads (all batch rows)."""
         names = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink")
-        changes: dict[str, Any] = {name: _pick(getattr(self, name), index) for name in names}
+        changes: dict[str, Any] = {n: _slice(getattr(self, n), 1, index) for n in names}
         heads = replace(self, **changes, out=None if self.out is None else self.out[index])
         return heads._share_maps(self._part_known(slice(None), index))
 
@@ -333,24 +333,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype, memory_format=torch.contiguous_format) if floating else value
 
 
-def _row(value: Any, b: int) -> Any:
-    """Slice the batch axis (first); an axis of size 1 holds for every row."""
+def _slice(value: Any, axis: int, index: slice) -> Any:
+    """Slice the batch axis (0) or the head axis (1); an axis of size 1 holds for all of them."""
     if isinstance(value, Projection):
-        return replace(value, local=_row(value.local, b))
+        local, own = _slice(value.local, axis, index), index if axis else slice(None)
+        bias = None if value.bias is None else value.bias[own]
+        return replace(value, weight=value.weight[own], bias=bias, local=local)
     if isinstance(value, Pairs):
-        return Pairs(*(_row(getattr(value, f.name), b) for f in fields(value)))
-    return value if value is None or value.shape[0] == 1 else value[b : b + 1]
-
-
-def _pick(value: Any, index: slice) -> Any:
-    """Slice the head axis (second); an axis of size 1 holds for every head."""
-    if isinstance(value, Projection):
-        bias = None if value.bias is None else value.bias[index]
-        local = _pick(value.local, index)
-        return replace(value, weight=value.weight[index], bias=bias, local=local)
-    if isinstance(value, Pairs):
-        return Pairs(*(_pick(getattr(value, f.name), index) for f in fields(value)))
-    return value if value is None or value.shape[1] == 1 else value[:, index]
+        return Pairs(*(_slice(getattr(value, f.name), axis, index) for f in fields(value)))
+    if value is None or value.shape[axis] == 1:
+        return value
+    return value[:, index] if axis else value[index]
 
 
 def rows_in_reach(

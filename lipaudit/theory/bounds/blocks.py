@@ -59,11 +59,14 @@ FAINT = 1e-25
 """A square may have lost what single precision takes for 0 where it is less, in units of values:
 as where those are constant, and queries and keys hardly move the output."""
 
+STEPS = 6
+"""Power steps to the vector that proves ||M||: more would tighten it by less than they cost."""
+
 KEYS_MATTER = 0.25
 """Smallest ratio of B B^T to A A^T for which tighter block norms are worth their cost."""
 
 
-def bound_by_blocks(known: Ingredients, steps: int = 10) -> Float[Tensor, "batch heads"]:
+def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
     """Return an upper bound of the Jacobian norm at X, for heads of every kind.
 
     Small heads: the root of the norm of the matrix of all norms of blocks of J J^T. Affine ones:
@@ -85,10 +88,10 @@ def bound_by_blocks(known: Ingredients, steps: int = 10) -> Float[Tensor, "batch
             j = j / size[:, None, None]
             norms.append(spectral_norm((j @ j.mT).reshape(-1, n, dv, n, dv).transpose(-3, -2)))
             sizes.append(size)
-        return torch.stack(sizes) * nonnegative_norm(torch.stack(norms), steps).sqrt()
+        return torch.stack(sizes) * nonnegative_norm(torch.stack(norms)).sqrt()
     if are_affine(heads):
         return gram_bound(at, known.rows, joint=joint, policy=heads.policy)
-    return nonnegative_norm(_bound_local_blocks(heads, at, joint=joint), steps)
+    return nonnegative_norm(_bound_local_blocks(heads, at, joint=joint))
 
 
 # Affine heads: J = A + B + C, what moves through values, keys and queries. With w_ij = v_j - o_i
@@ -108,35 +111,33 @@ def bound_by_blocks(known: Ingredients, steps: int = 10) -> Float[Tensor, "batch
 
 
 def gram_bound(
-    at: Centred, rows: AffineRows, *, joint: bool, steps: int = 6, policy: Policy = POLICY
+    at: Centred, rows: AffineRows, *, joint: bool, policy: Policy = POLICY
 ) -> Float[Tensor, "batch heads"]:
     """Bound ||J||; in single precision first where that pays, and again where it costs.
 
     `joint`: queries and keys read one input. Where they read two, C meets neither A nor B.
     """
     if at.p.shape[-1] < policy.single_blocks or not keeps_single(at.p.device):
-        return _limits(at, rows, joint, steps, policy)[0].sqrt()
-    square, least = _limits(at.single, rows.to_single(), joint, steps, policy)
+        return _limits(at, rows, joint, policy)[0].sqrt()
+    square, least = _limits(at.single, rows.to_single(), joint, policy)
     # ||M|| + 2 ||A B^T|| in exact arithmetic lies between the two: where they are close, so is
     # `square` to it. Negated, so that NaN (an overflow) counts as apart.
     apart = ~((square <= (1 + policy.single_loss) ** 2 * least) & (square > FAINT))
     if apart.any():
         these = (*apart.nonzero(as_tuple=True), None)
-        square[apart] = _limits(at.pick(these), rows.pick(these), joint, steps, policy)[0][:, 0]
+        square[apart] = _limits(at.pick(these), rows.pick(these), joint, policy)[0][:, 0]
     return square.sqrt()
 
 
-def _limits(
-    at: Centred, rows: AffineRows, joint: bool, steps: int, policy: Policy
-) -> tuple[Tensor, Tensor]:
+def _limits(at: Centred, rows: AffineRows, joint: bool, policy: Policy) -> tuple[Tensor, Tensor]:
     """Return what ||M|| + 2 ||A B^T|| is at most, and at least."""
     square, least = at.s.new_empty(2, *at.p.shape[:2], dtype=torch.float64)
     for tile in tiles(at.p, policy):
-        square[tile], least[tile] = _tile_limits(at.pick(tile), rows.pick(tile), joint, steps)
+        square[tile], least[tile] = _tile_limits(at.pick(tile), rows.pick(tile), joint)
     return square.nan_to_num(torch.inf), least  # NaN comes of numbers beyond the largest
 
 
-def _tile_limits(at: Centred, rows: AffineRows, joint: bool, steps: int) -> tuple[Tensor, Tensor]:
+def _tile_limits(at: Centred, rows: AffineRows, joint: bool) -> tuple[Tensor, Tensor]:
     pw = at.w2.sqrt().mul_(at.p)
     (t, less_t), (f, less_f) = query_term(at, rows), row_lengths(at, rows, pw)
     # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
@@ -146,7 +147,7 @@ def _tile_limits(at: Centred, rows: AffineRows, joint: bool, steps: int) -> tupl
     matrix = block_norms(at, rows, keys, pw, (t, f), joint=joint)
     # In units of its largest entry no square of M overflows.
     largest = matrix.amax((-2, -1)).clamp_min(torch.finfo(matrix.dtype).tiny)
-    norm, z = nonnegative_pair(matrix.div_(largest[..., None, None]), steps)
+    norm, z = nonnegative_pair(matrix.div_(largest[..., None, None]), STEPS)
     z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     cross, less_cross = value_key_norm(at, rows, (f, less_f), z)
     # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.

@@ -116,7 +116,10 @@ def move_heads(
     Raises:
         ValueError: a projection is not affine.
     """
-    rows = [_rows(projection, x) for projection in affine_projections(heads)]
+    rows = []
+    for to in affine_projections(heads):
+        y = x[:, None] @ to.weight
+        rows.append(y if to.bias is None else y + to.bias[:, None])
     return replace(
         heads,
         x=x,
@@ -257,8 +260,3 @@ def affine_projections(heads: Heads) -> tuple[Projection, Projection, Projection
     if heads.x_kv is not None or len(plain) < 3 or heads.pairs or heads.sink is not None:
         raise ValueError("worst-case tokens need affine self-attention with plain logits")
     return plain[0], plain[1], plain[2]
-
-
-def _rows(projection: Projection, x: Tensor) -> Tensor:
-    y = x[:, None] @ projection.weight
-    return y if projection.bias is None else y + projection.bias[:, None]

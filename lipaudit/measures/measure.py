@@ -104,7 +104,10 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
     for part in parts:
         places = enumerate(map(place.__getitem__, part.ids))
         runs = [[i for i, _ in run] for _, run in groupby(places, key=lambda p: p[1] - p[0])]
-        for run in runs if len(runs) > 1 else ():
+        if len(runs) == 1:
+            pieces.append(part)
+            continue
+        for run in runs:
             own, first = slice(run[0], run[-1] + 1), run[0] == 0
             whole = slice(None) if first else slice(0)
             values = {
@@ -113,7 +116,6 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
             }
             extra = (part.facts, part.notes) if first else ({}, ())
             pieces.append(Part(part.ids[own], values, *extra))
-        pieces += [part] if len(runs) == 1 else []
     return sorted(pieces, key=lambda piece: place[piece.ids[0]])
 
 

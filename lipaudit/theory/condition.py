@@ -37,9 +37,7 @@ from lipaudit.theory.heads import Heads
 _PLAIN = "donot_use_mm_for_euclid_dist"  # products would cost distances half of their digits
 
 
-def forward_error(
-    heads: Heads, precision: torch.dtype | None = None
-) -> Float[Tensor, "batch heads"]:
+def forward_error(heads: Heads) -> Float[Tensor, "batch heads"]:
     """Estimate the relative change of ||J|| by the rounding of q and k in the model.
 
     The rows q_i, k_j have relative errors of about eps, and so have the biases of logits: a logit
@@ -48,8 +46,7 @@ def forward_error(
     move by less. An estimate: the constants of the model's own sums are not known.
 
     Args:
-        heads: the heads of one layer, of any kind.
-        precision: dtype in which the model computed q and k; by default that of the heads.
+        heads: the heads of one layer, of any kind, in the precision of the model.
 
     Returns:
         At most 1, the largest over the queries.
@@ -59,7 +56,7 @@ def forward_error(
     >>> forward_error(affine_heads(x, eye, eye, eye)).log10().round()
     tensor([[-5.]])
     """
-    eps = torch.finfo(precision or heads.q.dtype).eps
+    eps = torch.finfo(heads.q.dtype).eps
     rows, keys = (torch.linalg.vector_norm(t, dim=-1) for t in (heads.q, heads.k))
     logits = heads.scale.abs()[..., None] * rows * keys.amax(-1, keepdim=True)
     if heads.bias is not None and heads.bias.dtype != torch.bool:  # a mask moves no logit

@@ -117,28 +117,28 @@ def over_rows(
 
 
 def specformer(
-    weight: Float[Tensor, "heads D d"], vector: Float[Tensor, "heads d"], steps: int = 1
+    weight: Float[Tensor, "heads D d"], vector: Float[Tensor, "heads d"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "heads d"]]:
     """Return sum_h sigma_1(W_h)^2 of the heads of one projection ([H24]), by power iteration.
 
     The gradient is that of sigma_1^2 at the vectors reached: 2 sigma u v^T. Kept from step to
-    step of the training, the vectors follow the weights.
+    step of the training, the vectors follow the weights: one product with W^T W is enough.
 
     Args:
         weight: W of each head: its columns of the projection.
         vector: the current vectors of the iteration; random at first.
-        steps: products with W^T W.
 
     Returns:
         The sum, and the vectors for the next call.
 
     Examples:
-        >>> value, _ = specformer(torch.diag(torch.tensor([3.0, 1.0]))[None], torch.ones(1, 2), 20)
+        >>> vector = torch.ones(1, 2)
+        >>> for _ in range(20):
+        ...     value, vector = specformer(torch.diag(torch.tensor([3.0, 1.0]))[None], vector)
         >>> value
         tensor(9.)
     """
     v = vector[..., None]
     with torch.no_grad():
-        for _ in range(steps):
-            v = F.normalize(weight.mT @ (weight @ v), dim=-2)
+        v = F.normalize(weight.mT @ (weight @ v), dim=-2)
     return (weight @ v).square().sum(), v[..., 0]

@@ -5,8 +5,6 @@ datasets, timm), with a cache of its own. `hub.add` puts a repository there, `hu
 was asked, `hub.downloads` what was sent.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -73,7 +71,7 @@ class Hub:
         sent = (line for line in self.log if line.startswith("GET /") and "/resolve/" in line)
         return sorted({line.rpartition("/resolve/")[2].partition("/")[2] for line in sent})
 
-    def __enter__(self) -> Hub:
+    def __enter__(self) -> "Hub":
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 

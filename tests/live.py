@@ -1,7 +1,5 @@
 """How much memory tensors take while something runs: what is alive at a time, by storage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 They begin in a tenth of a second where an interpreter takes five, and end as any process does.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

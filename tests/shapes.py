@@ -5,8 +5,6 @@ results have types, shapes and dtypes that passed before are not checked again: 
 the same, and a check takes longer than most of the functions.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

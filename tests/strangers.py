@@ -1,7 +1,5 @@
 """Measures that nobody has heard of: registered as a plug-in would be, for one test."""
 
-from __future__ import annotations
-
 import pytest
 
 from lipaudit.settings import MeasureOptions, MeasureRecord, measures

@@ -1,7 +1,5 @@
 """The entry point of the benchmarks: every one can be asked, and tables say what was measured."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math

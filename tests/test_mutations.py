@@ -1,7 +1,5 @@
 """Every guard taken away once: some test must fail. Minutes: `pytest -m slow FILE`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

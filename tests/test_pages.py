@@ -1,7 +1,5 @@
 """What the documentation and the code say of each other: pages that exist, codes that are true."""
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 import re

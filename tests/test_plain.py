@@ -1,7 +1,5 @@
 """Texts for users are short sentences in plain words: help, glossary, columns, notes, errors."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 Run by hand or nightly, with -m reference; docs/coverage.md holds the outcomes.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.reference import certificates

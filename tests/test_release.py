@@ -1,7 +1,5 @@
 """What a release promises: names that no change touches unnoticed, and files that go with it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """The studies: they go on where they were cut, and their tables are of what every run has."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import struct

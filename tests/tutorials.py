@@ -9,8 +9,6 @@ of text behind one is what it prints. `$ python FILE` runs a script of the folde
 block below a comment belongs to another test.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

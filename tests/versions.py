@@ -5,8 +5,6 @@ python -m tests.versions measure FOLDER OUT.json
 python -m tests.versions compare OUT.json REFERENCE.json
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

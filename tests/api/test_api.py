@@ -1,7 +1,5 @@
 """lipaudit from Python: the same figures as the command line, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The bounds on bare tensors: those of the theory, above the dense Jacobian's norm."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

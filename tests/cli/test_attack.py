@@ -1,7 +1,5 @@
 """`lipaudit attack` from end to end: the paper's preset, several radii, a text classifier."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention maps and the audit, through the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`lipaudit certify` from the outside: what it prints, writes, refuses and goes on with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

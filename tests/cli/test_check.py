@@ -1,7 +1,5 @@
 """A dry run: what would be read and measured, without measuring it."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

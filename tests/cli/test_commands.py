@@ -1,7 +1,5 @@
 """Every command through a real process: exit codes, streams, strict JSON, files."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

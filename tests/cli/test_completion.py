@@ -1,7 +1,5 @@
 """What a shell offers behind a half-typed word, by the completion of a real process."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The configuration file: read once, at the boundary, never into the protocol of a baseline."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

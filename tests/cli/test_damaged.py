@@ -6,8 +6,6 @@ is 0 (of the gate also 1), 4, 5 or 6, and an error is one line with one hint.
 More: DAMAGED=3000 DAMAGED_SEED=7 python -m pytest -m slow -n 0 -s tests/cli/test_damaged.py
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os

@@ -1,7 +1,5 @@
 """Whose fault it is: no file, terminal, disk, device or option of a user is a bug in lipaudit."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import json

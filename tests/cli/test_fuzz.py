@@ -4,8 +4,6 @@ Options are those of the application, by their types; values are usual, at the e
 The long run: FUZZ_INPUTS=5000 FUZZ_SEED=1 python -m pytest -m slow tests/cli/test_fuzz.py
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

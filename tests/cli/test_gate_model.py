@@ -1,7 +1,5 @@
 """`lipaudit gate MODEL`: the protocol of the baseline, wherever data lie, whatever it runs on."""
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every command and option that a text, a page or a help names can be typed."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hostile names and values in every command and format: no control character comes out."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

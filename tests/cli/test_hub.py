@@ -1,7 +1,5 @@
 """The Hub from the command line: what the report keeps of it, what is said, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """`gate` and `compare` as a launcher starts them: in several processes, with the result of one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A name that nothing has is met by the one that was meant, wherever a name is given."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

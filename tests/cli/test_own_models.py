@@ -1,7 +1,5 @@
 """Models of one's own: what they take is read off the data, and every hint can be followed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Audits that finish: a measure that fails costs its own figures, and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import json
 from dataclasses import replace

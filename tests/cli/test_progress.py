@@ -1,7 +1,5 @@
 """What is told while a job runs: progress within a chunk, and remarks that say something new."""
 
-from __future__ import annotations
-
 import pytest
 
 from lipaudit.cli import progress

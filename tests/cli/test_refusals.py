@@ -1,7 +1,5 @@
 """Checkpoints and data that are damaged, hostile or of another kind, through the command line."""
 
-from __future__ import annotations
-
 import os
 from importlib.resources import files
 from pathlib import Path

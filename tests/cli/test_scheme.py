@@ -1,7 +1,5 @@
 """One scheme of options in every command, and a help that fits a terminal."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

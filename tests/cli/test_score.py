@@ -1,7 +1,5 @@
 """Language models that score continuations, choices and labels, from end to end."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """An audit of several models: the same samples, one model at a time, a report of each."""
 
-from __future__ import annotations
-
 import csv
 import gc
 import json

@@ -1,7 +1,5 @@
 """Commands that are stopped, or whose disk, clock or twin gets in the way: nothing is lost."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

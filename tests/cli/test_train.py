@@ -1,7 +1,5 @@
 """`lipaudit train` through a real process: killed, resumed, audited."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """Where each sample is found again: what stands there is the sample."""
 
-from __future__ import annotations
-
 import csv
 import json
 

@@ -1,7 +1,5 @@
 """Data sets of the Hub, through its real clients: one split of one configuration at one commit."""
 
-from __future__ import annotations
-
 import datasets
 import pytest
 

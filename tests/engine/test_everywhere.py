@@ -3,8 +3,6 @@
 A slice of it runs always; all of it, with launchers and kills, with -m slow.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A model that fails on one sample: the sample is named, and what is measured is kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a measure is tried at before it begins, and the batch that is timed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Interrupted measures: what was finished is kept, and --resume gives what one run gives."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Several processes of one run: each measures a shard, and the report is that of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """A fault of the machine, wherever it strikes, is no property of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A measure of another package: its command, its figures, and everywhere that they appear."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import replace

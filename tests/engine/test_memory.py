@@ -1,7 +1,5 @@
 """What measures take of memory, what there is of it, and what is done where it runs out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """From a request to a job: what is left out, and what is refused before any work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

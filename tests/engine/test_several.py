@@ -1,7 +1,5 @@
 """Which models can be measured on the same samples, and which reports are whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

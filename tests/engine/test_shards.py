@@ -1,7 +1,5 @@
 """Shards of a run: merged, they are what one process writes; what does not fit is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

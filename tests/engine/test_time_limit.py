@@ -1,7 +1,5 @@
 """A time limit: what is finished is reported and kept, what is left is measured later."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

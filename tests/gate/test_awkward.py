@@ -1,7 +1,5 @@
 """Awkward pairs of reports: the documented exit code each, a reason, and never a traceback."""
 
-from __future__ import annotations
-
 import json
 import math
 

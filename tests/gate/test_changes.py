@@ -1,7 +1,5 @@
 """What became of samples and heads, against scipy and against counts made by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

@@ -1,7 +1,5 @@
 """The GitHub action and the pre-commit hook, run with a command that records its arguments."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reports over other samples: the same weights are unchanged, whichever samples are shared."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Who is ranked before whom, against hand calculations, other libraries and simulated truth."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

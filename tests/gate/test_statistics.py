@@ -1,7 +1,5 @@
 """Every test and limit against another library, a published example or a hand calculation."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

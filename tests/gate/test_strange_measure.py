@@ -1,7 +1,5 @@
 """Rules on a measure that the gate has never heard of: names and directions from its columns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

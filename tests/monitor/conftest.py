@@ -1,7 +1,5 @@
 """A module that takes what training has to offer, and a training of it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import nullcontext

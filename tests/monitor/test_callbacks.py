@@ -1,7 +1,5 @@
 """The Trainers of transformers and of Lightning, trained for real with the callback."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from importlib import import_module

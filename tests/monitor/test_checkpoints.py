@@ -1,7 +1,5 @@
 """`lipaudit watch DIR`: which checkpoints there are, and that each is measured once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """The examples of the guide on watching run as they stand."""
 
-from __future__ import annotations
-
 import pytest
 
 from lipaudit import schema

@@ -1,7 +1,5 @@
 """Stores of metrics: TensorBoard and MLflow for real, W&B by what its runs are asked to do."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """`lipaudit train --watch`: reports of an own training, whose weights stay the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

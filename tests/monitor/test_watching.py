@@ -1,7 +1,5 @@
 """Watching a loop: the training is what it would be, and what is kept is true."""
 
-from __future__ import annotations
-
 import copy
 import re
 import time

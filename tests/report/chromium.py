@@ -1,7 +1,5 @@
 """A Chromium without a window, driven through a pipe: keys, pointer, media, print."""
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import json

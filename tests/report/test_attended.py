@@ -1,7 +1,5 @@
 """Attention maps that know their tokens: named, and laid over the text or the picture."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

@@ -1,7 +1,5 @@
 """The page as a browser lays it out, and what it does under pointer and keys, and on paper."""
 
-from __future__ import annotations
-
 import math
 import re
 

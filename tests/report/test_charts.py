@@ -1,7 +1,5 @@
 """Charts through their doors: the SVG element of a page, the words, the colours."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

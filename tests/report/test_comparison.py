@@ -1,7 +1,5 @@
 """The page of a comparison: what it says first, and where each figure is found."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -1,7 +1,5 @@
 """Findings: each names its rows, and chance explains none of them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The table of formats, and the one path on which every command writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

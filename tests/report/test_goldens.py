@@ -3,8 +3,6 @@
 LIPAUDIT_WRITE_GOLDENS=1 writes the files anew.
 """
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 from pathlib import Path

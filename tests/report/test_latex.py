@@ -1,7 +1,5 @@
 """Tables for papers: whole, literal, and in what plain LaTeX takes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Where notes stand: what spoils figures above them, and what is alike in one."""
 
-from __future__ import annotations
-
 import pytest
 
 from lipaudit.gate import compare, judge

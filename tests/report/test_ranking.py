@@ -1,7 +1,5 @@
 """How several models are shown: who is best, a row for each, the scorecards side by side."""
 
-from __future__ import annotations
-
 import math
 import re
 

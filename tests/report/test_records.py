@@ -1,7 +1,5 @@
 """JSON and CSV: every value of a report, and a row for each of several models."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

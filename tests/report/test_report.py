@@ -1,7 +1,5 @@
 """What holds for every format."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """One sample of a report, beside all: what is said of it is what the sections say."""
 
-from __future__ import annotations
-
 import json
 import math
 from statistics import median

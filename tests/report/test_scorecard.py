@@ -1,7 +1,5 @@
 """The scorecard: what it says is what the sections say, and every format draws it."""
 
-from __future__ import annotations
-
 import html
 from math import log10
 from shlex import quote

@@ -1,7 +1,5 @@
 """A measure that nobody here has heard of: its columns are all that the page needs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Everything that a page, a table, a note or a JSON file says can be explained."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from typing import get_args
 

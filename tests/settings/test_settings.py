@@ -1,7 +1,5 @@
 """Options are stated once: the commands, the page and the settings agree."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

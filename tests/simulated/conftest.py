@@ -1,7 +1,5 @@
 """Fixtures: the simulated accelerator, and three small models that make themselves anew."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ rounding. It can run out of memory, and do without float64. Not simulated: TF32,
 time.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections import Counter

@@ -1,7 +1,5 @@
 """An accelerator with little memory, or without float64: the CPU's figures, or a clear error."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

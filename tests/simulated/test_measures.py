@@ -1,7 +1,5 @@
 """What is measured on an accelerator is what is measured on the CPU, and nothing mixes devices."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

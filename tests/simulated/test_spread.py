@@ -1,7 +1,5 @@
 """A model whose weights lie on two accelerators, the CPU and the disk: nothing mixes devices."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

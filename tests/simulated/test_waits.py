@@ -1,7 +1,5 @@
 """The host waits for an accelerator where it must decide something, and not once a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A package of its own adds a bound, and nothing of ours changes; a wrong one is stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

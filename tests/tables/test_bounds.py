@@ -1,7 +1,5 @@
 """One record per bound: every place that speaks of a bound says what its record says."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reports as JSON: their summary, and files of earlier versions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

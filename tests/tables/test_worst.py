@@ -1,7 +1,5 @@
 """What a report says of a sample that cannot be: certified, and broken."""
 
-from __future__ import annotations
-
 import pytest
 
 from lipaudit.settings import layouts

@@ -1,7 +1,5 @@
 """The examples of the guide on training run as they stand."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tutorials import TRAINER, examples, run_example

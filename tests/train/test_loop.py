@@ -1,7 +1,5 @@
 """Training: repeats to the last bit, also in two parts; leaves everything else as it was."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The penalty that a model's run gives: capture's maps, the gradients of written-out attention."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 

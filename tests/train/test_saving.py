@@ -1,7 +1,5 @@
 """What training writes, loading reads: the same model from a directory."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import shapes
@@ -20,6 +21,14 @@ settings.register_profile("search", REPEATABLE, derandomize=False, max_examples=
 settings.register_profile("repeatable", REPEATABLE)
 settings.load_profile("repeatable")
 shapes.install()
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Work in an empty directory, with a cache of its own and a wide terminal."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def pytest_configure(config):

@@ -4,7 +4,40 @@ import pytest
 
 from lipaudit.settings import MeasureOptions, MeasureRecord, measures
 from lipaudit.settings.registry import OWN
-from lipaudit.tables import Layout
+from lipaudit.tables import Column, Layout
+from lipaudit.tables.columns import count_column, text_column
+from lipaudit.tables.common import HEAD
+
+SPREAD = Layout(
+    name="spread",
+    fixed={
+        "stage": text_column("stage", "Part of the model.", needed=True),
+        "depth": count_column("depth", "Blocks before it."),
+        "spread": Column(
+            "||S|| <= 1",
+            "How far features spread.",
+            better="lower",
+            unit="nat",
+            format=".2f",
+            status="estimate",
+            domain="ball",
+        ),
+        "share": Column("moved", "Share of features that moved.", format=".1%"),
+    },
+    sample_columns={
+        "tension": Column("tension", "Of the sample.", better="lower"),
+        "ok": Column("ok", "Whether it is.", format=""),
+    },
+)
+HEAT = Layout(
+    name="heat",
+    title="How hot heads are",
+    fixed={
+        **HEAD,
+        "heat": Column("T", "Temperature.", better="lower"),
+        "other": Column("U", "Of no better direction."),
+    },
+)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, table: Layout) -> None:

@@ -7,16 +7,15 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-import typer
 
 import lipaudit
 from lipaudit import errors
-from lipaudit.cli.commands import build
 from lipaudit.cli.options import CONFIGURABLE
 from lipaudit.gate.rules import configure
 from lipaudit.settings import layouts
 from lipaudit.theory.bounds.catalogue import load_bounds
 from tests import tutorials
+from tests.commands import list_commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -143,22 +142,9 @@ def test_the_package_is_typed():
     assert (files("lipaudit") / "py.typed").is_file()
 
 
-def commands(group, path="lipaudit"):
-    """Return the name of every command, and the names below those that have commands."""
-    return [
-        name
-        for each, command in group.commands.items()
-        for name in (
-            commands(command, f"{path} {each}")
-            if hasattr(command, "commands")
-            else [f"{path} {each}"]
-        )
-    ]
-
-
 def test_every_command_is_shown_at_work():
     shown = "".join(page.read_text(encoding="utf-8") for page in tutorials.PAGES)
-    names = commands(typer.main.get_command(build()))
+    names = [f"lipaudit {name}" for name in list_commands()]
     assert "lipaudit baseline save" in names
     assert [name for name in names if not re.search(rf"^\$ {name}\b", shown, re.M)] == []
 

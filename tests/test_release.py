@@ -11,32 +11,21 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from typer.main import get_command
 
 import lipaudit
 from lipaudit.attacks.kinds import GROUP as ATTACKS
-from lipaudit.cli.commands import build
 from lipaudit.engine import provenance
 from lipaudit.errors import ExitCode
 from lipaudit.monitor.callbacks import CALLBACKS
 from lipaudit.report.formats import RENDERERS
 from lipaudit.settings.registry import GROUP as MEASURES
 from lipaudit.theory.bounds.catalogue import GROUP as BOUNDS
+from tests.commands import list_commands
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
-
-
-def commands(command=None, path=""):
-    """Every command as it is typed."""
-    inner = getattr(command or get_command(build()), "commands", None)
-    if inner is None:
-        return [path]
-    return [
-        name for key, each in inner.items() for name in commands(each, f"{path} {key}".strip())
-    ]
 
 
 PUBLIC = {
@@ -52,7 +41,7 @@ PUBLIC = {
     ),
     "lipaudit.monitor": ([*CALLBACKS], "LightningCallback TrainerCallback"),
     "commands": (
-        [name.replace(" ", "-") for name in commands()],
+        [name.replace(" ", "-") for name in list_commands()],
         "attack attention audit baseline-check baseline-save baseline-show baseline-update bounds "
         "certify check compare env explain gate init inspect jacobian merge models report scaling "
         "schema train watch",
@@ -173,3 +162,14 @@ def test_a_report_has_the_version_of_the_code_that_ran(monkeypatch):
     monkeypatch.setattr(provenance, "version", lambda _name: "0.0")
     versions = provenance.versions.__wrapped__()
     assert (versions["lipaudit"], versions["torch"]) == (lipaudit.__version__, "0.0")
+
+
+SLOW = re.compile(r"\bmark\.slow\b")
+NAMED = re.compile(r"\bmark\.slow\(seconds=[1-9]")
+
+
+def test_every_slow_test_names_its_seconds():
+    texts = {path.name: path.read_text() for path in Path(__file__).parent.rglob("*.py")}
+    slow = {name: len(SLOW.findall(text)) for name, text in texts.items()}
+    assert sum(slow.values()) > 10
+    assert slow == {name: len(NAMED.findall(text)) for name, text in texts.items()}

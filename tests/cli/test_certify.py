@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import lipaudit
-from lipaudit.cli.commands import build
 from lipaudit.engine.execute import Observer
 from lipaudit.models.sources.loading import load_net
+from tests.commands import invoke
 
 FILE = """
 import torch
@@ -46,24 +45,21 @@ RADII = ("--eps", "0.005,0.05,0.5", "--radius", "--tol", "0.3")
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _own(_elsewhere, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("model.py").write_text(FILE)
     x = torch.rand(6, 1, 3, 4, generator=torch.Generator().manual_seed(0))
     y = load_net("py:model.py:load").module(x).argmax(1)
     np.savez("data.npz", x=x.numpy(), y=y.numpy())
 
 
-def invoke(*args: str, model: str = "load", command: str = "certify"):
+def certify(*args: str, model: str = "load", command: str = "certify", code: int = 0):
     asked = [command, f"py:model.py:{model}", "--data", "data.npz", *args]
-    return CliRunner().invoke(build(), asked)
+    return invoke(*asked, code=code)
 
 
 def test_what_is_printed_fits_a_terminal_and_says_the_bracket():
-    done = invoke(*RADII, "-o", "page.html", "-o", "page.md", "-o", "report.json")
-    assert done.exit_code == 0, done.output
+    done = certify(*RADII, "-o", "page.html", "-o", "page.md", "-o", "report.json")
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert "norm  eps    samples  cleanᵃ " in done.stdout
@@ -76,14 +72,12 @@ def test_what_is_printed_fits_a_terminal_and_says_the_bracket():
     section = json.loads(Path("report.json").read_text())["sections"][0]
     assert section["settings"]["norm"] == "linf"
     assert section["samples"]["verdict@linf,0.5"].count("broken") > 0
-    again = CliRunner().invoke(build(), ["report", "report.json"])
-    assert again.exit_code == 0
+    again = invoke("report", "report.json")
     assert "How far around a sample is its class proven?" in again.stdout
 
 
 def test_only_radii_have_no_rows_of_balls():
-    done = invoke("--radius", "--tol", "0.5", "-n", "2")
-    assert done.exit_code == 0, done.output
+    done = certify("--radius", "--tol", "0.5", "-n", "2")
     assert "nothing was measured" not in done.stdout
     assert "certified radius" in done.stdout
 
@@ -92,11 +86,11 @@ def test_only_radii_have_no_rows_of_balls():
 def test_what_certify_broke_is_among_the_worst_samples(labelled):
     arrays = np.load("data.npz")
     np.savez("data.npz", **{n: arrays[n] for n in ("x", "y") if labelled or n == "x"})
-    assert invoke("--eps", "0.05,0.3", "-q", "-o", "report.json").exit_code == 0
+    certify("--eps", "0.05,0.3", "-q", "-o", "report.json")
     (section,) = json.loads(Path("report.json").read_text())["sections"]
     verdicts = section["samples"]["verdict@linf,0.3"]
     assert 0 < verdicts.count("broken") < len(verdicts)
-    listed = CliRunner().invoke(build(), ["inspect", "report.json"]).stdout.splitlines()
+    listed = invoke("inspect", "report.json", code=None).stdout.splitlines()
     rows = [line for line in listed if "index " in line]
     said = ["linf 0" in line for line in rows]
     assert said == sorted(said, reverse=True)
@@ -144,31 +138,27 @@ def test_an_interrupted_run_goes_on_sample_by_sample_to_the_same_report():
     ],
 )
 def test_what_a_stranger_gets_wrong_is_one_clear_error(args, code, says):
-    done = invoke(*args, "-q")
-    assert done.exit_code == code
+    done = certify(*args, "-q", code=code)
     assert says in done.stderr
     assert "Traceback" not in done.output
 
 
 def test_a_model_that_cannot_be_certified_is_refused_by_operation_and_module():
-    done = invoke("--eps", "0.1", "-q", model="sorting")
-    assert done.exit_code == 4
+    done = certify("--eps", "0.1", "-q", model="sorting", code=4)
     assert "no rule for the operation sort (in other)" in done.stderr
     assert "works on any model" in done.stderr
 
 
 def test_an_audit_certifies_on_demand_and_says_where_it_cannot():
     asked = ("--only", "jacobian", "--eps", "0.01", "--certify", "-n", "2", "-f", "json")
-    done = invoke(*asked, command="audit")
-    assert done.exit_code == 0, done.output
+    done = certify(*asked, command="audit")
     report = json.loads(done.stdout)
     measured = {s["measure"]: s for s in report["sections"]}
     assert measured.keys() == {"jacobian", "certify"}
     assert measured["certify"]["settings"]["eps"] == ["0.01"]
     told = [(a["kind"], a["eps"]) for a in report["summary"]["accuracy"]]
     assert told[-1] == ("certified", "0.01")
-    done = invoke(*asked, command="audit", model="sorting")
-    assert done.exit_code == 0, done.output
+    done = certify(*asked, command="audit", model="sorting")
     report = json.loads(done.stdout)
     assert {s["measure"] for s in report["sections"]} == {"jacobian"}
     assert "certify was left out: no certificate for this model" in done.stderr
@@ -195,5 +185,5 @@ def test_from_python_an_audit_certifies_what_it_attacks():
     ],
 )
 def test_limits_of_a_proof_are_said_first(options, says):
-    first = invoke("-n", "1", "--eps", "0.001", *options).stderr.splitlines()[0]
+    first = certify("-n", "1", "--eps", "0.001", *options).stderr.splitlines()[0]
     assert first == f"certify of py:model.py:load: 1 samples; limits of a proof: {says}"

@@ -2,27 +2,24 @@
 
 import json
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from lipaudit.cli.commands import build
 from lipaudit.measures import MEASURES
 from lipaudit.settings import JacobianOptions
+from tests.commands import invoke, refuse, replace_parts
 from tests.engine.test_fitting import MODEL
 
 
 @pytest.fixture(autouse=True)
-def _little_is_measured(tmp_path, monkeypatch):
+def _little_is_measured(monkeypatch):
     """A measure is tried on two samples at most, in two layers or steps."""
-    monkeypatch.chdir(tmp_path)
     for name, measure in MEASURES.items():
-        monkeypatch.setitem(MEASURES, name, replace(measure, parts=partial(_tried, measure)))
+        replace_parts(monkeypatch, name, partial(_tried, measure))
 
 
 def _tried(measure, net, batches, options):
@@ -33,15 +30,15 @@ def _tried(measure, net, batches, options):
     return measure.parts(net, batches, options)
 
 
-def check(*args: str, code: int = 0) -> str:
-    done = CliRunner().invoke(build(), ["check", *args])
-    assert done.exit_code == code, done.output
-    return done.stdout if code == 0 else done.stderr
+def check(*args: str) -> tuple[dict, str]:
+    """Plan once; return what is written as JSON, and as text."""
+    done = invoke("check", *args, "-f", "json", "-o", "told.txt")
+    return json.loads(done.stdout), Path("told.txt").read_text()
 
 
 def test_samples_are_shown_with_labels_and_measures_with_times():
     np.savez("two.npz", x=np.zeros((2, 1, 8, 8), np.float32), y=np.array([3, 7]))
-    seen = json.loads(check("demo", "--data", "two.npz", "-f", "json"))
+    seen, told = check("demo", "--data", "two.npz")
     assert [each["label"] for each in seen["first"]] == [3, 7]
     assert [each["place"] for each in seen["first"]] == ["index 0", "index 1"]
     assert {tuple(each["shape"]) for each in seen["first"]} == {(1, 8, 8)}
@@ -53,7 +50,6 @@ def test_samples_are_shown_with_labels_and_measures_with_times():
         assert seen["memory"]["held"] / 2 < planned["bytes"] < 2 * seen["memory"]["held"]
     assert seen["forward"]["samples"] == 2
     assert seen["forward"]["seconds"] > 0
-    told = check("demo", "--data", "two.npz")
     assert re.search(r"^time +\S+ s for a forward pass of 2 samples; a run", told, re.MULTILINE)
     assert "index 1, 1 x 8 x 8, label 7" in told
     assert "12 in 3 layers, 12 with a closed form" in told
@@ -61,14 +57,13 @@ def test_samples_are_shown_with_labels_and_measures_with_times():
     assert re.search(r"^memory +[\d.]+ [GM]B are free$", told, re.MULTILINE)
 
 
-def test_what_cannot_be_had_is_named_with_the_reason(tmp_path):
-    (tmp_path / "own.py").write_text(MODEL)
-    model = f"py:{tmp_path / 'own.py'}:make"
-    seen = json.loads(check(model, "-f", "json"))
+def test_what_cannot_be_had_is_named_with_the_reason():
+    Path("own.py").write_text(MODEL)
+    seen, told = check("py:own.py:make")
+    told = " ".join(told.split())
     assert (seen["heads"], seen["closed_form"], sum(seen["numerical"].values())) == (4, 2, 2)
     assert "attack" not in seen["measures"]
     assert not any("left out" in note for note in seen["notes"])
-    told = " ".join(check(model).split())
     assert f"not run attack: {seen['needs']['attack']}" in told
     assert "no class scores" in seen["needs"]["attack"]
     assert seen["measures"]["bounds"]["bytes"] > 0  # of the layer with a closed form
@@ -77,35 +72,32 @@ def test_what_cannot_be_had_is_named_with_the_reason(tmp_path):
         assert f"2 without: {reason}" in told
 
 
-def test_where_weights_would_lie_is_shown(tmp_path):
+def test_where_weights_would_lie_is_shown():
     places = {"": "cpu", "blocks.1": "disk", "head": "disk"}
-    (tmp_path / "map.json").write_text(json.dumps(places))
-    how = ("demo", "-n", "2", "--device-map", str(tmp_path / "map.json"))
-    assert json.loads(check(*how, "-f", "json"))["device_map"] == places
-    told = check(*how)
+    Path("map.json").write_text(json.dumps(places))
+    seen, told = check("demo", "-n", "2", "--device-map", "map.json")
+    assert seen["device_map"] == places
     assert "          cpu: all else\n          disk: blocks.1, head\n" in told
 
 
 @pytest.mark.parametrize(("option", "value"), [("--time-limit", "1h"), ("--shard", "1/2")])
 def test_options_of_a_run_that_do_nothing_are_refused(option, value):
-    assert f"{option} works only when" in check("demo", option, value, code=2)
+    refuse(2, f"{option} works only when", "check", "demo", option, value)
 
 
-def test_what_is_not_known_of_memory_is_said(tmp_path):
-    (tmp_path / "own.py").write_text(MODEL.replace("Attention(False)", "Attention(True)"))
-    model = f"py:{tmp_path / 'own.py'}:make"
-    planned = json.loads(check(model, "-f", "json"))["measures"]
-    assert planned["bounds"]["bytes"] is None
-    assert planned["attention"]["bytes"] > 0
-    told = " ".join(check(model).split())
-    assert "the memory is unknown: no layer has a closed form" in told
+def test_what_is_not_known_of_memory_is_said():
+    Path("own.py").write_text(MODEL.replace("Attention(False)", "Attention(True)"))
+    seen, told = check("py:own.py:make")
+    assert seen["measures"]["bounds"]["bytes"] is None
+    assert seen["measures"]["attention"]["bytes"] > 0
+    assert "the memory is unknown: no layer has a closed form" in " ".join(told.split())
 
 
-def test_lines_fit_the_terminal(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "own.py").write_text(MODEL)
-    (tmp_path / "map.json").write_text('{"": "disk"}')
-    told = check("py:own.py:make", "-n", "1", "--device-map", "map.json")
+def test_lines_fit_the_terminal():
+    Path("own.py").write_text(MODEL)
+    Path("map.json").write_text('{"": "disk"}')
+    how = ("py:own.py:make", "-n", "1", "--device-map", "map.json")
+    told = invoke("check", *how, columns=80).stdout
     assert max(map(len, told.splitlines())) <= 80, told
     assert "          disk: all\n" in told
 
@@ -144,9 +136,9 @@ def model():
 """
 
 
-def test_attention_that_is_no_softmax_is_named(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    seen = json.loads(check("py:own.py:model", "--samples", "2", "-f", "json"))
+def test_attention_that_is_no_softmax_is_named():
+    Path("own.py").write_text(OWN)
+    seen, _ = check("py:own.py:model", "--samples", "2")
     assert seen["layers"] == 1
     (note,) = [note for note in seen["notes"] if "softmax" in note]
     assert note.startswith("attention that was not measured (blocks.1, own.py:")
@@ -215,10 +207,9 @@ def test_each_measure_runs_or_says_what_it_needs(model, data, needs):
     Path("pictures").mkdir()
     Image.new("L", (8, 8)).save("pictures/a.png")
     line = (model if model == "demo" else f"py:own.py:{model}", *data, "--samples", "2")
-    seen = json.loads(check(*line, "-f", "json"))
+    seen, told = check(*line)
     assert seen["needs"].keys() == needs.keys()
     assert seen["measures"].keys() == USUAL - needs.keys()
-    told = check(*line)
     for name, words in needs.items():
         assert words in seen["needs"][name]
         row = next(line for line in told.splitlines() if re.match(rf"not run .*\b{name}\b", line))

@@ -18,45 +18,39 @@ PROGRAM = f"#!{sys.executable}\nfrom lipaudit.cli import main\nmain()\n"
 HEAVY = "\nassert not {'torch', 'timm', 'transformers', 'matplotlib'} & set(sys.modules)\n"
 
 
-def offered(*words: str) -> list[str]:
-    """Ask for the completions of the last word, as zsh and fish get them."""
+FITTING = [
+    ("bounds demo", ["demo", "demo:jasmin", "demo:robust", "demo:standard"]),
+    ("bounds timm:vit_tiny", ["timm:vit_tiny_patch16_224"]),
+    ("bounds demo --format j", ["json", "junit"]),
+    ("attack demo --norm l", ["linf", "l2"]),
+    ("attack demo --attack fgsm,ap", ["fgsm,apgd-ce", "fgsm,apgd-t"]),
+    ("scaling demo --mode real,a", ["real,adversarial", "real,ascent"]),
+    ("train demo --penalty ", ["jasmin", "specformer"]),
+    ("gate r.json --fail-on jacobian.n", ["jacobian.norm"]),
+    ("explain theor", ["theorem3", "theorem3_g1"]),
+    ("report r.json -f ma", ["markdown"]),
+    ("report r.json -f la", ["latex"]),
+    ("models vit_tiny", ["vit_tiny_patch16_224"]),
+]
+"""Words that are typed, the last by half, and some of what fits them."""
+
+
+def test_what_fits_is_offered_without_loading_torch():
+    """As zsh and fish ask for it."""
     code = (
-        "import sys\nfrom lipaudit.cli import main\nsys.argv = ['lipaudit']\n"
-        f"try: main()\nexcept SystemExit: pass{HEAVY}"
+        "import os, sys\nfrom lipaudit.cli import main\nsys.argv = ['lipaudit']\n"
+        f"for line in {[line for line, _ in FITTING]}:\n"
+        "    os.environ['_TYPER_COMPLETE_ARGS'] = f'lipaudit {line}'\n"
+        f"    try: main()\n    except SystemExit: print('#')\n{HEAVY}"
     )
-    env = {"_LIPAUDIT_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-           "_TYPER_COMPLETE_ARGS": " ".join(["lipaudit", *words])}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return [line.partition("\t")[0] for line in done.stdout.splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("words", "among"),
-    [
-        (
-            ("bounds", "demo"),
-            ["demo", *(f"demo:{d}" for d in ("jasmin", "robust", "standard"))],
-        ),
-        (("bounds", "timm:vit_tiny"), ["timm:vit_tiny_patch16_224"]),
-        (("bounds", "demo", "--format", "j"), ["json", "junit"]),
-        (("attack", "demo", "--norm", "l"), ["linf", "l2"]),
-        (("attack", "demo", "--attack", "fgsm,ap"), ["fgsm,apgd-ce", "fgsm,apgd-t"]),
-        (("scaling", "demo", "--mode", "real,a"), ["real,adversarial", "real,ascent"]),
-        (("train", "demo", "--penalty", ""), ["jasmin", "specformer"]),
-        (("gate", "r.json", "--fail-on", "jacobian.n"), ["jacobian.norm"]),
-        (("explain", "theor"), ["theorem3", "theorem3_g1"]),
-        (("report", "r.json", "-f", "ma"), ["markdown"]),
-        (("report", "r.json", "-f", "la"), ["latex"]),
-        (("models", "vit_tiny"), ["vit_tiny_patch16_224"]),
-    ],
-)
-def test_what_fits_is_offered_without_loading_torch(words, among):
-    said = offered(*words)
-    assert set(among) <= set(said)
-    assert all(each.startswith(words[-1]) for each in said)
+    env = {"_LIPAUDIT_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    command, env = [sys.executable, "-c", code], os.environ | env
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    pages = done.stdout.split("#\n")[:-1]
+    for (line, among), page in zip(FITTING, pages, strict=True):
+        said = [each.partition("\t")[0] for each in page.splitlines()]
+        assert set(among) <= set(said), line
+        assert all(each.startswith(line.rpartition(" ")[2]) for each in said), line
 
 
 def parameters() -> dict[tuple[str, str], object]:
@@ -87,33 +81,31 @@ def test_only_the_last_of_several_words_is_completed():
     assert complete_words(lambda: ("a", "b"))("x,y,") == ["a", "b"]
 
 
+PIECES = [
+    ("bounds demo : j", "jasmin"),
+    ("bounds demo :", "standard jasmin robust"),
+    ("attack demo --norm = li", "linf"),
+    ("bounds demo : robust --dtype float6", "float64"),
+    ("boun", "bounds"),
+]
+"""Words as bash breaks them, at colons and equals signs, and the replies."""
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(
-    ("pieces", "replies"),
-    [
-        (("bounds", "demo", ":", "j"), ["jasmin"]),
-        (("bounds", "demo", ":"), ["standard", "jasmin", "robust"]),
-        (("attack", "demo", "--norm", "=", "li"), ["linf"]),
-        (("bounds", "demo", ":", "robust", "--dtype", "float6"), ["float64"]),
-        (("boun",), ["bounds"]),
-    ],
-)
-def test_bash_which_breaks_words_at_colons_gets_the_last_piece(pieces, replies, tmp_path):
+def test_bash_which_breaks_words_at_colons_gets_the_last_piece(tmp_path):
     program = tmp_path / "lipaudit"
     program.write_text(PROGRAM)
     program.chmod(0o755)
-    script = subprocess.run(
-        [program, "--show-completion", "bash"],
-        capture_output=True,
-        text=True,
-        check=True,
-        # Typer's own switch: else it looks for a shell among the parents of the process.
-        env=os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-    ).stdout
+    # Typer's own switch: else it looks for a shell among the parents of the process.
+    env = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = [program, "--show-completion", "bash"]
+    script = subprocess.run(shown, capture_output=True, text=True, check=True, env=env).stdout
     function = next(w for w in script.split() if w.endswith("()")).removesuffix("()")
-    words = " ".join(f"'{piece}'" for piece in ("lipaudit", *pieces))
-    ask = f"{script}\nCOMP_WORDS=({words})\nCOMP_CWORD={len(pieces)}\n{function} {program}\n"
-    done = subprocess.run(
-        ["bash", "-c", ask + 'printf "%s\\n" "${COMPREPLY[@]}"'], capture_output=True, text=True
-    )
-    assert done.stdout.split() == replies, done.stderr
+    asks = [
+        f"COMP_WORDS=(lipaudit {words})\nCOMP_CWORD={len(words.split())}\n"
+        f'{function} {program}\necho "${{COMPREPLY[@]}}"\n'
+        for words, _ in PIECES
+    ]
+    command = ["bash", "-c", "\n".join([script, *asks])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [replies for _, replies in PIECES], done.stderr

@@ -18,20 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import lipaudit
-from lipaudit.cli.commands import build
 from lipaudit.schema import dumps
+from tests.commands import invoke
 from tests.report.conftest import make_report
 
-MUTATIONS = 300
+MUTATIONS = 150
 MEASURES: dict[str, dict[str, Any]] = {
     "bounds": {"samples": 1},
     "attention": {"samples": 1, "map": "0.0"},
     "jacobian": {"samples": 2, "per_layer": True},
     "attack": {"samples": 2, "eps": "0.1", "attack": "fgsm"},
-    "certify": {"samples": 2, "eps": "0.01", "seconds": 1},
+    "certify": {"samples": 1, "eps": "0.01", "order": "1", "nodes": 1},
     "scaling": {"samples": 1, "modes": "real,radius", "lengths": "4:8:log2", "layers": "0"},
 }
 VALUES: tuple[Any, ...] = (
@@ -92,12 +91,7 @@ def documents(tmp_path_factory) -> dict[str, str]:
     for number in (1, 2):
         path = folder / f"{number}.json"
         args = ("attack", "demo", "-n", "4", "--eps", "0.1", "--attack", "fgsm")
-        assert (
-            CliRunner()
-            .invoke(build(), [*args, "--shard", f"{number}/2", "-o", str(path)])
-            .exit_code
-            == 0
-        )
+        invoke(*args, "--shard", f"{number}/2", "-o", path)
         texts[f"shard{number}"] = path.read_text()
     return texts
 
@@ -169,7 +163,7 @@ def command(name: str, reader: str, folder: Path, chosen: random.Random) -> tupl
 
 def outcome(args: tuple[str, ...]) -> tuple[int, str]:
     """Run a command; return its exit code, and what is wrong with how it ended."""
-    done = CliRunner().invoke(build(), args)
+    done = invoke(*args, code=None)
     leaked = done.exception is not None and not isinstance(done.exception, SystemExit)
     # A judgement is no error: its exit code is that of its gravest verdict, whatever that is.
     judged = args[0] == "gate" and done.stdout and not done.stderr

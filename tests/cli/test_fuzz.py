@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import typer.main
 from PIL import Image
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import lipaudit
-from lipaudit.cli.commands import build
 from lipaudit.schema import dumps
 from tests.cli.test_damaged import damage
+from tests.commands import invoke, list_commands
 
 ROUND = 50
 """Command lines for each directory of files."""
@@ -117,7 +114,7 @@ def find_fault(args: tuple[str, ...], seconds: float) -> str:
     sys.unraisablehook = lambda lost: lost.exc_type is KeyboardInterrupt or report(lost)
     signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
     try:
-        done = CliRunner().invoke(build(), args)
+        done = invoke(*args, code=None)
     except KeyboardInterrupt:
         return ""
     finally:
@@ -148,13 +145,15 @@ class Typist:
 
     def __init__(self, seed: int, files: list[str]) -> None:
         self.random, self.files = random.Random(seed), files
-        self.commands = dict(_commands(typer.main.get_command(build())))
+        self.commands = list_commands()
 
     def line(self) -> tuple[str, ...]:
         """Return the next command line."""
         name = self.random.choice(list(self.commands))
         line, options = name.split(), []
-        for parameter in self.commands[name]:
+        for parameter in self.commands[name].params:
+            if parameter.name == "help":
+                continue
             if not parameter.opts[0].startswith("-"):
                 many = self.random.randint(1, 3) if parameter.nargs == -1 else 1
                 line += [self._value(parameter) for _ in range(many)]
@@ -177,14 +176,6 @@ class Typist:
         pools += [self.files] * (8 if named else 1)
         pools += [["random", "demo", "hf:", "hf:x"]] if parameter.name == "data" else []
         return self.random.choice(self.random.choice(pools))
-
-
-def _commands(root: Any, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
-    for name, command in root.commands.items():
-        if hasattr(command, "commands"):
-            yield from _commands(command, f"{prefix}{name} ")
-        else:
-            yield prefix + name, [p for p in command.params if p.name != "help"]
 
 
 def write_files(seed: int, originals: list[str], count: int) -> list[str]:
@@ -259,13 +250,11 @@ def reports() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
+def _alone(monkeypatch):
     def refused(*_args, **_options):
         raise OSError("no network in a test")
 
     monkeypatch.setattr(socket.socket, "connect", refused)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
 
 
 def find_faults(root: Path, reports: list[str], *, seed: int, inputs: int, seconds: float):

@@ -6,12 +6,13 @@ import pty
 import subprocess
 import sys
 import termios
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from lipaudit.cli.commands import build
+from tests.commands import invoke
 from tests.data.test_splits import FILES
 from tests.data.test_splits import sets as sets
 from tests.hub import files_of
@@ -22,22 +23,16 @@ DATA = ("--data", "hf:org/two/plain[test]@main", "-n", "2")
 
 
 @pytest.fixture
-def tiny(hub, tmp_path, monkeypatch) -> str:
+def tiny(hub, tmp_path) -> str:
     """A text classifier on the Hub; its commit."""
-    monkeypatch.chdir(tmp_path)
     module = bert(id2label={0: "neg", 1: "pos", 2: "other"})
     save(module, tmp_path / "model")
     return hub.add("org/tiny", files_of(tmp_path / "model"))
 
 
-def run(*args: str):
-    return CliRunner().invoke(build(), args)
-
-
 def test_the_report_says_which_commits_it_is_of(tiny, sets):
     data = sets.add("datasets/org/two", FILES)
-    done = run("bounds", "hf:org/tiny", *DATA, "-f", "json", "-o", "r.md")
-    assert done.exit_code == 0, done.stderr
+    done = invoke("bounds", "hf:org/tiny", *DATA, "-f", "json", "-o", "r.md")
     facts = json.loads(done.stdout)["run"]
     assert (facts["model"]["revision"], facts["model"]["commit"]) == ("main", tiny)
     assert (facts["data"]["revision"], facts["data"]["commit"]) == ("main", data)
@@ -49,17 +44,15 @@ def test_the_report_says_which_commits_it_is_of(tiny, sets):
 
 
 def test_a_report_of_nothing_on_the_hub_names_no_commit():
-    facts = json.loads(run("bounds", "demo", "-n", "1", "-f", "json", "-q").stdout)["run"]
+    facts = json.loads(invoke("bounds", "demo", "-n", "1", "-f", "json", "-q").stdout)["run"]
     assert facts["model"]["commit"] == facts["data"]["commit"] == ""
 
 
 @pytest.mark.parametrize("command", ["bounds", "audit", "train"])
-def test_what_cannot_be_had_ends_every_command_alike(hub, tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_had_ends_every_command_alike(hub, command):
     hub.add("org/shut", {"config.json": b"{}", "model.safetensors": b""}, gated=True)
     extra = ("--data", "demo:train") if command == "train" else ()
-    done = run(command, "hf:org/shut", *extra)
-    assert done.exit_code == 4
+    done = invoke(command, "hf:org/shut", *extra, code=4)
     assert "error: the model org/shut is gated" in done.stderr
     assert "hint: Request access on" in done.stderr.replace("  hint", "hint")
     assert done.stdout == ""
@@ -70,8 +63,7 @@ def test_quiet_silences_the_clients_of_the_hub(tiny, sets, capfd, quiet):
     """Bars and complaints go past what a runner catches: to the file descriptor."""
     sets.add("datasets/org/two", FILES)
     sets.repositories["org/tiny"].cut = 1
-    done = run("bounds", "hf:org/tiny", *DATA, *(["-q"] if quiet else []))
-    assert done.exit_code == 0
+    done = invoke("bounds", "hf:org/tiny", *DATA, *(["-q"] if quiet else []))
     said = done.stderr + capfd.readouterr().err
     assert (said == "") == quiet
     assert ("Fetching" in said) != quiet
@@ -84,17 +76,22 @@ def test_a_terminal_shows_what_is_downloaded(tiny, hub, tmp_path):
     home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     terminal, other_end = pty.openpty()
     termios.tcsetwinsize(other_end, (40, 120))
-    command = [sys.executable, "-m", "lipaudit", "bounds", "hf:org/tiny", "-n", "1"]
-    done = subprocess.run(
-        [*command, "-f", "json"],
-        env=os.environ | home | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"},
-        stdout=subprocess.PIPE,
-        stderr=other_end,
-        check=False,
-        timeout=300,
-    )
+    pieces = []
+
+    def listen():
+        with suppress(OSError):  # the other end is closed
+            while piece := os.read(terminal, 1 << 16):
+                pieces.append(piece)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    command = [sys.executable, "-m", "lipaudit", "bounds", "hf:org/tiny", "-n", "1", "-f", "json"]
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "120"}
+    env = os.environ | home | variables
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=other_end, check=False)
     os.close(other_end)
-    said = os.read(terminal, 1 << 16).decode()
+    listener.join()
+    said = b"".join(pieces).decode()
     assert done.returncode == 0, said
     assert json.loads(done.stdout)["run"]["model"]["commit"] == tiny
     assert "Fetching 4 files: 100%" in said

@@ -1,31 +1,24 @@
 """A name that nothing has is met by the one that was meant, wherever a name is given."""
 
 import ast
+import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import lipaudit
-from lipaudit.cli.commands import build
 from lipaudit.errors import UsageError
 from lipaudit.gate.rules import configure
+from tests.commands import invoke
 
 SOURCES = sorted(Path(lipaudit.__file__).parent.rglob("*.py"))
 
 
-@pytest.fixture
-def refusal(tmp_path, monkeypatch):
-    """Run a command that fails in an empty directory; what it says on stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def run(*args: str) -> str:
-        done = CliRunner().invoke(build(), args)
-        assert done.exit_code in (2, 4, 5), done.output
-        return done.stderr
-
-    return run
+def read_refusal(*args: str) -> str:
+    """Run a command that fails; return what it says."""
+    done = invoke(*args, code=None)
+    assert done.exit_code in (2, 4, 5), done.output
+    return done.stderr
 
 
 @pytest.mark.parametrize(
@@ -63,20 +56,18 @@ def refusal(tmp_path, monkeypatch):
         ("models vit_tinny", "vit_tiny_patch16_224"),
     ],
 )
-def test_the_name_that_was_meant_is_named(args, meant, refusal, tmp_path):
-    import shlex
-
-    (tmp_path / "mine.py").write_text("def model():\n    pass\n")
-    page = refusal(*shlex.split(args))
+def test_the_name_that_was_meant_is_named(args, meant):
+    Path("mine.py").write_text("def model():\n    pass\n")
+    page = read_refusal(*shlex.split(args))
     assert meant in page.replace("Possible options", "Did you mean").partition("Did you mean")[2]
 
 
 @pytest.mark.parametrize(
     ("text", "meant"), [("sample = 3", "'samples'"), ("dtype = 'flaot32'", "'float32'")]
 )
-def test_so_is_a_name_of_the_configuration(text, meant, refusal, tmp_path):
-    (tmp_path / "pyproject.toml").write_text(f"[tool.lipaudit]\n{text}\n")
-    assert f"Did you mean {meant}" in refusal("bounds", "demo")
+def test_so_is_a_name_of_the_configuration(text, meant):
+    Path("pyproject.toml").write_text(f"[tool.lipaudit]\n{text}\n")
+    assert f"Did you mean {meant}" in read_refusal("bounds", "demo")
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from typer.testing import CliRunner
 
 import lipaudit
-from lipaudit.cli.commands import build
 from lipaudit.errors import InputError
+from tests.commands import invoke
 
 OWN = """
 import torch
@@ -40,19 +39,12 @@ def words():
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
+def _own(_elsewhere):
     Path("own.py").write_text(OWN)
 
 
-def run(*args: str):
-    return CliRunner().invoke(build(), args)
-
-
 def shape(*args: str) -> list[int]:
-    done = run("jacobian", *args, "-n", "1", "-o", "a.json")
-    assert done.exit_code == 0, done.output
+    invoke("jacobian", *args, "-n", "1", "-o", "a.json")
     return lipaudit.load("a.json").run.preprocess["size"]
 
 
@@ -77,15 +69,13 @@ def test_a_size_that_is_given_goes_before_the_data():
     one = ("--model-kwargs", "channels=1", "--input-size", "1,16,20")
     assert shape("py:own.py:image", *one) == [1, 16, 20]
     Image.new("RGB", (16, 16)).save("pictures/b.png")
-    done = run("jacobian", "py:own.py:image", *folder)
-    assert done.exit_code == 2
+    done = invoke("jacobian", "py:own.py:image", *folder, code=2)
     assert "the shape of its input is unknown" in done.stderr
 
 
 def test_token_ids_and_vectors_say_so_too():
     np.savez("ids.npz", x=np.arange(12).reshape(4, 3), y=np.array([0, 1, 0, 1]))
-    done = run("jacobian", "py:own.py:words", "--data", "ids.npz", "-n", "1")
-    assert done.exit_code == 0, done.output
+    invoke("jacobian", "py:own.py:words", "--data", "ids.npz", "-n", "1")
     module = nn.Sequential(nn.Flatten(), nn.Linear(10, 3))
     report = lipaudit.measure(module, "jacobian", data=torch.randn(4, 5, 2), samples=1)
     truth = float(torch.linalg.matrix_norm(module[1].weight.detach(), 2))
@@ -100,21 +90,17 @@ def test_a_spec_takes_a_number_for_a_shape():
 
 
 def test_what_init_writes_runs_as_it_is():
-    done = run("init", "py")
-    assert done.exit_code == 0, done.output
+    done = invoke("init", "py")
     assert done.stdout == ""
     command = done.stderr.split("Measure it: lipaudit ")[1].split()
-    done = run(*command, "-n", "1", "-o", "a.json")
-    assert done.exit_code == 0, done.output
+    done = invoke(*command, "-n", "1", "-o", "a.json")
     assert len(lipaudit.load("a.json").section("bounds").rows) == 8
-    again = run("init", "py")
-    assert again.exit_code == 2
+    again = invoke("init", "py", code=2)
     assert "model.py exists" in again.stderr
 
 
 def test_the_hint_on_what_a_module_takes_can_be_followed():
-    done = run("jacobian", "py:own.py:image")
-    assert done.exit_code == 2
+    done = invoke("jacobian", "py:own.py:image", code=2)
     hint = " ".join(done.stderr.split("hint:")[1].split())
     sizes = re.search(r"--input-size (\S+) \(or (\S+)\)", hint)
     for size, wanted in zip(sizes.groups(), ([3, 224, 224], [1, 28, 28]), strict=True):

@@ -1,42 +1,23 @@
 """Audits that finish: a measure that fails costs its own figures, and nothing else."""
 
-import errno
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import lipaudit
-from lipaudit.cli.commands import build
-from lipaudit.engine import files
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.measures import MEASURES
 from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
+from tests.commands import break_measure, invoke
 
 AUDIT = ("audit", "demo", "-n", "1", "--run-dir", "run")
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def audit(*args: str):
-    return CliRunner().invoke(build(), [*AUDIT, *args])
-
-
-def fail(monkeypatch, name: str, error: Exception) -> None:
-    def parts(_net, _batches, _options):
-        raise error
-        yield
-
-    monkeypatch.setitem(MEASURES, name, replace(MEASURES[name], parts=parts))
+def audit(*args: str, code: int | None = 0):
+    return invoke(*AUDIT, *args, code=code)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +31,8 @@ def fail(monkeypatch, name: str, error: Exception) -> None:
     ],
 )
 def test_a_measure_that_fails_leaves_its_reason_in_its_place(monkeypatch, error, code, says):
-    fail(monkeypatch, "attention", error)
-    done = audit("--only", "attention,jacobian")
+    break_measure(monkeypatch, "attention", error)
+    done = audit("--only", "attention,jacobian", code=None)
     assert done.exit_code == code, done.output
     assert says in done.stderr.splitlines()[-2]
     assert "--resume" in done.stderr.splitlines()[-1]
@@ -71,52 +52,27 @@ def test_a_measure_that_fails_leaves_its_reason_in_its_place(monkeypatch, error,
 
 
 def test_what_failed_alone_is_measured_again(monkeypatch):
-    whole = MEASURES["attention"]
-    fail(monkeypatch, "attention", EvaluationError("no"))
-    assert audit("--only", "attention,jacobian").exit_code == 3
-    monkeypatch.setitem(MEASURES, "attention", whole)
-    fail(monkeypatch, "jacobian", AssertionError("it was measured, and is measured again"))
-    done = audit("--only", "attention,jacobian", "--resume", "--run-dir", "again")
+    with monkeypatch.context() as broken:
+        break_measure(broken, "attention", EvaluationError("no"))
+        audit("--only", "attention,jacobian", code=3)
+    break_measure(
+        monkeypatch, "jacobian", AssertionError("it was measured, and is measured again")
+    )
+    audit("--only", "attention,jacobian", "--resume", "--run-dir", "again")
     # A journal that holds every sample leaves nothing to measure: the generator is never asked.
-    assert done.exit_code == 0, done.output
     assert load("again/report.json").status == "complete"
 
 
 def test_the_last_hope_ends_the_run_with_its_own_error(monkeypatch):
-    fail(monkeypatch, "jacobian", EvaluationError("values are not finite"))
-    done = audit("--only", "jacobian")
-    assert done.exit_code == 3
+    break_measure(monkeypatch, "jacobian", EvaluationError("values are not finite"))
+    done = audit("--only", "jacobian", code=3)
     assert "error: values are not finite" in done.stderr
     assert not Path("run").exists()
 
 
-def test_a_full_disk_loses_nothing(monkeypatch):
-    def full(*_args, **_options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("lipaudit.engine.journal.write", _write_plainly)
-    with monkeypatch.context() as broken:
-        broken.setattr(files.tempfile, "NamedTemporaryFile", full)
-        done = audit("--only", "jacobian", "-o", "a.json")
-    assert done.exit_code == 3
-    assert "cannot write run/report.json: No space left on device" in done.stderr
-    assert "Free disk space, or choose another place" in done.stderr
-    assert "run the same command with --resume to continue" in done.stderr
-    assert "Scorecard" in done.stdout  # the journal might be on that disk, too
-    fail(monkeypatch, "jacobian", AssertionError("it was measured, and is measured again"))
-    done = audit("--only", "jacobian", "-o", "a.json", "--resume")
-    assert done.exit_code == 0, done.output
-    assert Path("a.json").exists()
-
-
-def _write_plainly(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-
-
 def test_an_interrupted_audit_keeps_what_is_measured(monkeypatch):
-    fail(monkeypatch, "jacobian", KeyboardInterrupt())
-    done = audit("--only", "attention,jacobian")
-    assert done.exit_code == 130
+    break_measure(monkeypatch, "jacobian", KeyboardInterrupt())
+    done = audit("--only", "attention,jacobian", code=130)
     assert "run the same command with --resume to continue" in done.stderr
     assert list(Path("cache").rglob("*.npz"))
 
@@ -148,9 +104,8 @@ def test_what_can_be_checked_is_checked_before_the_first_measurement(
 ):
     Path("file").touch()
     for name in MEASURES:
-        fail(monkeypatch, name, AssertionError("something was measured"))
-    done = audit(*args)
-    assert done.exit_code == code, done.output
+        break_measure(monkeypatch, name, AssertionError("something was measured"))
+    done = audit(*args, code=code)
     assert says in done.stderr
     assert "audit of" not in done.stderr
     assert done.stdout == ""
@@ -159,15 +114,13 @@ def test_what_can_be_checked_is_checked_before_the_first_measurement(
 
 def test_a_run_folder_of_its_own_is_checked_too():
     Path("lipaudit-runs").touch()
-    done = CliRunner().invoke(build(), ["audit", "demo", "-n", "1"])
-    assert done.exit_code == 2
+    done = invoke("audit", "demo", "-n", "1", code=2)
     assert "lipaudit-runs is a file" in done.stderr
     assert "audit of" not in done.stderr
 
 
 def test_attacks_of_an_audit_are_those_that_are_named():
-    done = audit("--only", "attack", "--attack", "fgsm", "--norm", "l2", "--eps", "1/2")
-    assert done.exit_code == 0, done.output
+    audit("--only", "attack", "--attack", "fgsm", "--norm", "l2", "--eps", "1/2")
     section = load("run/report.json").section("attack")
     assert {(row.attack, row.norm, row.eps_text) for row in section.rows} == {
         ("fgsm", "l2", "1/2"),
@@ -183,7 +136,7 @@ def test_what_the_data_do_not_allow_is_left_out_with_a_note():
 
 
 def test_from_python_failures_are_told_in_the_report(monkeypatch):
-    fail(monkeypatch, "attention", EvaluationError("values are not finite"))
+    break_measure(monkeypatch, "attention", EvaluationError("values are not finite"))
     report = lipaudit.audit("demo", ["attention", "jacobian"], samples=1)
     assert list(report.failures) == ["attention"]
     assert loads(dumps(report)) == report
@@ -198,16 +151,12 @@ def test_finished_sections_are_written_as_before():
 
 
 def test_a_partial_report_is_no_baseline_and_passes_no_gate(monkeypatch):
-    done = audit("--only", "attention,jacobian")
-    assert done.exit_code == 0, done.output
-    saved = CliRunner().invoke(build(), ["baseline", "save", "run/report.json"])
-    assert saved.exit_code == 0, saved.output
-    fail(monkeypatch, "attention", EvaluationError("values are not finite"))
-    assert audit("--only", "attention,jacobian").exit_code == 3
-    refused = CliRunner().invoke(build(), ["baseline", "save", "run/report.json", "-o", "b.json"])
-    assert refused.exit_code == 5
+    audit("--only", "attention,jacobian")
+    invoke("baseline", "save", "run/report.json")
+    break_measure(monkeypatch, "attention", EvaluationError("values are not finite"))
+    audit("--only", "attention,jacobian", code=3)
+    refused = invoke("baseline", "save", "run/report.json", "-o", "b.json", code=5)
     assert "attention failed: values are not finite" in refused.stderr
     rule = ("--fail-on", "jacobian.norm:median <= +5%")
-    judged = CliRunner().invoke(build(), ["gate", "run/report.json", *rule])
-    assert judged.exit_code == 3, judged.output
+    judged = invoke("gate", "run/report.json", *rule, code=3)
     assert "partial: attention failed" in " ".join(judged.stdout.split())

@@ -1,15 +1,16 @@
 """One scheme of options in every command, and a help that fits a terminal."""
 
+import functools
 import json
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
 from lipaudit.data.samples import DataOptions
 from lipaudit.settings import Recipe, RunOptions
+from tests.commands import invoke, list_commands
 
 SHORT = {"-f": "--format", "-o": "--output", "-q": "--quiet", "-v": "--verbose", "-n": "--samples",
          "-b": "--baseline", "-h": "--help", "-V": "--version"}  # fmt: skip
@@ -18,17 +19,7 @@ WRITES_A_FILE = {"baseline save", "baseline update", "init"}
 """Commands whose result is one file, which -o names; they have nothing for stdout."""
 
 
-def leaves(command=None, path: str = "") -> Iterator[tuple[str, object]]:
-    """Every command by what is typed for it."""
-    command = command or get_command(build())
-    inner = getattr(command, "commands", None)
-    if inner is None:
-        yield path, command
-    for name, each in (inner or {}).items():
-        yield from leaves(each, f"{path} {name}".strip())
-
-
-COMMANDS = dict(leaves())
+COMMANDS = list_commands()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -48,9 +39,9 @@ def test_groups_say_so_too():
         assert all(len(set(p.opts) & set(SHORT)) < 2 for p in command.params)
 
 
+@functools.cache
 def help_of(name: str, width: int, flag: str = "--help") -> str:
-    done = CliRunner().invoke(build(), [*name.split(), flag], env={"COLUMNS": str(width)})
-    assert done.exit_code == 0, done.output
+    done = invoke(*name.split(), flag, columns=width)
     return done.stdout.strip()
 
 
@@ -79,35 +70,30 @@ def test_the_help_of_a_command_fits_a_screen_and_all_of_it_is_a_flag_away(name):
 @pytest.mark.parametrize(
     "args", ["env", "models", "models vit_tiny", "schema", "explain", "explain pgd"]
 )
-def test_json_is_everywhere_on_stdout_and_in_files(args, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(build(), [*args.split(), "-f", "json", "-o", "x.json", "-q"])
-    assert done.exit_code == 0, done.output
+def test_json_is_everywhere_on_stdout_and_in_files(args):
+    done = invoke(*args.split(), "-f", "json", "-o", "x.json", "-q")
     assert json.loads(done.stdout)
-    assert json.loads((tmp_path / "x.json").read_text()) == json.loads(done.stdout)
+    assert json.loads(Path("x.json").read_text()) == json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("args", ["env", "models", "explain pgd"])
-def test_text_is_what_a_terminal_gets(args, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    plain = CliRunner().invoke(build(), [*args.split(), "-o", "x.txt"])
-    named = CliRunner().invoke(build(), [*args.split(), "-f", "text"])
-    assert plain.stdout == named.stdout == (tmp_path / "x.txt").read_text()
+def test_text_is_what_a_terminal_gets(args):
+    plain = invoke(*args.split(), "-o", "x.txt", code=None)
+    named = invoke(*args.split(), "-f", "text", code=None)
+    assert plain.stdout == named.stdout == Path("x.txt").read_text()
 
 
 @pytest.mark.parametrize("args", ["env -f html", "explain pgd -o x.html", "schema -f text"])
-def test_a_format_that_cannot_show_it_is_refused_with_those_that_can(args, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(build(), args.split())
+def test_a_format_that_cannot_show_it_is_refused_with_those_that_can(args):
+    done = invoke(*args.split(), code=None)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "is not possible here" in done.stderr
     assert "json" in done.stderr
 
 
-def test_a_configuration_of_runs_has_no_say_in_what_is_explained(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pyproject.toml").write_text('[tool.lipaudit]\nformat = "html"\n')
-    assert CliRunner().invoke(build(), ["explain", "pgd"]).exit_code == 0
+def test_a_configuration_of_runs_has_no_say_in_what_is_explained():
+    Path("pyproject.toml").write_text('[tool.lipaudit]\nformat = "html"\n')
+    invoke("explain", "pgd")
 
 
 def test_defaults_that_help_states_are_those_that_are_taken():

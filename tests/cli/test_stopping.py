@@ -4,44 +4,24 @@ import errno
 import itertools
 import json
 import resource
-import signal
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from lipaudit.cli import main
-from lipaudit.cli.commands import build
 from lipaudit.engine.files import write
-from lipaudit.schema import dumps, load
 from tests import processes
+from tests.commands import invoke, read_figures
+from tests.processes import ranks
 
 NORMS = ("jacobian", "demo", "-n", "6", "--batch-size", "2", "--tol", "0.01")
-MODELS = ("audit", "demo", "demo:robust", "--only", "attention,jacobian", "-n", "2")
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-def invoke(*args: str, code: int = 0):
-    done = CliRunner().invoke(build(), list(args))
-    assert done.exit_code == code, done.output
-    assert "Traceback" not in done.stderr
-    assert "internal error" not in done.stderr
-    return done
-
-
-def written(path: str | Path) -> dict:
-    document = json.loads(dumps(load(Path(path))))
-    for name in ("created", "command"):
-        document["run"].pop(name)
-    return document
+def _one_cache(_elsewhere, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # as processes have
 
 
 def test_a_command_that_is_stopped_before_it_begins_says_so(monkeypatch, capsys):
@@ -79,6 +59,7 @@ def test_figures_are_shown_where_a_full_disk_takes_no_file(args, monkeypatch):
         done = invoke(*args, code=3)
     assert done.stdout.partition("Scorecard")[2] == figures
     assert done.stderr.count("not saved for --resume") == 1
+    assert "Free disk space, or choose another place" in done.stderr
     assert len([line for line in done.stderr.splitlines() if "error: cannot write" in line]) == 1
 
 
@@ -97,14 +78,14 @@ def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_pa
     again = invoke(*NORMS, "-o", "a.json", "--resume")
     assert "finished 6 of 6 samples" in again.stderr
     invoke(*NORMS, "-o", "b.json")
-    assert written("a.json") == written("b.json")
+    assert read_figures("a.json") == read_figures("b.json")
 
 
 def test_a_resumed_run_of_several_measures_names_each_that_it_reuses(tmp_path, monkeypatch):
     audit = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "--run-dir", "run")
     with monkeypatch.context() as stopping:
         stopping.setattr("lipaudit.engine.execute.make_report", interrupted)
-        stopped = CliRunner().invoke(build(), list(audit))
+        stopped = invoke(*audit, code=None)
     shares = [f"2 of 2 samples of {name}" for name in ("attention", "jacobian")]
     assert f"{', '.join(shares)} are kept: run the same command" in stopped.stderr
     assert " --resume\n" in stopped.stderr
@@ -120,7 +101,7 @@ def interrupted(*_args):
 def test_two_equal_runs_at_once_write_equal_reports(tmp_path):
     both = [processes.begun(*NORMS, "-o", f"{i}.json", cwd=tmp_path) for i in range(2)]
     assert [each.ended()[0] for each in both] == [0, 0]
-    assert written("0.json") == written("1.json")
+    assert read_figures("0.json") == read_figures("1.json")
     assert not list(tmp_path.rglob("*.npz"))
 
 
@@ -129,38 +110,48 @@ def test_a_clock_that_goes_back_changes_nothing(monkeypatch):
     back = itertools.count(time.time(), -86400.0)
     monkeypatch.setattr(time, "time", lambda: next(back))
     invoke(*NORMS, "-o", "b.json", "--time-limit", "1h")
-    assert written("a.json") == written("b.json")
+    assert read_figures("a.json") == read_figures("b.json")
 
 
-def hold_before_second() -> None:
-    """Let an audit of several models wait for a signal once the first is measured."""
-    from lipaudit.engine import execute
-
-    measured, run_job = [], execute.run_job
-
-    def execute_once(*given, **options):
-        if measured:
-            processes.wait_for_signal()
-        measured.append(given)
-        return run_job(*given, **options)
-
-    execute.run_job = execute_once
+def launched(monkeypatch, *, rank: int, size: int) -> None:
+    """Be one of several processes, which have not met."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", **meeting}.items():
+        monkeypatch.setenv(name, value)
 
 
-def test_an_audit_of_several_models_that_is_stopped_goes_on(tmp_path):
-    """Once the first model is finished: its report is taken as it is."""
-    command = processes.begun(*MODELS, "--run-dir", "run", cwd=tmp_path, before=hold_before_second)
-    first = tmp_path / "run" / "1-demo" / "report.json"
-    while not first.exists():
-        assert command.alive
-        time.sleep(0.005)
-    command.send(signal.SIGTERM)
-    code, said = command.ended()
-    assert code == 143
-    assert "Traceback" not in said
-    typed = f"lipaudit {' '.join(MODELS)} --run-dir run --resume"
-    assert f"run the same command with --resume to continue: {typed}" in said
-    invoke(*MODELS, "--run-dir", "run", "--resume")
-    invoke(*MODELS, "--run-dir", "whole")
-    for path in sorted(Path("whole").glob("*/report.json")):
-        assert written(path) == written(Path("run", *path.parts[1:]))
+def test_the_first_of_two_processes_judges(tmp_path):
+    invoke("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
+    args = ("gate", "demo:jasmin", "-b", "base.json", "-q", "--batch-size", "1")
+    args = (*args, "--fail-on", "jacobian.median <= -90%", "--report")
+    both = ranks(2, *args, "two.json", cwd=tmp_path)
+    ends = [each.ended() for each in both]
+    assert ends[0][0] == 1, ends
+    assert ends[1] == (0, "")
+    one = invoke(*args, "one.json", code=1)
+    assert [each.stdout.read_text() for each in both] == [one.stdout, ""]
+    sections = [json.loads(Path(f"{n}.json").read_text())["sections"] for n in ("one", "two")]
+    assert sections[0] == sections[1]
+
+
+def test_the_first_of_two_processes_compares(tmp_path, monkeypatch):
+    invoke("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
+    args = ("compare", "base.json", "demo:jasmin", "base.json", "-q", "-f", "json")
+    both = ranks(2, *args, cwd=tmp_path)
+    assert [each.ended() for each in both] == [(0, ""), (0, "")]
+    one = invoke(*args, code=None)
+    assert [each.stdout.read_text() for each in both] == [one.stdout, ""]
+    launched(monkeypatch, rank=1, size=2)
+    several = invoke("compare", "base.json", "demo:jasmin", "demo:robust", code=2)
+    assert "one MODEL is measured, not for comparing several" in several.stderr
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, "error: terminated\n"), (1, "")])
+def test_processes_that_are_terminated_say_so_once(monkeypatch, rank, said):
+    def terminated(_):
+        raise KeyboardInterrupt("terminated")
+
+    launched(monkeypatch, rank=rank, size=2)
+    monkeypatch.setattr("lipaudit.schema.load", terminated)
+    ended = invoke("report", "a.json", code=None)
+    assert (ended.exit_code, ended.stderr) == (143, said)

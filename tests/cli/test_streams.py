@@ -1,4 +1,4 @@
-"""What stands for the characters that a terminal does not have, or must not obey."""
+"""What is said while a command runs, and what stands for what a terminal must not obey."""
 
 import io
 import json
@@ -7,9 +7,15 @@ from contextlib import redirect_stdout
 import pytest
 
 from lipaudit import schema
+from lipaudit.cli import progress
 from lipaudit.cli.commands import build
+from lipaudit.cli.progress import OnStderr
 from lipaudit.cli.streams import Unheeded, make_printable
+from lipaudit.engine.execute import Observer, execute
+from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError
+from lipaudit.settings import AttackOptions, RunOptions
+from lipaudit.tables import Note
 
 HOSTILE = "a\x1b]0;t\x07\x9b2J\x7f\u202e\u2028[red]"
 SHOWN = r"a\x1b]0;t\x07\x9b2J\x7f\u202e\u2028[red]"
@@ -61,3 +67,74 @@ def test_a_command_writes_to_a_stream_of_text():
         build()(["env", "-f", "json"])
     assert end.value.code == 0
     assert "lipaudit" in json.loads(written.getvalue())
+
+
+class Recorder(Observer):
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float]] = []
+
+    def moves(self, measure: str, samples: float) -> None:
+        self.told.append(("moves", samples))
+
+    def advances(self, measure: str, samples: int) -> None:
+        self.told.append(("advances", samples))
+
+
+def test_attacks_move_within_a_chunk():
+    options = AttackOptions.checked({"eps": "0.02,0.05", "attack": "fgsm,pgd", "steps": 3})
+    recorder = Recorder()
+    execute(prepare(Request("demo", {"attack": options}, RunOptions(samples=70))), recorder)
+    kinds = [kind for kind, _ in recorder.told]
+    first, second = kinds.index("advances"), len(kinds) - 1
+    for chunk, size in ((recorder.told[:first], 64), (recorder.told[first + 1 : second], 6)):
+        steps = [samples for _, samples in chunk]
+        assert len(steps) == 5  # clean, and two attacks in two balls
+        assert steps == sorted(set(steps))
+        assert 0 < steps[0] < size
+        assert steps[-1] == pytest.approx(size)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets, and what is said on stderr."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_off_a_terminal_the_heartbeat_beats_within_a_chunk(clock, capsys):
+    with OnStderr("demo", quiet=False) as observer:
+        observer.begins("attack", 128)
+        clock[0] = 40.0
+        observer.moves("attack", 0.0)
+        assert capsys.readouterr().err == ""  # nothing to judge by
+        observer.moves("attack", 32.0)
+        assert capsys.readouterr().err == "attack demo: 32/128 samples, about 120 s left\n"
+        clock[0] = 80.0
+        observer.advances("attack", 64)
+        assert capsys.readouterr().err == "attack demo: 64/128 samples, about 80 s left\n"
+        observer.moves("attack", 60.0)
+        assert capsys.readouterr().err == ""  # not so soon again
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_quiet_is_quiet(terminal, clock, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
+    with OnStderr("demo", quiet=True) as observer:
+        observer.begins("attack", 8)
+        clock[0] = 99.0
+        observer.moves("attack", 3.0)
+        observer.note(Note(level="warning", code="a", text="b"))
+    assert capsys.readouterr().err == ""
+
+
+def test_of_remarks_that_differ_by_a_measure_or_a_number_one_is_said(capsys):
+    observer = OnStderr("demo", quiet=False)
+    for number, measure in enumerate(("bounds", "attention", "jacobian", "attack", "scaling")):
+        text = f"an interrupted run finished {number} of 16 samples of {measure}: add --resume"
+        observer.note(Note(level="info", code="kept", text=text))
+    observer.note(Note(level="info", code="kept", text="what is finished is kept"))
+    assert capsys.readouterr().err.splitlines() == [
+        "note: an interrupted run finished 0 of 16 samples of bounds: add --resume",
+        "note: what is finished is kept",
+    ]

@@ -12,12 +12,11 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from lipaudit.cli.commands import build
 from lipaudit.data.loading import find_data_forms
 from lipaudit.errors import InputError
 from lipaudit.models.sources.weights import read_weights
+from tests.commands import invoke
 
 MEMORY = 48 << 20
 """Bytes that Python and NumPy may allocate to refuse a file of a few."""
@@ -165,8 +164,7 @@ def test_a_command_ends_with_exit_code_4(tmp_path, case):
     name, write, _ = FILES[case]
     write(tmp_path / name)
     line = ["bounds", "demo", "-n", "1", "--data", str(tmp_path / name)]
-    done = CliRunner().invoke(build(), line)
-    assert done.exit_code == 4
+    done = invoke(*line, code=4)
     assert "--batch-size" not in done.stderr
 
 

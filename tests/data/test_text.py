@@ -91,11 +91,6 @@ def test_classes_are_counted_over_the_whole_table(tmp_path, text_taker):
         assert samples.batch.y.tolist() == [1 if text == ord("a") % 97 else 0]
 
 
-def test_numbers_are_classes(tmp_path, text_taker):
-    path = table(tmp_path / "t.csv", [("a", 1), ("b", 0)])
-    assert load_data(path, text_taker(classes=2), DataOptions(samples=2)).notes == ()
-
-
 def test_long_texts_are_cut_with_a_note(tmp_path, text_taker):
     path = table(tmp_path / "t.csv", [("a b c d e f",), ("a b c",)], ("text",))
     samples = load_data(path, text_taker(), DataOptions(samples=2, max_tokens=5))
@@ -142,9 +137,6 @@ def test_a_file_in_latin_1_is_read_with_a_note(tmp_path, text_taker):
     [
         ("t.csv", "", "has no rows"),
         ("t.csv", "body\nx\n", "has no text column (columns: body)"),
-        ("t.csv", "text,label\nx,maybe\n", "class 'maybe'"),
-        ("t.csv", "text,label\nx,7\n", "label 7 is not one of the model's 2 classes"),
-        ("t.csv", "text,label\nx\n", "line 2 has no 'label'"),
         ("t.csv", 'text\n"open', "not a readable .csv"),
         ("t.jsonl", "{", "line 1 is not JSON (Expecting property name"),
         ("t.jsonl", "[1]", "line 1 is not a {...} object"),

@@ -22,8 +22,8 @@ import torch
 
 from lipaudit.engine.execute import Task
 from lipaudit.measures import MEASURES
-from lipaudit.schema import dumps, load
 from tests import processes
+from tests.commands import read_figures
 from tests.simulated.conftest import SMALL
 
 ATTACKED = ("--eps", "0.05", "--attack", "pgd", "--steps", "2")
@@ -32,8 +32,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "bounds": ("-n", "3", "--batch-size", "1", "--layers", "0"),
     "attention": ("-n", "4", "--batch-size", "1"),
     "jacobian": ("-n", "4", "--batch-size", "1"),
-    "attack": ("-n", "130", *ATTACKED),
-    "certify": ("-n", "3", "--eps", "0.001", "--order", "1", "--nodes", "1"),
+    "attack": ("-n", "66", *ATTACKED),
+    "certify": ("-n", "2", "--eps", "0.001", "--order", "1", "--nodes", "1"),
     "scaling": ("-n", "9", "--lengths", "4:8:log2", "--mode", "real", "--layers", "0"),
     "audit": (*AUDITED, "--only", "bounds,attention,jacobian,attack", "--quick"),
 }
@@ -68,16 +68,6 @@ def command(case: str, model: tuple[str, ...], out: str, *more: str) -> tuple[st
     return (case, *model, *CASES[case], "-q", "-o", f"{out}.json", *folder, *more)
 
 
-def written(path: Path) -> dict[str, Any]:
-    """What stands in a report, but for times and the command."""
-    document = json.loads(dumps(load(path)))
-    for name in ("created", "command"):
-        document["run"].pop(name)
-    for row in (row for section in document["sections"] for row in section["rows"]):
-        row.pop("seconds", None)
-    return document
-
-
 def well(commands: list[processes.Command]) -> None:
     ends = [each.ended() for each in commands]
     assert [code for code, _ in ends] == [0] * len(ends), ends
@@ -90,7 +80,7 @@ class Model:
         self.args = args
         first, *others = self.commands = [command(case, args, case) for case in cases]
         well([processes.begun(*first, cwd=folder, then=others)])
-        self.truth = {case: written(folder / f"{case}.json") for case in cases}
+        self.truth = {case: read_figures(folder / f"{case}.json") for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +153,7 @@ def test_two_processes_write_what_one_writes(model, tmp_path):
     well(processes.ranks(2, *first, cwd=tmp_path, then=others))
     assert not list(tmp_path.rglob("*.npz"))
     for case, truth in model.truth.items():
-        assert written(tmp_path / f"{case}.json") == truth, case
+        assert read_figures(tmp_path / f"{case}.json") == truth, case
 
 
 @slow
@@ -178,7 +168,7 @@ def test_launchers_start_them(launcher, model, tmp_path):
     done = subprocess.run(typed, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for case, truth in model.truth.items():
-        assert written(tmp_path / f"{case}.json") == truth, case
+        assert read_figures(tmp_path / f"{case}.json") == truth, case
 
 
 def dawdle() -> None:
@@ -215,4 +205,4 @@ def test_what_is_killed_goes_on_with_any_number_of_processes(case, model, tmp_pa
     well([processes.begun(*resumed, cwd=tmp_path)])
     well(processes.ranks(3, *resumed, cwd=tmp_path / "three"))
     for path in (tmp_path, tmp_path / "three"):
-        assert written(path / "resumed.json") == model.truth[case]
+        assert read_figures(path / "resumed.json") == model.truth[case]

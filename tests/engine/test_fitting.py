@@ -9,12 +9,12 @@ import transformers
 from lipaudit import measure
 from lipaudit.engine import preview
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.measures import MEASURES
 from lipaudit.models import lifting
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.settings import JacobianOptions, RunOptions
+from tests.commands import replace_parts
 
 PASSES_OF_SURVEY = 5
 
@@ -67,7 +67,7 @@ def test_memory_of_all_positions_is_tried_at_one(monkeypatch):
         tried.append(options.target)
         return iter(())
 
-    monkeypatch.setitem(MEASURES, "jacobian", replace(MEASURES["jacobian"], parts=parts))
+    replace_parts(monkeypatch, "jacobian", parts)
     preview.footprint(job, "jacobian")
     assert set(tried) == {"hidden:last"}
 

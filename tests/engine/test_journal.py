@@ -31,8 +31,8 @@ from lipaudit.settings import option_types
 from lipaudit.tables import Note
 from tests import processes
 
-ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "130", "--steps", "30")
-NORMS = ("jacobian", "demo", "-n", "32", "--batch-size", "1", "--per-layer")
+ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "66", "--steps", "3")
+NORMS = ("jacobian", "demo", "-n", "6", "--batch-size", "1")
 SMALL = {
     "attack": {"eps": ("0.05",), "attack": "fgsm"},
     "scaling": {"lengths": (8, 16), "modes": ("real",)},

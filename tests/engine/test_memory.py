@@ -15,6 +15,7 @@ from lipaudit.engine.preview import footprint
 from lipaudit.measures import MEASURES
 from lipaudit.models.memory import Footprint, Held, find_free_memory
 from lipaudit.settings import AuditOptions, RunOptions
+from tests.commands import break_measure, replace_parts
 from tests.live import Live
 
 CPU = torch.device("cpu")
@@ -133,7 +134,7 @@ def test_batches_are_halved_until_they_fit_and_nothing_is_measured_twice(monkeyp
                 raise torch.OutOfMemoryError("CUDA out of memory")
             yield batch
 
-    monkeypatch.setitem(MEASURES, name, replace(measure, parts=parts))
+    replace_parts(monkeypatch, name, parts)
     cut = execute(asked)
     assert sizes == ([5] if measure.chunk else [2, 2, 1])
     for before, after in zip(whole.sections, cut.sections, strict=True):
@@ -155,11 +156,7 @@ def test_random_numbers_of_the_caller_stay_as_they_were():
 
 
 def test_where_one_sample_is_too_much_the_error_says_what_helps(monkeypatch):
-    def fails(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-        yield
-
-    monkeypatch.setitem(MEASURES, "jacobian", replace(MEASURES["jacobian"], parts=fails))
+    break_measure(monkeypatch, "jacobian", torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(lipaudit.LipauditError, match="one sample at a time") as caught:
         lipaudit.measure("demo", "jacobian", samples=2)
     assert "--input-size" in caught.value.advice

@@ -1,20 +1,16 @@
 """Shards of a run: merged, they are what one process writes; what does not fit is refused."""
 
-import json
 import os
 import pickle
 from base64 import b64encode
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import compress
 
 import pytest
-from typer.testing import CliRunner
 
 import lipaudit
 from lipaudit.attacks.plan import CHUNK
-from lipaudit.cli.commands import build
 from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.journal import pack_parts
@@ -26,6 +22,7 @@ from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
 from lipaudit.settings import AttentionOptions, JacobianOptions
 from lipaudit.tables import Report
+from tests.commands import break_measure, invoke, read_figures, replace_parts
 from tests.simulated.conftest import MODELS, samples
 
 AUDIT = ("audit", "demo", "--only", "bounds,attention", "-n", "9", "--batch-size", "8")
@@ -58,16 +55,6 @@ def run(case: str, **more: Any) -> Report:
     )
 
 
-def written(report: Report) -> dict[str, Any]:
-    """What stands in the file of a report, but for times and the command."""
-    document = json.loads(dumps(report))
-    for name in ("created", "command"):
-        document["run"].pop(name)
-    for row in (row for section in document["sections"] for row in section["rows"]):
-        row.pop("seconds", None)
-    return document
-
-
 def shards(case: str, of: int, **more: Any) -> list[Report]:
     """All shards of a run, read from their files."""
     each = (run(case, shard=f"{i + 1}/{of}", **more) for i in range(of))
@@ -81,7 +68,7 @@ def test_merged_shards_are_the_report_of_one_process(case):
     assert all(report.run.data.samples == CASES[case][2] for report in (first, third))
     merged = lipaudit.merge([third, first, second])
     assert merged.shard is None
-    assert written(merged) == written(run(case))
+    assert read_figures(merged) == read_figures(run(case))
 
 
 def test_every_measure_is_merged_here():
@@ -224,16 +211,12 @@ def test_what_needs_all_samples_is_refused_in_a_shard(tmp_path):
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def invoke(*args: str, code: int = 0) -> str:
-        done = CliRunner().invoke(build(), [*args, "-q"])
-        assert done.exit_code == code, done.output
+def command(elsewhere):
+    def run(*args: str, code: int = 0) -> str:
+        done = invoke(*args, "-q", code=code)
         return done.output
 
-    return invoke
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -242,8 +225,7 @@ def halves(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("halves")
     for i in (1, 2):
         args = (*AUDIT, "--shard", f"{i}/2", "--run-dir", str(folder / f"part{i}"), "-q")
-        done = CliRunner().invoke(build(), args)
-        assert done.exit_code == 0, done.output
+        invoke(*args)
     return [str(folder / f"part{i}/report.json") for i in (1, 2)]
 
 
@@ -254,7 +236,7 @@ def test_an_audit_in_shards_is_the_audit_of_one_process(command, halves):
     merged, one = load("all.json"), load("one/report.json")
     drawn = [name for name in one.section("attention").arrays if name.startswith("map@")]
     assert len(drawn) == 1
-    assert written(merged) == written(one)
+    assert read_figures(merged) == read_figures(one)
 
 
 def test_a_map_that_no_shard_kept_is_named(halves, monkeypatch):
@@ -269,21 +251,15 @@ def test_a_map_that_no_shard_kept_is_named(halves, monkeypatch):
 
 
 def test_a_measure_that_failed_in_a_shard_has_failed(command, halves, monkeypatch):
-    whole = MEASURES["attention"]
-    monkeypatch.setitem(MEASURES, "attention", replace(whole, parts=_failing))
-    command(*AUDIT, "--shard", "2/2", "--run-dir", "part2", code=3)
-    monkeypatch.setitem(MEASURES, "attention", whole)
+    with monkeypatch.context() as broken:
+        break_measure(broken, "attention", EvaluationError("no figures"))
+        command(*AUDIT, "--shard", "2/2", "--run-dir", "part2", code=3)
     said = command("merge", halves[0], "part2/report.json", "-o", "all.json", code=3)
     assert "attention failed: no figures" in said
     merged = load("all.json")
     assert merged.status == "partial"
     assert merged.failures.keys() == {"attention"}
     assert len(merged.section("bounds").samples["ids"]) == 9
-
-
-def _failing(_net, _batches, _options):
-    raise EvaluationError("no figures")
-    yield
 
 
 def test_a_shard_writes_what_is_merged(command):
@@ -312,29 +288,20 @@ def test_what_one_process_does_is_not_shared_out(command, monkeypatch, args):
 
 def test_a_shard_goes_on_where_it_was_stopped_and_not_where_another_was(command, monkeypatch):
     args = ("jacobian", "demo", "-n", "8", "--batch-size", "2", "-o", "a.json")
-    whole = MEASURES["jacobian"]
-    monkeypatch.setitem(MEASURES, "jacobian", replace(whole, parts=_stopping(whole.parts)))
+    compute, asked = MEASURES["jacobian"].parts, []
+
+    def stop_after_one(net, batches, options):
+        yield next(compute(net, batches, options))
+        raise KeyboardInterrupt
+
+    def list_batches(net, batches, options):
+        each = list(batches)
+        asked.extend(each)
+        return compute(net, Share(batches.first, each), options)
+
+    replace_parts(monkeypatch, "jacobian", stop_after_one)
     command(*args, "--shard", "1/2", code=130)
-    monkeypatch.setitem(MEASURES, "jacobian", whole)
-    asked = []
-    monkeypatch.setitem(MEASURES, "jacobian", replace(whole, parts=_listening(whole.parts, asked)))
+    replace_parts(monkeypatch, "jacobian", list_batches)
     command(*args, "--shard", "2/2", "--resume")
     command(*args, "--shard", "1/2", "--resume")
     assert [batch.start for batch in asked] == [2, 6, 4]
-
-
-def _stopping(parts):
-    def stopping(net, batches, options):
-        yield next(parts(net, batches, options))
-        raise KeyboardInterrupt
-
-    return stopping
-
-
-def _listening(parts, asked):
-    def listening(net, batches, options):
-        each = list(batches)
-        asked.extend(each)
-        return parts(net, Share(batches.first, each), options)
-
-    return listening

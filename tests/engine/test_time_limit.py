@@ -3,15 +3,12 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 import lipaudit
-from lipaudit.cli.commands import build
 from lipaudit.data.batch import Share
 from lipaudit.engine import execute
 from lipaudit.errors import UsageError
@@ -21,15 +18,10 @@ from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
 from lipaudit.settings import RunOptions
 from lipaudit.settings.parsing import write_duration
+from tests.commands import invoke, replace_parts
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 JACOBIAN = ("jacobian", "demo", "-n", "5", "--batch-size", "2", "--tol", "0.01")
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @contextmanager
@@ -41,16 +33,11 @@ def time_for(batches: int) -> Iterator[None]:
         yield
 
 
-def invoke(*args: str):
-    return CliRunner().invoke(build(), list(args))
-
-
 def test_what_is_measured_in_time_is_reported_and_the_rest_is_measured_later(monkeypatch):
-    assert invoke(*JACOBIAN, "-o", "whole.json").exit_code == 0
+    invoke(*JACOBIAN, "-o", "whole.json")
     whole = load("whole.json").sections[0]
     with time_for(2):
-        done = invoke(*JACOBIAN, "--time-limit", "90s", "-o", "cut.json")
-    assert done.exit_code == 7, done.output
+        done = invoke(*JACOBIAN, "--time-limit", "90s", "-o", "cut.json", code=7)
     assert "the time limit ended the run before 1 samples of jacobian" in done.stderr
     assert "--resume" in done.stderr.splitlines()[-1]
     cut = load("cut.json")
@@ -64,14 +51,13 @@ def test_what_is_measured_in_time_is_reported_and_the_rest_is_measured_later(mon
         assert "time limit" in render(cut, format).decode()
     measured = listed(monkeypatch, "jacobian")
     done = invoke(*JACOBIAN, "--time-limit", "1h", "--resume", "-o", "rest.json")
-    assert done.exit_code == 0, done.output
     assert measured == list(whole.samples["ids"][4:])
     assert load("rest.json").sections[0] == whole
 
 
 def listed(monkeypatch, name: str) -> list[str]:
     """The samples that a measure is given from now on."""
-    own, ids = MEASURES[name], list[str]()
+    compute, ids = MEASURES[name].parts, list[str]()
 
     def parts(net, batches, options):
         def taken():
@@ -79,17 +65,16 @@ def listed(monkeypatch, name: str) -> list[str]:
                 ids.extend(batch.ids)
                 yield batch
 
-        yield from own.parts(net, Share(batches.first, taken()), options)
+        yield from compute(net, Share(batches.first, taken()), options)
 
-    monkeypatch.setitem(MEASURES, name, replace(own, parts=parts))
+    replace_parts(monkeypatch, name, parts)
     return ids
 
 
 def test_an_audit_shows_what_it_came_to():
     args = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "--time-limit", "1m")
     with time_for(1):
-        done = invoke(*args, "--run-dir", "run")
-    assert done.exit_code == 7, done.output
+        done = invoke(*args, "--run-dir", "run", code=7)
     assert "gate" not in done.stderr
     report = load("run/report.json")
     first, last = report.sections
@@ -97,7 +82,7 @@ def test_an_audit_shows_what_it_came_to():
     assert first.rows
     assert first.unmeasured == 0
     assert (last.rows, last.failure) == ((), None)
-    assert invoke(*args, "--run-dir", "run", "--resume").exit_code == 0
+    invoke(*args, "--run-dir", "run", "--resume")
     assert load("run/report.json").status == "complete"
 
 
@@ -143,6 +128,5 @@ def test_what_is_no_time_is_refused(text):
 
 @pytest.mark.parametrize("args", [("train", "demo"), ("watch", ".")])
 def test_a_training_has_no_limit(args):
-    done = invoke(*args, "--time-limit", "1h")
-    assert done.exit_code == 2
+    done = invoke(*args, "--time-limit", "1h", code=2)
     assert "--time-limit works only when a MODEL is measured" in done.stderr

@@ -3,13 +3,12 @@ import shlex
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from lipaudit import schema
-from lipaudit.cli.commands import build
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate import find_problems, judge, load_baseline, promote
 from lipaudit.tables import Array
+from tests.commands import invoke
 
 EXACT = np.random.default_rng(1).lognormal(0, 0.3, (144, 8))
 ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]
@@ -85,11 +84,9 @@ def test_the_command_that_a_refusal_names_works_as_it_stands(where, full, tmp_pa
     monkeypatch.setenv("COLUMNS", "300")
     (tmp_path / "my report.json").write_text(schema.dumps(full))
     args = ["baseline", "save", "my report.json", *where]
-    assert CliRunner().invoke(build(), args).exit_code == 0
-    refused = CliRunner().invoke(build(), args)
-    assert refused.exit_code == 2
+    invoke(*args)
+    refused = invoke(*args, code=2)
     command = refused.stderr.partition("Use: lipaudit ")[2].strip()
-    done = CliRunner().invoke(build(), shlex.split(command))
-    assert done.exit_code == 0, done.output
+    invoke(*shlex.split(command))
     path = where[1] if where else "lipaudit-baseline.json"
     assert load_baseline(tmp_path / path).run.reason == "..."

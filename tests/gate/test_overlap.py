@@ -20,7 +20,6 @@ PLAN = {
 }
 BASE = tuple(range(8))
 OTHER = {
-    "a superset": tuple(range(12)),
     "a superset in another order": (*range(5, 11), *range(4, -1, -1)),
     "a subset": (6, 2, 3),
     "some of them and others": (11, 7, 1, 0, 9, 3),
@@ -69,14 +68,14 @@ def recomputed(verdict):
     return rule.per_sample or bool(layouts()[rule.measure].columns[rule.column].reduction)
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER if "superset" in name])
-def test_every_rule_finds_the_same_weights_unchanged_over_more_samples(audit, rules, name):
-    judgement = judge(audit(OTHER[name]), audit(BASE), rules)
+def test_every_rule_finds_the_same_weights_unchanged_over_more_samples(audit, rules):
+    more = audit(OTHER["a superset in another order"])
+    judgement = judge(more, audit(BASE), rules)
     statuses = {recomputed(v): set() for v in judgement.verdicts}
     for verdict in judgement.verdicts:
         statuses[recomputed(verdict)].add(verdict.status)
     assert statuses == {True: {"unchanged"}, False: {"not comparable"}}
-    assert judge(audit(OTHER[name]), audit(BASE)).exit_code == 0
+    assert judge(more, audit(BASE)).exit_code == 0
 
 
 def test_every_rule_finds_the_same_weights_unchanged_in_another_order(audit, rules):

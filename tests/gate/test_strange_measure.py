@@ -8,25 +8,10 @@ import pytest
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
 from lipaudit.settings import layouts
-from lipaudit.tables import Column, Layout
-from lipaudit.tables.columns import count_column, text_column
-from lipaudit.tables.common import HEAD
-from tests.strangers import register
+from tests.strangers import HEAT, SPREAD, register
 from tests.strangers import registry as registry
 
 TENSION = np.random.default_rng(5).lognormal(0, 0.3, 64)
-
-
-SPREAD = Layout(
-    name="spread",
-    fixed={
-        "stage": text_column("stage", "Part of the model.", needed=True),
-        "depth": count_column("depth", "Blocks before it."),
-        "spread": Column("spread", "How far features spread.", better="lower"),
-    },
-    sample_columns={"tension": Column("tension", "Of the sample.", better="lower")},
-)
-HEAT = Layout(name="heat", fixed={**HEAD, "heat": Column("T", "Temperature.", better="lower")})
 
 
 @pytest.fixture

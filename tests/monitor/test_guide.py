@@ -1,11 +1,11 @@
-"""The examples of the guide on watching run as they stand."""
+"""The examples of the guides on watching and on training run as they stand."""
 
 import pytest
 
 from lipaudit import schema
 from tests.tutorials import TRAINER, examples, run_example
 
-EXAMPLES = examples("watch")
+EXAMPLES, TRAININGS = examples("watch"), examples("train")
 FOLDERS = {
     "loop": "watched",
     "trainer": "bert/lipaudit-watch",
@@ -33,16 +33,21 @@ settings = {"max_steps": 4, "accelerator": "cpu", **quiet}
 BEFORE = {"trainer": TRAINER, "lightning": LIGHTNING}
 
 
-def test_the_guide_has_its_examples():
+def test_the_guides_have_their_examples():
     assert list(EXAMPLES) == list(FOLDERS)
+    assert list(TRAININGS) == ["loop", "trainer"]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_an_example_runs_and_measures(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_example_runs_and_measures(name, elsewhere, tmp_path):
     run_example(BEFORE.get(name, "") + EXAMPLES[name])
     reports = {
         step: schema.load(tmp_path / FOLDERS[name] / f"step-{step:07}.json") for step in (0, 2, 4)
     }
     assert not any(report.failures for report in reports.values())
     assert (tmp_path / FOLDERS[name] / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_runs(name, elsewhere):
+    run_example((TRAINER if name == "trainer" else "") + TRAININGS[name])

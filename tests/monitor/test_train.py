@@ -3,24 +3,22 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from lipaudit.cli.commands import build
 from lipaudit.models.sources.loading import load_net
 from lipaudit.tables import Report
 from lipaudit.train.record import TrainingRecord
+from tests.commands import invoke
 from tests.monitor.conftest import reports
 
 ARGS = ("demo", "-n", "64", "--batch-size", "32", "--lr", "1e-3", "--no-flip")
 
 
-def train(*args: str):
-    return CliRunner().invoke(build(), ["train", *ARGS, *args])
+def train(*args: str, code: int = 0):
+    return invoke("train", *ARGS, *args, code=code)
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def here(elsewhere, tmp_path) -> Path:
     return tmp_path
 
 
@@ -29,9 +27,8 @@ def watched(out: str) -> dict[int, Report]:
 
 
 def test_the_weights_are_the_same_and_every_epoch_is_measured_as_it_was(here):
-    assert train("--epochs", "3", "--out", "alone").exit_code == 0
+    train("--epochs", "3", "--out", "alone")
     done = train("--epochs", "3", "--out", "watched", "--watch", "2")
-    assert done.exit_code == 0, done.output
     assert "Watched: watched/lipaudit-watch/report.html" in done.stderr
     weights = [Path(name, "model.safetensors").read_bytes() for name in ("alone", "watched")]
     assert weights[0] == weights[1]
@@ -53,22 +50,21 @@ def test_a_resumed_training_goes_on_in_its_folder(here, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingRecord, "keep", killed)
-        assert train(*args, "3").exit_code == 130
+        train(*args, "3", code=130)
     before = watched("cut")
     assert sorted(before) == [0, 1]
-    assert train(*args, "3", "--resume").exit_code == 0
+    train(*args, "3", "--resume")
     after = watched("cut")
     assert sorted(after) == [0, 1, 3]
     assert {step: after[step] for step in before} == before
-    assert train(*args, "3", "--resume").exit_code == 0
+    train(*args, "3", "--resume")
     assert watched("cut") == after
     assert after[3].run.model.weights_sha256 == load_net("cut").info.weights_sha256
 
 
 def test_without_held_out_data_there_is_nothing_to_watch(here):
-    assert train("--epochs", "1", "--out", "own").exit_code == 0
+    train("--epochs", "1", "--out", "own")
     asked = ["train", "own", "--data", "demo:train", "--out", "more", "--watch", "1"]
-    done = CliRunner().invoke(build(), asked)
-    assert done.exit_code == 2
+    done = invoke(*asked, code=2)
     assert "--held-out" in done.stderr
     assert "epoch 1" not in done.stderr

@@ -4,7 +4,6 @@ import copy
 import re
 import time
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 
 import lipaudit
 from lipaudit.errors import InputError, LipauditError
-from lipaudit.measures import MEASURES
 from lipaudit.monitor import watching
 from lipaudit.tables.summary import summary
+from tests.commands import break_measure
 from tests.monitor.conftest import median, reports, trained
 
 CHEAP = {"measures": ["jacobian"], "samples": 4}
@@ -113,10 +112,7 @@ def test_a_measurement_that_fails_is_a_warning_and_the_training_goes_on(module, 
 def test_a_measure_that_fails_leaves_the_others_but_not_if_strict(
     module, data, tmp_path, monkeypatch
 ):
-    def broken(*_: object) -> None:
-        raise RuntimeError("no attention today")
-
-    monkeypatch.setitem(MEASURES, "attention", replace(MEASURES["attention"], parts=broken))
+    break_measure(monkeypatch, "attention", RuntimeError("no attention today"))
     asked = {"measures": ["attention", "jacobian"], "data": data}
     monitor = lipaudit.watch(module, to=tmp_path, **asked)
     monitor.measure(0)

@@ -19,8 +19,7 @@ FLAGS = (
     "--remote-debugging-pipe",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )
-KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38}
-KEYS |= {"ArrowRight": 39, "ArrowDown": 40}
+KEYS = {"Tab": 9, "Enter": 13}
 
 
 class Chromium:
@@ -107,14 +106,6 @@ class Chromium:
         self.send("Input.dispatchKeyEvent", type="keyDown", **pressed)
         self.send("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
-    def type(self, text: str) -> None:
-        """Write into what has the focus."""
-        self.send("Input.insertText", text=text)
-
-    def point(self, x: float, y: float) -> None:
-        """Move the pointer to a place in the window."""
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
     def click(self, x: float, y: float) -> None:
         """Click at a place in the window."""
         for kind in ("mousePressed", "mouseReleased"):
@@ -124,10 +115,6 @@ class Chromium:
     def pdf(self) -> bytes:
         """Print the page."""
         return base64.b64decode(self.send("Page.printToPDF")["data"])
-
-    def picture(self) -> bytes:
-        """Return what the window shows as a PNG."""
-        return base64.b64decode(self.send("Page.captureScreenshot")["data"])
 
     def close(self) -> None:
         """End the browser."""

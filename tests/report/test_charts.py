@@ -197,8 +197,8 @@ def read_ticks(element: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("log", [True, False])
-@pytest.mark.parametrize("low", [1e-9, 3.3e-4, 0.97, 1.0, 7.3, 1234.5, 6.02e23])
-@pytest.mark.parametrize("factor", [1, 1.0001, 1.01, 1.5, 2, 9, 101, 1e4, 1e12])
+@pytest.mark.parametrize("low", [1e-9, 0.97, 1234.5, 6.02e23])
+@pytest.mark.parametrize("factor", [1, 1.0001, 1.5, 9, 101, 1e12])
 def test_every_axis_has_two_ticks_that_say_where_they_are(low, factor, log):
     """The heights of two points, which are known, say where a figure belongs."""
     points = Series("a", (1.0, 2.0), (low, low * factor))

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from lipaudit import schema
-from lipaudit.cli.commands import build
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule
 from lipaudit.report import (
@@ -22,6 +20,7 @@ from lipaudit.report import (
     render,
 )
 from lipaudit.report.page.judgement import COLUMNS
+from tests.commands import invoke
 from tests.report.conftest import keep
 
 RULES = "bounds.exact:median <= +20%", "attack.robust >= -2pp"
@@ -39,7 +38,7 @@ def folder(report, tmp_path, monkeypatch):
 
 
 def lipaudit(*args):
-    return CliRunner().invoke(build(), list(args))
+    return invoke(*args, code=None)
 
 
 GATE = ("gate", "a.json", "-b", "a.json", "--fail-on", "bounds.layers.exact <= +5%")
@@ -67,6 +66,7 @@ def test_what_each_format_shows_and_how_its_files_are_called():
         name: {kind for kind, forms in kinds.items() if known.takes in forms}
         for name, known in RENDERERS.items()
     }
+    assert all(known.name == name for name, known in RENDERERS.items())
     assert shown == {
         **dict.fromkeys(("html", "json", "latex", "markdown", "table"), set(kinds)),
         **dict.fromkeys(("junit", "text"), {"judged"}),
@@ -169,9 +169,3 @@ def test_a_judgement_is_a_page_like_any_other(folder, monkeypatch):
     assert "<h2>What is the verdict on each rule? " in page
     head = next(line for line in table.splitlines() if line.startswith("verdict"))
     assert head.split() == [*COLUMNS]
-
-
-def test_formats_say_what_they_are():
-    for name, known in RENDERERS.items():
-        assert isinstance(known, Format)
-        assert known.name == name

@@ -20,13 +20,6 @@ def test_file_is_strict_json_and_reads_back_the_same(report):
     assert schema.dumps(schema.loads(text)) == text
 
 
-def test_several_reports_are_their_ranking(report, other):
-    written = json.loads(render(of_reports(report, other), "json"))
-    assert [model["model"] for model in written["models"]] == [
-        model.model for model in rank([report, other]).models
-    ]
-
-
 def read(shown) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(render(shown, "csv").decode(), newline="")))
 

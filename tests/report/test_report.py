@@ -1,8 +1,5 @@
 """What holds for every format."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -181,14 +178,6 @@ def test_row_says_its_norms_and_keeps_every_entry(report):
     (curve,) = _of(report, "attention", Curve)
     assert curve.title == "Query 3 of head 0.1, mean over samples: ‖M‖ = 0.172, g1 = 0.181"
     assert curve.series[0].y == report.section("attention").arrays["row@0.1,3"].data
-
-
-def test_import_needs_no_heavy_library():
-    """What `--help` pays for: neither numbers, pictures nor templates."""
-    heavy = {"torch", "numpy", "matplotlib", "jinja2", "scipy"}
-    code = f"import sys, lipaudit.report; print({heavy!r} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 def test_settings_that_are_off_or_the_run_s_own_are_not_listed(report):

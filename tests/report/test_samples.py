@@ -5,10 +5,8 @@ import math
 from statistics import median
 
 import pytest
-from typer.testing import CliRunner
 
 from lipaudit import schema
-from lipaudit.cli.commands import build
 from lipaudit.errors import InputError, UsageError
 from lipaudit.report import of_sample, render, terminal
 from lipaudit.report.page import samples
@@ -17,6 +15,7 @@ from lipaudit.settings import layouts
 from lipaudit.tables.report import Example, Gradient
 from lipaudit.tables.samples import FLAGS
 from lipaudit.tables.worst import worst
+from tests.commands import invoke
 from tests.report.conftest import IDS, NORMS, keep, shard_of, swap
 
 ATTACKS = "Which attacks succeed?"
@@ -28,7 +27,9 @@ BROKEN = {13, 15, 16, 17, 18, 19, 20, 21, 23}
 def placed(report):
     """The report, with a file for each sample; two files have one name."""
     files = tuple(f"{'cat' if i < 12 else 'dog'}/{i % 20}.png" for i in range(24))
-    return report.model_copy(update={"samples": {"ids": IDS, "place": files}})
+    measured = ("jacobian", "attack", "certify", "certify.radius")
+    part = keep(report, *map(report.section, measured))
+    return part.model_copy(update={"samples": {"ids": IDS, "place": files}})
 
 
 def told(page, title: str) -> dict[str, tuple[str, ...]]:
@@ -233,7 +234,7 @@ def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch
     (tmp_path / "x.json").write_text(schema.dumps(placed))
 
     def run(*args: str):
-        return CliRunner(env={"COLUMNS": "80"}).invoke(build(), ["inspect", "x.json", *args])
+        return invoke("inspect", "x.json", *args, code=None, columns=80)
 
     listed = run().stdout
     assert "For one of the 24" in " ".join(listed.split())

@@ -10,11 +10,9 @@ from lipaudit.report import RENDERERS, of_comparison, of_reports, render
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.document import compare_sections, show_section
 from lipaudit.report.pictures import Heatmap, Histogram
-from lipaudit.tables import Column, Layout, Note
-from lipaudit.tables.columns import count_column, text_column
-from lipaudit.tables.common import HEAD
+from lipaudit.tables import Column, Note
 from tests.report.conftest import keep
-from tests.strangers import register
+from tests.strangers import HEAT, SPREAD, register
 from tests.strangers import registry as registry
 
 PAGES = sorted(
@@ -22,38 +20,8 @@ PAGES = sorted(
 )
 
 
-SPREAD = Layout(
-    name="spread",
-    fixed={
-        "stage": text_column("stage", "Part of the model.", needed=True),
-        "depth": count_column("depth", "Blocks before it."),
-        "spread": Column(
-            "||S|| <= 1",
-            "How far features spread.",
-            better="lower",
-            unit="nat",
-            format=".2f",
-            status="estimate",
-            domain="ball",
-        ),
-        "share": Column("moved", "Share of features that moved.", format=".1%"),
-    },
-    sample_columns={
-        "tension": Column("tension", "Of the sample.", better="lower"),
-        "ok": Column("ok", "Whether it is.", format=""),
-    },
-)
 EXTRA = Column("extra", "A later thought.", unit="s", domain="", format=".1f")
 WIDER = replace(SPREAD, fixed={**SPREAD.fixed, "extra": EXTRA})
-HEAT = Layout(
-    name="heat",
-    title="How hot heads are",
-    fixed={
-        **HEAD,
-        "heat": Column("T", "Temperature.", better="lower"),
-        "other": Column("U", "Of no better direction."),
-    },
-)
 
 
 @pytest.fixture
@@ -93,6 +61,8 @@ def test_its_columns_say_how_they_are_written(strangers, name):
         assert words in text
     assert re.search(r"[ᵃᵇᶜ] estimate in the ball", text)
     assert re.search(r"[ᵃᵇᶜ] exact at X", text)
+    assert "How hot heads are" in text
+    assert re.search(r"^(## |<h2>)?spread( <a .*</h2>)?$", text, re.MULTILINE)
 
 
 def test_it_is_written_and_read_back(strangers):
@@ -121,13 +91,6 @@ def test_figures_of_heads_are_mapped_and_those_of_samples_counted(strange):
     (mapped,) = (block for block in heat if isinstance(block, Heatmap))
     assert mapped.column.label == "T"
     assert mapped.values == ((0.0, 0.1, 0.2), (1.0, 1.1, 1.2))
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_its_heading_is_its_title_or_its_name(strangers, name):
-    text = render(strangers, name).decode()
-    assert "How hot heads are" in text
-    assert re.search(r"^(## |<h2>)?spread( <a .*</h2>)?$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", PAGES)

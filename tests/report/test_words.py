@@ -4,10 +4,8 @@ from dataclasses import fields, is_dataclass
 from typing import get_args
 
 import pytest
-from typer.testing import CliRunner
 
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
-from lipaudit.cli.commands import build
 from lipaudit.cli.tools import list_explanations
 from lipaudit.gate import compare, judge
 from lipaudit.gate.rules import DEFAULT_RULES, STATS, metrics
@@ -20,12 +18,14 @@ from lipaudit.tables import Column
 from lipaudit.tables.columns import Status
 from lipaudit.tables.trials import Norm
 from lipaudit.theory.bounds.catalogue import load_bounds
+from tests.commands import invoke
 
 
 def unexplained(names) -> list[str]:
     names = list(dict.fromkeys(names))
     assert names
-    return [name for name in names if not topics.find_topics(name, list_explanations())]
+    known = list_explanations()
+    return [name for name in names if not topics.find_topics(name, known)]
 
 
 def columns() -> list[tuple[str, str, Column]]:
@@ -35,11 +35,12 @@ def columns() -> list[tuple[str, str, Column]]:
 
 
 def test_every_column_by_its_names_and_its_heading():
+    known = list_explanations()
     for section, name, column in columns():
         for word in (f"{section}.{name}", name, column.label, write_math(column.label)):
             titles = [
                 topic.title.removesuffix(" (per sample)")
-                for topic in topics.find_topics(word, list_explanations())
+                for topic in topics.find_topics(word, known)
             ]
             assert f"{section}.{name}" in titles, word
 
@@ -128,7 +129,7 @@ def models(*reports) -> set[str]:
 
 
 def run(*args: str, width: int = 80):
-    return CliRunner().invoke(build(), ["explain", *args], env={"COLUMNS": str(width)})
+    return invoke("explain", *args, code=None, columns=width)
 
 
 def test_without_a_name_every_name_stands_under_its_topic():

@@ -1,16 +1,15 @@
 """An accelerator with little memory, or without float64: the CPU's figures, or a clear error."""
 
 import pytest
-from typer.testing import CliRunner
 
 import lipaudit
 from benchmarks.shared.demos import load_shipped
-from lipaudit.cli.commands import build
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.settings import Recipe
 from lipaudit.train import train
+from tests.commands import invoke
 from tests.simulated import device
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.test_measures import same
@@ -68,7 +67,7 @@ def test_training_without_memory_is_said_so(simulated, share, tmp_path):
     arguments = ["train", "demo", "--data", "demo:train", "--samples", "64", "--epochs", "1"]
     arguments += ["--batch-size", "32", "--device", simulated, "--out", str(tmp_path / "out")]
     with device.memory(int(share * needed)):
-        done = CliRunner().invoke(build(), arguments)
+        done = invoke(*arguments, code=None)
     assert done.exit_code == 3
     assert "out of memory" in done.output
     assert "bug" not in done.output
@@ -83,7 +82,7 @@ def test_a_device_without_float64_is_refused_before_anything_is_loaded(simulated
 
 def test_env_tells_which_devices_can_be_used(simulated):
     def told() -> str:
-        lines = CliRunner().invoke(build(), ["env"]).output.splitlines()
+        lines = invoke("env", code=None).output.splitlines()
         return next(line for line in lines if line.startswith("devices"))
 
     assert told().endswith("cpu, simulated:0, simulated:1")

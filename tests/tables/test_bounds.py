@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
-from lipaudit.cli.commands import build
 from lipaudit.gate.rules import metrics, parse_rule
 from lipaudit.report.blocks import Table
 from lipaudit.report.cells import STATUS, write_math
@@ -19,6 +17,7 @@ from lipaudit.tables import Section
 from lipaudit.theory.bounds.catalogue import OWN, load_bounds
 from lipaudit.theory.bounds.record import AT_X, EVERYWHERE, Bound
 from lipaudit.theory.bounds.sharp import SHARP
+from tests.commands import invoke
 
 NUMBER = [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}, {"type": "null"}]
 
@@ -44,7 +43,7 @@ def said_over_lengths(bound):
 
 def said_by_explain(bound):
     """Every line of `explain` that names a status."""
-    text = CliRunner().invoke(build(), ["explain", f"bounds.{bound.name}"]).stdout
+    text = invoke("explain", f"bounds.{bound.name}", code=None).stdout
     lines = {meaning: status for status, meaning in STATUS.items()}
     flat = " ".join(text.split())
     said = {
@@ -115,7 +114,7 @@ def test_columns_of_bounds_stand_between_those_of_the_type():
 
 def test_the_norm_of_many_copies_is_no_bound():
     """`scaling` has a column mean_field that is a norm, not the bound of that name."""
-    text = CliRunner().invoke(build(), ["explain", "scaling.mean_field"]).stdout
+    text = invoke("explain", "scaling.mean_field", code=None).stdout
     assert "W_V" not in text
 
 

@@ -70,18 +70,15 @@ def test_trials_are_equal_whatever_the_spelling_of_the_radius():
 
 
 @pytest.mark.parametrize(
-    "word", ["pgd", "linf", "2/255", "4/510", "attack=pgd", "norm=linf", "eps=2/255", "eps=4/510"]
+    ("words", "named"),
+    [
+        ("pgd linf 2/255 4/510 attack=pgd norm=linf eps=2/255 eps=4/510", True),
+        ("fgsm l2 2 attack=linf norm=pgd eps=pgd attack=2/255 seed=pgd", False),
+    ],
 )
-def test_words_that_name_a_trial(word):
-    assert key().matches(word)
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["fgsm", "l2", "2", "", "attack=linf", "norm=pgd", "eps=pgd", "attack=2/255", "seed=pgd"],
-)
-def test_words_that_name_another(word):
-    assert not key().matches(word)
+def test_words_that_name_a_trial_or_another(words, named):
+    assert {key().matches(word) for word in words.split()} == {named}
+    assert not key().matches("")
 
 
 def test_the_row_of_a_trial_knows_it():

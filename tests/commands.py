@@ -1,0 +1,78 @@
+"""Commands as they are typed, run in this process, and measures that do what a test needs."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from lipaudit.cli.commands import build
+from lipaudit.measures import MEASURES
+from lipaudit.schema import dumps, load
+from lipaudit.tables import Report
+
+
+def list_commands(group: Any = None, path: str = "") -> dict[str, Any]:
+    """Return every command by what is typed for it."""
+    found = {}
+    for name, command in (group or get_command(build())).commands.items():
+        typed = f"{path} {name}".strip()
+        inner = hasattr(command, "commands")
+        found |= list_commands(command, typed) if inner else {typed: command}
+    return found
+
+
+def invoke(*args: object, code: int | None = 0, columns: int | None = None) -> Result:
+    """Run a command to its end; fail where its exit code is another (None: any will do)."""
+    env = {} if columns is None else {"COLUMNS": f"{columns}"}
+    done = CliRunner(env=env).invoke(build(), [str(each) for each in args])
+    if code is not None:
+        assert done.exit_code == code, done.output
+        assert "Traceback" not in done.stderr
+        assert "internal error" not in done.stderr
+    return done
+
+
+def refuse(code: int, says: str, *args: object) -> str:
+    """Run a command that is refused in one line and prints nothing else; return what it says."""
+    done = invoke(*args, code=code)
+    assert len(re.findall("^error: |^╭─ Error ", done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert says in " ".join(done.stderr.split())
+    assert done.stdout == ""
+    return done.stderr
+
+
+def read_figures(report: Report | str | Path) -> dict[str, Any]:
+    """Return what stands in the file of a report, but for times and the command."""
+    document = json.loads(dumps(report if isinstance(report, Report) else load(Path(report))))
+    for name in ("created", "command"):
+        document["run"].pop(name)
+    for row in (row for section in document["sections"] for row in section["rows"]):
+        row.pop("seconds", None)
+    return document
+
+
+def replace_parts(monkeypatch: pytest.MonkeyPatch, name: str, parts: Any) -> None:
+    """Let a measure compute its parts by a function of the test's own."""
+    monkeypatch.setitem(MEASURES, name, replace(MEASURES[name], parts=parts))
+
+
+def break_measure(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException, model: str | None = None
+) -> list[str]:
+    """Let a measure fail on a model (None: on all); the list gets the models that it measures."""
+    compute, seen = MEASURES[name].parts, []
+
+    def parts(net, batches, options):
+        seen.append(net.info.spec)
+        if model in (None, net.info.spec):
+            raise error
+        yield from compute(net, batches, options)
+
+    replace_parts(monkeypatch, name, parts)
+    return seen

@@ -27,7 +27,7 @@ from tests.simulated.conftest import MODELS, samples
 
 AUDIT = ("audit", "demo", "--only", "bounds,attention", "-n", "9", "--batch-size", "8")
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "bounds": ("demo", "bounds", 5, {"layers": "0", "radius": "0.1", "batch_size": 1}),
+    "bounds": ("demo", "bounds", 3, {"layers": "0", "radius": "0.1", "batch_size": 1}),
     "attention": ("demo", "attention", 10, {}),
     "jacobian": ("demo", "jacobian", 20, {"per_layer": True, "batch_size": 4}),
     "attack": ("demo", "attack", 2 * CHUNK + 2, {"eps": "0.05", "attack": "pgd", "steps": 3}),
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "text bounds": ("bert", "bounds", 9, {"layers": "1"}),
     "text rows": ("llama", "attention", 19, {"map": "1.1", "query": 3}),
     "text jacobian": ("bert", "jacobian", 17, {}),
-    "positions": ("llama", "jacobian", 5, {"target": "hidden:all", "batch_size": 2}),
+    "positions": ("llama", "jacobian", 3, {"target": "hidden:all", "batch_size": 1}),
     "words": ("bert", "attack", CHUNK + 2, {"attack": "words", "eps": "1", "queries": 5}),
 }
 """Model, measure, samples, options; where there are fewer than three batches, shards are empty."""
@@ -273,15 +273,10 @@ def test_a_shard_writes_what_is_merged(command):
     "args", [("watch", "."), ("train", "demo"), ("audit", "demo", "demo:jasmin")]
 )
 def test_what_one_process_does_is_not_shared_out(command, monkeypatch, args):
-    assert "--shard works only when one MODEL is measured" in command(
-        *args, "--shard", "1/2", code=2
-    )
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "1",
-    }.items():
+    said = command(*args, "--shard", "1/2", code=2)
+    assert "--shard works only when one MODEL is measured" in said
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in place.items():
         monkeypatch.setenv(name, value)
     assert "several processes work only when one MODEL" in command(*args, code=2)
 

@@ -98,17 +98,11 @@ def visible(text: str, keep: str = "") -> str:
     # The common case, which C handles fast.
     if text.isprintable():
         return text
-    shown = {ord(c): _escape(c) for c in set(text) - set(keep) if _is_control(c)}
-    return text.translate(shown)
-
-
-def _is_control(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    control = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    found = [c for c in set(text) - set(keep) if unicodedata.category(c) in control]
+    return text.translate(
+        {c: f"\\x{c:02x}" if c < 0x100 else f"\\u{c:04x}" for c in map(ord, found)}
+    )
 
 
 SHORT, ALIKE = 3, 0.85
@@ -271,7 +265,8 @@ def require_versions() -> None:
         raise InputError(*words)
 
 
-def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
+def list_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it, the last one first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -287,7 +282,7 @@ def find_user_error(error: BaseException) -> LipauditError | None:
         return error
     said = first_line(error)
     # The operators of torchvision work with one version of torch only.
-    if misfit := next((e for e in _list_causes(error) if "torchvision::" in str(e)), None):
+    if misfit := next((e for e in list_causes(error) if "torchvision::" in str(e)), None):
         return InputError(
             f"torchvision does not fit the installed torch: {first_line(misfit)}",
             "Install torchvision from the index that torch was installed from.",

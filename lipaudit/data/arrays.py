@@ -8,6 +8,7 @@ import json
 import re
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -73,7 +74,13 @@ def read_arrays(path: Path, net: Net, options: DataOptions) -> Samples:
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
             f"Call the inputs {' or '.join(INPUTS)} and the labels {' or '.join(LABELS)}.",
         )
-    return draw_arrays(x, y, net, options, origin=str(path), names=_read_names(path))
+    names: list[str] = []
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            given = (file.metadata() or {}).get(MADE_OF)
+        with suppress(ValueError, TypeError, RecursionError):  # other metadata of that name
+            names = [f"made of {name}" for name in json.loads(given or "[]")]
+    return draw_arrays(x, y, net, options, origin=str(path), names=names)
 
 
 def draw_arrays(
@@ -112,13 +119,13 @@ def draw_arrays(
             "Give one integer label per input.",
         )
     order = draw_indices(len(x), options.samples, options.seed)
-    samples = _check_shape(x[order], net, origin)
+    read = _check_token_ids if net.kind == "text" else _read_values
+    samples = read(x[order], net, origin)
     labels = None if y is None else [int(v) for v in y[order]]
     if labels is not None:
         require_labels({str(v): v for v in labels}, net, f"{origin}: ")
-    named = names if len(names) == len(x) else [""] * len(x)
-    places = [f"index {i}" + f", {named[i]}" * bool(named[i]) for i in order]
-    origins = [Origin(place) for place in places]
+    named = len(names) == len(x)
+    origins = [Origin(f"index {i}, {names[i]}" if named else f"index {i}") for i in order]
     return make_samples(list(samples), net, labels, origins=origins)
 
 
@@ -132,19 +139,17 @@ def load_arrays(path: Path) -> dict[str, Tensor]:
         return read_idx(path)
     advice = "Save plain numbers with numpy.savez(FILE, x=..., y=...)."
     with refuse_damage(path, f"{path.suffix} file", advice):
-        return dict(load_file(path)) if path.suffix == ".safetensors" else _read_npz(path)
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        with zipfile.ZipFile(path) as archive:
+            entries = [each for each in archive.infolist() if each.filename.endswith(".npy")]
+            arrays = {each.filename[:-4]: _read_entry(archive, each) for each in entries}
+        return {name: torch.from_numpy(a) for name, a in arrays.items() if a is not None}
 
 
 def find_array(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
     """Return the array that has one of the usual names."""
     return next((arrays[n] for n in names if n in arrays), None)
-
-
-def _read_npz(path: Path) -> dict[str, Tensor]:
-    with zipfile.ZipFile(path) as archive:
-        entries = [each for each in archive.infolist() if each.filename.endswith(".npy")]
-        arrays = {each.filename[:-4]: _read_entry(archive, each) for each in entries}
-    return {name: torch.from_numpy(a) for name, a in arrays.items() if a is not None}
 
 
 def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray | None:
@@ -171,25 +176,20 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray 
         return npy.read_array(file, allow_pickle=False)
 
 
-def _read_names(path: Path) -> list[str]:
-    """Return the ids of the samples behind adversarial examples, if the file has them."""
-    if path.suffix != ".safetensors":
-        return []
-    with safe_open(path, "pt") as file:
-        given = (file.metadata() or {}).get(MADE_OF)
-    try:
-        return [f"made of {name}" for name in json.loads(given or "[]")]
-    except (ValueError, TypeError, RecursionError):
-        return []
-
-
-def _check_shape(x: Tensor, net: Net, origin: str) -> Tensor:
-    if net.kind == "text":
-        return _check_token_ids(x, net, origin)
-    x = _lay_out(x, net, origin)
-    if x.dtype == torch.uint8:
-        x = to_box(x.float() / 255, net.box)
-    x = x.float()
+def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
+    """Return images, channels first, or sequences, in the box of the model."""
+    wanted, shape = tuple(net.sample_shape), tuple(x.shape[1:])
+    if net.kind == "image" and shape == (*wanted[1:], wanted[0]) != wanted:
+        x = x.movedim(-1, 1)
+    elif net.kind == "image" and wanted[0] == 1 and shape == wanted[1:]:
+        x = x[:, None]  # grey images may lack the channel axis
+    elif shape != wanted:
+        raise InputError(
+            f"{origin} holds samples of shape {shape}; the model takes {wanted}",
+            "Resize them first (a folder of images is resized for you), or build the model for "
+            "that size with --model-kwargs img_size=... or --input-size.",
+        )
+    x = to_box(x.float() / 255, net.box) if x.dtype == torch.uint8 else x.float()
     if not bool(torch.isfinite(x).all()):
         raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
     if net.box is not None and (x.min() < net.box[0] or x.max() > net.box[1]):
@@ -200,22 +200,6 @@ def _check_shape(x: Tensor, net: Net, origin: str) -> Tensor:
             "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
         )
     return x
-
-
-def _lay_out(x: Tensor, net: Net, origin: str) -> Tensor:
-    """Convert images to channels first; grey images may lack the channel axis."""
-    wanted, shape = tuple(net.sample_shape), tuple(x.shape[1:])
-    if shape == wanted:
-        return x
-    if net.kind == "image" and shape == (*wanted[1:], wanted[0]):
-        return x.movedim(-1, 1)
-    if net.kind == "image" and wanted[0] == 1 and shape == wanted[1:]:
-        return x[:, None]
-    raise InputError(
-        f"{origin} holds samples of shape {shape}; the model takes {wanted}",
-        "Resize them first (a folder of images is resized for you), or build the model for "
-        "that size with --model-kwargs img_size=... or --input-size.",
-    )
 
 
 def _check_token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
@@ -242,17 +226,16 @@ def read_idx(path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: a file is damaged, or the named file holds labels.
     """
-    x = _read_idx_array(path)
-    if x.ndim == 1:
+    arrays = {"x": _read_idx_array(path)}
+    if arrays["x"].ndim == 1:
         raise InputError(
             f"{path} holds one number per sample (labels), not inputs",
             "Give the file of images; the labels beside it are read too.",
         )
-    name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
-    labels = path.with_name(name)
-    return {"x": x} | (
-        {"y": _read_idx_array(labels)} if name != path.name and labels.is_file() else {}
-    )
+    labels = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
+    if labels != path and labels.is_file():
+        arrays["y"] = _read_idx_array(labels)
+    return arrays
 
 
 def _read_idx_array(path: Path) -> Tensor:
@@ -307,8 +290,8 @@ def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
     if len(shape) == 3:
         # (8, 5, 4) is 8 channels first or 4 channels last; (3, 32, 32) can only be channels first.
         last = shape[2] in CHANNELS and shape[0] not in CHANNELS
-        first = SampleForm("image", shape)
-        return (first, SampleForm("image", (shape[2], *shape[:2]))) if last else (first,)
+        shapes = [shape, (shape[2], *shape[:2])] if last else [shape]
+        return tuple(SampleForm("image", each) for each in shapes)
     if len(shape) == 2:
         if x.dtype == torch.uint8:
             return (SampleForm("image", (1, *shape)),)

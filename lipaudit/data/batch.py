@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -137,19 +138,13 @@ def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str,
 
     Repeated samples get a running number, so ids are unique and do not depend on the batch size.
     """
-    seen: dict[str, int] = {}
-    return tuple(
-        _unique(_digest(sample, None if y is None else y[i]), seen) for i, sample in enumerate(x)
-    )
-
-
-def _digest(sample: Tensor, label: int | None) -> str:
-    array = sample.detach().cpu().contiguous().numpy()
-    # Equal bytes with another shape or label are another sample.
-    head = f"{array.dtype}{array.shape}{label}".encode()
-    return hashlib.sha256(head + array.tobytes()).hexdigest()[:16]
-
-
-def _unique(digest: str, seen: dict[str, int]) -> str:
-    seen[digest] = seen.get(digest, 0) + 1
-    return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+    seen: Counter[str] = Counter()
+    ids = []
+    for i, sample in enumerate(x):
+        array = sample.detach().cpu().contiguous().numpy()
+        # Equal bytes with another shape or label are another sample.
+        head = f"{array.dtype}{array.shape}{None if y is None else y[i]}".encode()
+        digest = hashlib.sha256(head + array.tobytes()).hexdigest()[:16]
+        seen[digest] += 1
+        ids.append(digest if seen[digest] == 1 else f"{digest}-{seen[digest]}")
+    return tuple(ids)

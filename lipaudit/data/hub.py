@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
-from lipaudit.errors import InputError, explain_failure, first_line, similar
+from lipaudit.errors import InputError, explain_failure, first_line, list_causes, similar
 from lipaudit.tables import Note
 
 Kind = Literal["model", "dataset"]
@@ -56,11 +56,7 @@ Words = tuple[str, str]
 
 def explain_refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that explains, from the client's exception, why access failed."""
-    causes: list[BaseException] = []  # clients often wrap an exception twice
-    cause: BaseException | None = error
-    while cause is not None:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
+    causes = list(list_causes(error))  # clients often wrap an exception twice
     # By name: the client has changed its HTTP library twice, and the exceptions with it.
     names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
     words = _word_denial(names, repository) or _word_answer(causes)
@@ -421,10 +417,11 @@ def _open_local(reference: Reference) -> Any:
 def _open_table(reference: Reference, commit: Commit, split: str) -> Any:
     """Return a whole split; download it and make a table if that is not done yet."""
     import datasets
+    from huggingface_hub import HfApi, errors
 
     # Beside the tables of `datasets`, which hold every split.
-    tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit"
-    name = commit.repository.name.replace("/", "___")
+    tables, repository = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit", commit.repository
+    name = repository.name.replace("/", "___")
     folder = tables / name / commit.sha / (reference.config or "default") / split
     if not folder.is_dir():
         if commit.unasked:
@@ -435,9 +432,14 @@ def _open_table(reference: Reference, commit: Commit, split: str) -> Any:
         except InputError:
             raise
         except Exception as error:  # every HTTP library has its own exceptions
-            raise explain_refusal(
-                _find_denial(commit.repository) or error, commit.repository
-            ) from error
+            denial = error
+            try:  # `datasets` drops the Hub's answer that this user has no access
+                HfApi().auth_check(repository.name, repo_type=repository.kind)
+            except errors.RepositoryNotFoundError as refused:
+                denial = refused
+            except Exception:  # then the first exception is reported
+                pass
+            raise explain_refusal(denial, repository) from error
     files = sorted(folder.glob("*.arrow"))
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(f)) for f in files])
 
@@ -458,19 +460,6 @@ def _build_table(reference: Reference, commit: Commit, split: str, folder: Path)
     # `datasets` would download all splits: for a large data set that takes hours.
     builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
     builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")
-
-
-def _find_denial(repository: Repository) -> Exception | None:
-    """Return why this user has no access to a data set: `datasets` drops the Hub's answer."""
-    from huggingface_hub import HfApi, errors
-
-    try:
-        HfApi().auth_check(repository.name, repo_type=repository.kind)
-    except errors.RepositoryNotFoundError as error:
-        return error
-    except Exception:  # the caller then reports its own exception
-        return None
-    return None
 
 
 def _require_known(what: str, name: str, names: Iterable[str], reference: Reference) -> None:

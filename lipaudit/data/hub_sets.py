@@ -48,23 +48,30 @@ def read_dataset(reference: str, net: Net, options: DataOptions) -> Samples:
         raise InputError(f"{origin} is empty", "Choose another split.")
     columns: list[str] = table.column_names
     label = choose_label_column(columns, options, origin=origin)
-    classes = None if label is None else getattr(table.features[label], "names", None)
+    names = None if label is None else getattr(table.features[label], "names", None)
     if options.scored and net.kind == "text":
         rows = list(_Rows(table))
-        samples = read_continuations(rows, net, options, origin=origin, classes=classes)
+        samples = read_continuations(rows, net, options, origin=origin, classes=names)
         return replace(samples, commit=commit)
     labels: list[int] | None = None
     notes: tuple[Note, ...] = ()
     if label is not None and net.classes is not None:
-        labels, notes = _match_labels(label, list(table[label]), classes, net, origin)
+        values, places = list(table[label]), [f"index {i}" for i in range(len(table))]
+        for place, value in zip(places, values, strict=True):
+            require_sound(check_row(Row(place, {label: value}), (), label), origin)
+        if names is None or min(values) < 0:
+            labels, notes = match_labels(values, net, places, origin=origin)
+        else:
+            index, notes = match_classes(names, net)
+            labels = [index[names[v]] for v in values]
     if net.kind == "text":
         text = choose_text_columns(columns, options, origin=origin)
         samples = draw_texts(_Rows(table), text, labels, net, options, origin=origin)
     else:
         order = draw_indices(len(table), options.samples, options.seed)
         y = None if labels is None else [labels[i] for i in order]
-        places = [Origin(f"index {i}") for i in order]
-        samples = make_samples(_read_pictures(table, order, net, origin), net, y, origins=places)
+        spots = [Origin(f"index {i}") for i in order]
+        samples = make_samples(_read_pictures(table, order, net, origin), net, y, origins=spots)
     return replace(samples, notes=samples.notes + notes, commit=commit)
 
 
@@ -85,23 +92,9 @@ def _read_pictures(table: Any, order: list[int], net: Net, origin: str) -> list[
     image = next((k for k in IMAGES if k in table.column_names), None)
     with refuse_images(origin):
         rows = table[order][image] if image is not None else []
-    if net.prepare is None or not rows or not isinstance(rows[0], Image):
-        raise InputError(
-            f"{origin} has no column of images (columns: {', '.join(table.column_names)})",
-            f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
-        )
-    with refuse_images(origin):
+        if net.prepare is None or not rows or not isinstance(rows[0], Image):
+            raise InputError(
+                f"{origin} has no column of images (columns: {', '.join(table.column_names)})",
+                f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
+            )
         return [to_box(net.prepare(picture), net.box) for picture in rows]
-
-
-def _match_labels(
-    label: str, values: list[Any], names: list[str] | None, net: Net, origin: str
-) -> tuple[list[int], tuple[Note, ...]]:
-    """Return the labels of the whole table as class numbers of the model."""
-    places = [f"index {i}" for i in range(len(values))]
-    for place, value in zip(places, values, strict=True):
-        require_sound(check_row(Row(place, {label: value}), (), label), origin)
-    if names is None or min(values) < 0:
-        return match_labels(values, net, places, origin=origin)
-    index, notes = match_classes(names, net)
-    return [index[names[v]] for v in values], notes

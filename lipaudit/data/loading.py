@@ -20,7 +20,7 @@ from lipaudit.data.arrays import (
     load_arrays,
     read_arrays,
 )
-from lipaudit.data.batch import Batch, Origin
+from lipaudit.data.batch import Origin
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub_sets import read_dataset
 from lipaudit.data.images import find_common_shape, read_folder
@@ -69,7 +69,7 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
             f"--samples {options.samples} leaves no sample to measure", "Give 1 or more."
         )
     spec = spec or ("demo" if net.info.source == "demo" else "random")
-    return _add_notes(_read(spec, net, options), spec, net, options)
+    return _finish(_read(spec, net, options), spec, net, options)
 
 
 def draw_tensors(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> Samples:
@@ -85,7 +85,7 @@ def draw_tensors(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) ->
     Raises:
         InputError: the shape does not fit the model, or values are out of range.
     """
-    return _add_notes(draw_arrays(x, y, net, options, origin="x"), "tensors", net, options)
+    return _finish(draw_arrays(x, y, net, options, origin="x"), "tensors", net, options)
 
 
 def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
@@ -106,35 +106,29 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
     return () if x is None else list_forms(x)
 
 
-def _add_notes(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samples:
+def _finish(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samples:
     """Set the DATA argument of samples, and add the notes that hold for all kinds of data."""
-    notes, count = samples.notes + _note_unknown(samples.batch, net), len(samples.batch)
-    if count < options.samples:
-        text = f"{spec} has {count} samples, fewer than the {options.samples} requested"
-        notes += (remark("fewer-samples", text),)
+    notes, x, mask = list(samples.notes), samples.batch.x, samples.batch.mask
+    if net.unknown_id is not None and net.tokenize is not None:
+        real = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+        # Special tokens around a text do not count, neither as known nor as unknown.
+        around = len(net.tokenize("", SOME_TOKENS))
+        count = int((real.sum(1) - around).clamp_min(0).sum())
+        # Continuations are packed as id + i * vocabulary: the remainder is the id.
+        unknown = int((real & (x % (net.vocabulary or 1) == net.unknown_id)).sum())
+        if unknown > MOST_UNKNOWN * count:
+            text = (
+                f"{100 * unknown / count:.0f} % of the tokens are unknown to the tokenizer: the "
+                "model reads the same id for all of them. Check that the tokenizer belongs to "
+                "this model, and that the texts are in its language and case"
+            )
+            notes.append(warning("unknown-tokens", text))
+    if len(x) < options.samples:
+        text = f"{spec} has {len(x)} samples, fewer than the {options.samples} requested"
+        notes.append(remark("fewer-samples", text))
     if samples.commit is not None:
-        notes += (samples.commit.note,)
-    return replace(samples, spec=spec, notes=notes)
-
-
-def _note_unknown(batch: Batch, net: Net) -> tuple[Note, ...]:
-    """Warn if most tokens of the texts are unknown to the tokenizer."""
-    if net.unknown_id is None or net.tokenize is None:
-        return ()
-    real = torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
-    # Special tokens around a text do not count, neither as known nor as unknown.
-    around = len(net.tokenize("", SOME_TOKENS))
-    count = int((real.sum(1) - around).clamp_min(0).sum())
-    # Continuations are packed as id + i * vocabulary: the remainder is the id.
-    unknown = int((real & (batch.x % (net.vocabulary or 1) == net.unknown_id)).sum())
-    if unknown <= MOST_UNKNOWN * count:
-        return ()
-    text = (
-        f"{100 * unknown / count:.0f} % of the tokens are unknown to the tokenizer: the model "
-        "reads the same id for all of them. Check that the tokenizer belongs to this model, "
-        "and that the texts are in its language and case"
-    )
-    return (warning("unknown-tokens", text),)
+        notes.append(samples.commit.note)
+    return replace(samples, spec=spec, notes=tuple(notes))
 
 
 def _read(spec: str, net: Net, options: DataOptions) -> Samples:

@@ -148,25 +148,20 @@ class AttackOptions(MeasureOptions):
         named.require_needed()
         trials = named.trials()
         require_suitable(trials, kind, changes, why)
-        named._require_file(trials)
-        return named._filled(trials, "token-l2" if text else "linf")
-
-    def _filled(self, trials: Sequence[Trial], usual: Norm) -> Self:
-        """Set the norm of the balls, if there are any, and default radii if none were given."""
-        counted = [trial for trial in trials if trial.norm in COUNTED]
-        norm = self.norm or (usual if len(counted) < len(trials) else None)
-        eps = self.eps or tuple(parse_budget(f"{t.radius.text}{t.norm}") for t in counted)
-        return self.model_copy(update={"norm": norm, "eps": eps})
-
-    def _require_file(self, trials: Sequence[Trial]) -> None:
-        """Refuse a file format that cannot hold the results of the attacks."""
+        rewritten = [trial for trial in trials if trial.norm in COUNTED]
         table = self.save_adv is not None and self.save_adv.suffix == TABLE
-        if self.save_adv is not None and any((t.norm in COUNTED) != table for t in trials):
+        # A table holds changed texts, a file of tensors all else.
+        if self.save_adv is not None and len(rewritten) != len(trials) * table:
             raise UsageError(
                 f"--save-adv {self.save_adv} cannot store the results of all these attacks",
                 f"Save changed texts to a {TABLE} file and perturbed samples to a "
                 ".safetensors file, in separate runs.",
             )
+        # The norm is that of the balls, if there are any; a plan may bring its own radii.
+        usual: Norm = "token-l2" if text else "linf"
+        norm = self.norm or (usual if len(rewritten) < len(trials) else None)
+        radii = eps or tuple(parse_budget(f"{t.radius.text}{t.norm}") for t in rewritten)
+        return named.model_copy(update={"norm": norm, "eps": radii})
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -237,8 +232,4 @@ ATTACK_TABLE = Layout(
 )
 
 
-ATTACK = MeasureRecord(
-    name="attack",
-    tables=(ATTACK_TABLE,),
-    options=AttackOptions,
-)
+ATTACK = MeasureRecord(name="attack", tables=(ATTACK_TABLE,), options=AttackOptions)

@@ -156,8 +156,4 @@ ATTENTION_TABLE = Layout(
 )
 
 
-ATTENTION = MeasureRecord(
-    name="attention",
-    tables=(ATTENTION_TABLE,),
-    options=AttentionOptions,
-)
+ATTENTION = MeasureRecord(name="attention", tables=(ATTENTION_TABLE,), options=AttentionOptions)

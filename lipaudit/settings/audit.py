@@ -86,8 +86,8 @@ class AuditOptions(Settings):
     @property
     def required(self) -> frozenset[str]:
         """Return the measures that the user named: it is an error if one cannot run."""
-        attack = {"attack"} if any(getattr(self, name) for name in OF_ATTACK) else set[str]()
-        return frozenset(attack | {*(self.only or ())})
+        attacked = any(getattr(self, name) for name in OF_ATTACK)
+        return frozenset((*(self.only or ()), *["attack"] * attacked))
 
     def plan(self, *, demo: bool) -> dict[str, MeasureOptions]:
         """Return the options of every measure.
@@ -133,16 +133,12 @@ def audit_options(
         "attention": AttentionOptions(),
         "jacobian": JacobianOptions(),
         "attack": attacks,
-        "certify": _certificates(attacks),
+        # Of the attacked balls.
+        "certify": CertifyOptions(
+            eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
+            usual_eps=attacks.usual_eps,
+            norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
+            seconds=SECONDS,
+            nodes=NODES,
+        ),
     }
-
-
-def _certificates(attacks: AttackOptions) -> CertifyOptions:
-    """Return the options of certificates for the attacked balls."""
-    return CertifyOptions(
-        eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
-        usual_eps=attacks.usual_eps,
-        norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
-        seconds=SECONDS,
-        nodes=NODES,
-    )

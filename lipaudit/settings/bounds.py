@@ -195,7 +195,5 @@ BALLS_TABLE = Layout(
 
 
 BOUNDS = MeasureRecord(
-    name="bounds",
-    tables=(BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE),
-    options=BoundsOptions,
+    name="bounds", tables=(BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE), options=BoundsOptions
 )

@@ -251,7 +251,5 @@ RADII_TABLE = Layout(
 
 
 CERTIFY = MeasureRecord(
-    name="certify",
-    tables=(CERTIFY_TABLE, RADII_TABLE),
-    options=CertifyOptions,
+    name="certify", tables=(CERTIFY_TABLE, RADII_TABLE), options=CertifyOptions
 )

@@ -210,8 +210,4 @@ JACOBIAN_TABLE = Layout(
 )
 
 
-JACOBIAN = MeasureRecord(
-    name="jacobian",
-    tables=(JACOBIAN_TABLE,),
-    options=JacobianOptions,
-)
+JACOBIAN = MeasureRecord(name="jacobian", tables=(JACOBIAN_TABLE,), options=JacobianOptions)

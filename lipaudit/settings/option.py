@@ -125,9 +125,9 @@ def option(
         kinds: the kinds of models it applies to; empty: all.
         checks: further arguments of `pydantic.Field`.
     """
-    known: dict[str, Any] = {"flags": flags, "help": help, "panel": panel, "env": env}
-    known |= {"usual": usual, "need": need, "kinds": kinds, "commas": COMMAS in help}
-    known |= {"values": values} if values else {}
+    known: dict[str, Any] = {"help": help, "panel": panel, "env": env, "commas": COMMAS in help}
+    known |= {"usual": usual, "need": need, "kinds": kinds}
+    known |= ({"flags": flags} if flags else {}) | ({"values": values} if values else {})
     checks.setdefault("validate_default", isinstance(default, str))
     return Field(default, description=help, json_schema_extra={"option": known}, **checks)
 
@@ -148,9 +148,9 @@ class Settings(BaseModel):
         for name, info in cls.model_fields.items():
             extra = info.json_schema_extra
             if isinstance(extra, Mapping) and "option" in extra:
-                known: dict[str, Any] = {"values": partial(_choices, info.annotation)}
+                known: dict[str, Any] = {"flags": (flag(name),)}
+                known |= {"values": partial(_choices, info.annotation)}
                 known |= cast("Mapping[str, Any]", extra["option"])
-                known["flags"] = known["flags"] or (flag(name),)
                 known["default"] = None if info.default == () else info.default
                 known["kind"], known["repeats"] = _kind(info.annotation, info.metadata)
                 described[name] = Option(name=name, **known)
@@ -214,9 +214,11 @@ class Settings(BaseModel):
         Raises:
             UsageError: an option does not accept its value; the message names the option.
         """
+        known = cls.options()
+        spell = spelled or (lambda name: known[name].flags[0] if name in known else flag(name))
         for name, value in values.items():
             if isinstance(value, int) and not -INT64 <= value < INT64:
-                raise UsageError(f"{(spelled or cls._flag)(name)}: {value} is too large a number")
+                raise UsageError(f"{spell(name)}: {value} is too large a number")
         try:
             settings = cls.model_validate(dict(values))
             settings._configured = frozenset(configured)
@@ -224,17 +226,11 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else ""
-            named = (spelled or cls._flag)(name)
             wrong = first["msg"].removeprefix("Value error, ")
             wrong = wrong.replace("Input should be", "it must be")
-            option = cls.options().get(name)
-            advice = suggestion(str(first["input"]), option.values(), "") if option else ""
-            raise UsageError(f"{named}: {first['input']!r}: {wrong}", advice) from None
-
-    @classmethod
-    def _flag(cls, name: str) -> str:
-        known = cls.options().get(name)
-        return known.flags[0] if known else flag(name)
+            words = known[name].values() if name in known else ()
+            advice = suggestion(str(first["input"]), words, "")
+            raise UsageError(f"{spell(name)}: {first['input']!r}: {wrong}", advice) from None
 
 
 def flag(name: str) -> str:

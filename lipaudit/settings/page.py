@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, option_types
-from lipaudit.settings.option import Option
 
 HEAD = """# Options
 
@@ -20,22 +17,16 @@ def page() -> str:
     groups: dict[str, type[Settings]] = {"every measure, and train": RunOptions}
     groups |= {f"lipaudit {name}": kind for name, kind in option_types().items()}
     groups |= {"lipaudit audit": AuditOptions, "lipaudit train": Recipe}
-    return "\n".join([HEAD, *(line for item in groups.items() for line in _table(*item))])
-
-
-def _table(heading: str, group: type[Settings]) -> Iterator[str]:
-    yield f"## {heading}\n"
-    yield "| option | default | meaning |"
-    yield "| --- | --- | --- |"
-    yield from (_row(option) for option in group.options().values())
-    yield ""
-
-
-def _row(option: Option) -> str:
-    flags = ", ".join(f"`{flag}`" for flag in option.flags)
-    default = f"`{option.shown}`" if option.shown else ""
-    given = f" (`{option.env}`)" if option.env else ""
-    return f"| {flags} | {default} | {option.help.replace('|', chr(92) + '|')}{given} |"
+    lines = [HEAD]
+    for heading, group in groups.items():
+        lines += [f"## {heading}\n", "| option | default | meaning |", "| --- | --- | --- |"]
+        for option in group.options().values():
+            flags = ", ".join(f"`{flag}`" for flag in option.flags)
+            default = f"`{option.shown}`" if option.shown else ""
+            meaning = option.help.replace("|", "\\|") + f" (`{option.env}`)" * bool(option.env)
+            lines.append(f"| {flags} | {default} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

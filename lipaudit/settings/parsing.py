@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
@@ -99,23 +100,16 @@ def read_keywords(text: str) -> dict[str, Any]:
     Raises:
         ValueError: when it is not of that form.
     """
-    pairs = [piece.partition("=") for piece in text.split(",") if piece]
-    for key, equals, _ in pairs:
+    literals = {"true": True, "false": False, "none": None, "null": None}
+    values: dict[str, Any] = {}
+    for key, equals, value in (piece.partition("=") for piece in text.split(",") if piece):
         if not (key.strip().isidentifier() and equals):
             raise ValueError("it must be k=v,..., for example depth=2")
-    return {key.strip(): _value(value.strip()) for key, _, value in pairs}
-
-
-def _value(text: str) -> Any:
-    literals = {"true": True, "false": False, "none": None, "null": None}
-    if text.lower() in literals:
-        return literals[text.lower()]
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
+        values[key.strip()] = word = value.strip()
+        for read in (float, int, lambda word: literals[word.lower()]):  # the last that fits
+            with suppress(ValueError, KeyError):
+                values[key.strip()] = read(word)
+    return values
 
 
 def write_keywords(values: Mapping[str, Any]) -> str:
@@ -124,11 +118,10 @@ def write_keywords(values: Mapping[str, Any]) -> str:
     >>> write_keywords({"depth": 2, "pretrained": False})
     'depth=2,pretrained=false'
     """
-    return ",".join(f"{key}={_text(value)}" for key, value in values.items())
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    plain = {
+        k: str(v).lower() if v is None or v is True or v is False else v for k, v in values.items()
+    }
+    return ",".join(f"{key}={value}" for key, value in plain.items())
 
 
 def read_size(text: str) -> int | None:
@@ -222,13 +215,14 @@ def distinct(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
-def _read_with(read: Callable[[str], Any]) -> BeforeValidator:
-    """Parse text, and keep values that already have the type."""
-    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
+def _read_with(read: Callable[[str], Any], *, many: bool = False) -> BeforeValidator:
+    """Parse text, keep values that have the type; where many are possible, a number is one."""
 
+    def convert(value: Any) -> Any:
+        alone = many and isinstance(value, int) and not isinstance(value, bool)
+        return read(value) if isinstance(value, str) else (value,) if alone else value
 
-def _split_list(text: str) -> tuple[str, ...]:
-    return tuple(distinct([piece.strip() for piece in text.split(",") if piece.strip()]))
+    return BeforeValidator(convert)
 
 
 def _radius(value: Any) -> Any:
@@ -252,11 +246,6 @@ def _balls(radii: tuple[Radius, ...]) -> tuple[Radius, ...]:
     return radii
 
 
-def _one_of_many(value: Any) -> Any:
-    """Turn a single number into a list."""
-    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 def _order_layers(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Sort layers and remove repeats, as `read_layers` does."""
     if layers is not None and (not layers or min(layers) < 0):
@@ -266,12 +255,13 @@ def _order_layers(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 Layers = Annotated[
     tuple[int, ...] | None,
-    BeforeValidator(_one_of_many),
-    _read_with(read_layers),
+    _read_with(read_layers, many=True),
     AfterValidator(_order_layers),
 ]
 Lengths = Annotated[tuple[int, ...], _read_with(read_lengths)]
-listed = _read_with(_split_list)
+listed = _read_with(
+    lambda text: tuple(distinct([p.strip() for p in text.split(",") if p.strip()]))
+)
 """Reads a comma-separated list."""
 Names = Annotated[tuple[str, ...] | None, listed]
 Numbers = Annotated[tuple[float, ...] | None, _read_with(read_numbers)]
@@ -282,8 +272,7 @@ Duration = Annotated[float | None, _read_with(read_duration), AfterValidator(_la
 ShardNumber = Annotated[tuple[int, int] | None, _read_with(read_shard)]
 Sizes = Annotated[
     tuple[int, ...] | None,
-    BeforeValidator(_one_of_many),
-    _read_with(read_sizes),
+    _read_with(read_sizes, many=True),
     AfterValidator(_is_shape),
 ]
 OneRadius = Annotated[

@@ -34,10 +34,10 @@ def measures() -> Mapping[str, MeasureRecord]:
     Raises:
         UsageError: a plug-in cannot be used; the message names its package.
     """
-    return MappingProxyType({**OWN, **entries(GROUP, MeasureRecord, OWN, check=_fault)})
+    return MappingProxyType({**OWN, **entries(GROUP, MeasureRecord, OWN, check=_find_fault)})
 
 
-def _fault(record: MeasureRecord) -> str:
+def _find_fault(record: MeasureRecord) -> str:
     sections = [table.name for table in record.tables]
     if not sections or sections[0] != record.name:
         return f"has no table of the section {record.name!r}"

@@ -172,8 +172,4 @@ FITS_TABLE = Layout(
 )
 
 
-SCALING = MeasureRecord(
-    name="scaling",
-    tables=(SCALING_TABLE, FITS_TABLE),
-    options=ScalingOptions,
-)
+SCALING = MeasureRecord(name="scaling", tables=(SCALING_TABLE, FITS_TABLE), options=ScalingOptions)

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -106,6 +107,9 @@ def read_continuations(
     asked, count = _ask(rows, columns, names, classes)
     rows, uneven = leave_out_faulty([row for row, _ in asked], options, origin)
     questions = [question for _, question in asked if question is not None]
+    names = {"continuation": ("continuation", "rival"), "labels": names}.get(
+        columns.kind, tuple(LETTERS[:count])
+    )
 
     def read(k: int) -> tuple[Tensor, bool]:
         question = questions[k]
@@ -138,7 +142,7 @@ def read_continuations(
         [questions[k].right for k, _ in drawn],
         notes=faulty + uneven + skipped + notes,
         origins=[Origin(rows[k].name, shorten(questions[k].prompt)) for k, _ in drawn],
-        task=Task(columns.kind, _name_classes(columns.kind, names, count)),
+        task=Task(columns.kind, names),
     )
 
 
@@ -170,20 +174,14 @@ def _encode_pair(
     before, both = tokenize(start, WHOLE), tokenize(start + blank + text, WHOLE)
     # Some tokenizers end every text with a token, which does not belong to a prompt.
     closed = before and both[-1:] == before[-1:] and both[: len(before)] != before
-    if closed and both[: len(before) - 1] == before[:-1]:  # a token ends every text
+    if closed and both[: len(before) - 1] == before[:-1]:
         before, both = before[:-1], both[:-1]
     return before, both[len(before) :]
 
 
-def _name_classes(kind: str, labels: Sequence[str], count: int) -> tuple[str, ...]:
-    """Name the classes: labels, letters of choices, or a continuation and its rival."""
-    if kind == "continuation":
-        return ("continuation", "rival")
-    return tuple(labels) or tuple(LETTERS[:count])
-
-
 def _choose_columns(columns: Sequence[str], options: DataOptions, origin: str) -> _Columns:
     """Derive the kind of question from the columns of a table."""
+    choose_prompt = partial(choose_text_columns, columns, options, origin=origin, usual=PROMPTS)
     choices = next((name for name in CHOICES if name in columns), None)
     if choices is not None:
         right = choose_label_column(columns, options, origin=origin, usual=ANSWERS)
@@ -192,14 +190,14 @@ def _choose_columns(columns: Sequence[str], options: DataOptions, origin: str) -
                 f"{origin} does not say which of the {choices} is right",
                 "Name the column of the right choice with --label-column.",
             )
-        return _Columns("choices", _choose_prompt(columns, options, origin), choices, right)
+        return _Columns("choices", choose_prompt(), choices, right)
     pair = next((pair for pair in CONTINUED if set(pair) <= set(columns)), None)
     if pair is not None and options.text_column is None and options.label_column is None:
         return _Columns("continuation", pair[:1], pair[1])
     label = choose_label_column(columns, options, origin=origin)
     if label is not None:
-        return _Columns("labels", _choose_prompt(columns, options, origin), label, label)
-    texts = () if options.text_column is None else _choose_prompt(columns, options, origin)
+        return _Columns("labels", choose_prompt(), label, label)
+    texts = () if options.text_column is None else choose_prompt()
     if len(texts) == 2:
         return _Columns("continuation", texts[:1], texts[1])
     raise InputError(
@@ -207,10 +205,6 @@ def _choose_columns(columns: Sequence[str], options: DataOptions, origin: str) -
         "It needs prompt and continuation (or --text-column PROMPT,CONTINUATION); question, "
         "choices and answer; or a text and a label.",
     )
-
-
-def _choose_prompt(columns: Sequence[str], options: DataOptions, origin: str) -> tuple[str, ...]:
-    return choose_text_columns(columns, options, origin=origin, usual=PROMPTS)
 
 
 def _list_label_words(

@@ -59,24 +59,29 @@ def resize(
     if image.mode.startswith("I"):  # 16-bit greys, which Pillow would clip at 255
         image = Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
     image = image.convert(COLOUR_MODES[channels])
-    if image.size == (width, height):
-        return _to_pixels(image)
-    # A strip one pixel wide would be scaled to cover a square: refuse it as a bomb.
-    scale = max(width / image.width, height / image.height)
-    if image.width * image.height * scale**2 > (Image.MAX_IMAGE_PIXELS or math.inf):
-        raise ValueError(f"{image.width}x{image.height} pixels are too narrow to be scaled")
-    if not steps:
-        return _to_pixels(_cover(image, width, height))
-    value: Any = image
-    for step in steps:
-        value = step(value)
-    if tuple(value.shape) != tuple(shape):
-        raise InputError(
-            f"the model's own resizing makes images of shape {tuple(value.shape)}, not "
-            f"{tuple(shape)}",
-            "Give --input-size. Images are then scaled to that size and cropped in the middle.",
-        )
-    return value
+    if image.size != (width, height):
+        # A strip one pixel wide would be scaled to cover a square: refuse it as a bomb.
+        scale = max(width / image.width, height / image.height)
+        if image.width * image.height * scale**2 > (Image.MAX_IMAGE_PIXELS or math.inf):
+            raise ValueError(f"{image.width}x{image.height} pixels are too narrow to be scaled")
+        if steps:
+            value: Any = image
+            for step in steps:
+                value = step(value)
+            if tuple(value.shape) != tuple(shape):
+                raise InputError(
+                    f"the model's own resizing makes images of shape {tuple(value.shape)}, not "
+                    f"{tuple(shape)}",
+                    "Give --input-size. Images are then scaled to that size and cropped in the "
+                    "middle.",
+                )
+            return value
+        wide, high = max(width, round(image.width * scale)), round(image.height * scale)
+        image = image.resize((wide, max(height, high)), Image.Resampling.BICUBIC)
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))
+    array = np.asarray(image, dtype=np.float32) / 255
+    return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())
 
 
 def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
@@ -113,20 +118,19 @@ def read_folder(path: Path, net: Net, options: DataOptions) -> Samples:
             "Give --data a text file, an .npz file, or random.",
         )
     files, classes = _list_files(path)
-    prepare = net.prepare
+    prepare, labels = net.prepare, None
     drawn, notes = draw(
         len(files), options, lambda i: read_image(files[i], prepare), what="images"
     )
     origins = [Origin(files[i].relative_to(path).as_posix()) for i, _ in drawn]
     x = [to_box(image, net.box) for _, image in drawn]
-    if not classes or net.classes is None:
-        if classes:
-            text = f"the classes of {path} are not used: the model has no classes"
-            notes += (remark("labels-unused", text),)
-        return make_samples(x, net, notes=notes, origins=origins)
-    index, matched = match_classes(sorted(set(classes)), net)
-    labels = [index[classes[i]] for i, _ in drawn]
-    return make_samples(x, net, labels, notes=notes + matched, origins=origins)
+    if classes and net.classes is None:
+        text = f"the classes of {path} are not used: the model has no classes"
+        notes += (remark("labels-unused", text),)
+    elif classes:
+        index, matched = match_classes(sorted(set(classes)), net)
+        labels, notes = [index[classes[i]] for i, _ in drawn], notes + matched
+    return make_samples(x, net, labels, notes=notes, origins=origins)
 
 
 def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
@@ -185,16 +189,3 @@ def _list_files(path: Path) -> tuple[list[Path], list[str]]:
             "per class.",
         )
     return (flat, []) if flat else ([p for p, _ in nested], [name for _, name in nested])
-
-
-def _cover(image: Image.Image, width: int, height: int) -> Image.Image:
-    scale = max(width / image.width, height / image.height)
-    size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
-    image = image.resize(size, Image.Resampling.BICUBIC)
-    left, top = (size[0] - width) // 2, (size[1] - height) // 2
-    return image.crop((left, top, left + width, top + height))
-
-
-def _to_pixels(image: Image.Image) -> Tensor:
-    array = np.asarray(image, dtype=np.float32) / 255
-    return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())

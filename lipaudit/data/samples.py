@@ -170,13 +170,13 @@ def make_samples(
     ids, labels = identify_samples(x, y), None if y is None else torch.as_tensor(y)
     if net.kind != "text":
         batch = Batch(torch.stack(list(x)), labels, ids)
-        return Samples(batch, notes, None, tuple(origins), task)
-    padded = pad_sequence(list(x), batch_first=True, padding_value=net.pad_id)
-    mask = torch.arange(padded.shape[1]) < torch.as_tensor([len(row) for row in x])[:, None]
-    written = tuple((text,) if isinstance(text, str) else text for text in texts)
-    # Without a mask, models take their faster path.
-    needed = None if bool(mask.all()) else mask
-    batch = Batch(padded, labels, ids, needed, texts=written, limit=limit)
+    else:
+        padded = pad_sequence(list(x), batch_first=True, padding_value=net.pad_id)
+        mask = torch.arange(padded.shape[1]) < torch.as_tensor([len(row) for row in x])[:, None]
+        written = tuple((text,) if isinstance(text, str) else text for text in texts)
+        # Without a mask, models take their faster path.
+        needed = None if bool(mask.all()) else mask
+        batch = Batch(padded, labels, ids, needed, texts=written, limit=limit)
     return Samples(batch, notes, None, tuple(origins), task)
 
 
@@ -206,7 +206,12 @@ def match_classes(
         LabelError: no match, so an accuracy would be meaningless; `name` is the first unknown
             class.
     """
-    known = _list_known_names(net)
+    known = {_normalise(alias): i for alias, i in net.aliases.items()}
+    if net.info.labels is None:  # the placeholder names of transformers
+        known |= {f"label {i}": i for i in range(net.classes or 0)}
+    for i, label in enumerate(net.info.labels or ()):
+        for name in (*label.split(","), label):
+            known.setdefault(_normalise(name), i)
     index = {
         name: known.get(_normalise(name), known.get(str(_read_number(name)))) for name in names
     }
@@ -222,7 +227,10 @@ def match_classes(
             return numbers, ()
         # As many names as classes: match by order as a last resort, with a warning.
         if net.classes == len(names):
-            order_of = {name: i for i, name in enumerate(_sort_names(names))}
+            try:  # in the data set's order, but numbers by size: 2.0 before 10.0
+                order_of = {name: i for i, name in enumerate(sorted(names, key=float))}
+            except ValueError:
+                order_of = {name: i for i, name in enumerate(names)}
             labels = net.info.labels
             text = "class names were matched only by their order: " + ", ".join(
                 f"{name!r} is class {i}" + (f" ({labels[i]!r})" if labels else "")
@@ -274,14 +282,6 @@ def _read_number(name: str) -> int | None:
     return int(head) if whole else None
 
 
-def _sort_names(names: Sequence[str]) -> Sequence[str]:
-    """Sort names in the data set's order, but numbers by size: 2.0 before 10.0."""
-    try:
-        return sorted(names, key=float)
-    except ValueError:
-        return names
-
-
 def require_labels(numbers: Mapping[str, int], net: Net, origin: str = "") -> None:
     """Refuse labels that are not class numbers of the model.
 
@@ -289,14 +289,14 @@ def require_labels(numbers: Mapping[str, int], net: Net, origin: str = "") -> No
         LabelError: the message names the first such label.
     """
     classes = net.classes
-    wrong = [name for name, i in numbers.items() if classes and not 0 <= i < classes]
-    if classes and wrong:
-        raise LabelError(
-            f"{origin}label {wrong[0]} is not one of the model's {classes} classes (0 to "
-            f"{classes - 1})",
-            "Number the labels from 0, in the order of the model's outputs.",
-            name=wrong[0],
-        )
+    for name, i in numbers.items():
+        if classes and not 0 <= i < classes:
+            raise LabelError(
+                f"{origin}label {name} is not one of the model's {classes} classes (0 to "
+                f"{classes - 1})",
+                "Number the labels from 0, in the order of the model's outputs.",
+                name=name,
+            )
 
 
 def _list_first(names: Sequence[str]) -> str:
@@ -306,16 +306,6 @@ def _list_first(names: Sequence[str]) -> str:
     "'a', 'b', 'c', 'd', 'e', ..."
     """
     return ", ".join([*map(repr, names[:SHOWN]), *(["..."] if len(names) > SHOWN else [])])
-
-
-def _list_known_names(net: Net) -> dict[str, int]:
-    names = {_normalise(alias): i for alias, i in net.aliases.items()}
-    if net.info.labels is None:  # the placeholder names of transformers
-        names |= {f"label {i}": i for i in range(net.classes or 0)}
-    for i, label in enumerate(net.info.labels or ()):
-        for name in (*label.split(","), label):
-            names.setdefault(_normalise(name), i)
-    return names
 
 
 def _normalise(name: str) -> str:

@@ -34,6 +34,7 @@ def read_refusal(*args: str) -> str:
         ("bounds vit_tinny_patch16_224", "timm:vit_tiny_patch16_224"),
         ("bounds timm:vit_tinny_patch16_224", "vit_tiny_patch16_224"),
         ("bounds py:mine.py:modle", "model"),
+        ("bounds mine.py:model", "py:mine.py:model"),
         ("bounds mine.pt", "mine.py"),
         ("attack demo --eps 0.1 --attack pdg", "pgd"),
         ("attack demo --eps 0.1 --attack fgsm,sqare", "square"),

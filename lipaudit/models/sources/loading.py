@@ -103,6 +103,9 @@ def _load(spec: str, options: LoadOptions) -> tuple[str, ModelSpec]:
 def _load_bare(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     """Load a name without a prefix, and note which source was found."""
     path = Path(name)
+    file, colon, _ = name.rpartition(":")
+    if colon and file.endswith(".py") and Path(file).is_file():
+        raise InputError(f"no model {name!r}", f"Did you mean py:{name}?")
     if name in DEMOS:
         meant, what = f"demo:{name}", "demo checkpoint"
     elif name and path.is_dir():

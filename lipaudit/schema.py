@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import from_json
 
 from lipaudit.errors import InputError, neighbours, suggestion
@@ -18,7 +18,6 @@ from lipaudit.tables.columns import NON_FINITE
 from lipaudit.tables.report import SCHEMA_VERSION
 from lipaudit.tables.summary import Summary, summary
 
-M = TypeVar("M", bound=BaseModel)
 _CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 """Control characters that JSON does not escape by itself."""
 # Integers so long that they may not fit a float; shorter ones need no second parse.
@@ -48,12 +47,31 @@ def loads(text: str, *, name: str = "report") -> Report:
     Raises:
         InputError: the text is not a report of this or the previous major version.
     """
-    document = _parse(text, name)
-    _require(document, REPORT, name)
+    try:
+        document = from_json(text, allow_inf_nan=False)  # nor lone surrogates, nor deep nesting
+        if _LONG.search(text):
+            json.loads(text, parse_int=_bounded)
+    except ValueError as error:
+        advice = "Check that the file is complete."
+        raise InputError(f"{name} is not JSON: {error}", advice) from None
+    if not isinstance(document, dict) or document.get("schema") != REPORT:
+        raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
+    version = document.get("schema_version")
+    if str(version or "").split(".")[0] not in ("1", "2"):
+        raise InputError(
+            f"{name} has schema version {version}, not {SCHEMA_VERSION}",
+            "Read it with the version of lipaudit that wrote it.",
+        )
     document.pop("summary", None)
     _complete(document)
     document["schema_version"] = SCHEMA_VERSION  # reports are written in this version
-    return _validate(Report, document, name)
+    try:
+        return Report.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        text = f"{name} is damaged: {where}: {first['msg']}"
+        raise InputError(text, "Write the report again.") from None
 
 
 def load(path: Path | str) -> Report:
@@ -62,17 +80,14 @@ def load(path: Path | str) -> Report:
     Raises:
         InputError: the file is missing, unreadable or not a report.
     """
-    return loads(_text(path), name=str(path))
-
-
-def _text(path: Path | str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         known = [] if Path(path).exists() else neighbours(Path(path))
         advice = suggestion(str(path), known, "Check the path.")
         raise InputError(f"cannot read {path}: {reason}", advice) from None
+    return loads(text, name=str(path))
 
 
 def read_json(path: Path) -> Any:
@@ -94,18 +109,6 @@ def json_schema() -> dict[str, Any]:
     schema["$defs"] |= summed.pop("$defs") | {"Summary": summed}
     schema["properties"]["summary"] = {"$ref": "#/$defs/Summary"}
     return schema
-
-
-def _require(document: dict[str, Any], kind: str, name: str) -> None:
-    """Refuse a document of another kind or another major version."""
-    if document.get("schema") != kind:
-        what = kind.replace(".", " ")
-        raise InputError(f"{name} is not a {what}", "Name a file written with -f json.")
-    if str(document.get("schema_version", "")).split(".")[0] not in ("1", "2"):
-        raise InputError(
-            f"{name} has schema version {document.get('schema_version')}, not {SCHEMA_VERSION}",
-            "Read it with the version of lipaudit that wrote it.",
-        )
 
 
 # Additions to old reports: columns of later versions, and in version 1 all columns
@@ -143,39 +146,12 @@ def _tell_columns(section: Mapping[str, Any]) -> dict[str, Any]:
     for row in rows if isinstance(rows, list) else ():
         for name, cell in row.items() if isinstance(row, dict) else ():
             cells[name] = cell if cells.get(name) is None else cells[name]
-    return {name: _describe(name, cell) for name, cell in cells.items()}
-
-
-def _describe(name: str, cell: Any) -> dict[str, Any]:
-    text = isinstance(cell, str) and cell not in NON_FINITE
-    format = "" if isinstance(cell, bool) else "s" if text else ".3g"
-    return {"label": name, "meaning": "", "format": format, "domain": ""}
-
-
-def _validate(kind: type[M], document: dict[str, Any], name: str) -> M:
-    try:
-        return kind.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        again = kind.__name__.lower()
-        raise InputError(
-            f"{name} is damaged: {where}: {first['msg']}", f"Write the {again} again."
-        ) from None
-
-
-def _parse(text: str, name: str) -> dict[str, Any]:
-    try:
-        document = from_json(text, allow_inf_nan=False)  # nor lone surrogates, nor deep nesting
-        if _LONG.search(text):
-            json.loads(text, parse_int=_bounded)
-    except ValueError as error:
-        raise InputError(
-            f"{name} is not JSON: {error}", "Check that the file is complete."
-        ) from None
-    if not isinstance(document, dict):
-        raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
-    return document
+    columns = {}
+    for name, cell in cells.items():
+        text = isinstance(cell, str) and cell not in NON_FINITE
+        format = "" if isinstance(cell, bool) else "s" if text else ".3g"
+        columns[name] = {"label": name, "meaning": "", "format": format, "domain": ""}
+    return columns
 
 
 def _bounded(digits: str) -> int:

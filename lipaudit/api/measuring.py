@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, overload
 
@@ -40,7 +40,6 @@ from lipaudit.errors import (
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import borrow, freeze_net
-from lipaudit.settings import RunOptions
 from lipaudit.tables import Report
 
 Models = list[AnyModel] | list[str] | list[nn.Module] | tuple[AnyModel, ...]
@@ -183,42 +182,30 @@ def open_job(
     if isinstance(data, str | os.PathLike):
         run = request.run.model_copy(update={"data": os.fspath(data)})
         request, data = replace(request, run=run), None
+    options = load_options(request.run)
+    if data is not None:
+        options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
     try:
-        with _open_net(model, request.run, data, input_shape) as net:
+        with ExitStack() as opened:
+            if isinstance(model, Net):
+                net = opened.enter_context(freeze_net(model))
+            elif not isinstance(model, str):
+                net = opened.enter_context(borrow(model, options, input_shape))
+            elif input_shape is not None:
+                text = f"{model} already defines its input shape"
+                raise UsageError(text, "Leave input_shape out.")
+            else:
+                net = load_net(model, options)
             if samples is None and data is not None:
-                samples = _read_samples(data, net, request)
+                most = max(request.count(name) for name in request.measures)
+                x, labels = _split_data(data)
+                samples = draw_tensors(x, labels, net, data_options(request.run, most))
             yield prepare(request, net=net, samples=samples)
     except Exception as error:
         # A bug keeps its type and traceback; any other failure is an error with a hint.
         if (fault := find_user_error(error)) is None or fault is error:
             raise
         raise fault from error
-
-
-@contextmanager
-def _open_net(
-    model: AnyModel | Net, run: RunOptions, data: AnyData, input_shape: Sequence[int] | None
-) -> Iterator[Net]:
-    if isinstance(model, Net):
-        with freeze_net(model) as net:
-            yield net
-        return
-    options = load_options(run)
-    if data is not None:
-        options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
-    if isinstance(model, str):
-        if input_shape is not None:
-            raise UsageError(f"{model} already defines its input shape", "Leave input_shape out.")
-        yield load_net(model, options)
-        return
-    with borrow(model, options, input_shape) as net:
-        yield net
-
-
-def _read_samples(data: Any, net: Net, request: Request) -> Samples:
-    x, labels = _split_data(data)
-    most = max(request.count(name) for name in request.measures)
-    return draw_tensors(x, labels, net, data_options(request.run, most))
 
 
 def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:

@@ -86,7 +86,11 @@ def audit_request(
         )
     own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
     own |= measures if isinstance(measures, Mapping) else {}
-    plan = {each: _choose_options(each, own[each], usual.get(each)) for each in own}
+    plan: dict[str, MeasureOptions] = {}
+    for each, given_options in own.items():  # the user's options, else the usual ones
+        kind, known = _find_options(each), usual.get(each)
+        defaults = {n: getattr(known, n) for n in known.model_fields_set} if known else {}
+        plan[each] = kind.checked(defaults | _rename_options(given_options, kind))
     run, _ = _split_options({n: v for n, v in options.items() if n not in of_attack}, None)
     return Request(
         name,
@@ -97,17 +101,6 @@ def audit_request(
         partial=True,
         command=command,
     )
-
-
-def _choose_options(
-    name: str, own: Mapping[str, Any], usual: MeasureOptions | None
-) -> MeasureOptions:
-    """Return the options of a measure in an audit: the user's, else the usual ones."""
-    kind = _find_options(name)
-    if usual is None:
-        return kind.checked(_rename_options(own, kind))
-    given = {field: getattr(usual, field) for field in usual.model_fields_set}
-    return kind.checked(given | _rename_options(own, kind))
 
 
 def _find_options(name: str) -> type[MeasureOptions]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -75,9 +76,22 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     """
     whole = sorted(reports, key=lambda report: _require_shard(report).number)
     _require_complete([_require_shard(report) for report in whole])
-    first = whole[0]
-    for other in whole[1:]:
-        _require_alike(first, other)
+    first, *others = whole
+    conditions = dict(_list_conditions(first))
+    for other in others:
+        pairs = conditions, dict(_list_conditions(other))
+        changes = []
+        for name in dict.fromkeys([*pairs[0], *pairs[1]]):
+            one, two = (str(pair.get(name, "not given")) for pair in pairs)
+            if pairs[0].get(name) != pairs[1].get(name) or one != two:
+                shown = (each if len(each) <= 20 else f"{each[:16]}..." for each in (one, two))
+                changes.append(f"{name} {' and '.join(shown)}")
+        if changes:
+            numbers = " and ".join(f"{_require_shard(each).number}" for each in (first, other))
+            raise InputError(
+                f"shards {numbers} are not from the same run: {'; '.join(changes)}",
+                "Measure both with the same command and software; only --shard may differ.",
+            )
     devices = ", ".join(dict.fromkeys(report.run.device for report in whole))
     created = datetime.now(UTC).isoformat(timespec="seconds")
     own = {"command": command, "created": created, "device": devices}
@@ -105,48 +119,19 @@ def _require_complete(shards: Sequence[Shard]) -> None:
     """
     if not shards:
         raise InputError("no reports were given to merge", "Give the reports of all shards.")
-    of = {shard.of for shard in shards}
-    if len(of) > 1:
+    sizes = sorted({shard.of for shard in shards})
+    if len(sizes) > 1:
         raise InputError(
-            f"these shards come from runs of {' and of '.join(map(str, sorted(of)))} shards",
+            f"these shards come from runs of {' and of '.join(map(str, sizes))} shards",
             "Merge the shards of one run only.",
         )
-    numbers = [shard.number for shard in shards]
-    twice = [n for n in sorted(set(numbers)) if numbers.count(n) > 1]
-    if twice:
+    count = Counter(shard.number for shard in shards)
+    if twice := ", ".join(f"{n}" for n in sorted(count) if count[n] > 1):
+        raise InputError(f"shard {twice} of {sizes[0]} was given twice", "Name each shard once.")
+    if missing := [n for n in range(1, sizes[0] + 1) if not count[n]]:
         raise InputError(
-            f"shard {_list_numbers(twice, shards)} was given twice", "Name each shard once."
-        )
-    missing = [n for n in range(1, shards[0].of + 1) if n not in numbers]
-    if missing:
-        raise InputError(
-            f"shard {_list_numbers(missing, shards)} is missing",
-            f"Measure it: run the same command with --shard {missing[0]}/{shards[0].of}.",
-        )
-
-
-def _list_numbers(numbers: Sequence[int], shards: Sequence[Shard]) -> str:
-    return f"{', '.join(map(str, numbers))} of {shards[0].of}"
-
-
-def _require_alike(first: Report, other: Report) -> None:
-    """Refuse a shard of another run than the first.
-
-    Raises:
-        InputError: the message lists all differences.
-    """
-    pairs = dict(_list_conditions(first)), dict(_list_conditions(other))
-    names = dict.fromkeys([*pairs[0], *pairs[1]])
-    changes = [
-        f"{name} {_shorten(values[0])} and {_shorten(values[1])}"
-        for name in names
-        if (values := [pair.get(name, "not given") for pair in pairs])[0] != values[1]
-    ]
-    if changes:
-        numbers = f"shards {_require_shard(first).number} and {_require_shard(other).number}"
-        raise InputError(
-            f"{numbers} are not from the same run: {'; '.join(changes)}",
-            "Measure both with the same command and software; only --shard may differ.",
+            f"shard {', '.join(map(str, missing))} of {sizes[0]} is missing",
+            f"Measure it: run the same command with --shard {missing[0]}/{sizes[0]}.",
         )
 
 
@@ -182,11 +167,6 @@ def _flatten(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
             yield f"{above}{name}", value
 
 
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 20 else f"{text[:16]}..."
-
-
 def _merge_sections(
     measure: str, reports: Sequence[Report], before: Sequence[Section]
 ) -> list[Section]:
@@ -195,31 +175,25 @@ def _merge_sections(
     if failed:
         return failed[:1]
     first = _require_shard(reports[0])
-    ids = first.ids[: first.counts[measure]]
-    given = dict(_list_settings(reports[0], measure))
+    notes, ids = [*first.notes], first.ids[: first.counts[measure]]
     left = sum(report.unmeasured.get(measure, 0) for report in reports)
     parts = _collect_parts(measure, reports, ids, left)
-    options, notes = _choose_map(option_types()[measure].checked(given), parts, before)
+    options = option_types()[measure].checked(dict(_list_settings(reports[0], measure)))
+    # Shards store maps of several heads: the map of the head with the largest norm is drawn.
+    maps = parts[0].facts.get("maps") if parts else None
+    heads = steepest(before, 1) if maps else ()
+    if maps and heads and heads[0] in maps:
+        options = options.draw_steepest(heads, some=False)
+    elif heads:
+        text = (
+            f"no shard has the attention map of head {heads[0]}: draw it with lipaudit attention "
+            f"MODEL --map {heads[0]}"
+        )
+        notes.append(Note(level="info", code="no-map", text=text))
     if left:
         text = f"the time limit ended {measure} after {len(ids) - left} of {len(ids)} samples"
-        notes = (*notes, Note(level="warning", code="cut-short", text=text))
-    return summarise(measure, parts, options, first.notes + notes, left)
-
-
-def _choose_map(
-    options: MeasureOptions, parts: Sequence[Part], before: Sequence[Section]
-) -> tuple[MeasureOptions, tuple[Note, ...]]:
-    """Choose the map of the head with the largest norm, if the shards stored maps for it."""
-    maps = parts[0].facts.get("maps") if parts else None
-    if not maps or not (heads := steepest(before, 1)):
-        return options, ()
-    if heads[0] in maps:
-        return options.draw_steepest(heads, some=False), ()
-    text = (
-        f"no shard has the attention map of head {heads[0]}: draw it with lipaudit attention "
-        f"MODEL --map {heads[0]}"
-    )
-    return options, (Note(level="info", code="no-map", text=text),)
+        notes.append(Note(level="warning", code="cut-short", text=text))
+    return summarise(measure, parts, options, tuple(notes), left)
 
 
 def _collect_parts(

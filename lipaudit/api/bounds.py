@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -79,12 +78,16 @@ def heads(
     for name, bias in zip("qkv", biases, strict=True):
         if bias is not None:
             layer = _add_bias(layer, name, _read_numbers(f"bias {name}", bias, 2))
-    return replace(
-        layer,
-        scale=layer.scale if scale is None else tokens.new_full((1, 1), scale),
-        bias=None if mask is None else _read_mask(mask, layer),
-        causal=causal,
-    )
+    added = None if mask is None else _read_numbers("mask", mask, 4, least=0)
+    whole = (*layer.q.shape[:3], layer.q.shape[2])
+    sizes = () if added is None else zip(added.shape, whole, strict=True)
+    if added is not None and any(size not in (1, most) for size, most in sizes):
+        raise UsageError(
+            f"a mask of shape {tuple(added.shape)} does not fit {whole}",
+            "Give a mask that broadcasts to (batch, heads, tokens, tokens).",
+        )
+    scales = layer.scale if scale is None else tokens.new_full((1, 1), scale)
+    return replace(layer, scale=scales, bias=added, causal=causal)
 
 
 def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any) -> Tensor:
@@ -145,19 +148,16 @@ def __getattr__(name: str) -> Callable[..., Tensor]:
     bound = load_bounds().get(name)
     if bound is None:
         raise AttributeError(f"there is no bound {name!r}; there are {', '.join(load_bounds())}")
-    function = partial(_compute_one, name)
-    function.__doc__ = f"{bound.formula}\n\n{bound.explanation} ({bound.source}; {bound.domain})"
-    return function
+
+    def compute(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any) -> Tensor:
+        return every(x, wq, wk, wv, **how)[name]
+
+    compute.__doc__ = f"{bound.formula}\n\n{bound.explanation} ({bound.source}; {bound.domain})"
+    return compute
 
 
 def __dir__() -> list[str]:
     return ["ball_norm", "ball_sharp", "every", "exact", "heads", *load_bounds()]
-
-
-def _compute_one(
-    name: str, x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any
-) -> Tensor:
-    return every(x, wq, wk, wv, **how)[name]
 
 
 def _read_numbers(name: str, values: ArrayLike, ndim: int, least: int = -1) -> Tensor:
@@ -190,18 +190,6 @@ def _add_bias(layer: Heads, name: str, bias: Tensor) -> Heads:
         f"to_{name}": replace(to, bias=bias),
     }
     return replace(layer, **changes)
-
-
-def _read_mask(values: ArrayLike, layer: Heads) -> Tensor:
-    mask = _read_numbers("mask", values, 4, least=0)
-    batch, heads, tokens, _ = layer.q.shape
-    whole = (batch, heads, tokens, tokens)
-    if any(size not in (1, most) for size, most in zip(mask.shape, whole, strict=True)):
-        raise UsageError(
-            f"a mask of shape {tuple(mask.shape)} does not fit {whole}",
-            "Give a mask that broadcasts to (batch, heads, tokens, tokens).",
-        )
-    return mask
 
 
 def _drop_axes(values: Tensor, x: ArrayLike, weight: ArrayLike) -> Tensor:

@@ -78,7 +78,15 @@ class OnStderr(Observer):
         self.label, self.total, self.done = visible(f"{measure} {self.model}"), samples, 0
         self.start = self.last = time.monotonic()
         if not self.quiet and self.console.is_terminal:
-            self.bar = _make_bar(self.console)
+            self.bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("samples, left:"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
             self.bar.add_task(self.label, total=samples)
             self.bar.start()
 
@@ -89,10 +97,15 @@ class OnStderr(Observer):
 
     def moves(self, measure: str, samples: float) -> None:
         """Move the bar within a part, too."""
+        done, now = self.done + samples, time.monotonic()
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=self.done + samples)
-        elif not self.quiet:
-            self._beat(time.monotonic(), self.done + samples)
+            self.bar.update(self.bar.task_ids[0], completed=done)
+        # No estimate is possible before the first sample or after the last.
+        elif not self.quiet and now - self.last >= HEARTBEAT and 0 < done < self.total:
+            left = (now - self.start) / done * (self.total - done)
+            text = f"{self.label}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
+            self.console.print(text, markup=False)
+            self.last = now
 
     def fails(self, measure: str, error: Exception) -> None:
         """Remove the bar, and print that the other measures continue."""
@@ -115,24 +128,3 @@ class OnStderr(Observer):
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
-
-    def _beat(self, now: float, done: float) -> None:
-        # No estimate is possible before the first sample or after the last.
-        if now - self.last < HEARTBEAT or not 0 < done < self.total:
-            return
-        left = (now - self.start) / done * (self.total - done)
-        text = f"{self.label}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
-        self.console.print(text, markup=False)
-        self.last = now
-
-
-def _make_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("samples, left:"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )

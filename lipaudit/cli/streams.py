@@ -101,20 +101,17 @@ class Unheeded:
 
         Terminals also get rich's colours and cursor moves.
         """
+        shown = text if text.isprintable() else visible(text, keep="\n\t")
+        if shown != text:
+            from rich.console import Console
+
+            if Console(file=self._stream).is_terminal:
+                # Odd pieces are the escape sequences.
+                pieces = enumerate(_SEQUENCE.split(text))
+                shown = "".join(p if i % 2 else visible(p, keep="\n\t") for i, p in pieces)
         with drop_output(self._stream):
-            self._stream.write(self._shown(text))
+            self._stream.write(shown)
         return len(text)
-
-    def _shown(self, text: str) -> str:
-        if text.isprintable() or (shown := visible(text, keep="\n\t")) == text:
-            return text
-        from rich.console import Console
-
-        if not Console(file=self._stream).is_terminal:
-            return shown
-        # Odd pieces are the escape sequences.
-        pieces = enumerate(_SEQUENCE.split(text))
-        return "".join(piece if i % 2 else visible(piece, keep="\n\t") for i, piece in pieces)
 
     def flush(self) -> None:
         """Flush the written text."""
@@ -125,12 +122,9 @@ class Unheeded:
 def _replace_characters(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    text = _add_carets(error.object[error.start : error.end]).translate(PLAIN)
+    text = error.object[error.start : error.end]
+    # A caret before superscripts, which would otherwise run into the text before them.
+    runs = itertools.groupby(text, lambda c: unicodedata.decomposition(c).startswith("<super>"))
+    text = "".join("^" * above + "".join(run) for above, run in runs).translate(PLAIN)
     parts = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return parts or "?", error.end
-
-
-def _add_carets(text: str) -> str:
-    """Write a caret before superscripts, which would otherwise run into the text before them."""
-    runs = itertools.groupby(text, lambda c: unicodedata.decomposition(c).startswith("<super>"))
-    return "".join("^" * above + "".join(run) for above, run in runs)

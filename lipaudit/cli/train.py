@@ -6,7 +6,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
     from lipaudit.train import Epoch
-    from lipaudit.train.record import TrainingRecord
 
 FOLDER = "lipaudit-watch"
 READ_AS = ("data", "text_column", "label_column", "max_tokens", "skip_bad")
@@ -110,7 +108,7 @@ def train(
             observer.note(note)
     record = TrainingRecord(out, net, data, tested, recipe, command=typed_command())
     batch = None if tested is None else tested.batch
-    with _note_kept(record, quiet=quiet):
+    try:
         state = record.read_state()
         done = 0 if state is None else int(state["epochs"])
         if done and not quiet:
@@ -120,6 +118,11 @@ def train(
             epochs = _watch_epochs(epochs, net, batch, watch, out / FOLDER, after=done)
         for epoch in _report_epochs(epochs, recipe.epochs, quiet=quiet):
             record.keep(epoch)
+    except (Exception, KeyboardInterrupt):
+        if record.epochs and not quiet:
+            text = "finished epochs are kept: run the same command with --resume to continue"
+            say(f"note: {text}")
+        raise
     complete = save_model(net, out, options)
     record.write_record(finished=True)
     if not quiet:
@@ -128,25 +131,12 @@ def train(
         said = f"Load {out}/model.safetensors in your py: factory."
         if complete:  # measured on its held-out data
             words, flags = ["lipaudit", "audit", str(out)], RunOptions.options()
-            asked = run.model_copy(update={"data": held_out or run.data})
-            for name in READ_AS:
-                if (value := getattr(asked, name)) is not None and value is not False:
-                    words += [flags[name].flags[0], *([] if value is True else [str(value)])]
+            given = {n: getattr(run, n) for n in READ_AS} | {"data": held_out or run.data}
+            for name, value in ((n, v) for n, v in given.items() if v not in (None, False)):
+                words += [flags[name].flags[0], *([] if value is True else [str(value)])]
             said = f"Measure the result: {shlex.join(words)}"
         say(f"Training finished. {said}")
     emit({"lines": lambda: [str(out)], "record": lambda: read_record(out)}, output)
-
-
-@contextmanager
-def _note_kept(record: TrainingRecord, *, quiet: bool) -> Iterator[None]:
-    """Note what is stored of an interrupted training."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt):
-        if record.epochs and not quiet:
-            text = "finished epochs are kept: run the same command with --resume to continue"
-            say(f"note: {text}")
-        raise
 
 
 def _watch_epochs(

@@ -88,6 +88,8 @@ def _load(spec: str, options: LoadOptions) -> tuple[str, ModelSpec]:
             return prefix, timm.load_pretrained(name, options)
     if colon and prefix == "py":
         return prefix, own.load_factory(name, options)
+    if colon and prefix.endswith(".py") and Path(prefix).is_file():
+        raise InputError(f"no model {spec!r}", f"Did you mean py:{spec}?")
     if colon and prefix in ("hf", "hf-hub"):
         repository, _, revision = name.partition("@")
         if repository.count("/") > 1 or not repository:
@@ -103,9 +105,7 @@ def _load(spec: str, options: LoadOptions) -> tuple[str, ModelSpec]:
 def _load_bare(name: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     """Load a name without a prefix, and note which source was found."""
     path = Path(name)
-    file, colon, _ = name.rpartition(":")
-    if colon and file.endswith(".py") and Path(file).is_file():
-        raise InputError(f"no model {name!r}", f"Did you mean py:{name}?")
+
     if name in DEMOS:
         meant, what = f"demo:{name}", "demo checkpoint"
     elif name and path.is_dir():

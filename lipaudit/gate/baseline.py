@@ -13,7 +13,7 @@ from lipaudit.gate.judging import read_trusted
 from lipaudit.gate.pairing import ALL_BUT_FEW, find_shared
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.settings import layouts
-from lipaudit.tables import Report, Section
+from lipaudit.tables import Report
 
 _SAVE = "Save a baseline with lipaudit baseline save REPORT."
 
@@ -71,28 +71,34 @@ def promote(report: Report, reason: str) -> Report:
         raise UsageError("a baseline needs a reason", "Add a reason: --reason 'first release'.")
     if reasons := find_problems(report):
         advice = (
-            "Measure again."
-            if report.shard is None
-            else ("Merge all shards with lipaudit merge first.")
+            "Merge all shards with lipaudit merge first." if report.shard else "Measure again."
         )
         raise BaselineError(f"this report cannot be a baseline: {reasons[0]}", advice)
-    order = {name: place for place, name in enumerate(layouts())}
-    run = report.run
-    return report.model_copy(
-        update={
-            "run": run.model_copy(
-                update={
-                    "reason": reason.strip(),
-                    "versions": dict(sorted(run.versions.items())),
-                    "preprocess": dict(sorted(run.preprocess.items())),
-                }
-            ),
-            "sections": tuple(
-                _slim_down(s)
-                for s in sorted(report.sections, key=lambda s: order.get(s.measure, len(order)))
-            ),
+    sections = []
+    for section in report.sections:
+        # Arrays behind rows stay, so that rows can be computed again for shared samples.
+        columns = section.columns
+        behind = (column.reduction.arrays for column in columns.values() if column.reduction)
+        kept = columns.keys() | set(chain.from_iterable(behind))
+        rows = section.rows
+        if "seconds" in columns:
+            rows = tuple(row.replace(seconds=None) for row in rows)
+        update = {
+            "rows": rows,
+            "settings": dict(sorted(section.settings.items())),
+            "arrays": {n: a for n, a in sorted(section.arrays.items()) if n in kept},
         }
-    )
+        sections.append(section.model_copy(update=update))
+    order = {name: place for place, name in enumerate(layouts())}
+    sections.sort(key=lambda section: order.get(section.measure, len(order)))
+    run = report.run
+    update = {
+        "reason": reason.strip(),
+        "versions": dict(sorted(run.versions.items())),
+        "preprocess": dict(sorted(run.preprocess.items())),
+    }
+    run = run.model_copy(update=update)
+    return report.model_copy(update={"run": run, "sections": tuple(sections)})
 
 
 def find_problems(report: Report) -> list[str]:
@@ -108,20 +114,3 @@ def find_problems(report: Report) -> list[str]:
         except LipauditError as error:
             reasons.append(error.message)
     return list(dict.fromkeys(reasons)) or ([] if report.sections else ["it has no sections"])
-
-
-def _slim_down(section: Section) -> Section:
-    """Keep only the arrays behind rows; drop wall times and sort the settings."""
-    columns = section.columns
-    behind = (c.reduction.arrays for c in columns.values() if c.reduction)
-    kept = columns.keys() | set(chain.from_iterable(behind))
-    rows = section.rows
-    if "seconds" in columns:
-        rows = tuple(row.replace(seconds=None) for row in rows)
-    return section.model_copy(
-        update={
-            "rows": rows,
-            "settings": dict(sorted(section.settings.items())),
-            "arrays": {n: a for n, a in sorted(section.arrays.items()) if n in kept},
-        }
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lipaudit.errors import BaselineError
@@ -59,26 +59,34 @@ def require_same_conditions(current: Run, baseline: Run) -> None:
         raise BaselineError(f"--score changed from {old} to {new}", REPEAT)
 
 
-def require_same_protocol(
-    current: Report, baseline: Report, section: Section, before: Section
-) -> None:
-    """Refuse to compare sections with different settings.
+def find_obstacle(current: Report, baseline: Report, section: Section, before: Section) -> str:
+    """Return why two sections cannot be compared (other settings, weaker attacks), or nothing.
 
     Args:
         current: the report to judge.
         baseline: the report to compare it with.
         section: the section of the current report.
         before: the section of the baseline.
-
-    Raises:
-        BaselineError: with what differs.
     """
-    _require_same_settings(section, before)
-    _require_same_attacks(section, before)
-    _require_same_map(section, before)
-    suites = {report.run.data.suite_id for report in (current, baseline)}
-    if not all(s.samples.get("ids") for s in (section, before)) and len(suites) > 1:
-        raise BaselineError(f"{section.measure}: the samples differ from the baseline's", REPEAT)
+    measure, both = section.measure, (section, before)
+    if changes := _list_changed_settings(section, before):
+        return f"{measure}: settings differ: {changes}"
+    # Against weaker attacks than the baseline's, robustness would look better.
+    if measure in ("attack", "certify"):
+        new, old = ({row.key for row in s.rows if "attack" in row} for s in both)
+        if missing := sorted(map(str, old - new)):
+            return f"attack: weaker than the baseline, which also ran {'; '.join(missing)}"
+        less, known = ({n.text for n in s.notes if n.code in FALLBACKS} for s in both)
+        if fresh := sorted(less - known):
+            return f"{measure}: weaker than the baseline: {'; '.join(fresh)}"
+    # Norms of different outputs, such as an encoder's and a classifier's.
+    now, then = ({f"{r.from_} to {r.to}" for r in s.rows if "from" in r} for s in both)
+    if lost := ", ".join(sorted(then - now)):
+        return f"{measure}: the norms of {lost} are now norms of {', '.join(sorted(now))}"
+    other_suite = current.run.data.suite_id != baseline.run.data.suite_id
+    if other_suite and not all(s.samples.get("ids") for s in both):
+        return f"{measure}: the samples differ from the baseline's"
+    return ""
 
 
 def has_same_weights(current: Report, baseline: Report) -> bool:
@@ -100,54 +108,53 @@ def has_other_starts(current: Section, baseline: Section) -> bool:
 def list_differences(current: Report, baseline: Report) -> dict[str, str]:
     """Return the differences between the conditions of two runs, by name."""
     new, old = current.run, baseline.run
-    seen, before = _read_preprocessing(new, old)
     pairs: dict[str, tuple[object, object]] = {
         "seed": (new.seed, old.seed),
         "device": (new.device.split(":")[0], old.device.split(":")[0]),
         "dtype": (new.dtype, old.dtype),
         "data": (new.data.spec, old.data.spec),
-        "preprocess": (_to_json_values(seen), _to_json_values(before)),
+        "preprocess": _read_preprocessing(new, old),
     }
     for name in sorted(old.options.keys() | new.options.keys()):
         pairs[name] = new.options.get(name, "not given"), old.options.get(name, "not given")
     for name in sorted(old.versions.keys() & new.versions.keys()):
         pairs[name] = new.versions[name], old.versions[name]
-    changed = {n: f"{n}: {b} became {a}" for n, (a, b) in pairs.items() if a != b}
-    return (
-        changed
-        | _explain_starts(current, baseline)
-        | _count_repeats(current)
-        | _list_renamed_classes(current, baseline)
+    texts = {n: f"{n}: {b} became {a}" for n, (a, b) in pairs.items() if a != b}
+    attack, before = current.section("attack"), baseline.section("attack")
+    restarted = attack and before and has_other_starts(attack, before)
+    if restarted and has_same_weights(current, baseline):
+        texts["starts"] = (
+            "attack: the weights are equal, but the random starts differ (other seed, number or "
+            "order of samples). Differences under attack are chance"
+        )
+    if repeats := max((sum(map(is_repeat, s.ids)) for s in current.sections), default=0):
+        texts["repeats"] = f"duplicate samples count once: {repeats} were left out"
+    if classes := _compare_classes(current, baseline):
+        texts["classes"] = classes
+    return texts
+
+
+def list_warnings(current: Report, baseline: Report) -> tuple[str, ...]:
+    """Return the warnings of the current report, and whether the baseline has them, too.
+
+    Each names the sections that it affects.
+    """
+    affected: dict[Note, list[str]] = {}
+    for section in current.sections:
+        for note in section.notes:
+            if note.level == "warning":
+                affected.setdefault(note, []).append(section.measure)
+    known = {n.code for s in baseline.sections for n in s.notes if n.level == "warning"}
+    return tuple(
+        f"{', '.join(where)}: {note.text}"
+        + ("" if note.code in known else " (not in the baseline)")
+        for note, where in affected.items()
     )
 
 
-def list_warnings(report: Report) -> dict[str, Note]:
-    """Return the warnings of a report, each with the sections that it affects."""
-    spoiled: dict[Note, list[str]] = {}
-    for section in report.sections:
-        for note in section.notes:
-            if note.level == "warning":
-                spoiled.setdefault(note, []).append(section.measure)
-    return {f"{', '.join(where)}: {note.text}": note for note, where in spoiled.items()}
-
-
-def word_warnings(current: Report, baseline: Report) -> tuple[str, ...]:
-    """Return the warnings of the current report, and whether the baseline has them, too."""
-    known = {note.code for note in list_warnings(baseline).values()}
-    both = {True: "", False: " (not in the baseline)"}
-    return tuple(f"{text}{both[n.code in known]}" for text, n in list_warnings(current).items())
-
-
-def _count_repeats(report: Report) -> dict[str, str]:
-    """Note how many samples repeat others: each counts once."""
-    most = max((sum(map(is_repeat, s.ids)) for s in report.sections), default=0)
-    text = f"duplicate samples count once: {most} were left out"
-    return {"repeats": text} if most else {}
-
-
-def _list_renamed_classes(current: Report, baseline: Report) -> dict[str, str]:
-    """Note which classes have other names than in the baseline, or that one report lacks names."""
-    pairs = [(each, baseline.section(each.measure)) for each in current.sections]
+def _compare_classes(current: Report, baseline: Report) -> str:
+    """Say which classes have other names than in the baseline, or that one report lacks names."""
+    pairs = ((each, baseline.section(each.measure)) for each in current.sections)
     both = [(section.classes, other.classes) for section, other in pairs if other is not None]
     renamed = {
         number: f"class {number}: {old[number]!r} became {name!r}"
@@ -155,77 +162,28 @@ def _list_renamed_classes(current: Report, baseline: Report) -> dict[str, str]:
         for number, name in new.items()
         if old.get(number, name) != name
     }
-    if renamed:
-        return {"classes": ", ".join(renamed.values())}
     alone = next((pair for pair in both if bool(pair[0]) != bool(pair[1])), None)
-    if alone is None:
-        return {}
+    if renamed or alone is None:
+        return ", ".join(renamed.values())
     which = "only the new report" if alone[0] else "only the baseline"
     known = sorted((alone[0] or alone[1]).items())
     names = ", ".join(f"{number} is {name!r}" for number, name in known)
-    text = f"{which} names its classes ({names}), so their order cannot be checked"
-    return {"classes": text}
+    return f"{which} names its classes ({names}), so their order cannot be checked"
 
 
-def _explain_starts(current: Report, baseline: Report) -> dict[str, str]:
-    new, old = current.section("attack"), baseline.section("attack")
-    if not (new and old and has_same_weights(current, baseline) and has_other_starts(new, old)):
-        return {}
-    text = (
-        "attack: the weights are equal, but the random starts differ (other seed, number or "
-        "order of samples). Differences under attack are chance"
-    )
-    return {"starts": text}
-
-
-def _require_same_settings(current: Section, baseline: Section) -> None:
-    """Compare settings; a list (radii, attacks, layers) may gain entries but lose none."""
+def _list_changed_settings(current: Section, baseline: Section) -> str:
+    """List changed settings; a list (radii, attacks, layers) may gain entries but lose none."""
     new, old = _to_json_values(current.settings), _to_json_values(baseline.settings)
     lists = {k for k in new if isinstance(new[k], list) and isinstance(old.get(k), list)}
     single = [{k: v for k, v in s.items() if k not in lists | FREE} for s in (new, old)]
     changes = [_list_changes(*single)]
     for key in sorted(lists - FREE):
         # Radii are equal in any notation: 1/20 and 0.05.
-        new[key], old[key] = (
-            [parse_budget(item) if key == "eps" else item for item in values[key]]
-            for values in (new, old)
-        )
-        lost = [getattr(item, "text", str(item)) for item in old[key] if item not in new[key]]
+        read: Callable[[Any], Any] = parse_budget if key == "eps" else lambda item: item
+        known = [read(item) for item in new[key]]
+        lost = [str(item) for item in old[key] if read(item) not in known]
         changes.append(f"{key} lacks {', '.join(lost)}" if lost else "")
-    if any(changes):
-        text = "; ".join(filter(None, changes))
-        raise BaselineError(f"{current.measure}: settings differ: {text}", REPEAT)
-
-
-def _require_same_attacks(current: Section, baseline: Section) -> None:
-    """Refuse weaker attacks than the baseline's: robustness would look better."""
-    if current.measure not in ("attack", "certify"):
-        return
-    new, old = ({row.key for row in s.rows if "attack" in row} for s in (current, baseline))
-    if missing := sorted(map(str, old - new)):
-        raise BaselineError(
-            f"attack: weaker than the baseline, which also ran {'; '.join(missing)}", REPEAT
-        )
-    fallbacks, known = (
-        {note.text for note in s.notes if note.code in FALLBACKS} for s in (current, baseline)
-    )
-    if fresh := sorted(fallbacks - known):
-        raise BaselineError(
-            f"{current.measure}: weaker than the baseline: {'; '.join(fresh)}", REPEAT
-        )
-
-
-def _require_same_map(current: Section, baseline: Section) -> None:
-    """Refuse to compare norms of different outputs, such as an encoder's and a classifier's."""
-    new, old = (
-        {f"{row.from_} to {row.to}" for row in s.rows if "from" in row}
-        for s in (current, baseline)
-    )
-    if old - new:
-        lost, now = ", ".join(sorted(old - new)), ", ".join(sorted(new))
-        raise BaselineError(
-            f"{current.measure}: the norms of {lost} are now norms of {now}", REPEAT
-        )
+    return "; ".join(filter(None, changes))
 
 
 def _read_preprocessing(new: Run, old: Run) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -235,23 +193,18 @@ def _read_preprocessing(new: Run, old: Run) -> tuple[dict[str, Any], dict[str, A
     """
     both = {"mean", "std"} | (new.preprocess.keys() & old.preprocess.keys())
     one, two = ({k: v for k, v in run.preprocess.items() if k in both} for run in (new, old))
-    return one, two
+    return _to_json_values(one), _to_json_values(two)
 
 
 def _list_changes(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
     """List the entries that differ: `tol 0.0001 became 0.01`."""
-    new, old = _to_json_values(new), _to_json_values(old)
     ends = {key: [each.get(key, "unset") for each in (old, new)] for key in sorted({**new, **old})}
+    # None is a setting that the user did not type.
     return ", ".join(
-        f"{key} {_format_setting(before)} became {_format_setting(now)}"
-        for key, (before, now) in ends.items()
-        if before != now
+        f"{key} {' became '.join('not given' if v is None else str(v) for v in both)}"
+        for key, both in ends.items()
+        if both[0] != both[1]
     )
-
-
-def _format_setting(value: Any) -> Any:
-    """Return a setting as the user types it; None is never typed."""
-    return "not given" if value is None else value
 
 
 def _to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:

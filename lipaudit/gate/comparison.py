@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -11,13 +11,12 @@ from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate.comparable import (
     REPEAT,
     find_fault,
+    find_obstacle,
     has_same_weights,
     list_differences,
-    require_same_protocol,
 )
 from lipaudit.gate.judging import (
     TOLERANCE,
-    Contrast,
     contrast_values,
     express_change,
     express_limits,
@@ -31,11 +30,11 @@ from lipaudit.gate.pairing import (
     name_rows,
     select,
 )
-from lipaudit.gate.rules import Rule, no_change
+from lipaudit.gate.rules import no_change
 from lipaudit.gate.statistics import ALPHA, compute_two_sided, correct_by_holm, judge_share
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.tables import Column, Report, Section, model_labels
-from lipaudit.tables.columns import Cell, Float, Frozen
+from lipaudit.tables import Report, Section, model_labels
+from lipaudit.tables.columns import Float, Frozen
 from lipaudit.tables.figures import order
 from lipaudit.tables.samples import FLAGS
 from lipaudit.tables.trials import WORST, TrialKey, parse_column
@@ -206,74 +205,79 @@ def compare(reports: Sequence[Report]) -> Comparison:
         _compare_two((matched[0], report), (names[0], name), notes.get(name, ""))
         for report, name in zip(matched[1:], names[1:], strict=True)
     )
-    judged = [v for pair in pairs for v in pair.verdicts if not v.reason]
-    if not judged:
-        reasons = [v.reason for pair in pairs for v in pair.verdicts] or [
-            _explain_nothing(reports, names)
-        ]
+    verdicts = [verdict for pair in pairs for verdict in pair.verdicts]
+    if all(verdict.reason for verdict in verdicts):
+        measured = []
+        for name, report in zip(names, reports, strict=True):
+            sections = [s.measure + " (failed)" * bool(s.failure) for s in report.sections]
+            measured.append(f"{name}: {', '.join(sections) or 'nothing'}")
+        reason = f"no common section ({'; '.join(measured)})"
         whole = all(r.shard is None and r.status == "complete" for r in reports)
-        advice = REPEAT if whole else UNFINISHED
-        raise BaselineError(f"the reports cannot be compared: {reasons[0]}", advice)
+        raise BaselineError(
+            f"the reports cannot be compared: {verdicts[0].reason if verdicts else reason}",
+            REPEAT if whole else UNFINISHED,
+        )
     return Comparison(models=tuple(names), pairs=pairs)
 
 
-def _explain_nothing(reports: Sequence[Report], names: Sequence[str]) -> str:
-    measured = []
-    for name, report in zip(names, reports, strict=True):
-        sections = [s.measure + " (failed)" * bool(s.failure) for s in report.sections]
-        measured.append(f"{name}: {', '.join(sections) or 'nothing'}")
-    return f"no common section ({'; '.join(measured)})"
-
-
 def _compare_two(reports: tuple[Report, Report], names: tuple[str, str], by_place: str) -> Pair:
-    reports, unsettled = _leave_out_unsettled(reports)
-    old, new = reports
+    (old, new), unsettled = _leave_out_unsettled(reports)
     both = [(s, after) for s in old.sections if (after := new.section(s.measure)) is not None]
     differing = list_differences(new, old)
-    flips = _find_flips(old, new)
+    warnings = [text for name, text in differing.items() if name in SPOILING]
+    warnings += [by_place] if by_place else []
+    notes = [
+        f"not compared, because only {name} has it: {section.measure}"
+        for report, other, name in ((old, new, names[0]), (new, old, names[1]))
+        for section in report.sections
+        if other.section(section.measure) is None
+    ]
+    for before, after in both:
+        measure, shared = before.measure, set(before.ids) & set(after.ids)
+        if shared and set(before.ids) != set(after.ids):
+            warnings.append(
+                f"compared over the {len(shared)} shared samples (of {len(set(before.ids))} and "
+                f"{len(set(after.ids))}): {measure}"
+            )
+        for name, column in before.sample_columns.items():
+            known = shared - find_missing(name, (before, after))
+            if column.better and 0 < len(known) < len(shared):
+                notes.append(
+                    f"compared over the {len(known)} of {len(shared)} samples with a value in "
+                    f"both reports: {measure}.{name}"
+                )
+    warnings += unsettled
+    if has_same_weights(new, old):
+        warnings.append("both reports are of the same weights")
+    notes += (text for name, text in differing.items() if name not in SPOILING)
+    # Heads are compared by the columns of `MAPPED`, else by all with a better direction.
+    changes = (
+        compute_head_changes(f"{section.measure}.{name}", old, new)
+        for section in new.sections
+        if {"layer", "head"} <= section.columns.keys()
+        for name in MAPPED.get(
+            section.measure, [name for name, column in section.columns.items() if column.better]
+        )
+    )
+    comparable = {
+        before.measure: (before, after)
+        for before, after in both
+        if not (find_fault(old, before) or find_fault(new, after))
+        and not find_obstacle(new, old, after, before)
+    }
+    flips = _find_flips(comparable)
     return Pair(
         old=names[0],
         new=names[1],
-        verdicts=tuple(v for sections in both for v in _judge_columns(sections, reports, names)),
-        heads=tuple(
-            heads
-            for metric in _list_head_metrics(new)
-            if (heads := compute_head_changes(metric, old, new))
+        verdicts=tuple(
+            v for sections in both for v in _judge_columns(sections, (old, new), names)
         ),
+        heads=tuple(filter(None, changes)),
         outcomes=tuple(flip.outcome for flip in flips),
-        samples=_list_sample_changes(old, new, flips),
-        warnings=(
-            *(text for name, text in differing.items() if name in SPOILING),
-            *([by_place] if by_place else []),
-            *_list_partial(both),
-            *unsettled,
-            *(["both reports are of the same weights"] if has_same_weights(new, old) else []),
-        ),
-        notes=(
-            *_list_unshared(old, new, names),
-            *(text for sections in both for text in _list_incomplete(sections)),
-            *(text for name, text in differing.items() if name not in SPOILING),
-        ),
+        samples=_list_sample_changes(comparable, flips, old.found("place") | new.found("place")),
+        warnings=tuple(warnings),
+        notes=tuple(notes),
     )
-
-
-def _list_unshared(old: Report, new: Report, names: tuple[str, str]) -> Iterator[str]:
-    """Note which sections only one of two reports has."""
-    for report, other, name in ((old, new, names[0]), (new, old, names[1])):
-        for section in report.sections:
-            if other.section(section.measure) is None:
-                yield f"not compared, because only {name} has it: {section.measure}"
-
-
-def _list_partial(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
-    """Note which sections are compared on a part of their samples."""
-    for sections in both:
-        old, new = (set(section.ids) for section in sections)
-        if old != new and old & new:
-            yield (
-                f"compared over the {len(old & new)} shared samples (of {len(old)} and "
-                f"{len(new)}): {sections[0].measure}"
-            )
 
 
 # Figures
@@ -293,11 +297,19 @@ def _judge_columns(
     for name, column in columns.items():
         if not column.better and not (name in sampled and name == "correct"):
             continue
+        figures: list[list[float]] = []
+        for section in sections:
+            if name in sampled:  # of all trials
+                lines = [v for c, v in section.samples.items() if parse_column(c)[0] == name]
+                cells = [cell for line in lines for cell in line]
+            else:
+                # Rows of balls and attacks repeat what their samples say.
+                plain = not section.sample_columns
+                cells = [row.get(name) for row in section.rows if plain or "layer" in row]
+            figures.append([float(cell) for cell in cells if isinstance(cell, int | float)])
+        stats = ["median"]
         if name in sampled:
             stats = ["mean"] if name in FLAGS else ["median", "p95"]
-            figures = [_read_samples(section, name) for section in sections]
-        else:
-            stats, figures = ["median"], [_read_rows(section, name) for section in sections]
         for stat in stats if any(figures) else ():
             rule = no_change(f"{measure}.{name}:{stat}", column, chain(*figures), sections)
             if all(figures):
@@ -306,95 +318,47 @@ def _judge_columns(
                 yield refuse(rule, f"{names[0 if figures[1] else 1]} has none")
 
 
-def _list_incomplete(sections: Sections) -> Iterator[str]:
-    """Note which columns lack a figure of a shared sample in one report."""
-    measure = sections[0].measure
-    both = set(sections[0].ids) & set(sections[1].ids)
-    for name, column in sections[0].sample_columns.items():
-        known = both - find_missing(name, sections)
-        if column.better and 0 < len(known) < len(both):
-            yield (
-                f"compared over the {len(known)} of {len(both)} samples with a value in both "
-                f"reports: {measure}.{name}"
-            )
-
-
-def _read_rows(section: Section, name: str) -> list[float]:
-    """Return the figures of a column that is compared by rows.
-
-    This applies to rows of layers, and to sections without values per sample.
-    """
-    sampled = bool(section.sample_columns)
-    shown = [row.get(name) for row in section.rows if "layer" in row or not sampled]
-    return [float(value) for value in shown if value is not None]
-
-
-def _read_samples(section: Section, name: str) -> list[float]:
-    """Return the figures of a per-sample column, of all of its trials."""
-    columns = (cells for c, cells in section.samples.items() if parse_column(c)[0] == name)
-    return [float(cell) for cells in columns for cell in cells if isinstance(cell, int | float)]
-
-
 NAMED = 6
 """Number of left-out rows that a note names."""
 
 
-def _leave_out_unsettled(
-    reports: tuple[Report, Report],
-) -> tuple[tuple[Report, Report], list[str]]:
+def _leave_out_unsettled(reports: tuple[Report, Report]) -> tuple[list[Report], list[str]]:
     """Remove from both reports the rows and samples that failed or did not converge in one.
 
-    A gate refuses such a report; a comparison shows the rest. A section that would become empty
-    stays, and is refused later.
+    A gate refuses such a report; a comparison shows the rest.
 
     Returns:
         Both reports, and a note for each section that lost something.
     """
-    old, new = (keep_sections(r, lambda section: section.failure is None) for r in reports)
-    said = []
-    for section in old.sections:
-        both = [each for r in (old, new) if (each := r.section(section.measure)) is not None]
+    left = [keep_sections(report, lambda section: section.failure is None) for report in reports]
+    notes = []
+    for section in left[0].sections:
+        both = [each for r in left if (each := r.section(section.measure)) is not None]
         rows, samples = set[str](), set[str]()
         for each in both:
             pairs = zip(name_rows(each), each.rows, strict=True)
             rows |= {name for name, row in pairs if row.get("converged") is False}
             flags = zip(each.ids, each.samples.get("converged", ()), strict=False)
             samples |= {name for name, flag in flags if flag is False}
-        kept = [_leave_out(each, rows, samples) for each in both]
-        some = all(s.rows and (s.ids or "ids" not in s.samples) for s in kept)
-        if len(both) == 2 and (rows or samples) and some:
-            old, new = (_replace_section(r, s) for r, s in zip((old, new), kept, strict=True))
-            which = _name_left_out(rows, samples, section)
-            said.append(f"left out, because not converged in one report: {which}")
-    return (old, new), said
-
-
-def _leave_out(section: Section, rows: Collection[str], samples: Collection[str]) -> Section:
-    """Return a section without some rows and samples.
-
-    Removing a row also removes the values of each sample over all rows.
-    """
-    down = [i for i, name in enumerate(name_rows(section)) if name not in rows]
-    across = [i for i, name in enumerate(section.ids) if name not in samples]
-    part = select(section, across, down)
-    if len(down) < len(section.rows):
-        part = part.model_copy(update={"samples": {"ids": part.ids}})
-    return part
-
-
-def _replace_section(report: Report, section: Section) -> Report:
-    sections = (section if s.measure == section.measure else s for s in report.sections)
-    return report.model_copy(update={"sections": tuple(sections)})
-
-
-def _name_left_out(rows: Collection[str], samples: Collection[str], section: Section) -> str:
-    named: Sequence[str] = sorted(rows)
-    more = ", ..." * (len(named) > NAMED)
-    parts = [
-        f"{len(samples)} of {len(section.ids)} samples" if samples else "",
-        f"{', '.join(named[:NAMED])}{more}" if named else "",
-    ]
-    return f"{' and '.join(filter(None, parts))} of {section.measure}"
+        parts = []
+        for each in both if rows or samples else ():
+            down = [i for i, name in enumerate(name_rows(each)) if name not in rows]
+            across = [i for i, name in enumerate(each.ids) if name not in samples]
+            part = select(each, across, down)
+            if len(down) < len(each.rows):  # values of a sample are over all rows
+                part = part.model_copy(update={"samples": {"ids": part.ids}})
+            parts.append(part)
+        # A section that would become empty stays, and is refused later.
+        if len(parts) < 2 or not all(s.rows and (s.ids or "ids" not in s.samples) for s in parts):
+            continue
+        for i, part in enumerate(parts):
+            kept = (part if s.measure == part.measure else s for s in left[i].sections)
+            left[i] = left[i].model_copy(update={"sections": tuple(kept)})
+        which = [f"{len(samples)} of {len(section.ids)} samples"] if samples else []
+        which += [", ".join(sorted(rows)[:NAMED]) + ", ..." * (len(rows) > NAMED)] if rows else []
+        text = f"{' and '.join(which)} of {section.measure}"
+        notes.append(f"left out, because not converged in one report: {text}")
+    return left, notes
 
 
 # Heads
@@ -402,16 +366,6 @@ def _name_left_out(rows: Collection[str], samples: Collection[str], section: Sec
 
 MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermediate")}
 """Columns compared head by head. In other sections: all columns with a better direction."""
-
-
-def _list_head_metrics(report: Report) -> Iterator[str]:
-    """Return the columns of heads to compare head by head."""
-    for section in report.sections:
-        columns = section.columns
-        if {"layer", "head"} <= columns.keys():
-            better = [name for name, column in columns.items() if column.better]
-            names = MAPPED.get(section.measure, better)
-            yield from (f"{section.measure}.{name}" for name in names)
 
 
 def compute_head_changes(metric: str, old: Report, new: Report) -> HeadChanges | None:
@@ -432,36 +386,32 @@ def compute_head_changes(metric: str, old: Report, new: Report) -> HeadChanges |
     adjusted = correct_by_holm(p_values, ALPHA)[0]
     tested = dict(zip(lines, zip(p_values, adjusted, strict=True), strict=True))
     cells = dict(zip(name_rows(after), after.rows, strict=True))
-    return HeadChanges(
-        metric=metric,
-        unit=rule.limit.unit,
-        samples=max((line.size for line in lines.values()), default=0),
-        heads=tuple(
+    heads = []
+    for c in contrasts:
+        p, p_adjusted = tested.get(c.name, (None, None))
+        change, low, high = None, None, None
+        if c.evidence is not None and p_adjusted is not None:
+            change = express_change(rule, c.evidence.estimate)
+            low, high = express_limits(rule, c.evidence)
+        elif c.old is not None and (c.old or rule.limit.kind != "relative"):
+            # Without values per sample, the change of the two figures.
+            change = c.new / c.old - 1 if rule.limit.kind == "relative" else c.new - c.old
+        heads.append(
             HeadChange(
                 layer=cells[c.name]["layer"],
                 head=cells[c.name]["head"],
                 old=c.old,
                 new=c.new,
-                **_describe(rule, c, *tested.get(c.name, (None, None))),
+                change=change,
+                low=low,
+                high=high,
+                p=p,
+                p_adjusted=p_adjusted,
+                stands=p_adjusted is not None and p_adjusted <= ALPHA,
             )
-            for c in contrasts
-        ),
-    )
-
-
-def _describe(
-    rule: Rule, contrast: Contrast, p: float | None, adjusted: float | None
-) -> dict[str, object]:
-    """Return the change of a head: over its samples, or of its two figures."""
-    evidence, old, new = contrast.evidence, contrast.old, contrast.new
-    if evidence is None or adjusted is None:
-        relative = rule.limit.kind == "relative"
-        if old is None or (relative and not old):
-            return {"change": None}
-        return {"change": new / old - 1 if relative else new - old}
-    low, high = express_limits(rule, evidence)
-    change = {"change": express_change(rule, evidence.estimate), "low": low, "high": high}
-    return change | {"p": p, "p_adjusted": adjusted, "stands": adjusted <= ALPHA}
+        )
+    samples = max((line.size for line in lines.values()), default=0)
+    return HeadChanges(metric=metric, unit=rule.limit.unit, samples=samples, heads=tuple(heads))
 
 
 # Samples that changed sides
@@ -487,30 +437,56 @@ class Flips:
     gained: frozenset[str]
 
 
-def _find_flips(old: Report, new: Report) -> list[Flips]:
+def _find_flips(comparable: Mapping[str, Sections]) -> list[Flips]:
     """Return the verdicts that changed, for every ball in both reports."""
-    asked: dict[tuple[Kind, TrialKey | None], Flips] = {}
+    found: dict[tuple[Kind, TrialKey | None], Flips] = {}
     for kind, column, measures in ASKED:
-        for measure in measures:
-            for before, after in _find_comparable(measure, old, new):
-                there = _name_columns(column, after)
-                for ball, name in _name_columns(column, before).items():
-                    if ball in there and (kind, ball) not in asked:
-                        sides = (
-                            _read_states(kind, name, before),
-                            _read_states(kind, there[ball], after),
-                        )
-                        asked[kind, ball] = _count_flips(kind, ball, *sides)
-    return [flips for flips in asked.values() if flips.outcome.samples]
+        for sections in (comparable[name] for name in measures if name in comparable):
+            columns, there = (_name_columns(column, section) for section in sections)
+            for ball in columns:
+                if ball not in there or (kind, ball) in found:
+                    continue
+                old = _read_states(kind, columns[ball], sections[0])
+                new = _read_states(kind, there[ball], sections[1])
+                both = [sample for sample in old if sample in new]
+                lost = frozenset(i for i in both if old[i][0] > new[i][0])
+                gained = frozenset(i for i in both if old[i][0] < new[i][0])
+                chance = judge_share(len(lost), len(gained), len(both)).mcnemar if both else None
+                outcome = Outcome(
+                    kind=kind,
+                    ball=ball.ball if ball else "",
+                    samples=len(both),
+                    old=sum(old[i][0] for i in both),
+                    new=sum(new[i][0] for i in both),
+                    lost=len(lost),
+                    gained=len(gained),
+                    mcnemar=1.0 if chance is None else chance,
+                )
+                states = {i: (old[i][1], new[i][1]) for i in both}
+                found[kind, ball] = Flips(outcome, states, lost, gained)
+    return [flips for flips in found.values() if flips.outcome.samples]
 
 
-def _list_sample_changes(old: Report, new: Report, flips: list[Flips]) -> tuple[SampleChange, ...]:
+def _list_sample_changes(
+    comparable: Mapping[str, Sections], flips: Sequence[Flips], places: Mapping[str, str]
+) -> tuple[SampleChange, ...]:
     """Return all shared samples, the worst change first."""
     figures: dict[str, dict[str, Ends]] = {sample: {} for f in flips for sample in f.states}
-    for metric, values in _read_figures(old, new):
-        for sample, ends in values.items():
-            figures.setdefault(sample, {})[metric] = ends
-    places = old.found("place") | new.found("place")
+    for measure, (before, after) in comparable.items():
+        for name in before.samples:
+            column = before.sample_columns.get(parse_column(name)[0])
+            if column is None or column.better is None or parse_column(name)[0] in FLAGS:
+                continue
+            old, new = (
+                {
+                    sample: float(cell) if isinstance(cell, int | float) else None
+                    for sample, cell in zip(s.ids, s.samples.get(name, ()), strict=False)
+                }
+                for s in (before, after)
+            )
+            for sample in (sample for sample in old if sample in new):
+                ends = old[sample], new[sample]
+                figures.setdefault(sample, {})[f"{measure}.{name}"] = ends
     changes = (
         SampleChange(
             id=sample,
@@ -529,18 +505,6 @@ def _list_sample_changes(old: Report, new: Report, flips: list[Flips]) -> tuple[
 
     # Those that lost most first; of equal ones that with the larger norm.
     return tuple(sorted(changes, key=rank))
-
-
-def _find_comparable(measure: str, old: Report, new: Report) -> Iterator[tuple[Section, Section]]:
-    """Yield a section of both reports, if both measured it with equal settings."""
-    before, after = old.section(measure), new.section(measure)
-    if before is None or after is None or find_fault(old, before) or find_fault(new, after):
-        return
-    try:
-        require_same_protocol(new, old, after, before)
-    except BaselineError:
-        return
-    yield before, after
 
 
 def _name_columns(column: str, section: Section) -> dict[TrialKey | None, str]:
@@ -562,66 +526,12 @@ def _read_states(kind: Kind, column: str, section: Section) -> dict[str, tuple[b
     """Return whether each sample has a good verdict, and the name of its verdict."""
     flags = section.samples[column]
     right = section.samples.get("correct", (1,) * len(flags))
-    verdicts = section.samples.get(
-        column.replace("certified@", "verdict@", 1), (None,) * len(flags)
-    )
-    return {
-        sample: (bool(flag), _name_state(kind, flag, ok, said if kind == "certified" else None))
-        for sample, flag, ok, said in zip(section.ids, flags, right, verdicts, strict=True)
-        if flag is not None
-    }
-
-
-def _name_state(kind: Kind, flag: Cell, right: Cell, said: Cell) -> str:
-    if isinstance(said, str):
-        return said
-    return GOOD[kind] if flag else "wrong" if right == 0 else BAD[kind]
-
-
-def _count_flips(
-    kind: Kind,
-    ball: TrialKey | None,
-    old: dict[str, tuple[bool, str]],
-    new: dict[str, tuple[bool, str]],
-) -> Flips:
-    both = [sample for sample in old if sample in new]
-    lost = frozenset(i for i in both if old[i][0] > new[i][0])
-    gained = frozenset(i for i in both if old[i][0] < new[i][0])
-    chance = judge_share(len(lost), len(gained), len(both)).mcnemar if both else None
-    outcome = Outcome(
-        kind=kind,
-        ball=ball.ball if ball else "",
-        samples=len(both),
-        old=sum(old[i][0] for i in both),
-        new=sum(new[i][0] for i in both),
-        lost=len(lost),
-        gained=len(gained),
-        mcnemar=1.0 if chance is None else chance,
-    )
-    return Flips(outcome, {i: (old[i][1], new[i][1]) for i in both}, lost, gained)
-
-
-def _read_figures(old: Report, new: Report) -> Iterator[tuple[str, dict[str, Ends]]]:
-    """Yield the per-sample columns that have a better direction, by metric: both values by id."""
-    for section in old.sections:
-        columns = section.sample_columns
-        named = [n for n in section.samples if _has_direction(n, columns)]
-        for before, after in _find_comparable(section.measure, old, new) if named else ():
-            for name in named:
-                old_cells, new_cells = (
-                    dict(zip(s.ids, s.samples.get(name, ()), strict=False))
-                    for s in (before, after)
-                )
-                shared = (i for i in old_cells if i in new_cells)
-                both = {i: (_to_number(old_cells[i]), _to_number(new_cells[i])) for i in shared}
-                yield f"{section.measure}.{name}", both
-
-
-def _has_direction(name: str, columns: Mapping[str, Column]) -> bool:
-    """Say whether a per-sample column has a better direction."""
-    kind = parse_column(name)[0]
-    return kind in columns and columns[kind].better is not None and kind not in FLAGS
-
-
-def _to_number(cell: object) -> float | None:
-    return float(cell) if isinstance(cell, int | float) else None
+    # A certificate says more than yes and no: undecided, broken.
+    name = column.replace("certified@", "verdict@", 1) if kind == "certified" else ""
+    verdicts = section.samples.get(name, (None,) * len(flags))
+    states = {}
+    for sample, flag, ok, text in zip(section.ids, flags, right, verdicts, strict=True):
+        plain = GOOD[kind] if flag else "wrong" if ok == 0 else BAD[kind]
+        if flag is not None:
+            states[sample] = bool(flag), text if isinstance(text, str) else plain
+    return states

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +18,12 @@ from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate.comparable import (
     REPEAT,
     find_fault,
+    find_obstacle,
     has_other_starts,
     has_same_weights,
     list_differences,
+    list_warnings,
     require_same_conditions,
-    require_same_protocol,
-    word_warnings,
 )
 from lipaudit.gate.pairing import (
     ALL_BUT_FEW,
@@ -114,20 +115,30 @@ def judge(
     """
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
-    chosen = tuple(rules) or _choose_rules(current, baseline)
+    chosen = tuple(rules)
+    if not rules:
+        known = {section.measure for report in (current, baseline) for section in report.sections}
+        chosen = tuple(rule for rule in DEFAULT_RULES if rule.measure in known)
+        if not chosen:
+            named = ", ".join(sorted(known)) or "an empty report"
+            raise UsageError(f"no default rule exists for {named}", _suggest_rule(current))
     examinations = [_examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     usual = () if rules else (rule for rule in DEFAULT_RULES if rule.measure in USUAL)
     verdicts = tuple(_decide(chosen, examinations, alpha))
-    named = {sample for verdict in verdicts for sample in verdict.moved}
+    moved = {sample for verdict in verdicts for sample in verdict.moved}
     places = baseline.found("place") | current.found("place")
+    # Clean accuracies are shown if both reports have them.
+    sections = [report.section(SHOWN.measure) for report in (current, baseline)]
+    shown = all(section and SHOWN.column in section.samples for section in sections)
+    clean = _examine(SHOWN, current, baseline, alone=True) if shown else []
     return Judgement(
         current=current.run.model.spec,
         baseline=baseline.run.model.spec,
         alpha=alpha,
         strict=strict,
         verdicts=verdicts,
-        places={sample: places[sample] for sample in sorted(named & places.keys())},
-        shown=_judge_clean_accuracy(current, baseline),
+        places={sample: places[sample] for sample in sorted(moved & places.keys())},
+        shown=tuple(_make_verdict(SHOWN, c, LEVEL) for c in clean if isinstance(c, Contrast)),
         notes=(
             *(
                 f"not judged, because neither report has its section: {rule.text}"
@@ -136,7 +147,7 @@ def judge(
             ),
             *list_differences(current, baseline).values(),
         ),
-        warnings=word_warnings(current, baseline),
+        warnings=list_warnings(current, baseline),
     )
 
 
@@ -161,21 +172,6 @@ def judge_change(
     return verdicts
 
 
-# Which rules are judged
-
-
-def _choose_rules(current: Report, baseline: Report) -> tuple[Rule, ...]:
-    """Return the default rules whose section at least one report has."""
-    measures = {section.measure for report in (current, baseline) for section in report.sections}
-    kept = tuple(rule for rule in DEFAULT_RULES if rule.measure in measures)
-    if not kept:
-        raise UsageError(
-            f"no default rule exists for {', '.join(sorted(measures)) or 'an empty report'}",
-            _suggest_rule(current),
-        )
-    return kept
-
-
 def _suggest_rule(report: Report) -> str:
     """Write a rule for a section that the report has."""
     rules = (
@@ -187,16 +183,6 @@ def _suggest_rule(report: Report) -> str:
     )
     measure = report.sections[0].measure if report.sections else "rules"
     return f"{next(rules, '')}lipaudit explain {measure} lists what a rule can name."
-
-
-def _judge_clean_accuracy(current: Report, baseline: Report) -> tuple[Verdict, ...]:
-    """Return the clean accuracies, if both reports have them."""
-    sections = [report.section(SHOWN.measure) for report in (current, baseline)]
-    if not all(section and SHOWN.column in section.samples for section in sections):
-        return ()
-    examined = _examine(SHOWN, current, baseline, alone=True)
-    found = [] if isinstance(examined, Verdict) else examined
-    return tuple(_make_verdict(SHOWN, contrast, LEVEL) for contrast in found)
 
 
 def _examine(
@@ -266,13 +252,19 @@ def contrast_values(
         read_trusted(rule, baseline, old)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
-    require_same_protocol(current, baseline, new, old)
+    if obstacle := find_obstacle(current, baseline, new, old):
+        raise BaselineError(obstacle, REPEAT)
     restarted = has_other_starts(new, old) and rule.column not in ("clean", "correct")
     new, old = align_sections(rule, new, old, least)
     same = compute_margin(rule) >= 0 and has_same_weights(current, baseline)
     before = read(rule, old)
     after = spell_radii_as(read(rule, new), before)
-    _require_same_rows(rule, after, before)
+    missing = [name for name in before.names if name not in after.names]
+    if not (rule.per_sample or rule.stat == "each"):
+        missing += [name for name in after.names if name not in before.names]
+    if missing:
+        which = "; ".join(missing[:8]) + ("; ..." if len(missing) > 8 else "")
+        raise BaselineError(f"{rule.metric}: only one of the reports has {which}", REPEAT)
     tol = new.settings.get("tol")
     tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
     changes = (_contrast(rule, name, before, after, tol) for name in before.points)
@@ -302,65 +294,37 @@ def read_trusted(rule: Rule, report: Report, section: Section) -> RuleValues:
     return reading
 
 
-def _require_same_rows(rule: Rule, new: RuleValues, old: RuleValues) -> None:
-    missing = [name for name in old.names if name not in new.names]
-    if not (rule.per_sample or rule.stat == "each"):
-        missing += [name for name in new.names if name not in old.names]
-    if missing:
-        which = "; ".join(missing[:8]) + ("; ..." if len(missing) > 8 else "")
-        raise BaselineError(f"{rule.metric}: only one of the reports has {which}", REPEAT)
-
-
 def _contrast(rule: Rule, name: str, old: RuleValues, new: RuleValues, tol: float) -> Contrast:
     """Compare a row or column: by its samples, else by their medians, else without a test."""
     first, last = old.points[name], new.points[name]
-    ends = np.array([first]), np.array([last])
-    if name in old.pairs and name in new.pairs:
-        ends = before, now = old.pairs[name], new.pairs[name]
+    before, now = np.array([first]), np.array([last])
+    paired, evidence = name in old.pairs and name in new.pairs, None
+    if paired:
+        before, now = old.pairs[name], new.pairs[name]
         if rule.stat == "each" and not is_mean(rule):
             first, last = float(np.median(before)), float(np.median(now))
         evidence = _test_change(rule, before, now)
+    # Figures are the same if they are equal within their accuracy.
+    if rule.column in FLAGS and rule.per_sample:
+        same = bool(np.array_equal(before, now))
     else:
-        _require_positive(rule, *ends)
-        medians = _find_medians(old, new)
-        if medians is None:
-            return Contrast(name, first, last, same=_is_same(rule, *ends, tol))
-        before, now = medians
+        slack = ROUNDING * float(np.abs(before).max(initial=0.0))
+        same = bool(np.isclose(now, before, rtol=tol, atol=slack).all())
+    if not paired:
+        _require_positive(rule, before, now)
+        # The medians of each sample over the rows that have a figure of every sample.
+        both = [(line, new.pairs[row]) for row, line in old.pairs.items() if row in new.pairs]
+        known = [lines for lines in both if np.isfinite(lines).all()]
+        if not known:
+            return Contrast(name, first, last, same=same)
+        before, now = (np.median(np.stack(lines), axis=0) for lines in zip(*known, strict=True))
         _require_positive(rule, before, now)
         evidence = judge_mean(_compute_change(rule, before, now))
     worse = _compute_change(rule, before, now)
     # If a stored array belongs to no samples, no sample is named.
     most = np.argsort(-worse, kind="stable")[:MOVED] if worse.size == len(old.ids) else ()
-    return Contrast(
-        name,
-        first,
-        last,
-        evidence=evidence,
-        changes=worse,
-        moved=tuple(old.ids[i] for i in most if worse[i] > 0),
-        same=_is_same(rule, *ends, tol),
-    )
-
-
-def _find_medians(old: RuleValues, new: RuleValues) -> tuple[Values, Values] | None:
-    """Return each sample's median over the rows, before and now; None without values per sample.
-
-    Rows that lack a figure of some sample in either report are left out.
-    """
-    both = [(line, new.pairs[row]) for row, line in old.pairs.items() if row in new.pairs]
-    known = [lines for lines in both if np.isfinite(lines).all()]
-    if not known:
-        return None
-    before, now = (np.median(np.stack(lines), axis=0) for lines in zip(*known, strict=True))
-    return before, now
-
-
-def _is_same(rule: Rule, old: Values, new: Values, tol: float) -> bool:
-    """Say whether values are equal within their accuracy."""
-    if rule.column in FLAGS and rule.per_sample:
-        return bool(np.array_equal(old, new))
-    scale = float(np.abs(old).max(initial=0.0))
-    return bool(np.isclose(new, old, rtol=tol, atol=ROUNDING * scale).all())
+    moved = tuple(old.ids[i] for i in most if worse[i] > 0)
+    return Contrast(name, first, last, evidence, changes=worse, moved=moved, same=same)
 
 
 def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
@@ -459,40 +423,45 @@ def _decide(
 def _make_verdict(
     rule: Rule, contrast: Contrast, level: float, adjusted: float | None = None
 ) -> Verdict:
-    verdict = Verdict(
-        rule=rule.text,
-        metric=rule.metric,
-        name=contrast.name,
-        status=_compare_plainly(rule, contrast),
-        old=contrast.old,
-        new=contrast.new,
-        unit=rule.limit.unit,
-    )
-    evidence = contrast.evidence
+    """Return the verdict on a contrast: by its test, else by its plain values."""
+    evidence, old, new = contrast.evidence, contrast.old, contrast.new
+    known: dict[str, Any] = {"rule": rule.text, "metric": rule.metric, "name": contrast.name}
+    known |= {"old": old, "new": new, "unit": rule.limit.unit}
     if evidence is None or contrast.same:
-        return verdict
+        status: VerdictStatus = "pass"
+        if contrast.same:
+            status = "unchanged"
+        elif _compare_to_limit(rule, new, old) > 0:
+            status = "regressed"
+        elif old is not None and _compare_to_limit(rule, old, new) > 0:
+            status = "improved"
+        return Verdict(status=status, **known)
     bound, alone = compute_margin(rule), express_limits(rule, evidence)
     low, high = express_limits(rule, evidence, level)
-    status = _read_status(evidence, level, bound)
-    needed = _estimate_samples(evidence, bound, level) if status == "inconclusive" else None
-    return verdict.model_copy(
-        update={
-            "status": status,
-            "paired": express_change(rule, evidence.estimate),
-            "low": low,
-            "high": high,
-            "p": evidence.p(bound),
-            "p_adjusted": adjusted,
-            "level": level,
-            "change_status": _reword(_read_status(evidence, LEVEL, 0.0), alone, verdict.unit),
-            "change_low": alone[0],
-            "change_high": alone[1],
-            "mcnemar": evidence.mcnemar,
-            "samples": evidence.samples,
-            "detectable": _compute_detectable(rule, evidence, level),
-            "moved": contrast.moved,
-            "samples_needed": needed,
-        }
+    status, lowest, needed = _read_status(evidence, level, bound), evidence.limits(level)[0], None
+    if status == "inconclusive" and math.isfinite(lowest):
+        # The distance to the limit shrinks with the root of the number of samples.
+        ratio = (evidence.estimate - lowest) / (evidence.estimate - bound)
+        needed = math.ceil(evidence.samples * ratio**2)
+    reach = evidence.reach(bound, level)
+    detectable = express_change(rule, reach) if math.isfinite(reach) else rule.worse * math.inf
+    return Verdict(
+        status=status,
+        paired=express_change(rule, evidence.estimate),
+        low=low,
+        high=high,
+        p=evidence.p(bound),
+        p_adjusted=adjusted,
+        level=level,
+        change_status=_reword(_read_status(evidence, LEVEL, 0.0), alone, rule.limit.unit),
+        change_low=alone[0],
+        change_high=alone[1],
+        mcnemar=evidence.mcnemar,
+        samples=evidence.samples,
+        detectable=None if math.isnan(reach) else detectable,
+        moved=contrast.moved,
+        samples_needed=needed,
+        **known,
     )
 
 
@@ -532,30 +501,3 @@ def _read_status(evidence: Evidence, level: float, bound: float) -> VerdictStatu
     if estimate > bound:
         return "inconclusive"
     return "pass" if high <= bound else "pass (not proven)"
-
-
-def _compare_plainly(rule: Rule, contrast: Contrast) -> VerdictStatus:
-    """Judge values without a test."""
-    if contrast.same:
-        return "unchanged"
-    if _compare_to_limit(rule, contrast.new, contrast.old) > 0:
-        return "regressed"
-    better = contrast.old is not None and _compare_to_limit(rule, contrast.old, contrast.new) > 0
-    return "improved" if better else "pass"
-
-
-def _compute_detectable(rule: Rule, evidence: Evidence, level: float) -> float | None:
-    """Return the smallest observed change that would have been called a regression."""
-    reach = evidence.reach(compute_margin(rule), level)
-    if math.isnan(reach):
-        return None
-    return express_change(rule, reach) if math.isfinite(reach) else rule.worse * math.inf
-
-
-def _estimate_samples(evidence: Evidence, bound: float, level: float) -> int | None:
-    """Estimate the number of samples that would prove a change of this size."""
-    low = evidence.limits(level)[0]
-    if not math.isfinite(low):
-        return None
-    ratio = (evidence.estimate - low) / (evidence.estimate - bound)
-    return math.ceil(evidence.samples * ratio**2)

@@ -6,6 +6,7 @@ Samples of two reports are matched by their ids or their places, rows and column
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from lipaudit.gate.comparable import REPEAT
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
 from lipaudit.tables import Array, Report, Row, Section
-from lipaudit.tables.columns import Reduction, naming
+from lipaudit.tables.columns import naming
 from lipaudit.tables.samples import is_repeat
 from lipaudit.tables.trials import WORST, TrialKey, parse_column, parse_radius, worst_cases
 
@@ -51,15 +52,34 @@ def read(rule: Rule, section: Section) -> RuleValues:
     Raises:
         UsageError: the rule matches nothing.
     """
+    rows = dict(zip(name_rows(section), section.rows, strict=True))
     if rule.per_sample:
         pairs = _read_columns(rule, section)
         statistic = STATISTICS[rule.stat]
         points = {name: float(statistic(v)) if v.size else np.nan for name, v in pairs.items()}
     else:
-        points = _read_cells(rule, section)
-        pairs = _read_behind(rule, section, points)
+        kept = [n for n in rows if all(_matches(rows[n], w, section) for w in rule.selector)]
+        kept = _choose_worst({name: rows[name].key for name in kept}, rule.selector)
+        cells = {name: rows[name].get(rule.column) for name in kept}
+        points = {name: float(cell) for name, cell in cells.items() if cell is not None}
+        # The values per sample behind rows: an array with the column's name, rows x samples.
+        stored, shape = section.arrays.get(rule.column), (len(rows), len(section.ids))
+        pairs = {}
+        if rule.stat in TESTED and stored is not None and stored.shape == shape:
+            pairs = dict(zip(rows, stored.numpy(), strict=True))
+        pairs = {name: line for name, line in pairs.items() if name in points}
+        if is_mean(rule):
+            # If a sample has no such token, the mean over tokens is compared without a test.
+            pairs = {name: line for name, line in pairs.items() if np.isfinite(line).all()}
     if not points:
-        raise _refuse_empty(rule, section)
+        some = "; ".join([*rows][:8]) + ("; ..." if len(rows) > 8 else "")
+        columns = [name for name in section.samples if parse_column(name)[0] == rule.column]
+        advice = f"Rows: {some}." if rows else ""
+        if columns:
+            advice = f"Columns: {', '.join(columns)}."
+        if left := [note.text for note in section.notes if note.code == "left-out"]:
+            advice = f"Left out: {'; '.join(left)}. {advice}".strip()
+        raise UsageError(f"{rule.text!r} matches nothing in section {section.measure}", advice)
     names = tuple(points)
     if not rule.per_sample and rule.stat != "each":
         points = {"": float(STATISTICS[rule.stat](list(points.values())))}
@@ -89,62 +109,48 @@ def is_mean(rule: Rule) -> bool:
 
 def name_rows(section: Section) -> list[str]:
     """Name rows by their keys: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
-    names: list[str] = []
+    names, counts = [], Counter[str]()
     for row in section.rows:
-        name = _name_row(row, section)
-        repeats = sum(known.partition(" #")[0] == name for known in names)
-        names.append(f"{name} #{repeats + 1}" if repeats else name)
+        known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
+        if row.key:
+            name = str(row.key)
+        elif "layer" in row:
+            shown = [key for key in ("layer", "head", "mode", "n", "r") if key in known]
+            name = " ".join(f"{key} {known[key]}" for key in shown)
+        elif known:
+            name = ",".join(map(str, known.values()))
+        else:
+            cells = [(key, row[key]) for key in naming(section.columns) if row[key] is not None]
+            texts = (cell if isinstance(cell, str) else f"{key} {cell}" for key, cell in cells)
+            name = " ".join(filter(None, texts))
+        counts[name] += 1
+        names.append(f"{name} #{counts[name]}" if counts[name] > 1 else name)
     return names
 
 
 def _read_columns(rule: Rule, section: Section) -> dict[str, Values]:
     """Read the per-sample columns `column` and `column@A,B,...` that the selector matches."""
-    read = ((*parse_column(name), cells) for name, cells in section.samples.items())
-    values = {trial: _to_numbers(cells) for kind, trial, cells in read if kind == rule.column}
+    values: dict[TrialKey | None, Values] = {}
+    for name, cells in section.samples.items():
+        kind, trial = parse_column(name)
+        if kind == rule.column:
+            if any(isinstance(cell, str) for cell in cells):
+                raise EvaluationError("a column of numbers holds text", "Create the report again.")
+            values[trial] = np.array([np.nan if v is None else float(v) for v in cells])
     if rule.column == "robust":
-        values = _compute_worst(values) | values
+        # The worst case of every ball, if the report does not hold it.
+        balls = worst_cases(trial for trial in values if trial and trial.attack)
+        worst: dict[TrialKey | None, Values] = {
+            ball: np.min([values[trial] for trial in inside], axis=0)
+            for ball, inside in balls.items()
+        }
+        values = worst | values
     trials = {
         str(trial or ""): trial
         for trial in values
         if all(trial and trial.matches(word) for word in rule.selector)
     }
     return {name: values[trials[name]] for name in _choose_worst(trials, rule.selector)}
-
-
-def _compute_worst(values: Mapping[TrialKey | None, Values]) -> dict[TrialKey | None, Values]:
-    """Compute the worst case of every ball, if a report does not hold it."""
-    attacks = [trial for trial in values if trial and trial.attack]
-    return {
-        ball: np.min([values[trial] for trial in inside], axis=0)
-        for ball, inside in worst_cases(attacks).items()
-    }
-
-
-def _read_cells(rule: Rule, section: Section) -> dict[str, float]:
-    """Read the column of the rows that the selector matches."""
-    rows = dict(zip(name_rows(section), section.rows, strict=True))
-    kept = [
-        name for name, row in rows.items() if all(_matches(row, w, section) for w in rule.selector)
-    ]
-    trials = {name: rows[name].key for name in kept}
-    kept = _choose_worst(trials, rule.selector)
-    cells = {name: rows[name].get(rule.column) for name in kept}
-    return {name: float(cell) for name, cell in cells.items() if cell is not None}
-
-
-def _read_behind(rule: Rule, section: Section, points: Mapping[str, float]) -> dict[str, Values]:
-    """Read the per-sample values behind rows: an array with the column's name, rows x samples.
-
-    If a sample has no such token, the row of a mean over tokens is compared without a test.
-    """
-    stored, shape = section.arrays.get(rule.column), (len(section.rows), len(section.ids))
-    if rule.stat not in TESTED or stored is None or stored.shape != shape:
-        return {}
-    lines = zip(name_rows(section), stored.numpy(), strict=True)
-    kept = {name: line for name, line in lines if name in points}
-    if not is_mean(rule):
-        return kept
-    return {name: line for name, line in kept.items() if np.isfinite(line).all()}
 
 
 def _choose_worst(trials: Mapping[str, TrialKey | None], selector: tuple[str, ...]) -> list[str]:
@@ -156,6 +162,11 @@ def _choose_worst(trials: Mapping[str, TrialKey | None], selector: tuple[str, ..
 
 
 def _matches(row: Row, word: str, section: Section) -> bool:
+    """Say whether a word of a selector matches a row.
+
+    Raises:
+        UsageError: the word names a column that the rows do not have.
+    """
     key, equals, value = word.partition("=")
     if (trial := row.key) and trial.matches(word):
         return True
@@ -166,41 +177,6 @@ def _matches(row: Row, word: str, section: Section) -> bool:
         raise UsageError(message, suggestion(key, row))
     cell = row[key]
     return float(parse_radius(value)) == cell if isinstance(cell, float) else value == str(cell)
-
-
-def _to_numbers(cells: tuple[Any, ...]) -> Values:
-    if any(isinstance(cell, str) for cell in cells):
-        raise EvaluationError("a column of numbers holds text", "Create the report again.")
-    return np.array([np.nan if cell is None else float(cell) for cell in cells])
-
-
-def _name_row(row: Row, section: Section) -> str:
-    if row.key:
-        return str(row.key)
-    named = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
-    if "layer" in row:
-        layer = [f"{key} {named[key]}" for key in ("layer", "head") if key in named]
-        rest = [f"{key} {named[key]}" for key in ("mode", "n", "r") if key in named]
-        return " ".join(layer + rest)
-    if named:
-        return ",".join(str(value) for value in named.values())
-    return " ".join(
-        str(row[name]) if isinstance(row[name], str) else f"{name} {row[name]}"
-        for name in naming(section.columns)
-        if row[name] not in (None, "")
-    )
-
-
-def _refuse_empty(rule: Rule, section: Section) -> UsageError:
-    rows = name_rows(section)
-    some = "; ".join(rows[:8]) + ("; ..." if len(rows) > 8 else "")
-    columns = [name for name in section.samples if parse_column(name)[0] == rule.column]
-    advice = f"Rows: {some}." if rows else ""
-    if columns:
-        advice = f"Columns: {', '.join(columns)}."
-    if left := [note.text for note in section.notes if note.code == "left-out"]:
-        advice = f"Left out: {'; '.join(left)}. {advice}".strip()
-    return UsageError(f"{rule.text!r} matches nothing in section {section.measure}", advice)
 
 
 ALL_BUT_FEW = 0.95
@@ -232,7 +208,13 @@ def match_samples(
                 f"{name} reads the samples in another form than {names[0]}, so samples are "
                 f"paired by their place in {report.run.data.spec}"
             )
-        matched.append(_rename_samples(report, ids) if ids else report)
+            sections = tuple(
+                section.model_copy(update={"samples": _rename_ids(section.samples, ids)})
+                for section in report.sections
+            )
+            samples = _rename_ids(report.samples, ids)
+            report = report.model_copy(update={"sections": sections, "samples": samples})
+        matched.append(report)
     return matched, notes
 
 
@@ -241,32 +223,21 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
     places, old_places = report.found("place"), first.found("place")
     known = {place: name for name, place in old_places.items()}
     shared = places.keys() & old_places.keys()
-    if shared or len(known) < len(old_places) or not _is_same_data(report, first):
+    if shared or len(known) < len(old_places):
+        return {}
+    # Other ids of the same data: the inputs were prepared in another way, or the data changed.
+    new, old = report.run, first.run
+    if (new.data.spec, new.data.commit) != (old.data.spec, old.data.commit):
+        return {}
+    # A command lists its models, so two reports with equal commands come from one audit.
+    one, two = (run.command.replace(" --resume", "") for run in (new, old))
+    if new.preprocess == old.preprocess and not report.found("text") and one != two:
         return {}
     ids = {name: known[place] for name, place in places.items() if place in known}
     if len(ids) < min(len(places), len(old_places)):
         return {}
     texts, old_texts = report.found("text"), first.found("text")
     return ids if all(texts.get(n) == old_texts.get(old) for n, old in ids.items()) else {}
-
-
-def _is_same_data(report: Report, first: Report) -> bool:
-    """Say whether different ids may belong to the same inputs; otherwise the data have changed."""
-    new, old = report.run, first.run
-    same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
-    seen_otherwise = new.preprocess != old.preprocess or bool(report.found("text"))
-    # A command lists its models, so two reports with equal commands come from one audit.
-    one, two = (run.command.replace(" --resume", "") for run in (new, old))
-    return same_data and (seen_otherwise or one == two)
-
-
-def _rename_samples(report: Report, names: Mapping[str, str]) -> Report:
-    sections = tuple(
-        section.model_copy(update={"samples": _rename_ids(section.samples, names)})
-        for section in report.sections
-    )
-    samples = _rename_ids(report.samples, names)
-    return report.model_copy(update={"sections": sections, "samples": samples})
 
 
 def _rename_ids(columns: dict[str, tuple[Any, ...]], names: Mapping[str, str]) -> dict[str, Any]:
@@ -293,17 +264,16 @@ def align_sections(
     """
     after, before = new.ids, old.ids
     if not after or not before:
-        return new, old  # equal in one suite; otherwise `require_same_protocol` has refused them
+        return new, old  # equal in one suite; else `find_obstacle` has refused them
     places = find_shared(rule.measure, after, before, least)
-    how = rule.reduction
-    arrays = {rule.column} | (how.arrays if how else set())
+    arrays = {rule.column} | (rule.reduction.arrays if rule.reduction else set())
     new, old = (
         select(section, take, arrays=arrays)
         for section, take in zip((new, old), places, strict=True)
     )
     if rule.per_sample or sorted(after) == sorted(before):
         return new, old
-    return _recompute_rows(rule, how, new), _recompute_rows(rule, how, old)
+    return _recompute_rows(rule, new), _recompute_rows(rule, old)
 
 
 def find_missing(column: str, sections: Iterable[Section]) -> set[str]:
@@ -398,42 +368,35 @@ def select(
     )
 
 
-def _recompute_rows(rule: Rule, how: Reduction | None, section: Section) -> Section:
+def _recompute_rows(rule: Rule, section: Section) -> Section:
     """Return a section with the column of a rule computed from its samples."""
+    how = rule.reduction
     if how is None and rule.stat == "each" and rule.column in section.arrays:
         return section  # the test uses the samples themselves
-    cells = how and _reduce_samples(how, section)
-    if not cells:
+    names = (how.values, how.per, how.weights) if how else ("", "", "")
+    values, per, weights = (_read_samples(name, section) for name in names)
+    if how is None or values is None or not len(values) or (how.per and per is None):
         raise BaselineError(
             f"{rule.measure}.{rule.column} is stored only over all samples of a report, and "
             "the two reports have different samples",
             REPEAT,
         )
-    given = [row[rule.column] is not None for row in section.rows]
-    if any(math.isnan(cell) for cell, known in zip(cells, given, strict=True) if known):
-        raise BaselineError(f"{rule.measure}.{rule.column}: no shared sample has a value", REPEAT)
-    rows = [
-        row.replace(**{rule.column: cell}) if known else row
-        for row, cell, known in zip(section.rows, cells, given, strict=True)
-    ]
-    return section.model_copy(update={"rows": tuple(rows)})
-
-
-def _reduce_samples(how: Reduction, section: Section) -> list[float]:
-    """Return a column of rows computed from values per sample; None if they are not stored."""
-    behind = [_read_samples(name, section) for name in (how.values, how.per, how.weights)]
-    values, per, weights = behind
-    if values is None or (how.per and per is None):
-        return []
-    if per is not None:
-        with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if per is not None:
             values = np.where(per > 0, values / per, np.nan)
-    if weights is not None:
-        totals = np.where(weights > 0, values * weights, 0.0).sum(1)
-        with np.errstate(invalid="ignore"):
-            return list(map(float, totals / weights.sum(1)))
-    lines = (line[~np.isnan(line)] for line in values)
-    return [float(STATISTICS[how.stat](line)) if line.size else np.nan for line in lines]
+        if weights is not None:
+            cells: Any = np.where(weights > 0, values * weights, 0.0).sum(1) / weights.sum(1)
+        else:
+            lines = (line[~np.isnan(line)] for line in values)
+            cells = [STATISTICS[how.stat](line) if line.size else np.nan for line in lines]
+    rows = []
+    for row, cell in zip(section.rows, map(float, cells), strict=True):
+        known = row[rule.column] is not None
+        if known and math.isnan(cell):
+            metric = f"{rule.measure}.{rule.column}"
+            raise BaselineError(f"{metric}: no shared sample has a value", REPEAT)
+        rows.append(row.replace(**{rule.column: cell}) if known else row)
+    return section.model_copy(update={"rows": tuple(rows)})
 
 
 def _read_samples(name: str, section: Section) -> Values | None:

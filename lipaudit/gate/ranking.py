@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import permutations
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from lipaudit.tables import Note, Report, model_labels
 from lipaudit.tables.columns import Float, Frozen
 from lipaudit.tables.figures import median_limits
 from lipaudit.tables.samples import FLAGS
-from lipaudit.tables.summary import Accuracy, Head, Summary, summary
+from lipaudit.tables.summary import Accuracy, Head, summary
 from lipaudit.tables.trials import TrialKey, parse_radius
 
 EXAMPLE = "Such as attack.robust@linf,4/255, certify.certified@linf,1/255 or jacobian.norm:p95."
@@ -225,7 +225,14 @@ def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> 
 def list_criteria(reports: Sequence[Report]) -> list[Criterion]:
     """Return the metrics that can rank models, those of most models first."""
     summaries = [summary(report) for report in reports]
-    shares = [dict(_list_balls(summed)) for summed in summaries]
+    shares = [
+        {
+            (a.kind, a.norm, radius): a
+            for a in summed.accuracy
+            if a.kind != "clean" and (radius := parse_radius(a.eps).value)
+        }
+        for summed in summaries
+    ]
     attacked = "attack" if any(report.section("attack") for report in reports) else "certify"
     metrics = {"attacked": f"{attacked}.robust", "certified": "certify.certified"}
     criteria = []
@@ -266,7 +273,13 @@ def choose_criterion(metric: str, reports: Sequence[Report]) -> Criterion:
         UsageError: as in `make_rule`; or no report has it; or it is several figures.
     """
     rule = make_rule(metric)
-    points = [_read_points(rule, report) for report in reports]
+    points: list[Mapping[str, float]] = []
+    for report in reports:
+        section = report.section(rule.measure)
+        points.append({})
+        if section is not None and section.failure is None:
+            with suppress(UsageError):  # raised if nothing matches
+                points[-1] = read(rule, section).points
     names = list(dict.fromkeys(name for each in points for name in each))
     if not names:
         raise UsageError(f"no report has {rule.metric}", EXAMPLE)
@@ -275,20 +288,3 @@ def choose_criterion(metric: str, reports: Sequence[Report]) -> Criterion:
     trial = TrialKey.parse(names[0])
     figures = tuple(each.get(names[0]) for each in points)
     return Criterion(rule, figures, trial.ball if trial else "")
-
-
-def _read_points(rule: Rule, report: Report) -> Mapping[str, float]:
-    """Return the figures of a rule in a report; empty without any."""
-    section = report.section(rule.measure)
-    if section is None or section.failure is not None:
-        return {}
-    try:
-        return read(rule, section).points
-    except UsageError:
-        return {}
-
-
-def _list_balls(summed: Summary) -> Iterator[tuple[tuple[str, str, Fraction], Accuracy]]:
-    for accuracy in summed.accuracy:
-        if accuracy.kind != "clean" and (radius := parse_radius(accuracy.eps).value):
-            yield (accuracy.kind, accuracy.norm, radius), accuracy

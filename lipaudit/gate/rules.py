@@ -105,7 +105,9 @@ def parse_rule(text: str, sections: Iterable[Section] = (), *, trusted: bool = F
     measure, _, column = match["metric"].rpartition(".")
     if trusted and measure not in tables:
         tables[measure] = Layout(name=measure, fixed={column: Column(column, "")})
-    _require_metric(match["metric"], tables)
+    known = _list_metrics(tables)
+    if match["metric"] not in known:
+        raise UsageError(f"unknown metric {match['metric']!r}", suggestion(match["metric"], known))
     stat = _stat(match["stat"], column, tables[measure])
     row = tables[measure].columns.get(column)
     selector = (match["selector"] or "").split(",")
@@ -185,12 +187,6 @@ def _list_metrics(tables: Mapping[str, Layout | Section]) -> tuple[str, ...]:
     rows += [(name, *pair) for name, table in pairs for pair in table.sample_columns.items()]
     known = (f"{measure}.{name}" for measure, name, column in rows if column.format != "s")
     return tuple(dict.fromkeys(known))
-
-
-def _require_metric(text: str, tables: Mapping[str, Layout | Section]) -> None:
-    known = _list_metrics(tables)
-    if text not in known:
-        raise UsageError(f"unknown metric {text!r}", suggestion(text, known))
 
 
 def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:

@@ -108,7 +108,16 @@ def judge_mean(changes: Values) -> Evidence:
 
     x, n = changes.round(DIGITS), changes.size
     if n < 2 or not np.isfinite(x).all() or np.ptp(x) == 0:
-        return _judge_equal_changes(x)
+        # Without a spread: all equal, or infinite because a norm is zero.
+        lowest, highest = float(x.min()), float(x.max())
+        detectable = lowest == highest
+        return Evidence(
+            estimate=float(np.median(x)),
+            samples=n,
+            p=lambda margin: 0.0 if n > 1 and lowest > margin else 1.0,
+            limits=lambda _: (lowest, highest) if n > 1 else _UNKNOWN,
+            reach=lambda margin, _: math.inf if n < 2 else margin if detectable else math.nan,
+        )
     mean, error = float(x.mean()), float(x.std(ddof=1) / math.sqrt(n))
 
     def p(margin: float) -> float:
@@ -122,7 +131,7 @@ def judge_mean(changes: Values) -> Evidence:
 
 
 def judge_by_bootstrap(
-    old: Values, new: Values, change: Callable[[Values, Values], Values], least: int, seed: int = 0
+    old: Values, new: Values, change: Callable[[Values, Values], Values], least: int
 ) -> Evidence:
     """Judge the change of a statistic by the paired percentile bootstrap.
 
@@ -135,9 +144,14 @@ def judge_by_bootstrap(
         new: values of the current model on the same samples.
         change: maps (draws, samples) of both to the draws' changes, (draws,).
         least: smallest number of samples; fewer prove nothing.
-        seed: seed of the draws, fixed so that the same reports give the same verdict.
     """
-    draws = np.sort(_draw_samples(old, new, change, seed).round(DIGITS))
+    # A fixed seed, so that the same reports give the same verdict.
+    generator, n = np.random.default_rng(0), old.size
+    pieces, rows = [], max(1, _CHUNK // n)
+    for start in range(0, RESAMPLES, rows):
+        index = generator.integers(n, size=(min(rows, RESAMPLES - start), n), dtype=np.int32)
+        pieces.append(change(old[index], new[index]))
+    draws = np.sort(np.concatenate(pieces).round(DIGITS))
     estimate = float(change(old[None], new[None])[0])
 
     # equal values on all samples are certain, even with few samples
@@ -244,28 +258,3 @@ def _complete_evidence(
         return math.inf if least > level else shift if math.isfinite(shift) else math.nan
 
     return Evidence(estimate, samples, p, limits, reach)
-
-
-def _judge_equal_changes(changes: Values) -> Evidence:
-    """Judge changes without a spread: all equal, or infinite because a norm is zero."""
-    known = changes.size > 1
-    low, high = float(changes.min()), float(changes.max())
-    return Evidence(
-        estimate=float(np.median(changes)),
-        samples=changes.size,
-        p=lambda margin: 0.0 if known and low > margin else 1.0,
-        limits=lambda _: (low, high) if known else _UNKNOWN,
-        reach=lambda margin, _: math.inf if not known else margin if low == high else math.nan,
-    )
-
-
-def _draw_samples(
-    old: Values, new: Values, change: Callable[[Values, Values], Values], seed: int
-) -> Values:
-    generator, n = np.random.default_rng(seed), old.size
-    rows = max(1, _CHUNK // n)
-    pieces = []
-    for start in range(0, RESAMPLES, rows):
-        index = generator.integers(n, size=(min(rows, RESAMPLES - start), n), dtype=np.int32)
-        pieces.append(change(old[index], new[index]))
-    return np.concatenate(pieces)

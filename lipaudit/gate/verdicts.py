@@ -100,10 +100,26 @@ class Verdict(Frozen):
 
     @property
     def line(self) -> str:
-        """Return the verdict as one line."""
+        """Return the verdict as one line, with what would settle an inconclusive change."""
         where = f" {self.name}" if self.name else ""
-        said = self.reason or f"{self.figures}{self._power()}"
-        return f"{self.status}: {self.rule}{where}: {said}"
+        start = f"{self.status}: {self.rule}{where}: "
+        if self.reason or self.detectable is None:
+            return start + (self.reason or self.figures)
+        reach = f"detectable from {amount(self.detectable, self.unit)}"
+        if math.isinf(self.detectable):
+            reach = "too few samples to detect any change"
+        parts = [self.figures, reach]
+        if self.samples_needed:
+            edge = self.low if ">=" in self.rule else self.high
+            ways = (
+                f"about {self.samples_needed} samples would decide it (this run has "
+                f"{self.samples}), or a limit beyond {amount(edge, self.unit)}"
+            )
+            metric, _, stat = self.metric.rpartition(":")
+            if self.unit != "pp" and stat != "median":
+                ways += f", or a rule on the median ({metric}:median)"
+            parts.append(ways)
+        return start + "; ".join(parts)
 
     @property
     def figures(self) -> str:
@@ -116,7 +132,11 @@ class Verdict(Frozen):
             paired = f"paired {texts['paired']}"
             change += f"; {paired}" if texts["paired"] != change else ""
             change += f", limits {texts['limits']}, n = {self.samples}"
-            change += self._beside()
+            # Beside a verdict that leaves open whether there is a change at all.
+            if self.change_status in {"regressed", "improved"} - {self.status}:
+                ends = (amount(end, self.unit) for end in (self.change_low, self.change_high))
+                alone = f"{self.change_status}, 95 % limits {' to '.join(ends)}"
+                change += f"; the change alone: {alone}"
         return f"{values} ({change})"
 
     @property
@@ -131,35 +151,6 @@ class Verdict(Frozen):
             "limits": "" if self.low is None else f"{ends[0]} to {ends[1]}",
             "samples": str(self.samples or ""),
         }
-
-    def _beside(self) -> str:
-        open_words = {"regressed", "improved"} - {self.status}
-        if self.change_status not in open_words:
-            return ""
-        ends = (amount(end, self.unit) for end in (self.change_low, self.change_high))
-        return f"; the change alone: {self.change_status}, 95 % limits {' to '.join(ends)}"
-
-    def _power(self) -> str:
-        if self.detectable is None:
-            return ""
-        reach = f"; detectable from {amount(self.detectable, self.unit)}"
-        if math.isinf(self.detectable):
-            reach = "; too few samples to detect any change"
-        return reach + self._remedies()
-
-    def _remedies(self) -> str:
-        """Say what would settle an inconclusive change."""
-        if not self.samples_needed:
-            return ""
-        edge = self.low if ">=" in self.rule else self.high
-        ways = [
-            (f"about {self.samples_needed} samples would decide it (this run has {self.samples})"),
-            f"or a limit beyond {amount(edge, self.unit)}",
-        ]
-        metric, _, stat = self.metric.rpartition(":")
-        if self.unit != "pp" and stat != "median":
-            ways.append(f"or a rule on the median ({metric}:median)")
-        return "; " + ", ".join(ways)
 
 
 class Judgement(Frozen):

@@ -35,30 +35,22 @@ def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
     """
     for name, array in arrays.items():
         kind, _, head = name.partition("@")
-        if array.data and not _has_shape(array.shape, SHAPES.get(kind)):
-            raise ValueError(f"{name} has the shape {array.shape}")
+        shape, known = array.shape, SHAPES.get(kind)
+        if array.data and known is not None:
+            pairs = zip(shape, known, strict=False)
+            if len(shape) != len(known) or any(size not in (None, n) for n, size in pairs):
+                raise ValueError(f"{name} has the shape {shape}")
         if kind in BESIDE and f"{BESIDE[kind]}@{head}" not in arrays:
             raise ValueError(f"{name} without {BESIDE[kind]}@{head}")
         if kind in AXES and not all(v is not None and math.isfinite(v) for v in array.data):
             raise ValueError(f"{name} has values that are no numbers")
         if kind in BINNED:
-            _require_edges(name, array, arrays.get(BINNED[kind]))
+            edges, bins = arrays.get(BINNED[kind]), shape[-1] if shape else 0
+            if edges is None or not edges.shape or edges.shape[-1] != bins + 1:
+                raise ValueError(f"{name} has {bins} bins, and other edges")
+            if not all(v is not None and v >= 0 for v in array.data):
+                raise ValueError(f"{name} has counts below 0")
     return arrays
-
-
-def _has_shape(shape: tuple[int, ...], known: tuple[int | None, ...] | None) -> bool:
-    if known is None:
-        return True
-    pairs = zip(shape, known, strict=False)
-    return len(shape) == len(known) and all(b in (None, a) for a, b in pairs)
-
-
-def _require_edges(name: str, counts: Array, edges: Array | None) -> None:
-    bins = counts.shape[-1] if counts.shape else 0
-    if edges is None or not edges.shape or edges.shape[-1] != bins + 1:
-        raise ValueError(f"{name} has {bins} bins, and other edges")
-    if not all(v is not None and v >= 0 for v in counts.data):
-        raise ValueError(f"{name} has counts below 0")
 
 
 Z95 = 1.959963984540054

@@ -40,26 +40,20 @@ def entries(
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         if point.name in taken or point.name in records:
             raise _make_refusal(point, "has a name that is in use already")
-        records[point.name] = record = _load(point, kind)
+        try:
+            record = point.load()
+        except Exception as error:
+            reason = f"cannot be loaded: {type(error).__name__}: {error}"
+            raise _make_refusal(point, reason) from error
+        if not isinstance(record, kind):
+            what = f"{kind.__module__}.{kind.__qualname__}"
+            raise _make_refusal(point, f"is {type(record).__name__}, not {what}")
         name = getattr(record, "name", point.name)
-        fault = check(record) or (
-            "" if name == point.name else f"is called {name!r} in its record"
-        )
-        if fault:
+        other = "" if name == point.name else f"is called {name!r} in its record"
+        if fault := check(record) or other:
             raise _make_refusal(point, fault)
+        records[point.name] = record
     return records
-
-
-def _load(point: EntryPoint, kind: type[T]) -> T:
-    try:
-        record = point.load()
-    except Exception as error:
-        reason = f"cannot be loaded: {type(error).__name__}: {error}"
-        raise _make_refusal(point, reason) from error
-    if not isinstance(record, kind):
-        what = f"{kind.__module__}.{kind.__qualname__}"
-        raise _make_refusal(point, f"is {type(record).__name__}, not {what}")
-    return record
 
 
 def _make_refusal(point: EntryPoint, reason: str) -> UsageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -29,7 +30,7 @@ from lipaudit.tables.columns import (
     make_row,
 )
 from lipaudit.tables.figures import require_drawable
-from lipaudit.tables.samples import require_flags
+from lipaudit.tables.samples import FLAGS
 from lipaudit.tables.trials import parse_column
 
 SCHEMA_VERSION = "2.0"
@@ -198,7 +199,12 @@ class Section(Frozen):
 
     @model_validator(mode="after")
     def _check_flags(self) -> Section:
-        require_flags(self.samples, self.sample_columns)
+        for name, cells in self.samples.items():
+            if name.partition("@")[0] not in FLAGS & self.sample_columns.keys():
+                continue
+            for cell in cells:
+                if isinstance(cell, float | int) and math.isfinite(cell) and cell not in (0, 1):
+                    raise ValueError(f"{name} holds {cell}, which is neither 0 nor 1")
         return self
 
     def frame(self) -> Any:

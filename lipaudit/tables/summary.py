@@ -180,17 +180,16 @@ FEW = 0.05
 
 def summary(report: Report) -> Summary:
     """Return the summary of a report; figures that it lacks are left out."""
-    bounds = rows_of(report.section("bounds"))
-    attacks = rows_of(report.section("attack"))
-    certified = rows_of(report.section("certify"))
-    balls = [*_list_attacked(attacks), *_list_certified(certified, attacks)]
-    balls.sort(key=lambda a: (a.kind == "certified", a.norm, float(parse_radius(a.eps))))
+    balls = sorted(
+        _list_balls(report),
+        key=lambda a: (a.kind == "certified", a.norm, float(parse_radius(a.eps))),
+    )
     return Summary(
         warnings=tuple(_list_warnings(report)),
         accuracy=(*_count_correct(report), *balls),
         radii=_make_radii(report),
         norms=_make_norms(report.section("jacobian")),
-        heads=_make_heads(bounds),
+        heads=_make_heads(rows_of(report.section("bounds"))),
         fragile=_make_fragile(report.section("attention")),
         bounds=tuple(_list_tightness(report.section("bounds"))),
     )
@@ -205,21 +204,8 @@ def shared(report: Report) -> list[Note]:
 
 
 def _list_warnings(report: Report) -> Iterator[Warned]:
-    yield from _list_contradictions(report)
-    given = [("", note) for note in shared(report)]
-    given += [(section.measure, note) for section in report.sections for note in section.notes]
-    owners: dict[Note, str] = {}
-    for measure, note in given:
-        if note.level == "warning":
-            owners.setdefault(note, measure)
-    for note, measure in owners.items():
-        yield Warned(measure=measure, code=note.code, text=note.text)
-
-
-def _list_contradictions(report: Report) -> Iterator[Warned]:
-    """Yield warnings of samples broken in a certified ball: one of the two results is wrong."""
     known = contradictions(report)
-    if known:
+    if known:  # one of the two results is wrong
         sample, ball, trial = known[0]
         by = f" by {trial.attack}" if trial.attack else ""
         text = (
@@ -228,6 +214,14 @@ def _list_contradictions(report: Report) -> Iterator[Warned]:
             "--dtype float64, and report this as a bug in lipaudit"
         )
         yield Warned(measure="", code="contradiction", text=text)
+    given = [("", note) for note in shared(report)]
+    given += [(section.measure, note) for section in report.sections for note in section.notes]
+    owners: dict[Note, str] = {}
+    for measure, note in given:
+        if note.level == "warning":
+            owners.setdefault(note, measure)
+    for note, measure in owners.items():
+        yield Warned(measure=measure, code=note.code, text=note.text)
 
 
 def _count_correct(report: Report) -> Iterator[Accuracy]:
@@ -246,35 +240,36 @@ def _count_correct(report: Report) -> Iterator[Accuracy]:
             return
 
 
-def _list_attacked(rows: Sequence[Row]) -> Iterator[Accuracy]:
+def _list_balls(report: Report) -> Iterator[Accuracy]:
+    """Yield the accuracies under attack by ball, and the certified ones.
+
+    Robust accuracy comes from certificates only if no attack section has the ball.
+    """
     balls: dict[tuple[str, float], list[Row]] = {}
-    for row in rows:
+    for row in rows_of(report.section("attack")):
         balls.setdefault((row.norm, row.eps), []).append(row)
+    found: list[tuple[Literal["attacked", "certified"], str, Row, dict[str, Any]]] = []
     for group in balls.values():
         tried = tuple(row.attack for row in group if row.attack != WORST)
         worst = [row for row in group if row.attack == WORST] or group[:1] * (len(group) == 1)
-        for row in worst:
-            if row.robust is not None:
-                yield _make_accuracy("attacked", row, "robust", attacks=tried)
-
-
-def _make_accuracy(
-    kind: Literal["attacked", "certified"], row: Row, name: str, **more: Any
-) -> Accuracy:
-    """Return the accuracy of a ball: a column of its row, with its limits."""
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    more |= {"norm": row.norm, "eps": row.trial.radius.text, "ball": row.trial.ball}
-    return Accuracy(kind=kind, share=row[name], low=low, high=high, samples=row.samples, **more)
-
-
-def _list_certified(rows: Sequence[Row], attacks: Sequence[Row]) -> Iterator[Accuracy]:
-    """Yield certified accuracy for each ball, and robust accuracy if no attack section has it."""
-    said = {(row.norm, row.eps) for row in attacks}
-    for row in rows:
-        if row.robust is not None and (row.norm, row.eps) not in said:
-            yield _make_accuracy("attacked", row, "robust")
-        if row.certified is not None:
-            yield _make_accuracy("certified", row, "certified", undecided=row.undecided)
+        found += [("attacked", "robust", row, {"attacks": tried}) for row in worst]
+    for row in rows_of(report.section("certify")):
+        if (row.norm, row.eps) not in balls:
+            found.append(("attacked", "robust", row, {}))
+        found.append(("certified", "certified", row, {"undecided": row.undecided}))
+    for kind, name, row, more in found:
+        if row[name] is not None:
+            yield Accuracy(
+                kind=kind,
+                norm=row.norm,
+                eps=row.trial.radius.text,
+                ball=row.trial.ball,
+                share=row[name],
+                low=row[f"{name}_low"],
+                high=row[f"{name}_high"],
+                samples=row.samples,
+                **more,
+            )
 
 
 def _make_radii(report: Report) -> Radii | None:
@@ -298,16 +293,13 @@ def _make_norms(section: Section | None) -> Norms | None:
     rows = [row for row in rows_of(section) if not row.module]
     if section is None or not rows or not finite((rows[0].median, rows[0].max)):
         return None
+    # The sample with the largest norm; empty if unknown.
+    ids, norms = (section.samples.get(name, ()) for name in ("ids", "norm"))
+    known = [(order(v), str(i)) for i, v in zip(ids, norms, strict=False) if finite([v])]
+    sample = max(known, key=lambda pair: pair[0], default=(0.0, ""))[1]
     names = ("norm", "median", "p95", "max", "samples", "converged")
     figures = {name: rows[0][name] for name in names}
-    return Norms(start=rows[0].from_, end=rows[0].to, sample=_name_largest(section), **figures)
-
-
-def _name_largest(section: Section) -> str:
-    """Return the id of the sample with the largest norm; empty if unknown."""
-    ids, norms = (section.samples.get(name, ()) for name in ("ids", "norm"))
-    known = [(v, str(i)) for i, v in zip(ids, norms, strict=False) if finite([v])]
-    return max(known, key=lambda pair: order(pair[0]))[1] if known else ""
+    return Norms(start=rows[0].from_, end=rows[0].to, sample=sample, **figures)
 
 
 def _make_heads(rows: Sequence[Row]) -> Heads | None:

@@ -49,7 +49,18 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
     last.
     """
     balls = broken(report)
-    norms, right, proven = (_read_values(report, n) for n in ("norm", "correct", "radius"))
+    # Each column is read from the first section that has it.
+    norms, right, proven = (
+        next(
+            (
+                dict(zip(s.ids, s.samples[n], strict=False))
+                for s in report.sections
+                if n in s.samples
+            ),
+            {},
+        )
+        for n in ("norm", "correct", "radius")
+    )
 
     def rank(sample: str) -> tuple[bool, int, float, float]:
         radius = min(finite([proven.get(sample)]), default=math.inf)
@@ -65,44 +76,31 @@ def contradictions(report: Report) -> list[Contradiction]:
 
     The distance of an example in one norm bounds its distance in the later norms of `INSIDE`.
     """
-    certified = list(_list_certified(report))
+    certificates, attack = report.section("certify"), report.section("attack")
+    certified = [
+        (sample, trial)
+        for kind, trial, sample, value in _list_figures(certificates)
+        if kind == "certified" and trial is not None and value == 1
+    ]
+    certified += _list_searched(certificates, "radius")
     attacks: dict[str, list[TrialKey]] = {}
-    for sample, trial in _list_attacked(report) if certified else ():
-        attacks.setdefault(sample, []).append(trial)
-    first: dict[str, Contradiction] = {}
-    for sample, ball in certified:
-        for trial in attacks.get(sample, ()):
-            if _lies_within(trial, ball):
-                first.setdefault(sample, Contradiction(sample, ball, trial))
-    return list(first.values())
-
-
-def _lies_within(trial: TrialKey, ball: TrialKey) -> bool:
-    """Say whether all points of one ball are inside another."""
-    if not {trial.norm, ball.norm} <= {*INSIDE}:
-        return False
-    inner = INSIDE.index(trial.norm) <= INSIDE.index(ball.norm)
-    return inner and trial.radius.value <= ball.radius.value
-
-
-def _list_certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the certified samples, with the ball."""
-    section = report.section("certify")
-    for kind, trial, sample, value in _list_figures(section):
-        if kind == "certified" and trial is not None and value == 1:
-            yield sample, trial
-    yield from _list_searched(section, "radius")
-
-
-def _list_attacked(report: Report) -> Iterator[tuple[str, TrialKey]]:
-    """Yield the broken samples, with a ball that contains the example."""
-    for section in (report.section("attack"), report.section("certify")):
+    for section in (attack, certificates) if certified else ():
         # An attack may stop before its radius: the example is then inside a smaller ball.
         far = {(i, t): value for kind, t, i, value in _list_figures(section) if kind == "distance"}
         for sample, trial in _list_fallen(section):
             reached = map(_make_radius, finite([far.get((sample, trial))]))
-            yield sample, replace(trial, radius=min([trial.radius, *reached], key=float))
-        yield from _list_searched(section, "radius_adversarial")
+            ball = replace(trial, radius=min([trial.radius, *reached], key=float))
+            attacks.setdefault(sample, []).append(ball)
+        for sample, ball in _list_searched(section, "radius_adversarial"):
+            attacks.setdefault(sample, []).append(ball)
+    first: dict[str, Contradiction] = {}
+    for sample, ball in certified:
+        for trial in attacks.get(sample, ()):
+            compared = {trial.norm, ball.norm} <= {*INSIDE}
+            inner = compared and INSIDE.index(trial.norm) <= INSIDE.index(ball.norm)
+            if inner and trial.radius.value <= ball.radius.value:
+                first.setdefault(sample, Contradiction(sample, ball, trial))
+    return list(first.values())
 
 
 def _list_fallen(section: Section | None) -> Iterator[tuple[str, TrialKey]]:
@@ -134,10 +132,3 @@ def _make_radius(value: float) -> Radius:
     """Return a radius that was measured, not typed."""
     # Exact, so that rounding of the text does not affect comparisons of radii.
     return Radius(f"{value:.4g}", Fraction(value))
-
-
-def _read_values(report: Report, column: str) -> dict[str, Any]:
-    """Return a per-sample column, by id, of the first section that has it."""
-    sections = (section for section in report.sections if column in section.samples)
-    section = next(sections, None)
-    return {} if section is None else dict(zip(section.ids, section.samples[column], strict=False))

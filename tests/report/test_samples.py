@@ -9,6 +9,7 @@ import pytest
 from lipaudit import schema
 from lipaudit.errors import InputError, UsageError
 from lipaudit.report import of_sample, render, terminal
+from lipaudit.report.blocks import Table
 from lipaudit.report.page import samples
 from lipaudit.report.page.document import make_page
 from lipaudit.settings import layouts
@@ -32,6 +33,11 @@ def placed(report):
     return part.model_copy(update={"samples": {"ids": IDS, "place": files}})
 
 
+def list_worst(report):
+    """Return the rows of the table of worst samples."""
+    return next(block for block in samples.show_worst(report) if isinstance(block, Table)).rows
+
+
 def told(page, title: str) -> dict[str, tuple[str, ...]]:
     (chapter,) = (chapter for chapter in page.chapters if chapter.title == title)
     return {row[0]: row[1:] for row in chapter.blocks[0].rows}
@@ -44,7 +50,7 @@ def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):
     expected = sorted(IDS, key=lambda n: (not correct[n], -balls[n] * correct[n], -norms[n]))
     assert worst(report, 24) == expected
     assert worst(report) == expected[:10]
-    rows = samples.tabulate_worst(report).rows
+    rows = list_worst(report)
     assert [row[0] for row in rows] == [name[:12] for name in expected[:10]]
     assert rows[0][1] == "linf 2/255"
     assert rows[-1][1] == "linf 4/255"
@@ -127,7 +133,7 @@ def test_without_norms_the_least_certified_come_first(report):
     radii = dict(zip(IDS, certify.samples["radius"], strict=True))
     kept = [name for name in worst(alone, 24) if radii[name] is not None]
     assert [radii[name] for name in kept] == sorted(radii[name] for name in kept)
-    assert samples.tabulate_worst(alone).rows[0][2] == radii[worst(alone)[0]]
+    assert list_worst(alone)[0][2] == radii[worst(alone)[0]]
 
 
 def test_a_decided_ball_has_no_reason_for_being_undecided(report):

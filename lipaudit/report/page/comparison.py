@@ -13,9 +13,7 @@ from lipaudit.gate.comparison import (
     Comparison,
     HeadChange,
     HeadChanges,
-    Outcome,
     Pair,
-    SampleChange,
 )
 from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
 from lipaudit.report.blocks import (
@@ -32,10 +30,9 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.cells import format_number, format_value
 from lipaudit.report.page.facts import CHARACTERS, merge_notes
-from lipaudit.report.page.samples import SAMPLE, add_places
+from lipaudit.report.page.samples import list_names
 from lipaudit.report.page.scorecard import name_accuracy
 from lipaudit.report.page.views import FIT, HEAD, TOP, map_heads
-from lipaudit.report.pictures import Heatmap
 from lipaudit.settings.registry import find_column
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.summary import KINDS
@@ -76,23 +73,35 @@ HEADLINES = {
 def open_comparison(page: Document, comparison: Comparison, reports: Sequence[Report]) -> Document:
     """Return a page with the changes above its chapters."""
     pairs, several = comparison.pairs, len(comparison.pairs) > 1
-    warnings = [note for pair in pairs for note in _list_warnings(pair)]
+    counts, notes, findings = [], list[Note](), []
+    for i, pair in enumerate(pairs):
+        lead = f"{pair.new}: " if several else ""
+        counts.append(lead + _count_verdicts(pair))
+        # Conditions that differ, and the metrics that they exclude.
+        texts = [("conditions", text) for text in pair.warnings]
+        texts += [
+            ("not-compared", f"not compared, {v.reason}: {v.metric}") for v in _refused(pair)
+        ]
+        notes += merge_notes(Note(level="warning", code=code, text=text) for code, text in texts)
+        suffix = _number_pair(comparison, i)
+        findings += [(lead + text, chapter + suffix) for text, chapter in _list_findings(pair)]
+    runs = [report.run for report in reports]
+    old, *new = (
+        f"{name} ({run.model.architecture}), weights {run.model.weights_sha256[:12]}"
+        for name, run in zip(comparison.models, runs, strict=True)
+    )
+    data = dict.fromkeys(f"{run.data.spec}, {run.data.samples} samples" for run in runs)
     lines = tuple(_list_lines(comparison))
-    leads = [f"{pair.new}: " if several else "" for pair in pairs]
-    counts = [lead + _count_verdicts(pair) for lead, pair in zip(leads, pairs, strict=True)]
     regressed = any(verdict.status == "regressed" for pair in pairs for verdict in pair.verdicts)
+    which = f"{len(pairs)} models" if several else pairs[0].new
     return replace(
         page,
-        title=_write_title(comparison),
+        title=f"lipaudit: {which} against {pairs[0].old}",
         outcome=Banner(" ".join(counts), "broken" if regressed else None),
-        facts=_list_facts(comparison, reports),
-        notes=merge_notes([*warnings, *page.notes]),
+        facts=(("old", old), *(("new", each) for each in new), ("data", "; ".join(data))),
+        notes=merge_notes([*notes, *page.notes]),
         scorecard=Scorecard(lines) if lines else None,
-        findings=tuple(
-            (leads[i] + text, chapter + _number_pair(comparison, i))
-            for i, pair in enumerate(pairs)
-            for text, chapter in _list_findings(pair)
-        ),
+        findings=tuple(findings),
     )
 
 
@@ -101,35 +110,9 @@ def _number_pair(comparison: Comparison, index: int) -> str:
     return f"-{index + 1}" if len(comparison.pairs) > 1 else ""
 
 
-def make_comparison_screen(page: Document) -> Document:
-    """Return a page without its chapters, for one screen."""
-    findings = tuple((text, "") for text, _ in page.findings)
-    return replace(page, findings=findings, chapters=(), more=MORE)
-
-
-def _write_title(comparison: Comparison) -> str:
-    first, *others = comparison.models
-    new = others[0] if len(others) == 1 else f"{len(others)} models"
-    return f"lipaudit: {new} against {first}"
-
-
-def _list_facts(comparison: Comparison, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:
-    """Return the models and the samples that are compared."""
-    models = ((name, r.run.model) for name, r in zip(comparison.models, reports, strict=True))
-    said = [
-        f"{name} ({model.architecture}), weights {model.weights_sha256[:12]}"
-        for name, model in models
-    ]
-    data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
-    return (("old", said[0]), *(("new", each) for each in said[1:]), ("data", "; ".join(data)))
-
-
-def _list_warnings(pair: Pair) -> tuple[Note, ...]:
-    """Return warnings: conditions that differ, and the metrics that they exclude."""
-    refused = (v for v in pair.verdicts if v.reason and not v.reason.endswith(ABSENT))
-    texts = [("conditions", text) for text in pair.warnings]
-    texts += [("not-compared", f"not compared, {v.reason}: {v.metric}") for v in refused]
-    return merge_notes(Note(level="warning", code=code, text=text) for code, text in texts)
+def _refused(pair: Pair) -> list[Verdict]:
+    """Return the figures that both reports have, but under different conditions."""
+    return [v for v in pair.verdicts if v.reason and not v.reason.endswith(ABSENT)]
 
 
 # Figures
@@ -137,22 +120,27 @@ def _list_warnings(pair: Pair) -> tuple[Note, ...]:
 
 def _list_lines(comparison: Comparison) -> Iterator[Line]:
     """Yield the figures of the scorecard: one pair's by severity, several pairs' by figure."""
-    found: dict[str, list[tuple[Pair, Verdict]]] = {}
+    found: dict[str, dict[str, Verdict]] = {}
     for metric in (*ACCURACY, *HEADLINES):
         for pair in comparison.pairs:
             for verdict in pair.verdicts:
                 if verdict.metric == metric and verdict.status in FIRST:
-                    each = found.setdefault(_name_figure(metric, verdict.name), [])
-                    each += [(pair, verdict)] if pair not in [known for known, _ in each] else []
-    lines = [(label, *both) for label, each in found.items() for both in each]
+                    label = _name_figure(metric, verdict.name)
+                    found.setdefault(label, {}).setdefault(pair.new, verdict)
+    lines = [(label, *each) for label, verdicts in found.items() for each in verdicts.items()]
     if len(comparison.pairs) == 1:
         lines.sort(key=lambda line: FIRST.index(line[2].status))
-    for label, pair, verdict in lines:
-        of = f", {pair.new}" if len(comparison.pairs) > 1 else ""
-        kind = ACCURACY.get(verdict.metric)
+    for label, model, verdict in lines:
+        of = f", {model}" if len(comparison.pairs) > 1 else ""
+        kind, texts = ACCURACY.get(verdict.metric), verdict.texts
         column = KINDS[kind][1] if kind else find_column(verdict.metric)
-        value = verdict.texts["change"] or "0"
-        yield Line(label + of, value, column, _describe_figure(verdict, column))
+        old, new = (format_value(value, column) for value in (verdict.old, verdict.new))
+        differs = texts["paired"] not in ("", texts["change"])
+        known = [f"paired {texts['paired']}"] if differs else []
+        known += filter(None, [format_change_limits(verdict, verdict.unit)])
+        between = f" ({': '.join(known)})" if known else ""
+        text = f"{verdict.status} {old} → {new}{between}"
+        yield Line(label + of, texts["change"] or "0", column, text)
 
 
 def _name_figure(metric: str, name: str = "") -> str:
@@ -162,18 +150,6 @@ def _name_figure(metric: str, name: str = "") -> str:
         return name_accuracy(ACCURACY[metric], ball.ball if ball else "")
     parts = (find_column(metric).label, metric.partition(":")[2], name)
     return HEADLINES.get(metric, ", ".join(filter(None, parts)))
-
-
-def _describe_figure(verdict: Verdict, column: Column) -> str:
-    """Describe the change of a figure: its verdict, old and new value, and limits."""
-    differs = verdict.texts["paired"] not in ("", verdict.texts["change"])
-    known = [
-        f"paired {verdict.texts['paired']}" if differs else "",
-        format_change_limits(verdict, verdict.unit),
-    ]
-    between = f" ({': '.join(filter(None, known))})" if any(known) else ""
-    old, new = (format_value(value, column) for value in (verdict.old, verdict.new))
-    return f"{verdict.status} {old} → {new}{between}"
 
 
 def format_change_limits(change: HeadChange | Verdict, unit: str) -> str:
@@ -214,10 +190,10 @@ def _count_verdicts(pair: Pair) -> str:
     counts = Counter(verdict.status for verdict in judged)
     listed = ", ".join(f"{counts[status]} {status}" for status in FIRST if counts[status])
     worse = [_name_figure(v.metric, v.name) for v in judged if v.status == "regressed"]
-    named = f" Regressed: {_name_first(worse, '; ')}." if worse else ""
-    refused = sum(bool(v.reason) and not v.reason.endswith(ABSENT) for v in pair.verdicts)
+    regressed = f" Regressed: {_name_first(worse, '; ')}." if worse else ""
+    refused = len(_refused(pair))
     listed += f", {refused} not compared" if refused else ""
-    return f"Of {len(judged) + refused} figures: {listed}.{named}"
+    return f"Of {len(judged) + refused} figures: {listed}.{regressed}"
 
 
 def _name_first(names: Sequence[str], between: str = ", ") -> str:
@@ -260,17 +236,19 @@ PROVEN = (
     "A change stands if it is significant after Holm's correction over all heads (5 % chance "
     "of any false alarm). Limits are for each head alone (Student's t)."
 )
-FIGURES = {
-    "metric": "s",
-    "verdict": "s",
-    "old": "",
-    "new": "",
-    "change": "",
-    "paired": "",
-    "95 % limits": "",
-    "samples": "",
-}
+FIGURES = dict.fromkeys(("metric", "verdict"), "s") | dict.fromkeys(
+    ("old", "new", "change", "paired", "95 % limits", "samples"), ""
+)
 """Columns of the table with their format: `s` is text, empty is a number."""
+OUTCOMES = {
+    "samples": "d",
+    "old": ".1%",
+    "new": ".1%",
+    "lost": "d",
+    "gained": "d",
+    "McNemar": ".2g",
+}
+"""Columns of the table of verdicts that changed, with their format."""
 ASKED = Column(label="asked", meaning="Yes-or-no result of each sample.", format="s")
 BECAME = Column(label="became", meaning="The sample's result before and now.", format="s")
 STANDS = Column(
@@ -295,7 +273,7 @@ def make_chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Ch
         for of in [f" ({pair.new})" if several else ""]
         for name, title, shown in (
             ("change", f"What changed from {pair.old} to {pair.new}?", _show_figures(pair)),
-            ("samples", f"Which samples changed?{of}", _show_samples(pair, places)),
+            ("samples", f"Which samples changed?{of}", [*_show_samples(pair, places)]),
             ("heads", f"Which heads changed?{of}", _show_heads(pair)),
         )
         if shown
@@ -303,6 +281,7 @@ def make_chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Ch
 
 
 def _show_figures(pair: Pair) -> list[Block]:
+    """Show all verdicts, and note the differences that permit the comparison."""
     judged = [verdict for verdict in pair.verdicts if not verdict.reason]
     rows = []
     for verdict in judged:
@@ -339,114 +318,71 @@ def _show_heads(pair: Pair) -> list[Block]:
     """Show the heads that moved most, and the changes of all as maps."""
     if not pair.heads:
         return []
-    ranked = rank_heads(pair.heads[0])
+    ranked, unit = rank_heads(pair.heads[0]), pair.heads[0].unit
     shown = ranked if len(ranked) <= FIT else ranked[:TOP]
-    unit = pair.heads[0].unit
+    limits = [format_change_limits(head, unit) or None for head in shown]
     cells: list[tuple[Column, list[Any]]] = [
         (HEAD, [f"{head.layer}.{head.head}" for head in shown]),
         (Column("change", "", format=""), [amount(head.change, unit) for head in shown]),
-        (
-            Column("95 % limits", "", format=""),
-            [format_change_limits(head, unit) or None for head in shown],
-        ),
+        (Column("95 % limits", "", format=""), limits),
         (ADJUSTED, [head.p_adjusted for head in shown]),
         (STANDS, [None if head.p_adjusted is None else head.stands for head in shown]),
     ]
+    maps = []
     for changes in pair.heads:
         column = find_column(changes.metric)
-        ends = {(h.layer, h.head): (h.old, h.new) for h in changes.heads}
-        both = [ends.get((head.layer, head.head), (None, None)) for head in shown]
-        for end, when in enumerate(("old", "new")):
+        heads = {(head.layer, head.head): head for head in changes.heads}
+        both = [heads.get((head.layer, head.head)) for head in shown]
+        for when in ("old", "new"):
             label = f"{column.label}, {when}"
-            cells.append((replace(column, label=label), [values[end] for values in both]))
+            cells.append((replace(column, label=label), [h and getattr(h, when) for h in both]))
+        times, how = {"%": (1.0, "+.1%"), "pp": (100.0, "+.1f"), "": (1.0, "+.3g")}[changes.unit]
+        values = {k: None if h.change is None else h.change * times for k, h in heads.items()}
+        meaning, sign = "New value over old value, sample by sample.", changes.unit.strip("%")
+        change = Column("change", meaning, sign, how, status=column.status)
+        title = f"{changes.metric}: change of every head"
+        maps.append(map_heads(title, values, change, centre=0.0))
     part = f" ({len(shown)} of {len(ranked)})" if len(shown) < len(ranked) else ""
+    title = f"Heads that moved most{part}, by {pair.heads[0].metric}"
     strong = frozenset(i for i, head in enumerate(shown) if head.stands)
-    return [
-        Paragraph(PROVEN),
-        make_table(
-            f"Heads that moved most{part}, by {pair.heads[0].metric}", cells, strong=strong
-        ),
-        *map(_map_changes, pair.heads),
-    ]
+    return [Paragraph(PROVEN), make_table(title, cells, strong=strong), *maps]
 
 
-def _map_changes(changes: HeadChanges) -> Heatmap:
-    times, how = {"%": (1.0, "+.1%"), "pp": (100.0, "+.1f"), "": (1.0, "+.3g")}[changes.unit]
-    unit, status = changes.unit.replace("%", ""), find_column(changes.metric).status
-    column = Column(
-        "change", "New value over old value, sample by sample.", unit, how, status=status
-    )
-    values = {
-        (h.layer, h.head): None if h.change is None else h.change * times for h in changes.heads
-    }
-    return map_heads(f"{changes.metric}: change of every head", values, column, centre=0.0)
-
-
-def _show_samples(pair: Pair, places: Mapping[str, str]) -> list[Block]:
+def _show_samples(pair: Pair, places: Mapping[str, str]) -> Iterator[Block]:
     """Show the samples whose verdict changed, with their figures before and after."""
+    if pair.outcomes:
+        columns = (Column(k, "", format=how, domain="") for k, how in OUTCOMES.items())
+        rows = []
+        for o in pair.outcomes:
+            shares = o.old / o.samples, o.new / o.samples
+            name = name_accuracy(o.kind, o.ball)
+            rows.append((name, o.samples, *shares, o.lost, o.gained, o.mcnemar))
+        # 5 %, the level of all other figures of the page.
+        strong = frozenset(i for i, o in enumerate(pair.outcomes) if o.mcnemar <= 0.05)
+        yield Paragraph(FLIPS)
+        yield Table("", (ASKED, *columns), tuple(rows), strong=strong)
     flipped = [sample for sample in pair.samples if sample.flipped]
     many = f"The first {FIT} of {len(flipped)} samples that changed"
     title = many if len(flipped) > FIT else "Samples that changed"
+    shown = flipped[:FIT]
+    became = []
+    for sample in shown:
+        states = ((name, *both) for name, both in sample.states.items())
+        texts = [f"{name}: {old} → {new}" for name, old, new in states if old != new]
+        became.append("; ".join(texts) or None)
+    cells: list[tuple[Column, list[Any]]] = [
+        *list_names([sample.id for sample in shown], places),
+        (BECAME, became),
+    ]
     counts = Counter(metric for sample in pair.samples for metric in sample.figures)
     # Columns with most samples come first; norms come before others.
-    metrics = sorted(counts, key=lambda metric: (-counts[metric], metric != NORM))
-    counted: list[Block] = [Paragraph(FLIPS), _tabulate_outcomes(pair.outcomes)]
-    return [
-        *(counted if pair.outcomes else []),
-        *([_tabulate_samples(title, metrics, flipped[:FIT], places)] if flipped else []),
-    ]
-
-
-def _tabulate_outcomes(outcomes: Sequence[Outcome]) -> Table:
-    formats = {
-        "samples": "d",
-        "old": ".1%",
-        "new": ".1%",
-        "lost": "d",
-        "gained": "d",
-        "McNemar": ".2g",
-    }
-    columns = (Column(k, "", format=how, domain="") for k, how in formats.items())
-    rows = tuple(
-        (
-            name_accuracy(o.kind, o.ball),
-            o.samples,
-            o.old / o.samples,
-            o.new / o.samples,
-            o.lost,
-            o.gained,
-            o.mcnemar,
-        )
-        for o in outcomes
-    )
-    # 5 %, the level of all other figures of the page.
-    strong = frozenset(i for i, o in enumerate(outcomes) if o.mcnemar <= 0.05)
-    return Table("", (ASKED, *columns), rows, strong=strong)
-
-
-def _tabulate_samples(
-    title: str, metrics: Sequence[str], samples: Sequence[SampleChange], places: Mapping[str, str]
-) -> Table:
-    """Tabulate samples before and after, by the figures that half of them have."""
-    cells: list[tuple[Column, list[Any]]] = [
-        (SAMPLE, [sample.id for sample in samples]),
-        (BECAME, [_describe_change(sample) or None for sample in samples]),
-    ]
-    for metric in metrics:
-        both = [sample.figures.get(metric, (None, None)) for sample in samples]
-        if 2 * sum(metric in sample.figures for sample in samples) >= len(samples):
+    for metric in sorted(counts, key=lambda metric: (-counts[metric], metric != NORM)):
+        both = [sample.figures.get(metric, (None, None)) for sample in shown]
+        # A figure is shown if half of the samples have it.
+        if 2 * sum(metric in sample.figures for sample in shown) >= len(shown):
+            column, trial = find_column(metric), metric.partition("@")[2]
             for end, when in enumerate(("old", "new")):
-                column = _find_sample_column(metric, when)
-                cells.append((column, [values[end] for values in both]))
-    return add_places(make_table(title, cells), places)
-
-
-def _describe_change(sample: SampleChange) -> str:
-    states = ((name, *both) for name, both in sample.states.items())
-    return "; ".join(f"{name}: {old} → {new}" for name, old, new in states if old != new)
-
-
-def _find_sample_column(metric: str, when: str) -> Column:
-    """Return the heading of a per-sample figure: `||J||, old`."""
-    column, trial = find_column(metric), metric.partition("@")[2]
-    return replace(column, label=", ".join(filter(None, (column.label, trial, when))))
+                label = ", ".join(filter(None, (column.label, trial, when)))
+                cells.append((replace(column, label=label), [values[end] for values in both]))
+    if shown:
+        yield make_table(title, cells)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from lipaudit.report.blocks import (
     Facts,
     Notes,
     Paragraph,
-    Table,
     make_table,
 )
 from lipaudit.report.cells import LIMITS, STATUS, write_math
@@ -28,11 +27,13 @@ from lipaudit.report.page.facts import (
 )
 from lipaudit.report.page.findings import diagnose
 from lipaudit.report.page.ranking import tabulate_scorecards
-from lipaudit.report.page.samples import has_ranking, show_worst
+from lipaudit.report.page.samples import show_worst
 from lipaudit.report.page.scorecard import make_scorecard, suggest_steps, write_answer
 from lipaudit.report.page.views import list_all_rows
 from lipaudit.tables import Column, Note, Report, Section, model_labels
+from lipaudit.tables.report import Failure
 from lipaudit.tables.summary import summary
+from lipaudit.tables.worst import broken
 
 SEED = "seed"
 """Name of the setting seed, which the page lists among the facts of the run."""
@@ -56,9 +57,15 @@ def show_section(
         settings: settings to show; by default all of the section.
     """
     if section.failure is not None:
-        return (_describe_failure("", section),)
+        return (_describe_failure("", section.failure),)
     plan = find_plan(section.measure, section.title)
-    listed = _list_settings(section.settings if settings is None else settings)
+    # A switch that is on is shown by its name; what is off or unset is left out.
+    given = section.settings if settings is None else settings
+    listed = "; ".join(
+        name if value is True else f"{name} {format_setting(value)}"
+        for name, value in given.items()
+        if name != SEED and value is not False and value not in (None, [], ())
+    )
     notes = merge_notes(note for note in section.notes if note not in said)
     views = plan.views if plan.whole else (*plan.views, list_all_rows)
     blocks = [block for view in views for block in view({"": section})]
@@ -73,7 +80,7 @@ def show_section(
 def compare_sections(sections: Mapping[str, Section]) -> tuple[Block, ...]:
     """Return the blocks that compare one measure over several reports, by the report's label."""
     filled = {label: section for label, section in sections.items() if _has_figures(section)}
-    failed = [_describe_failure(f"{k}: ", s) for k, s in sections.items() if s.failure]
+    failed = [_describe_failure(f"{k}: ", s.failure) for k, s in sections.items() if s.failure]
     if not filled:
         return tuple(failed) or (NOTHING,)
     first = next(iter(filled.values()))
@@ -87,21 +94,8 @@ def _has_figures(section: Section) -> bool:
     return bool(section.rows or len(section.samples) > 1)
 
 
-def _describe_failure(label: str, section: Section) -> Paragraph:
-    failure = section.failure
-    return Paragraph(
-        f"{label}FAILED: {failure.reason}. {failure.advice}".strip() if failure else ""
-    )
-
-
-def _list_settings(settings: Mapping[str, Any]) -> str:
-    """Format settings: a switch that is on by its name; unset ones are left out."""
-    given = {k: v for k, v in settings.items() if k != SEED and v not in (None, [], ())}
-    return "; ".join(
-        name if value is True else f"{name} {format_setting(value)}"
-        for name, value in given.items()
-        if value is not False
-    )
+def _describe_failure(label: str, failure: Failure) -> Paragraph:
+    return Paragraph(f"{label}FAILED: {failure.reason}. {failure.advice}".strip())
 
 
 def format_setting(value: Any) -> str:
@@ -114,7 +108,56 @@ def format_setting(value: Any) -> str:
 
 def make_page(*reports: Report, lead: Sequence[Chapter] = ()) -> Document:
     """Return the page of a report, or of several side by side after the leading chapters."""
-    return _show_one(reports[0]) if len(reports) == 1 else _show_several(reports, lead)
+    if len(reports) > 1:
+        return _show_several(reports, lead)
+    report = reports[0]
+    warnings = [n for s in report.sections for n in s.notes if n.level == "warning"]
+    said = [*list_shared_notes(report), *warnings]  # the top of the page shows these
+    chapters = []
+    for index, section in enumerate(report.sections):
+        name, settings = section.measure, section.settings
+        whole = report.section(name.partition(".")[0])
+        if whole and whole is not section and whole.settings == settings:
+            settings = {}  # the enclosing section lists the same
+        folded = index > 0 and name not in OPEN
+        blocks = show_section(section, said, settings)
+        chapters.append(Chapter(name, find_plan(name, section.title).question, blocks, folded))
+    if broken(report) or any("norm" in section.samples for section in report.sections):
+        title = "Which samples are the least robust?"
+        chapters.append(Chapter("worst-samples", title, show_worst(report)))
+    return replace(_start_page(report), chapters=(*chapters, _explain_page(report)))
+
+
+def _show_several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
+    names = model_labels(reports)
+    chapters: list[Chapter] = []
+    for measure in dict.fromkeys(s.measure for report in reports for s in report.sections):
+        sections = {
+            name: section
+            for name, report in zip(names, reports, strict=True)
+            if (section := report.section(measure)) is not None
+        }
+        title = next(iter(sections.values())).title
+        folded, blocks = bool(chapters) and measure not in OPEN, compare_sections(sections)
+        chapters.append(Chapter(measure, find_plan(measure, title).question, blocks, folded))
+    # The facts that differ are beside each other.
+    common = _list_common_facts(reports)
+    facts = [dict(fact for fact in list_facts(report) if fact not in common) for report in reports]
+    keys = list(dict.fromkeys(name for each in facts for name in each))
+    cells: list[list[Any]] = [keys, *([each.get(key) for key in keys] for each in facts)]
+    columns = (Column(label=name, meaning="", format="s") for name in ("fact", *names))
+    audited = make_table("", zip(columns, cells, strict=True))
+    cards = (tabulate_scorecards(names, reports),)
+    return replace(
+        _start_several(reports),
+        chapters=(
+            *lead,
+            Chapter("scorecards", "How do the scorecards compare?", cards),
+            *chapters,
+            *([Chapter("models", "What was audited?", (audited,))] if keys else []),
+            _explain_page(*reports),
+        ),
+    )
 
 
 def make_screen(report: Report) -> Document:
@@ -169,77 +212,25 @@ def _start_page(report: Report) -> Document:
     )
 
 
-def _show_one(report: Report) -> Document:
-    warnings = [n for s in report.sections for n in s.notes if n.level == "warning"]
-    said = [*list_shared_notes(report), *warnings]  # the top of the page shows these
-    measures = [section.measure for section in report.sections]
-    chapters = []
-    for section in report.sections:
-        name, settings = section.measure, section.settings
-        whole = report.section(name.partition(".")[0])
-        if whole and whole is not section and whole.settings == settings:
-            settings = {}  # the enclosing section lists the same
-        folded = len(measures) > 1 and name != measures[0] and name not in OPEN
-        blocks = show_section(section, said, settings)
-        chapters.append(Chapter(name, find_plan(name, section.title).question, blocks, folded))
-    if has_ranking(report):
-        title = "Which samples are the least robust?"
-        chapters.append(Chapter("worst-samples", title, show_worst(report)))
-    chapters.append(_explain_page(report))
-    return replace(_start_page(report), chapters=tuple(chapters))
-
-
 def _explain_page(*reports: Report) -> Chapter:
     """Explain the words of the page and, for one report, the preprocessing of its samples."""
-    words = dict(pair for report in reports for pair in _explain_words(report))
-    standings = {status: f"{text}. {LIMITS[status]}" for status, text in STATUS.items()}
-    made: dict[str, str] = {}
+    known, pairs = {**ATTACKS, **NORMS, **WORDS}, dict[str, str]()
+    for report in reports:
+        # The words of the scorecard: its figures, norms and attacks.
+        card, accuracy = make_scorecard(report), summary(report).accuracy
+        words = [line.label.partition(",")[0] for line in (card.lines if card else ())]
+        words += [each.norm for each in accuracy] + [a for each in accuracy for a in each.attacks]
+        pairs |= {word: write_math(known[word]) for word in words if word in known}
+    pairs |= {status: f"{text}. {LIMITS[status]}" for status, text in STATUS.items()}
     if len(reports) == 1:
         run = reports[0].run
         prepared = (f"{name} {format_setting(value)}" for name, value in run.preprocess.items())
+        pairs["preprocessing"] = "; ".join(prepared) or "none"
         versions = {"lipaudit": run.lipaudit} | run.versions
-        made = {
-            "preprocessing": "; ".join(prepared) or "none",
-            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        }
-    pairs = tuple((words | standings | made).items())
+        pairs["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     title = "What do the words mean, and how was this measured?"
-    return Chapter("words", title, (Facts(pairs), Paragraph(EXPLAIN)), folded=True)
-
-
-def _explain_words(report: Report) -> Iterator[tuple[str, str]]:
-    """Explain the words of the scorecard: its figures, norms and attacks."""
-    card, accuracy = make_scorecard(report), summary(report).accuracy
-    known = {**ATTACKS, **NORMS, **WORDS}
-    words = [line.label.partition(",")[0] for line in (card.lines if card else ())]
-    words += [each.norm for each in accuracy] + [a for each in accuracy for a in each.attacks]
-    yield from ((word, write_math(known[word])) for word in words if word in known)
-
-
-def _show_several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
-    names = model_labels(reports)
-    chapters: list[Chapter] = []
-    for measure in dict.fromkeys(s.measure for report in reports for s in report.sections):
-        sections = {
-            name: section
-            for name, report in zip(names, reports, strict=True)
-            if (section := report.section(measure)) is not None
-        }
-        blocks = compare_sections(sections)
-        title = next(iter(sections.values())).title
-        folded = bool(chapters) and measure not in OPEN
-        chapters.append(Chapter(measure, find_plan(measure, title).question, blocks, folded))
-    cards, audited = (tabulate_scorecards(names, reports),), _tabulate_models(names, reports)
-    return replace(
-        _start_several(reports),
-        chapters=(
-            *lead,
-            Chapter("scorecards", "How do the scorecards compare?", cards),
-            *chapters,
-            *([Chapter("models", "What was audited?", (audited,))] if audited.rows else []),
-            _explain_page(*reports),
-        ),
-    )
+    blocks = (Facts(tuple(pairs.items())), Paragraph(EXPLAIN))
+    return Chapter("words", title, blocks, folded=True)
 
 
 def _start_several(reports: Sequence[Report]) -> Document:
@@ -265,12 +256,3 @@ def _list_common_facts(reports: Sequence[Report]) -> tuple[tuple[str, str], ...]
     """Return the facts that hold for all reports."""
     first, *others = (list_facts(report) for report in reports)
     return tuple(fact for fact in first if all(fact in each for each in others))
-
-
-def _tabulate_models(names: Sequence[str], reports: Sequence[Report]) -> Table:
-    alike = _list_common_facts(reports)
-    known = [dict(fact for fact in list_facts(report) if fact not in alike) for report in reports]
-    keys = list(dict.fromkeys(name for each in known for name in each))
-    cells: list[list[Any]] = [keys, *([each.get(key) for key in keys] for each in known)]
-    columns = (Column(label=name, meaning="", format="s") for name in ("fact", *names))
-    return make_table("", zip(columns, cells, strict=True))

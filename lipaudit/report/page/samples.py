@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
@@ -16,6 +16,7 @@ from lipaudit.report.blocks import (
     Paragraph,
     Passage,
     Table,
+    make_table,
 )
 from lipaudit.report.cells import (
     UNMEASURED,
@@ -34,8 +35,7 @@ from lipaudit.report.page.facts import (
     name_sample,
 )
 from lipaudit.tables import Column, Report
-from lipaudit.tables.figures import finite, middle, order, wilson
-from lipaudit.tables.report import Example
+from lipaudit.tables.figures import finite, middle, wilson
 from lipaudit.tables.samples import FLAGS, is_repeat
 from lipaudit.tables.trials import TrialKey, parse_column
 from lipaudit.tables.worst import SHOWN as MOST
@@ -45,16 +45,11 @@ SAMPLE = Column(label="sample", meaning="Sample id.", format="s")
 PLACE = Column(label="place", meaning="Where the sample is found in the data.", format="s")
 
 
-def add_places(table: Table, places: Mapping[str, str]) -> Table:
-    """Shorten the ids of the column `SAMPLE`, and write the place of each sample beside it."""
-    at = table.columns.index(SAMPLE)
-    found = any(row[at] in places for row in table.rows)
-    rows = tuple(
-        (*r[:at], r[at][:CHARACTERS], *([places.get(r[at])] if found else []), *r[at + 1 :])
-        for r in table.rows
-    )
-    columns = (*table.columns[: at + 1], *([PLACE] if found else []), *table.columns[at + 1 :])
-    return replace(table, columns=columns, rows=rows)
+def list_names(ids: Sequence[str], places: Mapping[str, str]) -> list[tuple[Column, list[Any]]]:
+    """Return the columns that name samples in a table: the beginning of each id, and its place."""
+    names: list[tuple[Column, list[Any]]] = [(SAMPLE, [name[:CHARACTERS] for name in ids])]
+    found = any(name in places for name in ids)
+    return [*names, (PLACE, [places.get(name) for name in ids])] if found else names
 
 
 # Per-sample figures
@@ -64,6 +59,7 @@ CLASSES = ("label", "predicted")
 """Per-sample columns that contain a class number."""
 SHARES = ("certified", "correct", "robust")
 """Yes-or-no columns whose mean is an accuracy."""
+SHARE = Column("", "", format=".1%")
 
 
 @dataclass(frozen=True)
@@ -76,73 +72,38 @@ class Figure:
     values: Mapping[str, Any]
     classes: Mapping[int, str]
 
-    @property
-    def label(self) -> str:
-        """Return its heading, with its trial or ball."""
-        trial, label = parse_column(self.name)[1], write_math(self.column.label)
-        return label if trial is None else f"{label}, {trial}"
-
-    @property
-    def numbers(self) -> list[float]:
-        """Return the values of distinct samples, as the gate and a comparison count them."""
-        return finite(value for name, value in self.values.items() if not is_repeat(name))
-
-    @property
-    def flag(self) -> bool:
-        """Return whether its values are truth values."""
-        return parse_column(self.name)[0] in FLAGS
-
-    def rank(self, sample: str) -> str:
-        """Return the rank of a sample, the worst first; None without a better direction."""
-        if self.column.better is None or self.flag or not finite([self.values[sample]]):
-            return ""
-        # Larger is worse if lower is better.
-        sign = 1 if self.column.better == "lower" else -1
-        own = sign * order(self.values[sample])
-        worse = sum(sign * value > own for value in self.numbers)
-        return f"{worse + 1} of {len(self.numbers)}"
-
-    def name_class(self, number: Any) -> str:
-        """Return the number of a class, and its name if there is one."""
-        name = self.classes.get(number, "") if isinstance(number, int) else ""
-        shown = format_value(number, self.column)
-        return f"{shown} ({name})" if name not in ("", shown) else shown
-
-    def cells(self, sample: str) -> tuple[str, ...]:
+    def describe(self, sample: str) -> tuple[str, ...]:
         """Return the label, the value of a sample, the typical value, and its rank."""
-        value, known = self.values[sample], self.numbers
-        if self.flag:
-            said = format_value(None if value is None else bool(value), self.column)
-            return self.label, said, self._share(known), ""
-        if self.name in CLASSES:
-            return self.label, self.name_class(value), "", ""
-        counted = self.column.format in UNMEASURED
-        typical = "" if counted else format_value(middle(known), self.column)
-        return self.label, format_value(value, self.column), typical, self.rank(sample)
-
-    def _share(self, known: list[float]) -> str:
-        """Format a share, with limits if it is an accuracy."""
-        if not known:
-            return ""
-        share = f"{sum(known) / len(known):.1%} yes"
-        if parse_column(self.name)[0] not in SHARES:
-            return share
-        ends = wilson(int(sum(known)), len(known))
-        return f"{share}, {format_limits(*ends, Column('', '', format='.1%'))}"
+        (kind, trial), value, column = parse_column(self.name), self.values[sample], self.column
+        # The gate and a comparison count distinct samples, too.
+        known = finite(v for name, v in self.values.items() if not is_repeat(name))
+        shown, typical, rank = format_value(value, column), "", ""
+        if kind in FLAGS:
+            shown = format_value(None if value is None else bool(value), column)
+            typical = f"{sum(known) / len(known):.1%} yes" if known else ""
+            if known and kind in SHARES:
+                limits = format_limits(*wilson(int(sum(known)), len(known)), SHARE)
+                typical += f", {limits}"
+        elif self.name in CLASSES:
+            name = self.classes.get(value, "") if isinstance(value, int) else ""
+            shown += f" ({name})" if name not in ("", shown) else ""
+        elif column.format not in UNMEASURED:
+            typical = format_value(middle(known), column)
+        if column.better and kind not in FLAGS and finite([value]):
+            # The worst comes first: larger is worse if lower is better.
+            sign = 1 if column.better == "lower" else -1
+            worse = sum(sign * other > sign * value for other in known)
+            rank = f"{worse + 1} of {len(known)}"
+        label = write_math(column.label)
+        return f"{label}, {trial}" if trial else label, shown, typical, rank
 
 
 def list_figures(report: Report) -> list[Figure]:
     """Return the per-sample columns of all sections."""
     return [
-        Figure(
-            s.measure,
-            name,
-            s.sample_column(name),
-            dict(zip(s.ids, values, strict=True)),
-            s.classes,
-        )
+        Figure(s.measure, name, s.sample_column(name), dict(zip(s.ids, v, strict=True)), s.classes)
         for s in report.sections
-        for name, values in s.samples.items()
+        for name, v in s.samples.items()
         if name != "ids"
     ]
 
@@ -188,11 +149,6 @@ def list_known(report: Report) -> list[str]:
     return list(dict.fromkeys([*measured, *report.found("place")]))
 
 
-def has_ranking(report: Report) -> bool:
-    """Say whether a report can rank its samples."""
-    return any(f.name == "norm" for f in list_figures(report)) or bool(broken(report))
-
-
 def require_samples(report: Report) -> None:
     """Refuse a report that has no samples.
 
@@ -226,11 +182,26 @@ SHADES = {
 
 def make_gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
     """Show samples that are pictures, their adversarial examples, and the difference."""
-    section = report.section("attack")
+    section, places, items = report.section("attack"), report.found("place"), []
     examples = section.examples if section else {}
-    items = tuple(_make_item(report, name, examples[name]) for name in names if name in examples)
+    for name, example in ((name, examples[name]) for name in names if name in examples):
+        trial = TrialKey.parse(example.trial)
+        (true, predicted), before, after = example.classes, example.before, example.after
+        by = "" if trial is None else f" by {trial.attack}, {trial.ball}"
+        pictures = (
+            ("sample", example.image),
+            ("adversarial", example.adversarial),
+            (f"difference × {format_significant(example.times, '.2g')}", example.difference),
+        )
+        lines = [
+            f"true class {true}: score {before[0]:.0%} became {after[0]:.0%}",
+            f"taken for {predicted}: score {before[1]:.0%} became {after[1]:.0%}{by}",
+        ]
+        lines += [f'the text became "{example.text}"'] if example.text else []
+        kept = tuple(pair for pair in pictures if pair[1])
+        items.append(Item(name_sample(name, places), kept, tuple(lines)))
     text = DRAWN if any(item.pictures for item in items) else ""
-    return [Gallery(text, items)] if items else []
+    return [Gallery(text, tuple(items))] if items else []
 
 
 def list_passages(report: Report, names: Sequence[str]) -> list[Passage]:
@@ -243,27 +214,6 @@ def list_passages(report: Report, names: Sequence[str]) -> list[Passage]:
         for i, g in found
         if g is not None
     ]
-
-
-def _make_item(report: Report, sample: str, example: Example) -> Item:
-    trial = TrialKey.parse(example.trial)
-    (true, said), before, after = example.classes, example.before, example.after
-    by = "" if trial is None else f" by {trial.attack}, {trial.ball}"
-    pictures = (
-        ("sample", example.image),
-        ("adversarial", example.adversarial),
-        (f"difference × {format_significant(example.times, '.2g')}", example.difference),
-    )
-    became = [f'the text became "{example.text}"'] if example.text else []
-    return Item(
-        title=name_sample(sample, report.found("place")),
-        pictures=tuple(pair for pair in pictures if pair[1]),
-        lines=(
-            f"true class {true}: score {before[0]:.0%} became {after[0]:.0%}",
-            f"taken for {said}: score {before[1]:.0%} became {after[1]:.0%}{by}",
-            *became,
-        ),
-    )
 
 
 # The worst samples, and the page of one
@@ -299,44 +249,34 @@ FIGURES = (
 )
 
 
-def tabulate_worst(report: Report) -> Table:
-    """Tabulate the worst samples."""
-    balls = broken(report)
-    kept = [f for f in list_figures(report) if (f.section, f.name) in SHOWN]
-    rows = []
-    for sample in worst(report):
-        fallen = sorted(balls.get(sample, ()), key=lambda ball: -ball.radius.value)
-        smallest = {
-            ball.norm: ball.ball for ball in fallen
-        }  # the largest radii come first: the last entry of each norm remains
-        figures = (figure.values.get(sample) for figure in kept)
-        rows.append((sample, ", ".join(smallest.values()) or None, *figures))
-    columns = (SAMPLE, BROKEN, *(f.column for f in kept))
-    table = Table("The worst samples", columns, tuple(rows))
-    return add_places(table, find_places(report))
-
-
 def show_worst(report: Report) -> tuple[Block, ...]:
     """Return the blocks of the worst samples: a table, and pictures or tokens where kept."""
-    names = worst(report)
-    order, written = _describe_order(report), list_passages(report, names)
-    about = [f"Their tokens with the largest {written[0].column.label}:"] if written else []
-    return (
-        *([Paragraph(order)] if order else []),
-        tabulate_worst(report),
-        *make_gallery(report, names),
-        *map(Paragraph, about),
-        *written,
-    )
-
-
-def _describe_order(report: Report) -> str:
-    """Say which samples come first; empty if no figure ranks them."""
-    columns = {name for section in report.sections for name in section.samples}
-    first = ["samples broken in most balls"] if broken(report) else []
-    first += [text for column, text in RANKED.items() if column in columns][:1]
+    names, balls, smallest = worst(report), broken(report), []
+    for name in names:
+        fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
+        # The largest radii come first, so the last entry of each norm remains.
+        smallest.append(", ".join({ball.norm: ball.ball for ball in fallen}.values()) or None)
+    figures = [f for f in list_figures(report) if (f.section, f.name) in SHOWN]
+    cells = [
+        *list_names(names, find_places(report)),
+        (BROKEN, smallest),
+        *((figure.column, [figure.values.get(name) for name in names]) for figure in figures),
+    ]
+    # The order: by balls in which attacks broke a sample, then by the first figure of `RANKED`.
+    columns = {column for section in report.sections for column in section.samples}
+    by = ["samples broken in most balls"] if balls else []
+    by += [text for column, text in RANKED.items() if column in columns][:1]
     last = "; misclassified samples are last" if "correct" in columns else ""
-    return write_math(f"Sorted by: {', then '.join(first)}{last}.") if first else ""
+    order = write_math(f"Sorted by: {', then '.join(by)}{last}.")
+    passages = list_passages(report, names)
+    about = f"Their tokens with the largest {passages[0].column.label}:" if passages else ""
+    return (
+        *([Paragraph(order)] if by else []),
+        make_table("The worst samples", cells),
+        *make_gallery(report, names),
+        *([Paragraph(about)] if about else []),
+        *passages,
+    )
 
 
 def make_overview(report: Report, name: str) -> Document:
@@ -349,6 +289,24 @@ def make_overview(report: Report, name: str) -> Document:
     blocks = (*show_worst(report), more)
     chapter = Chapter("worst-samples", "Which samples are the least robust?", blocks)
     return _make_document(report, "samples", {}, [chapter])
+
+
+def inspect_sample(report: Report, sample: str) -> Document:
+    """Return a page of all figures of a sample, each beside the typical value of all samples."""
+    chapters = []
+    for section in report.sections:
+        figures = [f for f in list_figures(report) if f.section == section.measure]
+        rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
+        if rows:
+            table = Table("", FIGURES, tuple(rows))
+            title = find_plan(section.measure, section.title).question
+            chapters.append(Chapter(section.measure, title, (table,)))
+    kept: tuple[Block, ...] = (*make_gallery(report, [sample]), *list_passages(report, [sample]))
+    if kept:
+        chapters.append(Chapter("pictures", "What does the sample look like?", kept))
+    facts = {"sample": sample}
+    facts |= {k: found[sample] for k in ("place", "text") if sample in (found := report.found(k))}
+    return _make_document(report, f"sample {sample[:CHARACTERS]}", facts, chapters)
 
 
 def _make_document(
@@ -365,27 +323,8 @@ def _make_document(
     )
 
 
-def inspect_sample(report: Report, sample: str) -> Document:
-    """Return a page of all figures of a sample, each beside the typical value of all samples."""
-    chapters = []
-    for section in report.sections:
-        figures = [f for f in list_figures(report) if f.section == section.measure]
-        rows = [f.cells(sample) for f in figures if f.values.get(sample, "") != ""]
-        if rows:
-            table = Table("", FIGURES, tuple(rows))
-            title = find_plan(section.measure, section.title).question
-            chapters.append(Chapter(section.measure, title, (table,)))
-    kept: tuple[Block, ...] = (*make_gallery(report, [sample]), *list_passages(report, [sample]))
-    if kept:
-        chapters.append(Chapter("pictures", "What does the sample look like?", kept))
-    facts = {"sample": sample}
-    facts |= {k: found[sample] for k in ("place", "text") if sample in (found := report.found(k))}
-    return _make_document(report, f"sample {sample[:CHARACTERS]}", facts, chapters)
-
-
 def record_sample(report: Report, sample: str) -> dict[str, Any]:
     """Return the figures of a sample as plain values."""
-    of = [figure for figure in list_figures(report) if sample in figure.values]
     found = {name: report.found(name).get(sample, "") for name in ("place", "text")}
     kept = {
         kind: one.model_dump(mode="json", exclude={"image", "adversarial", "difference"})
@@ -396,6 +335,7 @@ def record_sample(report: Report, sample: str) -> dict[str, Any]:
     figures = [
         {"measure": f.section, "name": f.name, "value": f.values[sample]}
         | ({"class": f.classes.get(f.values[sample])} if f.name in CLASSES else {})
-        for f in of
+        for f in list_figures(report)
+        if sample in f.values
     ]
     return {"id": sample, **found, "figures": figures, **kept}

@@ -96,11 +96,7 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
 def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
     """Show the changes between reports, then the reports side by side."""
     from lipaudit.report import records
-    from lipaudit.report.page.comparison import (
-        make_chapters,
-        make_comparison_screen,
-        open_comparison,
-    )
+    from lipaudit.report.page.comparison import MORE, make_chapters, open_comparison
     from lipaudit.report.page.document import make_page
     from lipaudit.report.page.facts import find_places
 
@@ -110,9 +106,13 @@ def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
         whole = make_page(*reports, lead=make_chapters(comparison, known))
         return open_comparison(whole, comparison, reports)
 
+    def screen() -> Document:
+        findings = tuple((text, "") for text, _ in page().findings)
+        return replace(page(), findings=findings, chapters=(), more=MORE)
+
     return {
         "page": page,
-        "screen": lambda: make_comparison_screen(page()),
+        "screen": screen,
         "record": lambda: comparison,
         "frame": lambda: records.list_samples(comparison),
     }

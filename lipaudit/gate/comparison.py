@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Literal
 
@@ -273,7 +273,7 @@ def _compare_two(reports: tuple[Report, Report], names: tuple[str, str], by_plac
             v for sections in both for v in _judge_columns(sections, (old, new), names)
         ),
         heads=tuple(filter(None, changes)),
-        outcomes=tuple(flip.outcome for flip in flips),
+        outcomes=tuple(outcome for outcome, _ in flips),
         samples=_list_sample_changes(comparable, flips, old.found("place") | new.found("place")),
         warnings=tuple(warnings),
         notes=tuple(notes),
@@ -427,14 +427,10 @@ GOOD: dict[Kind, str] = {"clean": "right", "attacked": "robust", "certified": "c
 BAD: dict[Kind, str] = {"clean": "wrong", "attacked": "broken", "certified": "not certified"}
 
 
-@dataclass(frozen=True)
-class Flips:
-    """One verdict, and its value for each sample in both reports."""
-
-    outcome: Outcome
-    states: dict[str, tuple[str, str]]
-    lost: frozenset[str]
-    gained: frozenset[str]
+State = tuple[bool, str]
+"""Whether the verdict on a sample is good, and its name."""
+Flips = tuple[Outcome, dict[str, tuple[State, State]]]
+"""One verdict, and its state for each sample in both reports."""
 
 
 def _find_flips(comparable: Mapping[str, Sections]) -> list[Flips]:
@@ -448,30 +444,29 @@ def _find_flips(comparable: Mapping[str, Sections]) -> list[Flips]:
                     continue
                 old = _read_states(kind, columns[ball], sections[0])
                 new = _read_states(kind, there[ball], sections[1])
-                both = [sample for sample in old if sample in new]
-                lost = frozenset(i for i in both if old[i][0] > new[i][0])
-                gained = frozenset(i for i in both if old[i][0] < new[i][0])
-                chance = judge_share(len(lost), len(gained), len(both)).mcnemar if both else None
+                states = {sample: (old[sample], new[sample]) for sample in old if sample in new}
+                flags = [(before[0], after[0]) for before, after in states.values()]
+                lost, gained = flags.count((True, False)), flags.count((False, True))
+                chance = judge_share(lost, gained, len(flags)).mcnemar if flags else None
                 outcome = Outcome(
                     kind=kind,
                     ball=ball.ball if ball else "",
-                    samples=len(both),
-                    old=sum(old[i][0] for i in both),
-                    new=sum(new[i][0] for i in both),
-                    lost=len(lost),
-                    gained=len(gained),
+                    samples=len(flags),
+                    old=sum(before for before, _ in flags),
+                    new=sum(after for _, after in flags),
+                    lost=lost,
+                    gained=gained,
                     mcnemar=1.0 if chance is None else chance,
                 )
-                states = {i: (old[i][1], new[i][1]) for i in both}
-                found[kind, ball] = Flips(outcome, states, lost, gained)
-    return [flips for flips in found.values() if flips.outcome.samples]
+                found[kind, ball] = outcome, states
+    return [(outcome, states) for outcome, states in found.values() if states]
 
 
 def _list_sample_changes(
     comparable: Mapping[str, Sections], flips: Sequence[Flips], places: Mapping[str, str]
 ) -> tuple[SampleChange, ...]:
     """Return all shared samples, the worst change first."""
-    figures: dict[str, dict[str, Ends]] = {sample: {} for f in flips for sample in f.states}
+    figures: dict[str, dict[str, Ends]] = {i: {} for _, states in flips for i in states}
     for measure, (before, after) in comparable.items():
         for name in before.samples:
             column = before.sample_columns.get(parse_column(name)[0])
@@ -487,17 +482,19 @@ def _list_sample_changes(
             for sample in (sample for sample in old if sample in new):
                 ends = old[sample], new[sample]
                 figures.setdefault(sample, {})[f"{measure}.{name}"] = ends
-    changes = (
-        SampleChange(
-            id=sample,
-            place=places.get(sample, ""),
-            figures=known,
-            states={f.outcome.name: f.states[sample] for f in flips if sample in f.states},
-            lost=tuple(f.outcome.name for f in flips if sample in f.lost),
-            gained=tuple(f.outcome.name for f in flips if sample in f.gained),
+    changes = []
+    for sample, known in figures.items():
+        states = {outcome.name: each[sample] for outcome, each in flips if sample in each}
+        changes.append(
+            SampleChange(
+                id=sample,
+                place=places.get(sample, ""),
+                figures=known,
+                states={name: (old[1], new[1]) for name, (old, new) in states.items()},
+                lost=tuple(name for name, (old, new) in states.items() if old[0] > new[0]),
+                gained=tuple(name for name, (old, new) in states.items() if old[0] < new[0]),
+            )
         )
-        for sample, known in figures.items()
-    )
 
     def rank(change: SampleChange) -> tuple[int, float]:
         norm = change.figures.get("jacobian.norm", (None, None))[1]
@@ -522,7 +519,7 @@ def _name_columns(column: str, section: Section) -> dict[TrialKey | None, str]:
     }
 
 
-def _read_states(kind: Kind, column: str, section: Section) -> dict[str, tuple[bool, str]]:
+def _read_states(kind: Kind, column: str, section: Section) -> dict[str, State]:
     """Return whether each sample has a good verdict, and the name of its verdict."""
     flags = section.samples[column]
     right = section.samples.get("correct", (1,) * len(flags))

@@ -82,7 +82,7 @@ class Rule:
         return 1 if self.op == "<=" else -1
 
 
-def parse_rule(text: str, sections: Iterable[Section] = (), *, trusted: bool = False) -> Rule:
+def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     """Read `METRIC[@SELECTOR][:STAT] OP LIMIT`.
 
     Without STAT, a per-sample column is judged by its median (its mean where it holds 0 or 1),
@@ -92,7 +92,6 @@ def parse_rule(text: str, sections: Iterable[Section] = (), *, trusted: bool = F
         text: the rule.
         sections: sections of reports; a rule may name their columns and those of installed
             measures.
-        trusted: whether the rule was judged before, so that its metric exists.
 
     Raises:
         UsageError: the text is not a rule, or names an unknown metric or statistic.
@@ -103,8 +102,6 @@ def parse_rule(text: str, sections: Iterable[Section] = (), *, trusted: bool = F
     tables: dict[str, Layout | Section] = {**layouts()}
     tables |= {section.measure: section for section in sections}
     measure, _, column = match["metric"].rpartition(".")
-    if trusted and measure not in tables:
-        tables[measure] = Layout(name=measure, fixed={column: Column(column, "")})
     known = _list_metrics(tables)
     if match["metric"] not in known:
         raise UsageError(f"unknown metric {match['metric']!r}", suggestion(match["metric"], known))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lipaudit.errors import visible
 from lipaudit.report import cells
 from lipaudit.report.pictures import Heatmap, Picture, State
 from lipaudit.tables import Column, Note
@@ -263,7 +264,7 @@ def shade_tokens(block: Passage) -> list[Token]:
     top = {i for i in order[:TOP] if block.shares[i] >= LEAST}
     return [
         Token(
-            cells.show_controls(token).strip() or "␣",
+            visible(token).strip() or "␣",
             cells.format_value(share, block.column),
             share / largest,
             i in top,
@@ -314,38 +315,29 @@ class Grid:
 
 def lay_out(block: Table | Heatmap | Scorecard) -> Grid:
     """Return a table, a map or a scorecard with all cells as texts."""
-    if isinstance(block, Heatmap):
-        rows = [
-            [name, *(cells.format_value(v, block.column) for v in values)]
-            for name, values in zip(block.rows, block.values, strict=True)
-        ]
-        heads = ["layer\\head", *block.columns]
-        standing = cells.describe_standing(block.column)
-        return Grid(block.title, heads, rows, "r" * len(heads), [standing])
-    columns = (
-        [line.column for line in block.lines] if isinstance(block, Scorecard) else block.columns
-    )
-    marks, notes = cells.list_footnotes(columns)
     if isinstance(block, Scorecard):
+        marks, notes = cells.list_footnotes([line.column for line in block.lines])
         lines = [
             (
                 cells.write_math(line.label) + mark,
                 cells.format_value(line.value, line.column),
-                cells.write_math(cells.show_controls(line.text)),
+                cells.write_math(visible(line.text)),
             )
             for line, mark in zip(block.lines, marks, strict=True)
         ]
         return Grid("", (), lines, "lrp", ["; ".join(notes)] if notes else [], keys=3)
+    if isinstance(block, Heatmap):
+        corner = Column("layer\\head", "", format="")
+        heads = (corner, *(replace(block.column, label=name) for name in block.columns))
+        rows = ((name, *row) for name, row in zip(block.rows, block.values, strict=True))
+        block = Table(block.title, heads, tuple(rows))
+    columns = block.columns
+    marks, notes = cells.list_footnotes(columns)
+    labels = (cells.write_math(visible(column.label)) for column in columns)
     return Grid(
         block.title,
-        [
-            cells.write_math(cells.show_controls(c.label)) + mark
-            for c, mark in zip(columns, marks, strict=True)
-        ],
-        [
-            [cells.format_value(value, c) for value, c in zip(row, columns, strict=True)]
-            for row in block.rows
-        ],
+        [label + mark for label, mark in zip(labels, marks, strict=True)],
+        [list(map(cells.format_value, row, columns)) for row in block.rows],
         "".join("l" if c.format == "s" else "r" for c in columns),
         notes,
         block.strong,

@@ -40,7 +40,7 @@ def format_value(value: Any, column: Column) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
-        return show_controls(value)
+        return visible(value)
     unit = column.unit if column.unit in ("", "×") else f" {column.unit}"
     return format_significant(value, column.format) + unit
 
@@ -76,11 +76,6 @@ def format_significant(value: float, spec: str = ".3g") -> str:
         spec = f"{sign}#{spec.removeprefix(sign)}"
     written = format_number(value, spec)
     return re.sub(r"\.(?=e|$)", "", written)
-
-
-def show_controls(value: str) -> str:
-    """Show control characters (terminal escapes in a model's name) instead of obeying them."""
-    return visible(value)
 
 
 def write_math(label: str) -> str:

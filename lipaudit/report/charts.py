@@ -13,12 +13,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, visible
 from lipaudit.report.cells import (
     format_number,
     format_value,
     format_with_limits,
-    show_controls,
     write_math,
 )
 from lipaudit.report.pictures import (
@@ -77,10 +76,27 @@ def draw_svg(block: Picture) -> str:
     Equal blocks give equal bytes.
     """
     import matplotlib as mpl
+    from matplotlib.figure import Figure
 
+    size = WIDTH, HEIGHT
+    match block:  # grows with the rows and the names beside them
+        case Heatmap():
+            wide, high = 1.5 + 0.44 * len(block.columns), 0.9 + 0.31 * len(block.rows)
+            size = min(max(wide, WIDTH), 9.5), min(max(high, 2.2), 9.0)
+        case Density():
+            names = len(block.names) if len(block.names) <= MOST_NAMED else 0
+            side = max(HEIGHT, 1.3 + 0.13 * names)
+            size = side * 1.25, side
+    # Constrained layout gives the labels of a square the room of its whole axes.
+    layout: Any = "compressed" if isinstance(block, Density) else "constrained"
     with mpl.rc_context():
-        figure, axes, tips = _draw_picture(block)
-        file = io.BytesIO()
+        # A caller may have set another style: the page does not depend on it.
+        mpl.rcdefaults()
+        # matplotlib names clip paths by a hash with this salt: equal blocks give equal bytes.
+        mpl.rcParams.update({**STYLE, "svg.hashsalt": f"{type(block).__name__} {block.title}"})
+        figure = Figure(figsize=size, layout=layout)
+        axes = figure.add_subplot()
+        tips, file = list(DRAW[type(block)](axes, block)), io.BytesIO()
         figure.savefig(file, format="svg", transparent=True, dpi=160, metadata={"Date": None})
         # After the figure is drawn: saving moves the axes.
         marks = _write_tips(axes, tips)
@@ -103,35 +119,6 @@ def open_picture(picture: str) -> Any:
         ) from error
 
 
-def _draw_picture(block: Picture) -> tuple[Any, Axes, list[Tip]]:
-    """Draw a picture on a figure of its size, and return its tooltips."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    # A caller may have set another style: the page does not depend on it.
-    mpl.rcdefaults()
-    # matplotlib names clip paths by a hash with this salt: equal blocks give equal bytes.
-    mpl.rcParams.update({**STYLE, "svg.hashsalt": f"{type(block).__name__} {block.title}"})
-    # Constrained layout gives the labels of a square the room of its whole axes.
-    layout: Any = "compressed" if isinstance(block, Density) else "constrained"
-    figure = Figure(figsize=_choose_size(block), layout=layout)
-    axes = figure.add_subplot()
-    return figure, axes, list(DRAW[type(block)](axes, block))
-
-
-def _choose_size(block: Picture) -> tuple[float, float]:
-    """Return width and height in inches: they grow with the rows and the names beside them."""
-    match block:
-        case Heatmap():
-            wide, high = 1.5 + 0.44 * len(block.columns), 0.9 + 0.31 * len(block.rows)
-            return min(max(wide, WIDTH), 9.5), min(max(high, 2.2), 9.0)
-        case Density():
-            names = len(block.names) if len(block.names) <= MOST_NAMED else 0
-            side = max(HEIGHT, 1.3 + 0.13 * names)
-            return side * 1.25, side
-    return WIDTH, HEIGHT
-
-
 # An SVG file as an element of a page
 
 
@@ -143,10 +130,13 @@ def _embed(file: str, alternative: str, marks: str) -> str:
     used = set(re.findall(r"#(\w+)", element))
     element = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", element)
     element = re.sub(r">\s+<", "><", element.replace("xlink:href", "href"))
-    # Nobody sees more than hundredths of a point.
+
+    def shorten(found: re.Match[str]) -> str:  # nobody sees more than hundredths of a point
+        return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
+
     element = re.sub(
         r' (d|x|y|transform)="([^"]*)"',
-        lambda m: f' {m[1]}="{" ".join(_NUMBER.sub(_round_number, m[2]).split())}"',
+        lambda m: f' {m[1]}="{" ".join(_NUMBER.sub(shorten, m[2]).split())}"',
         element,
     )
     for index, colour in enumerate(CATEGORIES):
@@ -154,7 +144,7 @@ def _embed(file: str, alternative: str, marks: str) -> str:
     size = re.search(r'width="([\d.]+)pt"', element)
     width = f"{float(size[1]) * 4 / 3:.0f}" if size else "600"
     element = re.sub(r' (height|width)="[\d.]+pt"', "", element, count=2)
-    start = f'<svg role="img" aria-label="{html.escape(show_controls(alternative))}"'
+    start = f'<svg role="img" aria-label="{html.escape(visible(alternative))}"'
     start += f' style="--width:{width}px"'
     element = start + element.strip().removeprefix("<svg").removesuffix("</svg>")
     return f"{element.replace(INK, 'currentColor')}{marks}</svg>"
@@ -169,10 +159,6 @@ _NEEDLESS = re.compile(
 _NUMBER = re.compile(r"-?\d+\.\d+")
 
 
-def _round_number(found: re.Match[str]) -> str:
-    return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
-
-
 def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
     """Write invisible shapes with a tooltip each; points at one place share a tooltip."""
     figure: Any = axes.get_figure(root=True)
@@ -185,7 +171,7 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
         shape = f'rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
         if not wide and not high:
             shape = f'circle cx="{left:.1f}" cy="{top:.1f}" r="5"'
-        texts.setdefault(shape, []).append(html.escape(show_controls(said), quote=False))
+        texts.setdefault(shape, []).append(html.escape(visible(said), quote=False))
     lines = [
         f"<{shape}><title>{chr(10).join(said)}</title></{shape.split()[0]}>"
         for shape, said in texts.items()
@@ -248,9 +234,7 @@ def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
 def _name_ticks(axis: Any, names: Sequence[str]) -> None:
     """Label the places 0, 1, ...; with many names every second, third, ... one."""
     step = -(-len(names) // 16) or 1
-    axis.set_ticks(
-        range(0, len(names), step), labels=[show_controls(name) for name in names[::step]]
-    )
+    axis.set_ticks(range(0, len(names), step), labels=[visible(name) for name in names[::step]])
     axis.set_tick_params(length=0)
 
 
@@ -318,7 +302,7 @@ def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:
     _draw_mesh(axes, values, block.x_range, block.y_range, label, cmap=colours, norm=norm)
     axes.set_box_aspect(values.shape[0] / values.shape[1] if block.image else 1)
     if 0 < len(block.names) <= MOST_NAMED:
-        names = [show_controls(name)[:LETTERS] for name in block.names]
+        names = [visible(name)[:LETTERS] for name in block.names]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         axes.set_yticks(range(len(names)), names, fontsize=7)
     else:
@@ -359,7 +343,7 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
     for index, (label, counts) in enumerate(block.counts.items()):
         colour, line = CATEGORIES[index % len(CATEGORIES)], LINES[index % len(LINES)]
         axes.stairs(counts, block.edges, fill=True, alpha=0.3, color=colour, linewidth=0)
-        axes.stairs(counts, block.edges, label=show_controls(label), color=colour, linestyle=line)
+        axes.stairs(counts, block.edges, label=visible(label), color=colour, linestyle=line)
     log = block.edges[0] > 0 and block.edges[-1] > 10 * block.edges[0]
     _set_axis(axes, "x", block.edges, block.x, log=log)
     known = [n for counts in block.counts.values() for n in counts if 0 < n < EXTREME]
@@ -379,7 +363,7 @@ def _draw_scatter(axes: Axes, block: Scatter) -> Iterator[Tip]:
         marker = MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
         look: dict[str, Any] = {"marker": marker, "color": colour}
         look["rasterized"] = len(series.x) > MANY
-        label = show_controls(series.label)
+        label = visible(series.label)
         axes.scatter(series.x, series.y, s=18, alpha=0.8, linewidths=0, label=label, **look)
     x, y = _values(block.series)
     ends = _set_axis(axes, "x", x, block.x, log=True)
@@ -394,7 +378,7 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
 
     for index, series in enumerate(block.series):
         colour, line = CATEGORIES[index % len(CATEGORIES)], LINES[index % len(LINES)]
-        label, marker = show_controls(series.label), MARKERS[index % len(MARKERS)]
+        label, marker = visible(series.label), MARKERS[index % len(MARKERS)]
         if series.guide:
             axes.plot(series.x, series.y, label=label, linewidth=0.7, color=INK, linestyle=line)
             continue

@@ -39,7 +39,7 @@ def render(page: Document) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "plain": cells.show_controls,
+        "plain": visible,
         "drawn": _draw,
         "tabulated": _tabulate,
         "scored": lay_out,
@@ -72,7 +72,7 @@ def _tabulate(block: Table) -> dict[str, Any]:
     marks, notes = cells.list_footnotes(block.columns)
     heads = [
         {
-            "label": cells.write_math(cells.show_controls(c.label)),
+            "label": cells.write_math(visible(c.label)),
             "mark": mark,
             "meaning": c.meaning,
             "named": c.format == "s",

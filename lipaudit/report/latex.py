@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Iterator
 
-from lipaudit.report import cells
+from lipaudit.errors import visible
 from lipaudit.report.blocks import (
     Banner,
     Block,
@@ -63,7 +63,7 @@ def render(page: Document) -> bytes:
 
 def escape(text: str) -> str:
     """Escape text for LaTeX."""
-    return "".join(map(_write_character, cells.show_controls(text)))
+    return "".join(map(_write_character, visible(text)))
 
 
 def _write_character(character: str) -> str:

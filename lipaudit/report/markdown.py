@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lipaudit.report import cells
+from lipaudit.errors import visible
 from lipaudit.report.blocks import (
     Banner,
     Block,
@@ -43,7 +43,7 @@ def render(page: Document) -> bytes:
 
 def escape(text: str) -> str:
     """Escape text for Markdown and HTML."""
-    return SPECIAL.sub(r"\\\1", html.escape(cells.show_controls(text), quote=False))
+    return SPECIAL.sub(r"\\\1", html.escape(visible(text), quote=False))
 
 
 def _write_block(block: Block) -> Iterator[str]:

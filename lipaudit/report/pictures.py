@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from lipaudit.report.cells import format_number, format_value, show_controls, write_math
+from lipaudit.errors import visible
+from lipaudit.report.cells import format_number, format_value, write_math
 from lipaudit.tables import Column
 
 Matrix = tuple[tuple[float | None, ...], ...]
@@ -178,7 +179,7 @@ def name_places(block: Density) -> tuple[list[tuple[str, Span]], list[tuple[str,
             low, high = first + i * step, first + (i + 1) * step
             said = f"{format_number(low, '.3g')} to {format_number(high, '.3g')}"
             if column.format == "d" and step == 1:
-                name = f" ({show_controls(block.names[i])})" if i < len(block.names) else ""
+                name = f" ({visible(block.names[i])})" if i < len(block.names) else ""
                 said = f"{low + 0.5:.0f}{name}"
             places.append((f"{write_math(column.label)} {said}", (low, high)))
         axes.append(places)

@@ -4,47 +4,29 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from lipaudit import schema
 from lipaudit.errors import visible
-from lipaudit.report.cells import show_controls
 from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
-    from xml.etree import ElementTree
-
     from lipaudit.gate import Judgement
     from lipaudit.gate.comparison import Comparison
     from lipaudit.gate.ranking import Ranking
-    from lipaudit.gate.verdicts import Verdict
 
 
 def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
     """Write a report, a comparison, a judgement or plain values."""
     if isinstance(record, Report):
         return schema.dumps(record).encode()
-    if isinstance(record, BaseModel):
-        return schema.escape_controls(record.model_dump_json(indent=2)).encode() + b"\n"
-    text = json.dumps(_make_strict(record), indent=2, ensure_ascii=False, allow_nan=False)
+    text = to_json(record, indent=2, inf_nan_mode="strings").decode()
     return schema.escape_controls(text).encode() + b"\n"
-
-
-def _make_strict(value: Any) -> Any:
-    """Return plain values with NaN and infinities as strings, as in reports."""
-    if isinstance(value, dict):
-        return {key: _make_strict(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_make_strict(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 def write_csv(rows: Iterable[Cells]) -> bytes:
@@ -67,7 +49,7 @@ def _format_csv(value: Any) -> Any:
         return value + 0.0
     if not isinstance(value, str):
         return value
-    text = show_controls(value)
+    text = visible(value)
     return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 
@@ -92,27 +74,18 @@ def write_junit(judgement: Judgement) -> bytes:
     root = ElementTree.Element("testsuites", counts)
     suite = ElementTree.SubElement(root, "testsuite", {"name": "lipaudit gate", **counts})
     for verdict in judgement.verdicts:
-        _add(suite, verdict, failed=judgement.fails(verdict))
+        name, line = f"{verdict.rule} {verdict.name}".rstrip(), _xml(verdict.line)
+        about = {"classname": _xml(verdict.metric), "name": _xml(name)}
+        test = ElementTree.SubElement(suite, "testcase", about)
+        if judgement.fails(verdict):
+            kind = "error" if verdict.reason else "failure"
+            ElementTree.SubElement(test, kind, {"message": line, "type": verdict.status})
+        else:
+            ElementTree.SubElement(test, "system-out").text = line
     if judgement.warnings:
         ElementTree.SubElement(suite, "system-err").text = _xml("\n".join(judgement.warnings))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
-
-
-def _add(suite: ElementTree.Element, verdict: Verdict, *, failed: bool) -> None:
-    from xml.etree import ElementTree
-
-    name = {
-        "classname": _xml(verdict.metric),
-        "name": _xml(f"{verdict.rule} {verdict.name}".rstrip()),
-    }
-    test = ElementTree.SubElement(suite, "testcase", name)
-    if failed:
-        kind = "error" if verdict.reason else "failure"
-        note = {"message": _xml(verdict.line), "type": verdict.status}
-        ElementTree.SubElement(test, kind, note)
-    else:
-        ElementTree.SubElement(test, "system-out").text = _xml(verdict.line)
 
 
 def _xml(text: str) -> str:
@@ -121,7 +94,7 @@ def _xml(text: str) -> str:
 
 def write_lines(lines: Sequence[str]) -> bytes:
     """Write lines of plain text; control characters are shown, not obeyed."""
-    return ("\n".join(map(show_controls, lines)) + "\n").encode()
+    return ("\n".join(map(visible, lines)) + "\n").encode()
 
 
 # Rows of plain values, for pandas and spreadsheets: cells by column

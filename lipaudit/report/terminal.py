@@ -15,7 +15,7 @@ from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from lipaudit.report import cells
+from lipaudit.errors import visible
 from lipaudit.report.blocks import (
     Banner,
     Block,
@@ -63,8 +63,13 @@ def render(page: Document, width: int | None = None, colour: str | None = None) 
         no_color=False,
         legacy_windows=False,
     )
+    items: list[RenderableType] = [_heading(page.title, "═", console.width)]
+    for chapter in page.walk():
+        items.append(_heading(chapter.title, "─", console.width) if chapter.title else Text(""))
+        for block in chapter.blocks:
+            items += _write_block(block, console.width, colour is not None)
     with console.capture() as capture:
-        for item in _write_page(page, width or FULL, colour is not None):
+        for item in items:
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
     text = capture.get().strip("\n").split("\n")
     return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
@@ -78,14 +83,6 @@ def write(page: Document, stream: TextIO) -> None:
     console = Console(file=stream, legacy_windows=False)
     colour = None if console.no_color else console.color_system
     stream.write(render(page, console.width, colour).decode())
-
-
-def _write_page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
-    yield _heading(page.title, "═", width)
-    for chapter in page.walk():
-        yield _heading(chapter.title, "─", width) if chapter.title else Text("")
-        for block in chapter.blocks:
-            yield from _write_block(block, width, colour)
 
 
 def _heading(title: str, rule: str, width: int) -> Text:
@@ -104,7 +101,7 @@ def _prose(text: str, width: int, style: str = "") -> Text:
 
 def wrap(text: str, width: int) -> list[str]:
     """Break prose into lines; a word that is too long is broken, not cut off."""
-    return _wrap(cells.show_controls(text), max(width, 10))
+    return _wrap(visible(text), max(width, 10))
 
 
 def _wrap(text: str, width: int) -> list[str]:
@@ -115,10 +112,9 @@ def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableT
     match block:
         case Table(folded=True):
             yield Text(f"\n{block.title}: in the json, markdown and html formats", DIM)
-        case Table():
-            yield from _write_grid(lay_out(block), width)
-        case Scorecard():
-            yield from _write_grid(lay_out(block), min(width, PROSE))
+        case Table() | Scorecard():
+            room = width if isinstance(block, Table) else min(width, PROSE)
+            yield from _write_grid(lay_out(block), room)
         case Heatmap():
             yield from _write_heatmap(block, width, colour)
         case Paragraph():
@@ -133,8 +129,11 @@ def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableT
             for text, source in block.points:
                 yield _item("•", text, width)
                 yield from [_item(" ", source, width)] if block.commands else []
-        case Gallery() | Passage():
-            yield from _write_sample(block, width)
+        case Gallery():
+            yield from (_item("•", f"{i.title}: {'; '.join(i.lines)}", width) for i in block.items)
+            yield from [_prose(block.text, width, DIM)] if block.text else []
+        case Passage():
+            yield from _write_passage(block, width)
         case Notes():
             yield Text("")
             yield from (_item(f"{note.level}:", note.text, width) for note in block.notes)
@@ -142,18 +141,15 @@ def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableT
             yield _prose(f"Chart, in the html format: {describe(block)}", width, DIM)
 
 
-def _write_sample(block: Gallery | Passage, width: int) -> Iterator[Text]:
-    """Write the entry of a sample; with several texts, only the largest shares of each."""
-    if isinstance(block, Gallery):
-        yield from (_item("•", f"{i.title}: {'; '.join(i.lines)}", width) for i in block.items)
-        yield from [_prose(block.text, width, DIM)] if block.text else []
-    elif block.folded:
+def _write_passage(block: Passage, width: int) -> Iterator[Text]:
+    """Write the tokens of a text; with several texts, only the largest shares of each."""
+    if block.folded:
         yield _item("•", f"{block.title}: {list_largest(block)}", width)
-    else:
-        words = (f"{t.text} ({t.share})" if t.top else t.text for t in shade_tokens(block))
-        yield _title(block.title, width)
-        yield _prose(" ".join(words), width)
-        yield _prose(explain_shades(block), width, DIM)
+        return
+    words = (f"{t.text} ({t.share})" if t.top else t.text for t in shade_tokens(block))
+    yield _title(block.title, width)
+    yield _prose(" ".join(words), width)
+    yield _prose(explain_shades(block), width, DIM)
 
 
 def _title(title: str, width: int) -> Text:

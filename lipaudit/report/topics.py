@@ -103,6 +103,8 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     Compound names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`) give a topic for each
     part, except radii and other values.
     """
+    from lipaudit.report.cells import STATUS
+
     name = LIMIT.sub("", text).strip() or text
     # A name may contain signs (g1/||M||): try the whole before its parts.
     whole = _find_named(text, known) or _find_named(name, known)
@@ -112,16 +114,12 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     bare = NUMBER.sub("", first)
     start = _find_named(bare, known) if more or bare != first else []
     rest = (t for piece in more for t in _find_named(piece, known) if t.name == t.title)
-    return list(dict.fromkeys([*start, *rest])) if start else _find_provenance(name, known)
-
-
-def _find_provenance(name: str, known: Sequence[Topic]) -> list[Topic]:
-    """Return the topics of a status and a domain in the form of footnotes: `exact at X`."""
-    from lipaudit.report.cells import STATUS
-
+    if start:
+        return list(dict.fromkeys([*start, *rest]))
+    # A status and a domain in the form of footnotes: `exact at X`.
     status, _, domain = name.partition(" ")
     pair = [_find_named(status, known), _find_named(domain, known)]
-    return [topic for topics in pair for topic in topics] if status in STATUS and all(pair) else []
+    return [*pair[0], *pair[1]] if status in STATUS and all(pair) else []
 
 
 def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:

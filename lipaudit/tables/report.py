@@ -414,12 +414,6 @@ def rows_of(section: Section | None) -> list[Row]:
     return [] if section is None else list(section.rows)
 
 
-def is_of_heads(section: Section) -> bool:
-    """Say whether every row belongs to one head, named by the columns `layer` and `head`."""
-    columns = section.columns
-    return all(name in columns and columns[name].needed for name in ("layer", "head"))
-
-
 def model_labels(reports: Sequence[Report]) -> list[str]:
     """Name each report by its model; repeated models get a letter in front."""
     specs = [report.run.model.spec for report in reports]

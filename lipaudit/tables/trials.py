@@ -116,10 +116,6 @@ class TrialKey:
             return f"{self.norm} {self.radius.text}"
         return f"{self.radius.text} {self.norm.removesuffix('s' * (self.radius.value == 1))}"
 
-    def lies_within(self, other: TrialKey) -> bool:
-        """Say whether its ball is inside another trial's ball: equal norm, no larger radius."""
-        return self.norm == other.norm and self.radius.value <= other.radius.value
-
     def column(self, kind: str) -> str:
         """Return the name of a per-sample column: `robust@pgd,linf,2/255`."""
         return f"{kind}@{self}"
@@ -146,7 +142,10 @@ def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
     """
     known = list(trials)
     balls = dict.fromkeys(replace(trial, attack=WORST) for trial in known)
-    return {ball: [trial for trial in known if trial.lies_within(ball)] for ball in balls}
+    return {
+        ball: [t for t in known if t.norm == ball.norm and t.radius.value <= ball.radius.value]
+        for ball in balls
+    }
 
 
 def parse_column(name: str) -> tuple[str, TrialKey | None]:

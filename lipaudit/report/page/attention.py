@@ -65,37 +65,49 @@ def draw_joints(sections: Sections) -> Iterator[Density]:
 def draw_attention(sections: Sections) -> Iterator[Density | Curve | Passage]:
     """Draw the attention map (map@HEAD) or row (row@HEAD,QUERY) of each report that has one."""
     for label, section in sections.items():
-        for block in _draw_arrays(section):
-            yield replace(block, title=f"{label}: {block.title}") if label else block
+        for name, array in section.arrays.items():
+            for block in _draw_array(name, array, section):
+                yield replace(block, title=f"{label}: {block.title}") if label else block
 
 
-def _draw_arrays(section: Section) -> Iterator[Density | Curve | Passage]:
-    for name, array in section.arrays.items():
-        kind, _, which = name.partition("@")
-        head, _, query = which.partition(",")
-        whose = section.attended.get(name)
-        of = f"head {head}, sample {whose.sample[:12]}" if whose else f"head {head}, first sample"
-        if kind == "map" and array.data:
-            yield _draw_map(
-                f"Attention map of {of}", array, section.arrays[f"map_tokens@{which}"], whose
-            )
-            if whose:
-                values = array.numpy()
-                title = f"Attention received, mean over queries, {of}"
-                yield _lay_over(title, values.mean(0), whose, RECEIVED)
-                if whose.grid != (0, 0) and whose.tokens[0] == CLS:
-                    yield _lay_over(f"Attention of query {CLS}, {of}", values[0], whose, WEIGHT)
-        elif kind == "row":
-            norm, g1 = section.arrays[f"row_norms@{which}"].numpy()
-            title = (
-                f"Query {query} of head {head}, mean over samples: ‖M‖ = {norm:.3f}, g1 = {g1:.3f}"
-            )
-            keys = tuple(map(float, range(len(array.data))))
-            yield Curve(title, KEY, WEIGHT, (Series(f"head {head}", keys, tuple(array.numpy())),))
-        elif kind == "first_row" and whose:
-            at = int(query)
-            token = f" ({whose.tokens[at]})" if at < len(whose.tokens) else ""
-            yield _lay_over(f"Attention of query {at}{token}, {of}", array.data, whose, WEIGHT)
+def _draw_array(name: str, array: Array, section: Section) -> Iterator[Density | Curve | Passage]:
+    kind, _, which = name.partition("@")
+    head, _, query = which.partition(",")
+    whose = section.attended.get(name)
+    of = f"head {head}, sample {whose.sample[:12]}" if whose else f"head {head}, first sample"
+    if kind == "map" and array.data:
+        values = array.numpy()
+        queries, keys = section.arrays[f"map_tokens@{which}"].numpy().tolist()
+        # Long maps are stored as means of square blocks; the last block may be narrower.
+        block = -(-int(max(queries, keys)) // max(array.shape))
+        means = f", means of {block} x {block} tokens" if block > 1 else ""
+        yield Density(
+            title=f"Attention map of {of}{means}",
+            x=KEY,
+            y=QUERY,
+            values=tuple(map(tuple, values.tolist())),
+            x_range=(-0.5, keys - 0.5),
+            y_range=(-0.5, queries - 0.5),
+            value=WEIGHT,
+            down=True,
+            names=whose.tokens if whose else (),
+        )
+        if whose:
+            title = f"Attention received, mean over queries, {of}"
+            yield _lay_over(title, values.mean(0), whose, RECEIVED)
+        if whose and whose.grid != (0, 0) and whose.tokens[0] == CLS:
+            yield _lay_over(f"Attention of query {CLS}, {of}", values[0], whose, WEIGHT)
+    elif kind == "row":
+        norm, g1 = section.arrays[f"row_norms@{which}"].numpy()
+        figures = f"‖M‖ = {norm:.3f}, g1 = {g1:.3f}"
+        keys = tuple(map(float, range(len(array.data))))
+        line = Series(f"head {head}", keys, tuple(array.numpy()))
+        title = f"Query {query} of head {head}, mean over samples: {figures}"
+        yield Curve(title, KEY, WEIGHT, (line,))
+    elif kind == "first_row" and whose:
+        at = int(query)
+        token = f" ({whose.tokens[at]})" if at < len(whose.tokens) else ""
+        yield _lay_over(f"Attention of query {at}{token}, {of}", array.data, whose, WEIGHT)
 
 
 def _lay_over(
@@ -119,21 +131,4 @@ def _lay_over(
         value=column,
         down=True,
         image=whose.image,
-    )
-
-
-def _draw_map(title: str, array: Array, tokens: Array, whose: Attended | None) -> Density:
-    queries, keys = tokens.numpy().tolist()
-    # Long maps are stored as means of square blocks; the last block may be narrower.
-    block = -(-int(max(queries, keys)) // max(array.shape))
-    return Density(
-        title=f"{title}, means of {block} x {block} tokens" if block > 1 else title,
-        x=KEY,
-        y=QUERY,
-        values=tuple(map(tuple, array.numpy().tolist())),
-        x_range=(-0.5, keys - 0.5),
-        y_range=(-0.5, queries - 0.5),
-        value=WEIGHT,
-        down=True,
-        names=whose.tokens if whose else (),
     )

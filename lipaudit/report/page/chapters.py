@@ -21,7 +21,6 @@ from lipaudit.report.page.views import (
     group_rows,
     make_series,
     map_column,
-    pair_points,
     pick_largest,
     read_all,
     spread_columns,
@@ -122,10 +121,14 @@ def scatter_bounds(sections: Sections) -> Iterator[Scatter]:
     """Plot every bound of every head over its exact norm: no point may be below y = x."""
     columns = find_columns(sections)
     rows = read_all(sections)
-    exact, names = [row.exact for row in rows], [f"head {row['head']}" for row in rows]
     series: list[Series] = []
     for bound, column in find_bounds(columns).items():
-        series += pair_points(column.label, exact, [row.get(bound) for row in rows], names)
+        points = [(row.exact, row.get(bound), f"head {row['head']}") for row in rows]
+        # Logarithmic axes show positive numbers only.
+        known = [p for p in points if len(finite(p[:2])) == 2 and min(p[:2]) > 0]
+        if known:
+            exact, bounds, names = zip(*known, strict=True)
+            series.append(Series(column.label, exact, bounds, names=names))
     if series:
         limit = Column(label="bound", meaning="Upper bound.", status="bound")
         title = "Upper bounds over the exact norm, per head"
@@ -169,16 +172,6 @@ MODES = {
 }
 
 
-def name_line(row: Row) -> str:
-    """Name a line of a chart, with its radius R unless the data define it, or its length n."""
-    ends = {"adversarial": "radius", "ascent": "radius", "radius": "n"}
-    name = f"{row.head}, masked" if row.masked else str(row.head)
-    fixed = ends.get(row["mode"])
-    if fixed is None or row[fixed] is None:
-        return name
-    return f"{name}, {'R' if fixed == 'radius' else 'n'} = {row[fixed]:.3g}"
-
-
 def list_lengths(sections: Sections) -> Iterator[Table]:
     """List the norms on data: a row per head or layer, a column per length."""
     columns, several = find_columns(sections), "" not in sections
@@ -205,10 +198,14 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
     rows = [row for row in read_all(sections) if order(row.norm) > 0]
     for mode, title in MODES.items():
         x = "radius" if mode == "radius" else "n"
-        lines = group_rows(
-            (row for row in rows if row["mode"] == mode),
-            lambda row: f"{row.model} {name_line(row)}".strip(),
-        )
+        lines: dict[str, list[Row]] = {}
+        for row in (row for row in rows if row["mode"] == mode):
+            # A line has a radius R unless the data define it, or a length n.
+            fixed = {"real": "", "radius": "n"}.get(mode, "radius")
+            name = f"{row.model} {row.head}{', masked' * bool(row.masked)}".strip()
+            if fixed and row[fixed] is not None:
+                name += f", {'R' if fixed == 'radius' else 'n'} = {row[fixed]:.3g}"
+            lines.setdefault(name, []).append(row)
         names = list(lines)
         if len(names) > LINES:
             names = [names[round(i * (len(names) - 1) / (LINES - 1))] for i in range(LINES)]

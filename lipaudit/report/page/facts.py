@@ -101,7 +101,18 @@ def merge_notes(notes: Iterable[Note]) -> tuple[Note, ...]:
         if group is None:
             groups.append(group := [])
         group.append(note)
-    return tuple(map(_join_notes, groups))
+    merged = []
+    for first, *others in groups:
+        texts = [note.text.split(" ") for note in (first, *others)]
+        place = _find_difference([first, *others])
+        if place is not None:
+            each = [words[place] for words in texts]
+            # A sign behind the words, such as a colon, is written once, behind the last word.
+            plain = [word.rstrip(",:;") for word in each]
+            more = f", ... ({len(each)} in all)" if len(each) > LISTED else ""
+            texts[0][place] = ", ".join(plain[:LISTED]) + more + each[-1].removeprefix(plain[-1])
+        merged.append(first.model_copy(update={"text": " ".join(texts[0])}))
+    return tuple(merged)
 
 
 def _find_difference(notes: Sequence[Note]) -> int | None:
@@ -111,16 +122,3 @@ def _find_difference(notes: Sequence[Note]) -> int | None:
         return None
     places = [i for i, words in enumerate(zip(*texts, strict=True)) if len(set(words)) > 1]
     return places[0] if len(places) == 1 else None
-
-
-def _join_notes(notes: Sequence[Note]) -> Note:
-    place = _find_difference(notes)
-    if place is None:
-        return notes[0]
-    words = notes[0].text.split(" ")
-    each = [note.text.split(" ")[place] for note in notes]
-    # A sign behind the words, such as a colon, is written once, behind the last word.
-    plain = [word.rstrip(",:;") for word in each]
-    more = f", ... ({len(each)} in all)" if len(each) > LISTED else ""
-    words[place] = ", ".join(plain[:LISTED]) + more + each[-1].removeprefix(plain[-1])
-    return notes[0].model_copy(update={"text": " ".join(words)})

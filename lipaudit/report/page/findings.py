@@ -71,20 +71,17 @@ HALF = 0.5
 NAMED = 3
 
 
-def diagnose(report: Report) -> list[tuple[str, str]]:
-    """Return sentences, each with the section that it comes from."""
-    return [*_find_sinks(report), *_find_predictors(report)]
-
-
-def _find_sinks(report: Report) -> Iterator[tuple[str, str]]:
+def diagnose(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield sentences, each with the section that it comes from."""
     rows = rows_of(report.section("attention"))
     sinks = sorted((r for r in rows if order(r.sink_max) > HALF), key=lambda r: -r.sink_max)
     if sinks:
         places = Counter(row.sink_token for row in sinks).most_common(NAMED)
-        named = ", ".join(f"{place} ({count} heads)" for place, count in places)
-        named = named if len(places) > 1 else f"{places[0][0]} in all of them"
+        listed = ", ".join(f"{place} ({count} heads)" for place, count in places)
+        where = listed if len(places) > 1 else f"{places[0][0]} in all of them"
         text = f"In {len(sinks)} of {len(rows)} heads one key takes more than half of the mass"
-        yield f"{text}; at position {named}.", "attention"
+        yield f"{text}; at position {where}.", "attention"
+    yield from _find_predictors(report)
 
 
 def _find_predictors(report: Report) -> Iterator[tuple[str, str]]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import get_args
 
-from lipaudit.gate.rules import parse_rule
 from lipaudit.gate.verdicts import UNPROVEN, Judgement, Verdict, VerdictStatus
 from lipaudit.report.blocks import (
     Banner,
@@ -20,6 +18,7 @@ from lipaudit.report.blocks import (
     Table,
 )
 from lipaudit.report.page.facts import CHARACTERS
+from lipaudit.report.pictures import State
 from lipaudit.tables import Column, Note
 
 MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
@@ -29,17 +28,11 @@ FEW = 6
 """Rules with at most this many rows are listed row by row."""
 MOST = 8
 """Largest number of verdicts listed per rule and above the table."""
-COLUMNS = {
-    "verdict": "s",
-    "rule": "s",
-    "row": "s",
-    "baseline": "",
-    "current": "",
-    "change": "",
-    "paired": "",
-    "limits": "s",
-    "samples": "",
-}
+COLUMNS = (
+    dict.fromkeys(("verdict", "rule", "row"), "s")
+    | dict.fromkeys(("baseline", "current", "change", "paired"), "")
+    | {"limits": "s", "samples": ""}
+)
 """Columns of the table: `s` is text, aligned left; others are aligned right."""
 PAIRED = (
     "Change: of the two values shown. Paired: the tested change, each sample against itself, "
@@ -47,49 +40,36 @@ PAIRED = (
 )
 
 
-@dataclass(frozen=True)
-class RuleVerdicts:
-    """The verdicts on one rule.
+def group_by_rule(
+    judgement: Judgement,
+) -> Iterator[tuple[str, list[Verdict], list[Verdict], Counter[str]]]:
+    """Yield each rule, its verdicts, those to list, and the number of others by status.
 
-    Attributes:
-        rule: the rule as the user wrote it.
-        verdicts: all verdicts.
-        written: the verdicts to list: all if they are few, else those that do not simply pass.
-        others: number of further verdicts, by status.
+    Listed are all verdicts if they are few, else those that do not simply pass.
     """
-
-    rule: str
-    verdicts: tuple[Verdict, ...]
-    written: tuple[Verdict, ...]
-    others: Counter[str]
-
-
-def group_by_rule(judgement: Judgement) -> Iterator[RuleVerdicts]:
-    """Yield the verdicts on each rule."""
     rules: dict[str, list[Verdict]] = {}
     for verdict in judgement.verdicts:
         rules.setdefault(verdict.rule, []).append(verdict)
     for rule, verdicts in rules.items():
-        written = [
+        listed = [
             v
             for v in verdicts
             if len(verdicts) <= FEW or judgement.fails(v) or v.status not in ("pass", "unchanged")
         ]
-        others = Counter[str](v.status for v in verdicts if v not in written)
-        yield RuleVerdicts(rule, tuple(verdicts), tuple(written), others)
+        yield rule, verdicts, listed, Counter(v.status for v in verdicts if v not in listed)
 
 
 def list_lines(judgement: Judgement) -> list[str]:
     """Write a judgement line by line, the outcome last."""
     lines = [f"{judgement.current} against {judgement.baseline}", ""]
     lines += [f"! warning: {text}" for text in judgement.warnings]
-    for group in group_by_rule(judgement):
-        first = _sort_verdicts(judgement, group.written)[:MOST]
+    for rule, _, listed, others in group_by_rule(judgement):
+        first = _sort_verdicts(judgement, listed)[:MOST]
         lines += [f"{_choose_mark(judgement, verdict)} {verdict.line}" for verdict in first]
-        cut = Counter[str](v.status for v in group.written if v not in first)
-        for status, count in (cut + group.others).items():
-            listed = "; -f table lists them" if status in cut else ""
-            lines.append(f"  {group.rule}: {count} {'more ' * bool(first)}rows {status}{listed}")
+        cut = Counter[str](v.status for v in listed if v not in first)
+        for status, count in (cut + others).items():
+            where = "; -f table lists them" if status in cut else ""
+            lines.append(f"  {rule}: {count} {'more ' * bool(first)}rows {status}{where}")
     lines += [f"  shown, never failing: {_write_figures(verdict)}" for verdict in judgement.shown]
     lines += [f"  note: {note}" for note in judgement.notes]
     return [*lines, "", f"{judgement.reason} (exit code {judgement.exit_code})"]
@@ -97,59 +77,49 @@ def list_lines(judgement: Judgement) -> list[str]:
 
 def make_judgement_page(judgement: Judgement) -> Document:
     """Lay a judgement out: the outcome, a table of verdicts, the remarks."""
+    # Verdicts are counted with the gravest first.
+    statuses = [verdict.status for verdict in judgement.verdicts]
+    counts = ", ".join(f"{statuses.count(s)} {s}" for s in GRAVEST if s in statuses)
+    if judgement.exit_code:
+        outcome = Banner(f"FAILED (exit code {judgement.exit_code}): {counts}", "broken")
+    else:
+        state: State = "open" if UNPROVEN.intersection(statuses) else "kept"
+        outcome = Banner(f"PASSED: {counts}", state)
     texts = [*map(_write_figures, judgement.shown), *judgement.notes]
     notes = tuple(Note(level="info", code="note", text=text) for text in texts)
+    warnings = (Note(level="warning", code="spoils", text=text) for text in judgement.warnings)
     remarks: list[Block] = [Notes(notes)] if notes else []
     verdicts = (_tabulate(judgement), Paragraph(PAIRED), *remarks)
     file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
     strict = ", and rules that are not proven fail" if judgement.strict else ""
-    ending = "passed" if judgement.exit_code == 0 else "failed"
+    ending = "failed" if judgement.exit_code else "passed"
     return Document(
         title=f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}",
-        outcome=_find_outcome(judgement),
+        outcome=outcome,
         facts=(
             ("current", judgement.current),
             ("baseline", judgement.baseline + file),
             ("confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"),
         ),
         findings=tuple(_list_findings(judgement)),
-        notes=tuple(
-            Note(level="warning", code="spoils", text=text) for text in judgement.warnings
-        ),
+        notes=tuple(warnings),
         chapters=(Chapter("verdicts", "What is the verdict on each rule?", verdicts),),
     )
 
 
-def _find_outcome(judgement: Judgement) -> Banner:
-    """Count the verdicts, the gravest first."""
-    statuses = [verdict.status for verdict in judgement.verdicts]
-    counts = ", ".join(f"{statuses.count(s)} {s}" for s in GRAVEST if s in statuses)
-    if judgement.exit_code:
-        return Banner(f"FAILED (exit code {judgement.exit_code}): {counts}", "broken")
-    return Banner(f"PASSED: {counts}", "open" if UNPROVEN.intersection(statuses) else "kept")
-
-
 def _list_findings(judgement: Judgement) -> Iterator[tuple[str, str]]:
     """Yield the failing verdicts, then the inconclusive ones; at most the first few."""
-    groups = [_sort_verdicts(judgement, group.verdicts) for group in group_by_rule(judgement)]
-    telling = [v for verdicts in groups for v in verdicts if judgement.fails(v)]
-    telling += [
-        v
-        for verdicts in groups
-        for v in verdicts
-        if v.status == "inconclusive" and v not in telling
-    ]
+    groups = (_sort_verdicts(judgement, group[1]) for group in group_by_rule(judgement))
+    verdicts = [verdict for group in groups for verdict in group]
+    telling = [v for v in verdicts if judgement.fails(v)]
+    telling += [v for v in verdicts if v.status == "inconclusive" and not judgement.fails(v)]
     for verdict in telling[:MOST]:
-        yield f"{verdict.line}{_name_moved(judgement, verdict)}", "verdicts"
+        names = ((name[:CHARACTERS], judgement.places.get(name)) for name in verdict.moved)
+        moved = ", ".join(f"{name} ({place})" if place else name for name, place in names)
+        changed = f"; samples that changed most: {moved}" if moved else ""
+        yield f"{verdict.line}{changed}", "verdicts"
     if len(telling) > MOST:
         yield f"and {len(telling) - MOST} more", "verdicts"
-
-
-def _name_moved(judgement: Judgement, verdict: Verdict) -> str:
-    """Name the samples that changed most, with their places."""
-    names = ((name[:CHARACTERS], judgement.places.get(name)) for name in verdict.moved)
-    named = ", ".join(f"{name} ({place})" if place else name for name, place in names)
-    return f"; samples that changed most: {named}" if named else ""
 
 
 def _sort_verdicts(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequence[Verdict]:
@@ -157,7 +127,7 @@ def _sort_verdicts(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequenc
     if len(verdicts) <= MOST:
         return verdicts
     # For an upper limit the largest excess comes first, for a lower one the largest shortfall.
-    sign = 1 if parse_rule(verdicts[0].rule, trusted=True).op == "<=" else -1
+    sign = -1 if ">=" in verdicts[0].rule else 1
 
     def worse(verdict: Verdict) -> tuple[bool, float]:
         values = (verdict.paired, verdict.change, verdict.new)
@@ -181,14 +151,14 @@ def _write_figures(verdict: Verdict) -> str:
 def _tabulate(judgement: Judgement) -> Table:
     """Tabulate the verdicts, failing ones first, then the gravest; plain passes are counted."""
     groups = [*group_by_rule(judgement)]
-    written = [verdict for group in groups for verdict in group.written]
-    written.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
+    verdicts = [verdict for _, _, listed, _ in groups for verdict in listed]
+    verdicts.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
     rows = [
         (f"{_choose_mark(judgement, v)} {v.status}", v.rule, v.reason or v.name, *v.texts.values())
-        for v in written
+        for v in verdicts
     ]
-    for group in groups:
-        more, blank = "more " * bool(group.written), ("",) * (len(COLUMNS) - 3)
-        rows += [(s, group.rule, f"{n} {more}rows", *blank) for s, n in group.others.items()]
+    for rule, _, listed, others in groups:
+        more, blank = "more " * bool(listed), ("",) * (len(COLUMNS) - 3)
+        rows += [(status, rule, f"{n} {more}rows", *blank) for status, n in others.items()]
     columns = (Column(label=name, meaning="", format=how) for name, how in COLUMNS.items())
     return Table("", tuple(columns), tuple(rows))

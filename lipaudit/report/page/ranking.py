@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lipaudit.gate.ranking import Ranked, Ranking
+from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.verdicts import Verdict, amount
 from lipaudit.report.blocks import (
     Block,
@@ -46,13 +46,20 @@ BY = {
 
 def make_ranking_chapter(ranking: Ranking) -> Chapter:
     """Return the chapter of the ranking: a row for every model, and the criterion."""
-    blocks: tuple[Block, ...] = (
-        tabulate_ranking(ranking),
-        *([Paragraph(_explain_ranking(ranking))] if ranking.criterion else []),
-        *([Notes(ranking.notes)] if ranking.notes else []),
-    )
+    blocks: list[Block] = [tabulate_ranking(ranking)]
+    if ranking.criterion:
+        by = BY.get(ranking.criterion.partition("@")[0], ranking.criterion)
+        by += f", {ranking.ball}" if ranking.ball and by != ranking.criterion else ""
+        wide = f", each corrected for {ranking.compared} comparisons with the best"
+        text = (
+            f"Ranked by {by}. In brackets: 95 % limits, of differences by paired samples"
+            f"{wide if ranking.compared > 1 else ''}. Models are not distinguishable if 0 is "
+            "within them. Rank 1: the best, and models that are not distinguishable from it."
+        )
+        blocks.append(Paragraph(text))
+    blocks += [Notes(ranking.notes)] if ranking.notes else []
     title = "Which model is the most robust?" if ranking.criterion else "The models, in order"
-    return Chapter("ranking", title, blocks)
+    return Chapter("ranking", title, tuple(blocks))
 
 
 def describe_ranking(ranking: Ranking) -> list[str]:
@@ -70,7 +77,36 @@ def describe_ranking(ranking: Ranking) -> list[str]:
 
 def tabulate_ranking(ranking: Ranking) -> Table:
     """Tabulate the models, the best first, with limits in brackets."""
-    return make_table("", _list_columns(ranking), keys=2 if ranking.criterion else 1)
+    models, ranked = ranking.models, bool(ranking.criterion)
+    cells: list[tuple[Column, Sequence[Any]]] = [(MODEL, [model.model for model in models])]
+    if ranked:
+        cells.insert(0, (RANK, [model.rank for model in models]))
+        cells.append((OUTCOME, [SHORT.get(m.outcome, m.outcome) for m in models]))
+        cells.append((DIFFERENCE, [_format_difference(model.difference) for model in models]))
+    for kind, ball in dict.fromkeys((a.kind, a.ball) for model in models for a in model.accuracy):
+        column = replace(KINDS[kind][1], label=name_accuracy(kind, ball))
+        shares = [
+            next((a for a in model.accuracy if (a.kind, a.ball) == (kind, ball)), None)
+            for model in models
+        ]
+        limits = [a and format_with_limits(a.share, a.low, a.high, column) for a in shares]
+        cells.append((column, limits))
+    norms, columns = [model.norm for model in models], JACOBIAN_TABLE.columns
+    if any(norms):
+        median = replace(columns["median"], label="median ||J||")
+        limits = [n and format_with_limits(n.median, n.low, n.high, median) for n in norms]
+        cells.append((median, limits))
+        cells.append((replace(columns["p95"], label="p95 ||J||"), [n and n.p95 for n in norms]))
+    heads = [model.head for model in models]
+    if any(heads):
+        column = replace(BOUNDS_TABLE.columns["exact"], label="steepest head")
+        names = [h and f"{format_significant(h.exact)} ({h.layer}.{h.head})" for h in heads]
+        cells.append((column, names))
+    if any(model.fragile is not None for model in models):
+        intermediate = ATTENTION_TABLE.columns["intermediate"]
+        column = replace(intermediate, label="fragile", format=".0%")
+        cells.append((column, [model.fragile for model in models]))
+    return make_table("", cells, keys=1 + ranked)
 
 
 def tabulate_scorecards(names: Sequence[str], reports: Sequence[Report]) -> Table:
@@ -86,41 +122,6 @@ def tabulate_scorecards(names: Sequence[str], reports: Sequence[Report]) -> Tabl
     return make_table("", [(FIGURE, labels), *shown])
 
 
-def _list_columns(ranking: Ranking) -> Iterator[tuple[Column, Sequence[Any]]]:
-    models = ranking.models
-    if ranking.criterion:
-        yield RANK, [model.rank for model in models]
-    yield MODEL, [model.model for model in models]
-    if ranking.criterion:
-        yield OUTCOME, [SHORT.get(m.outcome, m.outcome) for m in models]
-        yield DIFFERENCE, [_format_difference(model.difference) for model in models]
-    for kind, ball in dict.fromkeys((a.kind, a.ball) for model in models for a in model.accuracy):
-        column = replace(KINDS[kind][1], label=name_accuracy(kind, ball))
-        yield column, [_format_accuracy(model, kind, ball, column) for model in models]
-    if any(model.norm for model in models):
-        norms, columns = [model.norm for model in models], JACOBIAN_TABLE.columns
-        median = replace(columns["median"], label="median ||J||")
-        limits = (n and format_with_limits(n.median, n.low, n.high, median) for n in norms)
-        yield median, list(limits)
-        yield replace(columns["p95"], label="p95 ||J||"), [norm and norm.p95 for norm in norms]
-    if any(model.head for model in models):
-        column = replace(BOUNDS_TABLE.columns["exact"], label="steepest head")
-        heads = [model.head for model in models]
-        yield (
-            column,
-            [h and f"{format_significant(h.exact)} ({h.layer}.{h.head})" for h in heads],
-        )
-    if any(model.fragile is not None for model in models):
-        intermediate = ATTENTION_TABLE.columns["intermediate"]
-        column = replace(intermediate, label="fragile", format=".0%")
-        yield column, [model.fragile for model in models]
-
-
-def _format_accuracy(model: Ranked, kind: str, ball: str, column: Column) -> Any:
-    known = (a for a in model.accuracy if (a.kind, a.ball) == (kind, ball))
-    return next((format_with_limits(a.share, a.low, a.high, column) for a in known), None)
-
-
 def _format_difference(difference: Verdict | None) -> str | None:
     """Write a difference with its limits; the best model has none."""
     if difference is None:
@@ -131,14 +132,3 @@ def _format_difference(difference: Verdict | None) -> str | None:
         return value if difference.status == "unchanged" else f"{value} (too few samples)"
     low, high = (amount(end, unit) for end in ends)
     return f"{value} ({low.removesuffix(unit)} to {high})"
-
-
-def _explain_ranking(ranking: Ranking) -> str:
-    by = BY.get(ranking.criterion.partition("@")[0], ranking.criterion)
-    by += f", {ranking.ball}" if ranking.ball and by != ranking.criterion else ""
-    wide = f", each corrected for {ranking.compared} comparisons with the best"
-    return (
-        f"Ranked by {by}. In brackets: 95 % limits, of differences by paired samples"
-        f"{wide if ranking.compared > 1 else ''}. Models are not distinguishable if 0 is "
-        "within them. Rank 1: the best, and models that are not distinguishable from it."
-    )

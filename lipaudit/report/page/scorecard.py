@@ -58,17 +58,16 @@ def _write_accuracy(accuracy: Accuracy, report: Report) -> Line:
         "" if tried else f"{accuracy.samples} samples",
         f"{accuracy.undecided} undecided" if accuracy.undecided else "",
     ]
-    command = _suggest_hardening(accuracy, report)
+    label, text = name_accuracy(accuracy.kind, accuracy.ball), ", ".join(filter(None, texts))
+    line = Line(label, accuracy.share, column, text)
+    # Training helps images, in the smallest L-inf ball in which attacks break them.
+    broken = [each for each in list_broken(summary(report)) if each.norm == "linf"]
+    if "size" not in report.run.preprocess or broken[:1] != [accuracy]:
+        return line
+    command = _write_training(report, "--adversarial", "pgd", "--eps", accuracy.eps)
     left = format_value(accuracy.share, column)
     aim = f"Train against attacks: at {accuracy.ball} only {left} of the samples stay right."
-    return Line(
-        name_accuracy(accuracy.kind, accuracy.ball),
-        accuracy.share,
-        column,
-        ", ".join(filter(None, texts)),
-        command,
-        aim if command else "",
-    )
+    return replace(line, command=command, aim=aim)
 
 
 def list_broken(known: Summary) -> list[Accuracy]:
@@ -77,14 +76,6 @@ def list_broken(known: Summary) -> list[Accuracy]:
     least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
     attacked = [each for each in known.accuracy if each.kind == "attacked"]
     return [a for a in attacked if a.high is not None and any(a.high < low for low in least)]
-
-
-def _suggest_hardening(accuracy: Accuracy, report: Report) -> str:
-    """Return a training command for the smallest L-inf ball in which attacks break images."""
-    broken = [each for each in list_broken(summary(report)) if each.norm == "linf"]
-    if "size" not in report.run.preprocess or broken[:1] != [accuracy]:
-        return ""
-    return _write_training(report, "--adversarial", "pgd", "--eps", accuracy.eps)
 
 
 def _write_training(report: Report, *options: str) -> str:
@@ -135,19 +126,26 @@ def _list_heads(known: Summary, report: Report) -> Iterator[Line]:
 
 
 def _list_fragile(known: Summary, report: Report) -> Iterator[Line]:
-    if fragile := known.fragile:
-        column = replace(ATTENTION_TABLE.columns["intermediate"], format=".0%")
-        text = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
-        if fragile.k is not None:
-            text += f"; most others near {fragile.side}"
-        text += _count_measured(report, "attention")
-        command = _suggest_penalty(known, report)
+    if (fragile := known.fragile) is None:
+        return
+    column = replace(ATTENTION_TABLE.columns["intermediate"], format=".0%")
+    text = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
+    if fragile.k is not None:
+        text += f"; most others near {fragile.side}"
+    text += _count_measured(report, "attention")
+    line = Line("fragile attention rows", fragile.share, column, text)
+    # A penalty is trained on classes: only models with logits or under attack have them.
+    attacks = report.section("attack")
+    classes = (attacks and attacks.rows) or (known.norms and known.norms.end == "logits")
+    if fragile.k is not None and fragile.heads and classes:
+        k = ["--k", str(fragile.k)] if fragile.k else []
+        command = _write_training(report, "--penalty", "jasmin", *k)
         aim = (
             "Train against fragile rows, then attack the result: fewer fragile rows do not "
             "prove robustness."
         )
-        label = "fragile attention rows"
-        yield Line(label, fragile.share, column, text, command, aim if command else "")
+        line = replace(line, command=command, aim=aim)
+    yield line
 
 
 def _count_measured(report: Report, measure: str) -> str:
@@ -155,17 +153,6 @@ def _count_measured(report: Report, measure: str) -> str:
     section = report.section(measure)
     count = len(section.ids) if section else 0
     return f"; at {count} samples" if 0 < count < report.run.data.samples else ""
-
-
-def _suggest_penalty(known: Summary, report: Report) -> str:
-    """Return a training command that lowers the share; None for models without classes."""
-    fragile, attacks = known.fragile, report.section("attack")
-    if fragile is None or fragile.k is None or not fragile.heads:
-        return ""
-    if not (attacks and attacks.rows) and (known.norms is None or known.norms.end != "logits"):
-        return ""
-    k = ["--k", str(fragile.k)] if fragile.k else []
-    return _write_training(report, "--penalty", "jasmin", *k)
 
 
 def _list_bounds(known: Summary, report: Report) -> Iterator[Line]:

@@ -27,30 +27,21 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
         reports: the reports.
         by: metric of the ranking, if not the usual one; or `order` for no ranking.
     """
-    return _of_one(reports[0]) if len(reports) == 1 else _of_several(reports, by)
-
-
-def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
-    from lipaudit.report import records
-    from lipaudit.report.page.document import make_page, make_screen
-
-    subject: dict[Form, Callable[[], Any]] = {
-        "page": cache(lambda: make_page(report)),
-        "record": lambda: report,
-        "frame": lambda: records.list_cells(report),
-    }
-    if sum("." not in s.measure for s in report.sections) > 1:
-        subject["screen"] = lambda: make_screen(report)
-    return subject
-
-
-def _of_several(reports: Sequence[Report], by: str | None) -> dict[Form, Callable[[], Any]]:
     from lipaudit.gate import rank
     from lipaudit.report import records
     from lipaudit.report.blocks import Banner
-    from lipaudit.report.page.document import make_page, make_ranking_screen
+    from lipaudit.report.page.document import make_page, make_ranking_screen, make_screen
     from lipaudit.report.page.ranking import describe_ranking, make_ranking_chapter
 
+    if len(reports) == 1:
+        report = reports[0]
+        one: dict[Form, Callable[[], Any]] = {
+            "page": cache(lambda: make_page(report)),
+            "record": lambda: report,
+            "frame": lambda: records.list_cells(report),
+        }
+        several = sum("." not in section.measure for section in report.sections) > 1
+        return one | ({"screen": lambda: make_screen(report)} if several else {})
     ranking = cache(lambda: rank(reports, by))
 
     def answer(page: Document) -> Document:

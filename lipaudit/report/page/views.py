@@ -7,6 +7,7 @@ their models' names. Formats and labels come from the columns; a view knows no m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,6 @@ from lipaudit.report.pictures import Heatmap, Histogram, Series
 from lipaudit.tables import Column, Row, Section
 from lipaudit.tables.columns import naming
 from lipaudit.tables.figures import finite, order
-from lipaudit.tables.report import is_of_heads
 
 Sections = Mapping[str, Section]
 View = Callable[[Sections], Iterable[Block]]
@@ -82,7 +82,7 @@ def tabulate(
     Args:
         title: title of the table.
         names: columns; by default all.
-        keys: columns that identify a row; by default those of `_name_rows`.
+        keys: columns that identify a row; by default those that name it.
         by: a column; rows with its largest values come first, at most `most` of many rows.
         most: see `by`.
         strong: rows with this first cell are emphasised.
@@ -95,20 +95,28 @@ def tabulate(
             rows = {label: pick_largest(each, by, most) for label, each in rows.items()}
         lines = [(label, row) for label, each in rows.items() for row in each]
         known = {n for n in columns if any(row.get(n) not in ("", None) for _, row in lines)}
-        about = [n for n in keys or _name_rows(columns) if n in known]
+        # By default the columns that name a row do, `head` in place of layer and head.
+        names_of_rows = [n for n in naming(columns) if n != "module"]
+        if "head" in names_of_rows:
+            names_of_rows = [n for n in names_of_rows if n != "layer"]
+        about = [n for n in keys or names_of_rows if n in known]
         first: dict[tuple[Any, ...], int] = {}
         for _, row in lines:
             first.setdefault(tuple(row.get(n) for n in about), len(first))
         lines.sort(key=lambda line: first[tuple(line[1].get(n) for n in about)])
-        ends = {f"{name}{end}" for name in columns for end in ("_low", "_high")}
-        others = [n for n in names or columns if n in known and n not in about and n not in ends]
+        limits = {f"{name}{end}" for name in columns for end in ("_low", "_high")}
+        others = [n for n in names or columns if n in known and n not in {*about, *limits}]
         if not names:
             others = [n for n in others if n not in ("layer", "module") or "layer" not in columns]
         shown: list[tuple[Column, list[Any]]] = [
             *((columns[n], [row.get(n) for _, row in lines]) for n in about),
             *([(MODEL, [label for label, _ in lines])] if several else []),
-            *((columns[n], [_limit(row, n, columns) for _, row in lines]) for n in others),
         ]
+        for name in others:
+            low, high = ([row.get(f"{name}_{end}") for _, row in lines] for end in ("low", "high"))
+            values = [row.get(name) for _, row in lines]
+            cells = map(format_with_limits, values, low, high, repeat(columns[name]))
+            shown.append((columns[name], list(cells)))
         marked = frozenset(
             i for i, (_, row) in enumerate(lines) if strong and strong in row.values()
         )
@@ -116,20 +124,6 @@ def tabulate(
             yield make_table(title, shown, keys=len(about) + several, strong=marked)
 
     return view
-
-
-def _name_rows(columns: Mapping[str, Column]) -> list[str]:
-    """Return the columns that name a row, `head` in place of layer and head."""
-    names = naming(columns)
-    return [
-        name for name in names if name != "module" and not (name == "layer" and "head" in names)
-    ]
-
-
-def _limit(row: Row, name: str, columns: Mapping[str, Column]) -> Any:
-    """Return a cell, with its limits if the row has any."""
-    ends = row.get(f"{name}_low"), row.get(f"{name}_high")
-    return format_with_limits(row.get(name), *ends, columns[name])
 
 
 def list_all_rows(sections: Sections) -> Iterator[Table]:
@@ -199,58 +193,41 @@ def spread_columns(*names: str) -> View:
     return view
 
 
-def count_values(title: str, x: Column, groups: Mapping[str, Iterable[Any]]) -> list[Histogram]:
-    """Count finite values in common bins, logarithmic if they span more than a decade."""
-    import numpy as np
-
-    values = {label: np.array(finite(group)) for label, group in groups.items()}
-    pooled = np.concatenate(list(values.values())) if values else np.array([])
-    if pooled.size < 2 or pooled.min() == pooled.max():
-        return []
-    low, high = float(pooled.min()), float(pooled.max())
-    # At least 6 bins, so that few samples show a shape; at most 24, to keep them distinguishable.
-    bins = min(max(round(2 * pooled.size ** (1 / 3)), 6), 24)  # Rice's rule
-    wide = low > 0 and high > 10 * low
-    edges = np.geomspace(low, high, bins + 1) if wide else np.linspace(low, high, bins + 1)
-    edges[0], edges[-1] = low, high  # geomspace may round its ends inwards
-    counts = {k: tuple(map(float, np.histogram(v, edges)[0])) for k, v in values.items()}
-    return [Histogram(title, x, tuple(map(float, edges)), counts)]
-
-
 def count_samples(*names: str) -> View:
-    """Return a view with histograms of per-sample columns; by default of all numbers."""
+    """Return a view with histograms of per-sample columns; by default of all numbers.
+
+    Bins are common to all reports, and logarithmic if they span more than a decade.
+    """
 
     def view(sections: Sections) -> Iterator[Block]:
+        import numpy as np
+
         first = next(iter(sections.values()))
         measured = (n for n, c in first.sample_columns.items() if c.format not in UNMEASURED)
         for name in names or measured:
-            groups = {
-                label or "samples": section.samples[name]
+            values = {
+                label or "samples": np.array(finite(section.samples[name]))
                 for label, section in sections.items()
                 if name in section.samples
             }
+            pooled = np.concatenate([*values.values(), np.array([])])
+            if pooled.size < 2 or pooled.min() == pooled.max():
+                continue
+            low, high = float(pooled.min()), float(pooled.max())
+            # At least 6 bins, so that few samples show a shape; at most 24, to tell them apart.
+            bins = min(max(round(2 * pooled.size ** (1 / 3)), 6), 24)  # Rice's rule
+            wide = low > 0 and high > 10 * low
+            edges = np.geomspace(low, high, bins + 1) if wide else np.linspace(low, high, bins + 1)
+            edges[0], edges[-1] = low, high  # geomspace may round its ends inwards
+            counts = {k: tuple(map(float, np.histogram(v, edges)[0])) for k, v in values.items()}
             column = first.sample_column(name)
-            yield from count_values(f"{write_math(column.label)} per sample", column, groups)
+            title = f"{write_math(column.label)} per sample"
+            yield Histogram(title, column, tuple(map(float, edges)), counts)
 
     return view
 
 
 # Points and lines
-
-
-def pair_points(
-    label: str, x: Iterable[Any], y: Iterable[Any], names: Iterable[str]
-) -> list[Series]:
-    """Return the pairs that a logarithmic scatter can draw, by name; [] if there are none."""
-    pairs = [
-        (*known, name)
-        for a, b, name in zip(x, y, names, strict=True)
-        if len(known := finite((a, b))) == 2 and min(known) > 0
-    ]
-    if not pairs:
-        return []
-    across, up, names = zip(*pairs, strict=True)
-    return [Series(label, across, up, names=names)]
 
 
 def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> Series:
@@ -272,8 +249,9 @@ def group_rows(rows: Iterable[Row], name: Callable[[Row], str]) -> dict[str, lis
 def view_unknown(sections: Sections) -> Iterator[Block]:
     """Show a section by its columns alone: maps of judged columns, rows, histograms."""
     first = next(iter(sections.values()))
-    if "" in sections and is_of_heads(first):
-        for name, column in first.columns.items():
+    columns = first.columns
+    if "" in sections and all(n in columns and columns[n].needed for n in ("layer", "head")):
+        for name, column in columns.items():
             if column.better:
                 yield from map_column(name)(sections)
     yield from tabulate()(sections)

@@ -8,8 +8,7 @@ from typing import Any
 
 from lipaudit.errors import BaselineError
 from lipaudit.tables import Note, Report, Run, Section
-from lipaudit.tables.samples import is_repeat
-from lipaudit.tables.trials import parse_budget
+from lipaudit.tables.trials import is_repeat, parse_budget
 
 FREE = frozenset(
     {"seed", "batch_size", "device", "samples", "map", "concat", "layer_within", "splitting"}

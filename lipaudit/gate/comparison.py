@@ -36,8 +36,7 @@ from lipaudit.gate.verdicts import Verdict
 from lipaudit.tables import Report, Section, model_labels
 from lipaudit.tables.columns import Float, Frozen
 from lipaudit.tables.figures import order
-from lipaudit.tables.samples import FLAGS
-from lipaudit.tables.trials import WORST, TrialKey, parse_column
+from lipaudit.tables.trials import FLAGS, WORST, TrialKey, parse_column
 
 Kind = Literal["clean", "attacked", "certified"]
 Ends = tuple[Float | None, Float | None]

@@ -52,7 +52,7 @@ from lipaudit.gate.statistics import (
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.settings.audit import USUAL
 from lipaudit.tables import Report, Section
-from lipaudit.tables.samples import FLAGS
+from lipaudit.tables.trials import FLAGS
 
 TOLERANCE = 1e-4
 """Default relative accuracy of norms; smaller changes count as no change."""

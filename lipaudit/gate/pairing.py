@@ -19,8 +19,14 @@ from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
 from lipaudit.tables import Array, Report, Row, Section
 from lipaudit.tables.columns import naming
-from lipaudit.tables.samples import is_repeat
-from lipaudit.tables.trials import WORST, TrialKey, parse_column, parse_radius, worst_cases
+from lipaudit.tables.trials import (
+    WORST,
+    TrialKey,
+    is_repeat,
+    parse_column,
+    parse_radius,
+    worst_cases,
+)
 
 TESTED = ("each", "median")
 """Row statistics with a test over samples; other statistics are compared as plain values."""

@@ -18,9 +18,8 @@ from lipaudit.settings import layouts
 from lipaudit.tables import Note, Report, model_labels
 from lipaudit.tables.columns import Float, Frozen
 from lipaudit.tables.figures import median_limits
-from lipaudit.tables.samples import FLAGS
 from lipaudit.tables.summary import Accuracy, Head, summary
-from lipaudit.tables.trials import TrialKey, parse_radius
+from lipaudit.tables.trials import FLAGS, TrialKey, parse_radius
 
 EXAMPLE = "Such as attack.robust@linf,4/255, certify.certified@linf,1/255 or jacobian.norm:p95."
 Standing = Literal[

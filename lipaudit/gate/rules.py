@@ -12,7 +12,7 @@ from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import layouts
 from lipaudit.tables import Column, Layout, Section
 from lipaudit.tables.columns import Reduction
-from lipaudit.tables.samples import FLAGS
+from lipaudit.tables.trials import FLAGS
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
 LimitKind = Literal["absolute", "relative", "difference"]

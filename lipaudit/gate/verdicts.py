@@ -144,8 +144,8 @@ class Verdict(Frozen):
         """Return the printed parts of the verdict, by kind; empty if absent."""
         ends = (amount(self.low, self.unit), amount(self.high, self.unit))
         return {
-            "baseline": "" if self.old is None else written(self.old),
-            "current": "" if self.new is None else written(self.new),
+            "baseline": "" if self.old is None else f"{self.old:.4g}",
+            "current": "" if self.new is None else f"{self.new:.4g}",
             "change": amount(self.change, self.unit),
             "paired": amount(self.paired, self.unit),
             "limits": "" if self.low is None else f"{ends[0]} to {ends[1]}",
@@ -218,8 +218,3 @@ def amount(value: float | None, unit: str) -> str:
     if unit and math.isfinite(value):
         return f"{100 * value:+.3g}{unit}"
     return f"{value:+.3g}"
-
-
-def written(value: float | None) -> str:
-    """Write a value."""
-    return "none" if value is None else f"{value:.4g}"

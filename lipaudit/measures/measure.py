@@ -14,7 +14,7 @@ import numpy as np
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import Net
 from lipaudit.tables import Note, Section
-from lipaudit.tables.samples import is_repeat
+from lipaudit.tables.trials import is_repeat
 
 Values = np.ndarray[Any, np.dtype[Any]]
 

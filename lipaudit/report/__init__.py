@@ -1,27 +1,27 @@
 """Results as bytes: reports, comparisons and judgements, in every format.
 
-A result is a `Subject`: its possible forms (`page.subjects`). A page consists of blocks
-(`page.document`); every format draws the blocks of a page, or writes another form (`formats`).
+A result is a `Subject`: its possible forms (`formats`). A page consists of blocks
+(`page.document`); every format draws the blocks of a page, or writes another form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lipaudit.report.formats import COMPARISON as COMPARISON
+from lipaudit.report.formats import JUDGEMENT as JUDGEMENT
 from lipaudit.report.formats import RENDERERS as RENDERERS
+from lipaudit.report.formats import REPORT as REPORT
 from lipaudit.report.formats import Form as Form
 from lipaudit.report.formats import Format as Format
 from lipaudit.report.formats import Subject as Subject
 from lipaudit.report.formats import find_file_format as find_file_format
 from lipaudit.report.formats import find_format as find_format
 from lipaudit.report.formats import find_usual_format as find_usual_format
-from lipaudit.report.page.subjects import COMPARISON as COMPARISON
-from lipaudit.report.page.subjects import JUDGEMENT as JUDGEMENT
-from lipaudit.report.page.subjects import REPORT as REPORT
-from lipaudit.report.page.subjects import of_comparison as of_comparison
-from lipaudit.report.page.subjects import of_judgement as of_judgement
-from lipaudit.report.page.subjects import of_reports as of_reports
-from lipaudit.report.page.subjects import of_sample as of_sample
+from lipaudit.report.formats import of_comparison as of_comparison
+from lipaudit.report.formats import of_judgement as of_judgement
+from lipaudit.report.formats import of_reports as of_reports
+from lipaudit.report.formats import of_sample as of_sample
 from lipaudit.tables import Report
 
 MOST_LINES = 25

@@ -197,9 +197,8 @@ def _set_axis(
         away = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
         low, high = low - away, high + away
     axes.set_autoscale_on(False)  # otherwise a scale overflows at values that are not drawn
-    getattr(axes, f"set_{which}scale")("log" if log else "linear")
-    getattr(axes, f"set_{which}lim")(low, high)
-    getattr(axes, f"set_{which}label")(_label(column))
+    scale, ends = "log" if log else "linear", (low, high)
+    axes.set(**{f"{which}scale": scale, f"{which}lim": ends, f"{which}label": _label(column)})
     _set_ticks(getattr(axes, f"{which}axis"), column, log=log)
     return low, high
 

@@ -40,6 +40,7 @@ def render(page: Document) -> bytes:
     )
     environment.filters |= {
         "plain": visible,
+        "heading": lambda label: cells.write_math(visible(label)),
         "drawn": _draw,
         "tabulated": _tabulate,
         "scored": lay_out,
@@ -70,15 +71,7 @@ def _draw(block: Picture) -> Any:
 def _tabulate(block: Table) -> dict[str, Any]:
     """Return a table's texts for the template."""
     marks, notes = cells.list_footnotes(block.columns)
-    heads = [
-        {
-            "label": cells.write_math(visible(c.label)),
-            "mark": mark,
-            "meaning": c.meaning,
-            "named": c.format == "s",
-        }
-        for c, mark in zip(block.columns, marks, strict=True)
-    ]
+    heads = list(zip(block.columns, marks, strict=True))
     rows = [
         (index in block.strong, [_cell(v, c) for v, c in zip(row, block.columns, strict=True)])
         for index, row in enumerate(block.rows[:MOST_ROWS])

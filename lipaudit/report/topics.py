@@ -61,26 +61,18 @@ class Topic:
 @cache
 def list_topics() -> tuple[Topic, ...]:
     """Return all topics, in the order of the index."""
-    from typing import get_args
-
-    from lipaudit.gate.rules import STATS
-    from lipaudit.gate.verdicts import VerdictStatus
     from lipaudit.report import glossary
     from lipaudit.report.cells import LIMITS, STATUS
-    from lipaudit.tables.trials import Norm
-
-    def pick(meanings: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-        return {name: meanings[name] for name in names}
 
     statuses = (
         Topic("How far a figure is proven", name, name, f"{text}.", limits=LIMITS[name])
         for name, text in STATUS.items()
     )
     groups: dict[str, Mapping[str, str]] = {
-        "Norms of attacks": pick(glossary.NORMS, get_args(Norm)),
+        "Norms of attacks": glossary.NORMS,
         "Verdicts of certificates": glossary.CERTIFICATES,
-        "Statistics of rules": pick(glossary.STATISTICS, [*STATS]),
-        "Verdicts of the gate": pick(glossary.VERDICTS, get_args(VerdictStatus)),
+        "Statistics of rules": glossary.STATISTICS,
+        "Verdicts of the gate": glossary.VERDICTS,
         "Words of pages": glossary.WORDS,
         "Names in the JSON": glossary.FIELDS,
     }

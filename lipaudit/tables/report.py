@@ -30,8 +30,7 @@ from lipaudit.tables.columns import (
     make_row,
 )
 from lipaudit.tables.figures import require_drawable
-from lipaudit.tables.samples import FLAGS
-from lipaudit.tables.trials import parse_column
+from lipaudit.tables.trials import FLAGS, parse_column
 
 SCHEMA_VERSION = "2.0"
 

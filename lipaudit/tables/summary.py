@@ -19,8 +19,7 @@ from lipaudit.tables.figures import (
     wilson,
 )
 from lipaudit.tables.report import Note, Report, Section, rows_of
-from lipaudit.tables.samples import is_repeat
-from lipaudit.tables.trials import WORST, parse_radius
+from lipaudit.tables.trials import WORST, is_repeat, parse_radius
 from lipaudit.tables.worst import contradictions
 
 KINDS = {

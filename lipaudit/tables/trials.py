@@ -1,4 +1,4 @@
-"""Trials: an attack in a ball, as the key of rows, per-sample columns and gate rules."""
+"""Trials: an attack in a ball, as the key of rows, per-sample columns and gate rules; samples."""
 
 from __future__ import annotations
 
@@ -160,3 +160,19 @@ def parse_column(name: str) -> tuple[str, TrialKey | None]:
     kind, _, text = name.partition("@")
     trial = TrialKey.parse(text)
     return (name, None) if trial is None else (kind, trial)
+
+
+# Samples
+
+
+FLAGS = frozenset({"certified", "complete", "converged", "correct", "robust"})
+"""Per-sample columns of yes and no (true and false, or 1 and 0): their mean is a share."""
+
+
+def is_repeat(name: str) -> bool:
+    """Say whether an id belongs to a repeat of an earlier sample.
+
+    >>> is_repeat("0123456789abcdef-2"), is_repeat("0123456789abcdef")
+    (True, False)
+    """
+    return re.fullmatch(r"[0-9a-f]{16}-\d+", name) is not None

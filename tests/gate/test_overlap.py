@@ -10,7 +10,7 @@ from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
 from lipaudit.gate.rules import STATS, metrics
 from lipaudit.settings import layouts
-from lipaudit.tables.samples import FLAGS
+from lipaudit.tables.trials import FLAGS
 
 PLAN = {
     "bounds": {"radius": "0.03", "layers": "0,2"},

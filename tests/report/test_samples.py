@@ -14,7 +14,7 @@ from lipaudit.report.page import samples
 from lipaudit.report.page.document import make_page
 from lipaudit.settings import layouts
 from lipaudit.tables.report import Example, Gradient
-from lipaudit.tables.samples import FLAGS
+from lipaudit.tables.trials import FLAGS
 from lipaudit.tables.worst import worst
 from tests.commands import invoke
 from tests.report.conftest import IDS, NORMS, keep, shard_of, swap

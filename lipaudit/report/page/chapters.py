@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from lipaudit.report.blocks import Table, make_table
 from lipaudit.report.cells import write_math
@@ -68,24 +69,17 @@ def list_steepest(sections: Sections) -> Iterator[Table]:
     """List the heads with the largest exact norms, and each bound as a multiple of the norm."""
     columns = find_columns(sections)
     rows = pick_largest(read_all(sections), "exact")
-    multiples = {
-        name: [format_ratio(log10_ratio(row, name)) for row in rows]
-        for name in find_bounds(columns)
-    }
     inputs = [row.input for row in rows]
-    yield make_table(
-        "Heads with the largest norm; each bound as a multiple of the exact norm",
-        [
-            (HEAD, [row.head for row in rows]),
-            *([(columns["input"], inputs)] if {*inputs} - {"", "one input"} else []),
-            (columns["exact"], [row.exact for row in rows]),
-            *(
-                (replace(columns[name], unit="×"), values)
-                for name, values in multiples.items()
-                if any(value is not None for value in values)
-            ),
-        ],
-    )
+    cells: list[tuple[Column, list[Any]]] = [(HEAD, [row.head for row in rows])]
+    if {*inputs} - {"", "one input"}:
+        cells.append((columns["input"], inputs))
+    cells.append((columns["exact"], [row.exact for row in rows]))
+    for name, column in find_bounds(columns).items():
+        ratios = [format_ratio(log10_ratio(row, name)) for row in rows]
+        if any(ratio is not None for ratio in ratios):
+            cells.append((replace(column, unit="×"), ratios))
+    title = "Heads with the largest norm; each bound as a multiple of the exact norm"
+    yield make_table(title, cells)
 
 
 TIGHTNESS = (
@@ -145,13 +139,11 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
         rows = [row for row in rows if row.attack == WORST] or rows
     accuracy = replace(columns["robust"], label="accuracy")
     for norm, group in group_rows(rows, lambda row: str(row.norm)).items():
-        lines = group_rows(group, lambda row: str(row.model or row.attack))
-        # No attack counts as a ball of radius 0.
-        starts = [Row({"eps": 0.0, "robust": line[0].clean}) for line in lines.values()]
-        series = (
-            make_series(name, [*line, start], "eps", "robust")
-            for (name, line), start in zip(lines.items(), starts, strict=True)
-        )
+        series = []
+        for name, line in group_rows(group, lambda row: str(row.model or row.attack)).items():
+            # No attack counts as a ball of radius 0.
+            start = Row({"eps": 0.0, "robust": line[0].clean})
+            series.append(make_series(name, [*line, start], "eps", "robust"))
         kept = tuple(each for each in series if len(each.x) > 1)
         ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
         if kept:
@@ -213,12 +205,9 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
         if series and x == "n":
             start, end = min(s.x[0] for s in series), max(s.x[-1] for s in series)
             first = series[0].y[0]
-            series += [
-                Series(
-                    f"n^{text}", (start, end), (first, first * (end / start) ** power), guide=True
-                )
-                for text, power in (("1/4", 0.25), ("1/2", 0.5))
-            ]
+            for text, power in (("1/4", 0.25), ("1/2", 0.5)):
+                last = first * (end / start) ** power
+                series.append(Series(f"n^{text}", (start, end), (first, last), guide=True))
         if series:
             yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
 

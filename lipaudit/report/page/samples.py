@@ -36,8 +36,7 @@ from lipaudit.report.page.facts import (
 )
 from lipaudit.tables import Column, Report
 from lipaudit.tables.figures import finite, middle, wilson
-from lipaudit.tables.samples import FLAGS, is_repeat
-from lipaudit.tables.trials import TrialKey, parse_column
+from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 from lipaudit.tables.worst import SHOWN as MOST
 from lipaudit.tables.worst import broken, worst
 

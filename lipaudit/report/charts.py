@@ -100,7 +100,8 @@ def draw_svg(block: Picture) -> str:
         figure.savefig(file, format="svg", transparent=True, dpi=160, metadata={"Date": None})
         # After the figure is drawn: saving moves the axes.
         marks = _write_tips(axes, tips)
-    return _embed(file.getvalue().decode(), describe(block), marks)
+    # A page counts 96 pixels an inch.
+    return _embed(file.getvalue().decode(), describe(block), marks, 96 * size[0])
 
 
 def open_picture(picture: str) -> Any:
@@ -122,7 +123,7 @@ def open_picture(picture: str) -> Any:
 # An SVG file as an element of a page
 
 
-def _embed(file: str, alternative: str, marks: str) -> str:
+def _embed(file: str, alternative: str, marks: str, width: float) -> str:
     """Reduce an SVG file to an element in the page's font and colours, with tooltips."""
     element = file[file.index("<svg") :]
     element = _NEEDLESS.sub("", element)
@@ -141,11 +142,9 @@ def _embed(file: str, alternative: str, marks: str) -> str:
     )
     for index, colour in enumerate(CATEGORIES):
         element = element.replace(colour, f"var(--c{index}, {colour})")
-    size = re.search(r'width="([\d.]+)pt"', element)
-    width = f"{float(size[1]) * 4 / 3:.0f}" if size else "600"
     element = re.sub(r' (height|width)="[\d.]+pt"', "", element, count=2)
     start = f'<svg role="img" aria-label="{html.escape(visible(alternative))}"'
-    start += f' style="--width:{width}px"'
+    start += f' style="--width:{width:.0f}px"'
     element = start + element.strip().removeprefix("<svg").removesuffix("</svg>")
     return f"{element.replace(INK, 'currentColor')}{marks}</svg>"
 

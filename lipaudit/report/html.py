@@ -20,6 +20,7 @@ from lipaudit.report.blocks import (
     lay_out,
     shade_tokens,
 )
+from lipaudit.report.charts import draw_svg
 from lipaudit.report.pictures import Picture
 from lipaudit.tables import Column
 
@@ -30,6 +31,7 @@ MOST_ROWS = 1200
 def render(page: Document) -> bytes:
     """Write a page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 
     environment = Environment(
         loader=PackageLoader("lipaudit.report"),
@@ -41,7 +43,7 @@ def render(page: Document) -> bytes:
     environment.filters |= {
         "plain": visible,
         "heading": lambda label: cells.write_math(visible(label)),
-        "drawn": _draw,
+        "drawn": lambda block: Markup(draw_svg(block)),  # drawn here, with escaped texts
         "tabulated": _tabulate,
         "scored": lay_out,
         "tokens": shade_tokens,
@@ -58,14 +60,6 @@ def render(page: Document) -> bytes:
 def name_kind(block: Block) -> str:
     """Return the template's name of a block."""
     return "picture" if isinstance(block, Picture) else type(block).__name__.lower()
-
-
-def _draw(block: Picture) -> Any:
-    from markupsafe import Markup
-
-    from lipaudit.report.charts import draw_svg
-
-    return Markup(draw_svg(block))  # drawn here, with escaped texts
 
 
 def _tabulate(block: Table) -> dict[str, Any]:

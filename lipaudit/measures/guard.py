@@ -48,7 +48,8 @@ def require_bounds_hold(
 
     @cache
     def slack() -> Tensor:
-        return _per_sample(heads, bound_error(heads.to(torch.float64), exact[heads.sample.cpu()]))
+        error = bound_error(heads.to(torch.float64), exact[heads.sample.cpu()])
+        return per_sample(error.cpu(), heads.sample)
 
     for name, bound in load_bounds().items():
         _require(name, values[name], exact, site, ids, advice=bound.remedy, slack=slack)
@@ -95,7 +96,7 @@ def require_balls_hold(
     def slack(r: float) -> Tensor:
         double = heads.to(torch.float64)
         error = ball_error(double, r) + bound_error(double, values["exact"][heads.sample.cpu()])
-        return _per_sample(heads, error)
+        return per_sample(error.cpu(), heads.sample)
 
     for name in CERTIFIED:
         for k, radius in enumerate(radii):
@@ -146,10 +147,6 @@ def name_head(head: HeadName) -> str:
 def root_sum(values: Tensor) -> Tensor:
     """Return the root of the sum of squares over the heads, (samples, 1)."""
     return values.square().sum(1, keepdim=True).sqrt()
-
-
-def _per_sample(heads: Heads, values: Tensor) -> Tensor:
-    return per_sample(values.cpu(), heads.sample.cpu())
 
 
 def _require(

@@ -34,6 +34,7 @@ from lipaudit.theory.bounds.head_bounds import ROUNDING, chunks, head_bounds
 from lipaudit.theory.bounds.hu import hu
 from lipaudit.theory.bounds.ingredients import (
     Ingredients,
+    Tokens,
     Weights,
     affine_rows,
     are_affine,
@@ -41,7 +42,6 @@ from lipaudit.theory.bounds.ingredients import (
     factor,
     projections,
     squared_distances,
-    tokens_of,
     weights_of,
 )
 from lipaudit.theory.bounds.mean_field import mean_field
@@ -126,7 +126,7 @@ def ball_size_bounds(
     heads = heads.to(torch.float64)
     if weights is None and are_affine(heads):
         weights = weights_of(heads)
-    known = Ingredients(heads, tokens_of(heads), weights)
+    known = Ingredients(heads, Tokens(heads), weights)
     return {f.__name__: f(known, r) * (1 + ROUNDING) for f in (hu, castin, mean_field)}
 
 

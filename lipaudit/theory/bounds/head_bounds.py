@@ -12,9 +12,9 @@ from lipaudit.errors import EvaluationError, LipauditError, of_machine
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.bounds.ingredients import (
     Ingredients,
+    Tokens,
     Weights,
     are_affine,
-    tokens_of,
     weights_of,
 )
 from lipaudit.theory.bounds.record import Bound
@@ -74,7 +74,7 @@ def head_bounds(
                 f"The attention layer has infinite or undefined {name} entries.",
                 "Look for overflow in the model: run it in float32 or float64.",
             )
-    tokens = tokens_of(heads)
+    tokens = Tokens(heads)
     weights = weights or (weights_of(heads) if are_affine(heads) else None)
     heads, size = unit_values(heads)
     weights = weights and weights.per_value(size)

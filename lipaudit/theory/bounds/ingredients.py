@@ -317,56 +317,50 @@ def query_term(
     return upper, upper - lower
 
 
-@dataclass(frozen=True)
 class Tokens:
-    """What all heads of a layer share, (batch, 1) each: N, R, and norms of X or [X 1]."""
+    """What all heads of a layer share, without padding; with any bias, X is [X 1].
 
-    count: Tensor
-    radius: Tensor
-    norm: Tensor
-    frobenius: Tensor
-    longest: Tensor  # R, or max_i ||(x_i, 1)||
-    off: Tensor  # the tokens less their mean, (batch, n, D)
+    Attributes:
+        count: N, (batch, 1) as all but `off`.
+        radius: R = max_i ||x_i||.
+        longest: max_i ||x_i||, of the rows of [X 1] with a bias.
+        frobenius: ||X||_F.
+        off: the tokens less their mean, (batch, n, D).
+    """
+
+    def __init__(self, heads: Heads) -> None:
+        x, read = heads.x, (heads.to_q, heads.to_k, heads.to_v)
+        bias = any(to is not None and to.bias is not None for to in read)
+        valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
+        self._one, self._x, self._valid, self._policy = int(bias), x, valid, heads.policy
+        self._long = len(heads.row_blocks()) > 1 and x.shape[1] > x.shape[2]
+        self.count = valid.sum(-2)
+        self._mean = x.sum(1, keepdim=True) / self.count[..., None].clamp_min(1.0)
+        self.off = x - self._mean if heads.valid is None else (x - self._mean) * valid
+        squares = x.square().sum(-1)
+        lengths = (squares + self._one * valid[..., 0]).sqrt()
+        self.radius = squares.amax(-1, keepdim=True).sqrt()
+        self.longest = lengths.amax(-1, keepdim=True)
+        self.frobenius = torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
 
     @cached_property
-    def gram(self) -> Tensor:
-        """Return the Gram matrix of the tokens less their mean, (batch, n, n)."""
+    def gram(self) -> Float[Tensor, "batch n n"]:
+        """The Gram matrix of the tokens less their mean."""
         return self.off @ self.off.mT
 
-    def with_norm(self, norm: Tensor) -> Tokens:
-        """Return the same with another norm, and the Gram matrix where it is known."""
-        known = {"gram": self.gram} if "gram" in self.__dict__ else {}
-        tokens = replace(self, norm=norm)
-        tokens.__dict__.update(known)  # the place of a cached property: no field, not frozen
-        return tokens
-
-
-def tokens_of(heads: Heads) -> Tokens:
-    """Measure the tokens of a layer; with any bias as [X 1], without padding."""
-    x, read = heads.x, (heads.to_q, heads.to_k, heads.to_v)
-    one = int(any(projection is not None and projection.bias is not None for projection in read))
-    valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
-    count = valid.sum(-2)
-    mean = x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)
-    off = x - mean if heads.valid is None else (x - mean) * valid
-    squares = x.square().sum(-1)
-    lengths = (squares + one * valid[..., 0]).sqrt()
-    tokens = Tokens(
-        count=count,
-        radius=squares.amax(-1, keepdim=True).sqrt(),
-        norm=count,
-        frobenius=torch.linalg.vector_norm(lengths, dim=-1, keepdim=True),
-        longest=lengths.amax(-1, keepdim=True),
-        off=off,
-    )
-    if len(heads.row_blocks()) > 1 and x.shape[1] > x.shape[2]:
-        rows = torch.cat([x, one * valid], -1)
-        return tokens.with_norm(gram_norm(rows.mT @ rows, policy=heads.policy)[:, None])
-    # <x_i, x_j> = <off_i, off_j> + b_i + b_j with b_i = <off_i, mean> + ||mean||^2 / 2
-    beside = off @ mean.mT + 0.5 * (mean.square().sum(-1, keepdim=True) + one) * valid
-    ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
-    gram = torch.baddbmm(tokens.gram, ends[0], ends[1].mT)
-    return tokens.with_norm(gram_norm(gram, policy=heads.policy)[:, None])
+    @cached_property
+    def norm(self) -> Float[Tensor, "batch 1"]:
+        """||X||."""
+        valid = self._valid
+        if self._long:
+            rows = torch.cat([self._x, self._one * valid], -1)
+            return gram_norm(rows.mT @ rows, policy=self._policy)[:, None]
+        # <x_i, x_j> = <off_i, off_j> + b_i + b_j with b_i = <off_i, mean> + ||mean||^2 / 2
+        square = self._mean.square().sum(-1, keepdim=True) + self._one
+        beside = self.off @ self._mean.mT + 0.5 * square * valid
+        ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
+        gram = torch.baddbmm(self.gram, ends[0], ends[1].mT)
+        return gram_norm(gram, policy=self._policy)[:, None]
 
 
 def affine_only(heads: Heads) -> str | None:

@@ -84,10 +84,9 @@ def head_norms(
     >>> head_norms(affine_heads(x, eye, eye, 2 * eye), seeds=[0]).norm.round(decimals=4)
     tensor([[2.]], dtype=torch.float64)
     """
-    batch, count = heads.q.shape[:2]
     solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
     parts = [_head_norms(some, seeds, solve) for some in _kept_together(heads)]
-    return _join_norms(parts).map(lambda values: values.view(batch, count))
+    return _join_norms(parts, heads.q.shape[:2])
 
 
 def _head_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> Norms:
@@ -102,10 +101,10 @@ def _head_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> Norms:
     return norms_in_double(solve, families, start, guess).times(size.repeat(batch))
 
 
-def _join_norms(parts: Sequence[Norms]) -> Norms:
+def _join_norms(parts: Sequence[Norms], shape: tuple[int, ...]) -> Norms:
     """Return the norms of the problems of several groups."""
     names = ("norm", "upper", "products", "converged")
-    return Norms(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+    return Norms(*(torch.cat([getattr(p, name) for p in parts]).view(shape) for name in names))
 
 
 def _kept_together(heads: Heads) -> list[Heads]:
@@ -141,7 +140,8 @@ def layer_norms(
     each = [_layer_norms(some, seeds, solve, concat=side_by_side) for some in parts]
     before = [norms.concat for norms in each if norms.concat is not None]
     after = [norms.out for norms in each if norms.out is not None]
-    return LayerNorms(*(_join_norms(norms) if norms else None for norms in (before, after)))
+    rows = (len(heads.q),)
+    return LayerNorms(*(_join_norms(norms, rows) if norms else None for norms in (before, after)))
 
 
 def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve, *, concat: bool) -> LayerNorms:

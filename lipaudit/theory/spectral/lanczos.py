@@ -160,23 +160,10 @@ class Norms:
         """Return the norms times a factor, one or one per problem."""
         return replace(self, norm=self.norm * factor, upper=self.upper * factor)
 
-    def update(self, index: Int[Tensor, " some"], rest: Norms) -> Norms:
-        """Return the norms with some problems solved again; products add up."""
-        return Norms(
-            self.norm.index_put((index,), rest.norm),
-            self.upper.index_put((index,), rest.upper),
-            self.products.index_put((index,), rest.products, accumulate=True),
-            self.converged.index_put((index,), rest.converged),
-        )
-
     @property
     def within(self) -> Float[Tensor, "*problems"]:
         """Return the proven relative error: upper / norm - 1, with probability 1 - ETA."""
         return torch.where(self.upper == self.norm, 0.0, self.upper / self.norm - 1)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Norms:
-        """Return the norms with every tensor except the vectors passed through `change`."""
-        return Norms(*map(change, (self.norm, self.upper, self.products, self.converged)))
 
 
 def random_starts(seeds: Sequence[int], size: int) -> Float[Tensor, "problems size"]:
@@ -481,4 +468,9 @@ def norms_in_double(
         return norms
     start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))
     rest = solve(lambda index: family.select(again[index]), start, guess=guess)
-    return norms.update(again, rest)
+    return Norms(
+        norms.norm.index_put((again,), rest.norm),
+        norms.upper.index_put((again,), rest.upper),
+        norms.products.index_put((again,), rest.products, accumulate=True),
+        norms.converged.index_put((again,), rest.converged),
+    )

@@ -20,10 +20,10 @@ from lipaudit.theory.bounds.blocks import (
 from lipaudit.theory.bounds.ingredients import (
     Centred,
     Ingredients,
+    Tokens,
     affine_rows,
     centre_heads,
     query_term,
-    tokens_of,
 )
 from lipaudit.theory.heads import Heads, affine_heads
 from lipaudit.theory.policy import Policy
@@ -153,7 +153,7 @@ def test_tokens_of_any_size_are_bounded(scale, precision):
     weights[:2] /= scale  # logits of one size
     heads = affine_heads(x, *weights)
     policy = replace(FORMULA, single_blocks=precision)
-    bound = bound_by_blocks(Ingredients(replace(heads, policy=policy), tokens_of(heads)))[0, 0]
+    bound = bound_by_blocks(Ingredients(replace(heads, policy=policy), Tokens(heads)))[0, 0]
     whole = norm(sum(paths(heads)))
     assert whole * (1 - 1e-12) <= bound <= 3 * whole
 
@@ -162,7 +162,7 @@ def test_blocks_of_the_product_are_closer_than_those_of_the_jacobian(random_laye
     for name in ("biases", "rotary", "softcap"):
         layer = random_layer(name)
         exact, j = norm(layer.jacobian()), layer.jacobian()
-        bound = bound_by_blocks(Ingredients(layer.heads, tokens_of(layer.heads)))
+        bound = bound_by_blocks(Ingredients(layer.heads, Tokens(layer.heads)))
         n, dv = layer.heads.q.shape[2], layer.heads.v.shape[3]
         each = norm(j.reshape(*j.shape[:2], n, dv, n, -1).transpose(-3, -2))
         assert (bound >= exact).all()

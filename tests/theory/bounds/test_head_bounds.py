@@ -16,11 +16,11 @@ from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.bounds.ingredients import (
     Ingredients,
+    Tokens,
     affine_only,
     affine_rows,
     centre_heads,
     query_term,
-    tokens_of,
 )
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Pairs
@@ -205,7 +205,7 @@ def test_blocks_rounded_to_single_precision_are_bounded_with_two_inputs(random_l
     heads = replace(heads, v=heads.v[..., :1], to_v=narrow, out=None)
     exact = torch.linalg.matrix_norm(dense_jacobian(heads), 2)
     long = Policy(dense_entries=0, map_limit=0)
-    known = Ingredients(replace(heads, policy=long), tokens_of(heads))
+    known = Ingredients(replace(heads, policy=long), Tokens(heads))
     assert (bound_by_blocks(known) >= exact).all()
 
 

@@ -36,9 +36,9 @@ FUNCTIONS = {
     EXACT: ("head_norms",),
     LAYERS: ("layer_norms",),
     BOUNDS: ("head_bounds",),
-    WEIGHTS: ("KnownWeights.of", "_NormsAndBounds._out_norm", "_out_norm"),
+    WEIGHTS: ("KnownWeights.of", "_NormsAndBounds._out_norm", "_measure_out_norm"),
     STATISTICS: ("layer_statistics",),
-    "the rest": ("_NormsAndBounds.reduce", "_closed_form", "_numeric"),
+    "the rest": ("_NormsAndBounds.reduce", "_measure_heads", "_measure_numerically"),
 }
 """What a quantity is made of, by the names of functions, at whatever commit."""
 PARTS = (EXACT, LAYERS, BOUNDS)

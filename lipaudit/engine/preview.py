@@ -15,7 +15,7 @@ from lipaudit.engine.prepare import LEFT_OUT, Job, Request, load_options, prepar
 from lipaudit.engine.provenance import list_origins
 from lipaudit.errors import LipauditError, find_user_error, out_of_memory
 from lipaudit.measures import MEASURES, Measure
-from lipaudit.measures.by_layer import choose_layers, unread_notes
+from lipaudit.measures.by_layer import choose_layers, note_unread
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
 from lipaudit.models.memory import Footprint, Held, find_free_memory, read_used_memory
@@ -87,7 +87,7 @@ def preview(request: Request) -> dict[str, Any]:
         "measures": measures,
         "needs": needs,
         "notes": [
-            note.text for note in (*job.notes, *unread_notes(net, sites)) if note.code != LEFT_OUT
+            note.text for note in (*job.notes, *note_unread(net, sites)) if note.code != LEFT_OUT
         ],
     }
 

@@ -87,7 +87,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         if net.scored == "continuation":
             further = Continued(net, batch, options.batch_size)
             outcomes += further.raised(chunk, tuple(outcomes), options.seed)
-        yield _part(net, batch, chunk, trials, outcomes, options)
+        yield _make_part(net, batch, chunk, trials, outcomes, options)
 
 
 def check(net: Net, batch: Batch, options: AttackOptions) -> None:
@@ -129,7 +129,7 @@ def require_entry(net: Net) -> None:
         )
 
 
-def _part(
+def _make_part(
     net: Net,
     batch: Batch,
     chunk: Chunk,
@@ -163,7 +163,9 @@ def _part(
         "nonfinite": sum(o.nonfinite for o in outcomes[1:]),
     }
     if chunk.number * CHUNK < DRAWN:
-        facts["examples"] = _examples(net, batch, chunk, [clean, *ends], options.batch_size)
+        facts["examples"] = _describe_examples(
+            net, batch, chunk, [clean, *ends], options.batch_size
+        )
     if chunk.texts is not None:
         rewritten = [end for end in ends if end.drafts is not None]
         lines = [line for e in rewritten for line in texts.changes(e, chunk.texts, batch.ids)]
@@ -179,7 +181,7 @@ def _part(
     return Part(batch.ids, arrays, facts, remarks)
 
 
-def _examples(
+def _describe_examples(
     net: Net, batch: Batch, chunk: Chunk, outcomes: Sequence[Outcome], size: int
 ) -> dict[str, dict[str, Any]]:
     """Describe each broken sample with the first adversarial example that broke it."""
@@ -230,7 +232,8 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     cost = np.sum([part.facts["cost"] for part in parts], axis=0)
     once = distinct(parts)
     rows = [
-        _row(trial.key, correct[once], robust[once, i], cost[i]) for i, trial in enumerate(trials)
+        _make_row(trial.key, correct[once], robust[once, i], cost[i])
+        for i, trial in enumerate(trials)
     ]
     columns: dict[str, Any] = {"ids": sample_ids(parts)}
     for name in ("label", "predicted", "correct"):
@@ -249,7 +252,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         inside = [i for i, trial in enumerate(trials) if trial.key in keys]
         same = [i for i in inside if trials[i].key.radius == ball.radius]
         unbroken = np.asarray(robust[:, inside].all(1))
-        worst.append(_row(ball, correct[once], unbroken[once], cost[same].sum(0)))
+        worst.append(_make_row(ball, correct[once], unbroken[once], cost[same].sum(0)))
         columns[ball.column("robust")] = unbroken.astype(int)
     columns |= raised
     return [
@@ -257,7 +260,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
             settings=options.model_dump(),
             rows=(*worst, *rows),
             samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},
-            notes=_remarks(parts, trials, len(correct))
+            notes=_write_notes(parts, trials, len(correct))
             + ((texts.remark(raised),) if raised else ()),
             examples={n: e for part in parts for n, e in part.facts.get("examples", {}).items()},
             classes=named_classes(parts),
@@ -265,7 +268,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     ]
 
 
-def _row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> Row:
+def _make_row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> Row:
     low, high = wilson(int(robust.sum()), len(robust))
     return ATTACK_TABLE.row(
         attack=key.attack,
@@ -283,7 +286,7 @@ def _row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> Row:
     )
 
 
-def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:
+def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:
     checks: Checks = parts[0].facts["checks"]
     for part in parts[1:]:
         checks = checks + part.facts["checks"]

@@ -96,10 +96,10 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
                 if options.map is not None and options.query is not None:
                     facts["maps"], values = {}, values | maps[options.map]
                 maps.clear()
-            yield Part(part.ids, values, facts, part.notes + _window_notes(windowed))
+            yield Part(part.ids, values, facts, part.notes + _note_windows(windowed))
 
 
-def _window_notes(windowed: Collection[int]) -> tuple[Note, ...]:
+def _note_windows(windowed: Collection[int]) -> tuple[Note, ...]:
     """Note which figures refer to windows, and that keys are numbered within a window."""
     if not windowed:
         return ()
@@ -125,7 +125,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
         q, k, scale = (t.to(**dense) for t in (some.q, some.k, some.scale))
         sink = None if some.sink is None else some.sink.double()
         some = replace(some, q=q, k=k, v=some.v[..., :0], scale=scale, sink=sink)
-        parts.append(_read(some, options))
+        parts.append(_read_map(some, options))
     read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
     by_row = softmax.row_statistics(softmax.RowProfile(**read), k=options.k, gamma=options.gamma)
@@ -142,7 +142,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     }
 
 
-def _read(heads: Heads, options: AttentionOptions) -> Reduced:
+def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     """Compute P in chunks of rows: the `RowProfile`, the attention on each key, and ||P||."""
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]
@@ -227,8 +227,8 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         "p1p2_hist": join_parts(parts, "joint_hist").sum(0).reshape(BINS, BINS),
         "p1p2_edges": np.stack([edges, edges / 2]),
     }
-    arrays = {name: Array.of(values) for name, values in histograms.items()} | _per_sample(parts)
-    attended = {}
+    arrays = {name: Array.of(values) for name, values in histograms.items()}
+    arrays, attended = arrays | _average_samples(parts), {}
     if options.map is not None:
         drawn = attention_map.arrays(parts, options.map, options.query)
         arrays |= drawn
@@ -245,7 +245,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     ]
 
 
-def _per_sample(parts: Sequence[Part]) -> dict[str, Array]:
+def _average_samples(parts: Sequence[Part]) -> dict[str, Array]:
     """Return the means of each sample that a comparison reads, and the number of rows behind them.
 
     The number of rows is left out if all samples have the same.

@@ -53,7 +53,7 @@ def measure_balls(
     return {f"at_r_{name}": torch.stack([part[name] for part in parts], -1) for name in COLUMNS}
 
 
-def ball_section(
+def make_ball_section(
     facts: Mapping[str, Any],
     measured: Mapping[str, Values],
     options: BoundsOptions,
@@ -88,12 +88,12 @@ def ball_section(
         rows=tuple(rows),
         samples={"ids": ids},
         arrays={name: Array.of(columns[name].reshape(len(ids), -1).T) for name in kept},
-        notes=_remarks(rows, options)
+        notes=_write_notes(rows, options)
         + below_by_rounding(places, ids, found.pop("ball_norm"), found, "norm found"),
     )
 
 
-def _remarks(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]:
+def _write_notes(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]:
     remarks = []
     open_heads = sum(row.ball_sharp is None for row in rows) // len(options.radius)
     if open_heads:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.balls import COLUMNS, ball_section, measure_balls
+from lipaudit.measures.balls import COLUMNS, make_ball_section, measure_balls
 from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, per_sample
 from lipaudit.measures.guard import (
     below_by_rounding,
@@ -63,11 +63,11 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
         site, ids = layer.site, layer.batch.ids
         seeds = [seed_of(sample, options.seed) for sample in ids]
         if not _has_bounds(site, options):
-            return _numeric(layer, seeds, options)
+            return _measure_numerically(layer, seeds, options)
         heads = layer.heads()
-        values = _closed_form(heads, seeds, options, weights.of(site.index, heads))
+        values = _measure_heads(heads, seeds, options, weights.of(site.index, heads))
         if site.index not in out_norms:
-            out_norms[site.index] = _out_norm(heads)
+            out_norms[site.index] = _measure_out_norm(heads)
         values["out_norm"] = torch.full_like(values["layer_exact"], out_norms[site.index])
         require_bounds_hold(site, ids, values, heads)
         require_balls_hold(site, ids, values, options.radius, heads)
@@ -90,7 +90,7 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
     yield from by_layer(net, batches, reduce_layer, layers=options.layers, describe=describe)
 
 
-def _out_norm(heads: Heads) -> float:
+def _measure_out_norm(heads: Heads) -> float:
     """Return ||W_O||, NaN without an output projection."""
     out = heads.out
     return torch.nan if out is None else float(spectral_norm(out.double().flatten(0, 1)))
@@ -101,12 +101,12 @@ def _has_bounds(site: Site, options: BoundsOptions) -> bool:
     return site.closed_form and (options.input == "projections" or site.direct)
 
 
-def _closed_form(
+def _measure_heads(
     heads: Heads, seeds: Sequence[int], options: BoundsOptions, weights: Weights | None
 ) -> Reduced:
     """Return all figures of a layer with a closed form, per (sample, head) or (sample, 1)."""
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
-    reduced = head_bounds(heads, weights=weights) | _norms(exact)
+    reduced = head_bounds(heads, weights=weights) | _read_norms(exact)
     nothing = torch.full_like(exact.norm, torch.nan)
     reduced["splitting_gain"] = nothing
     if options.splitting and not heads.is_causal() and heads.sink is None:
@@ -117,7 +117,7 @@ def _closed_form(
         reduced[name] = nothing[:, :1] if norms is None else norms.norm[:, None]
     computed = [norms for norms in (together.concat, together.out) if norms is not None]
     reduced["layer_within"] = torch.stack([n.within for n in computed]).amax(0)[:, None]
-    reduced["layer_missed"] = torch.stack([_missed(n) for n in computed]).sum(0)[:, None]
+    reduced["layer_missed"] = torch.stack([_mark_missed(n) for n in computed]).sum(0)[:, None]
     if options.radius:
         reduced |= measure_balls(heads, seeds, options.radius, weights, reduced)
     queries, keys = heads.q.shape[2], heads.k.shape[2]
@@ -129,22 +129,22 @@ def _closed_form(
     return {name: per_sample(values.cpu(), sample) for name, values in reduced.items()}
 
 
-def _norms(exact: Norms) -> Reduced:
+def _read_norms(exact: Norms) -> Reduced:
     reduced = {"exact": exact.norm, "upper": exact.upper, "within": exact.within}
-    return reduced | {"missed": _missed(exact)}
+    return reduced | {"missed": _mark_missed(exact)}
 
 
-def _missed(norms: Norms) -> Tensor:
+def _mark_missed(norms: Norms) -> Tensor:
     """Mark norms that did not converge; NaN (not computed) is not marked."""
     return (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
 
 
-def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
+def _measure_numerically(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
     """Return the exact norms of a layer without a closed form, by automatic differentiation.
 
     NaN if the survey found a closed form and the module cannot run on its own.
     """
-    reduced = _norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
+    reduced = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     open_head = torch.full_like(reduced["exact"], torch.nan)
     reduced |= dict.fromkeys((*load_bounds(), *INGREDIENTS, "g1_max", "splitting_gain"), open_head)
     open_layer = open_head[:, :1]
@@ -171,7 +171,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     heads = list(zip(facts["heads"], facts["kinds"], facts["inputs"], strict=True))
     per_head = {n: v for n, v in measured.items() if v.ndim == 2 and v.shape[1] == len(heads)}
     rows = tuple(
-        _row(*labels, {name: values[:, i] for name, values in per_head.items()})
+        _make_row(*labels, {name: values[:, i] for name, values in per_head.items()})
         for i, labels in enumerate(heads)
     )
     ids = sample_ids(parts)
@@ -184,7 +184,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         samples=samples,
         arrays=arrays,
         notes=notes(parts)
-        + _remarks(measured, facts["apart"], options)
+        + _write_notes(measured, facts["apart"], options)
         + below_by_rounding(
             [name_head(head) for head in facts["heads"]],
             ids,
@@ -192,13 +192,13 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
             {name: measured[name] for name in load_bounds()},
         ),
     )
-    sections = [of_heads, _layer_section(facts, measured, options, ids)]
+    sections = [of_heads, _make_layer_section(facts, measured, options, ids)]
     if options.radius:
-        sections.append(ball_section(facts, measured, options, ids))
+        sections.append(make_ball_section(facts, measured, options, ids))
     return sections
 
 
-def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:
+def _make_row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:
     """Reduce one head over the samples: medians, and maxima for columns named so."""
     medians = {
         name: reduce_known(measured[name], np.median) for name in (*load_bounds(), *INGREDIENTS)
@@ -212,8 +212,8 @@ def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> 
         ratio = np.where(measured["exact"] > 0, measured["sharp"] / measured["exact"], np.nan)
     return BOUNDS_TABLE.row(
         **head._asdict(),
-        kind=_and(kind, NUMERICAL, measured["numerical"]),
-        input=_and(input, MODULE_INPUT, measured["numerical"]),
+        kind=_join_labels(kind, NUMERICAL, measured["numerical"]),
+        input=_join_labels(input, MODULE_INPUT, measured["numerical"]),
         tokens=int(measured["tokens"].max()),
         exact=reduce_known(measured["exact"], np.median),
         exact_max=reduce_known(measured["exact"], np.max),
@@ -228,12 +228,12 @@ def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> 
     )
 
 
-def _and(label: str, other: str, numerical: Values) -> str:
+def _join_labels(label: str, other: str, numerical: Values) -> str:
     """Join the kind of a head with its kind on the samples where its structure changed."""
     return f"{label}, {other}" if label != other and numerical.any() else label
 
 
-def _layer_section(
+def _make_layer_section(
     facts: Mapping[str, Any],
     measured: dict[str, Values],
     options: BoundsOptions,
@@ -279,7 +279,7 @@ def _layer_section(
     )
 
 
-def _remarks(
+def _write_notes(
     measured: dict[str, Values], apart: Sequence[int], options: BoundsOptions
 ) -> tuple[Note, ...]:
     """Note what is missing, what did not converge, and which norms have another input."""

@@ -113,14 +113,14 @@ def by_layer(
         if not sites:
             sites = find_layers(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)
-            remarks = _layer_notes(net, sites, selected)
+            remarks = _note_layers(net, sites, selected)
         names = [HeadName(s.index, head, s.module) for s in selected for head in range(s.heads)]
         reduced, changes = reduce_batch(sites, batch)
         values = {name: t.numpy() for name, t in reduced.items()}
         yield Part(batch.ids, values, {"heads": names} | describe(selected), remarks + changes)
 
 
-def _layer_notes(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> tuple[Note, ...]:
+def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> tuple[Note, ...]:
     """Note what a reader must know of the selected layers, and which attention is left out."""
     closed: dict[str, list[Site]] = {}
     inputs: dict[tuple[bool, str], list[Site]] = {}
@@ -156,7 +156,7 @@ def _layer_notes(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
             "is one call"
         )
         remarks.append(Note(level="warning", code="in-parts", text=text))
-    remarks += unread_notes(net, sites)
+    remarks += note_unread(net, sites)
     blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
     if blocks:
         text = (
@@ -167,7 +167,7 @@ def _layer_notes(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     return tuple(remarks)
 
 
-def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
+def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     """Note which modules have attention that no layer covers; layer numbers skip them."""
     modules = list_unread(net, sites)
     if not modules:

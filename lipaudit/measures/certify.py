@@ -72,7 +72,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             if options.radius:
                 bracket.search(options.tol)
             brackets.append(bracket)
-        values = [_values(bracket, options) for bracket in brackets]
+        values = [_read_bracket(bracket, options) for bracket in brackets]
         arrays = {name: np.array([each[name] for each in values]) for name in values[0]}
         facts = {
             "checks": [bracket.clean.checks for bracket in brackets],
@@ -119,7 +119,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     require_rules(net, batch[:1].trim().to(net.device, net.dtype))
 
 
-def _values(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
+def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
     radii = [float(radius) for radius in options.eps]
     tried = [bracket.tried.get(eps, Certificate(certified=True, why="")) for eps in radii]
     seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
@@ -148,13 +148,13 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     """Make the section `certify`, a row per ball, and with `--radius` the section of radii."""
     arrays = {name: join_parts(parts, name) for name in parts[0].values}
     once = {name: values[distinct(parts)] for name, values in arrays.items()}
-    rows = tuple(_row(i, radius, once, options) for i, radius in enumerate(options.eps))
+    rows = tuple(_make_row(i, radius, once, options) for i, radius in enumerate(options.eps))
     settings = options.model_dump()
     first = CERTIFY_TABLE.section(
         settings=settings,
         rows=rows,
-        samples={"ids": sample_ids(parts), **_columns(arrays, rows)},
-        notes=_remarks(parts, arrays, options) + notes(parts) + repeat_notes(parts),
+        samples={"ids": sample_ids(parts), **_make_columns(arrays, rows)},
+        notes=_write_notes(parts, arrays, options) + notes(parts) + repeat_notes(parts),
         classes=named_classes(parts),
     )
     if not options.radius:
@@ -176,7 +176,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     return [first, RADII_TABLE.section(settings=settings, rows=(row,))]
 
 
-def _row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOptions) -> Row:
+def _make_row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOptions) -> Row:
     robust, certified = arrays["robust"][:, i], arrays["certified"][:, i]
     known = arrays["correct"][arrays["label"] >= 0]
     ends = [wilson(int(each.sum()), len(each)) for each in (robust, certified)]
@@ -199,7 +199,7 @@ def _row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOpti
     )
 
 
-def _columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, tuple[Any, ...]]:
+def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, tuple[Any, ...]]:
     label, correct = arrays["label"].tolist(), arrays["correct"]
     columns: dict[str, Any] = {
         "label": [y if y >= 0 else None for y in label],
@@ -225,7 +225,7 @@ def _columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, tuple[
     return {name: tuple(values) for name, values in columns.items()}
 
 
-def _remarks(
+def _write_notes(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
 ) -> tuple[Note, ...]:
     each = [checks for part in parts for checks in part.facts.get("checks", ())]

@@ -167,18 +167,18 @@ class WorstHead:
             small = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
             radii = [self.own, small] if small < self.own else [self.own]
         if "adversarial" in options.modes:
-            yield from self._at_worst("adversarial", [(radius, lengths) for radius in radii])
+            yield from self._measure_worst("adversarial", [(radius, lengths) for radius in radii])
         if "radius" in options.modes:
             # From n_max = 3 to n_max = n^2, evenly in R^2: norms grow until n_max = n.
             n = lengths[-1]
             first, last = self.worst.radius(3.0), min(self.own, self.worst.radius(n**2.0))
             squares = torch.linspace(first**2, last**2, RADII if first < last else 1)
             steps = squares.double().sqrt().tolist()
-            yield from self._at_worst("radius", [(radius, (n,)) for radius in steps])
+            yield from self._measure_worst("radius", [(radius, (n,)) for radius in steps])
         if "ascent" in options.modes:
-            yield from self._at_found(radii)
+            yield from self._search(radii)
 
-    def _at_worst(
+    def _measure_worst(
         self, mode: str, points: Sequence[tuple[float, Sequence[int]]]
     ) -> Iterator[Cells]:
         """Yield ||J|| at n worst-case tokens, for each radius and its lengths."""
@@ -195,9 +195,9 @@ class WorstHead:
                     else:
                         norm = float(duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0])))
                     cells = {"norm": norm, "mean_field": top}
-                    yield self._row(mode, n, radius, masked) | cells
+                    yield self._make_row(mode, n, radius, masked) | cells
 
-    def _at_found(self, radii: Sequence[float]) -> Iterator[Cells]:
+    def _search(self, radii: Sequence[float]) -> Iterator[Cells]:
         """Run independent searches for the tokens with the largest norm, and keep the best."""
         number = 1000 * self.name["layer"] + self.name["head"]
         seed = int(self.options.seed * 10**6 + number)
@@ -210,9 +210,9 @@ class WorstHead:
                     worst, best = float(end.norm.min()), float(end.norm.max())
                     apart = (best / worst if worst else 1.0) * (1 + REPEATS)
                     cells = {"norm": best, "norm_low": best / apart, "norm_high": best * apart}
-                    yield self._row("ascent", n, radius, masked) | cells
+                    yield self._make_row("ascent", n, radius, masked) | cells
 
-    def _row(self, mode: str, n: int, radius: float, masked: bool) -> Cells:
+    def _make_row(self, mode: str, n: int, radius: float, masked: bool) -> Cells:
         where = {"n": n, "radius": radius, "n_max": self.worst.n_max(radius)}
         return self.name | {"mode": mode, "masked": masked} | where
 
@@ -244,7 +244,7 @@ def worst_case(
     without: dict[str, list[str]] = {}
 
     def measure_layer(layer: Layer) -> None:
-        for name, head in _worst_heads(layer, options):
+        for name, head in _find_worst_heads(layer, options):
             if isinstance(head, WorstHead):
                 rows.extend(head.rows())
             else:
@@ -257,7 +257,9 @@ def worst_case(
     return rows, tuple(Note(level="info", code="no-worst-case", text=text) for text in texts)
 
 
-def _worst_heads(layer: Layer, options: ScalingOptions) -> Iterator[tuple[str, WorstHead | str]]:
+def _find_worst_heads(
+    layer: Layer, options: ScalingOptions
+) -> Iterator[tuple[str, WorstHead | str]]:
     """Yield the chosen heads of a layer, or the reason why they have no worst case."""
     site = layer.site
     heads = _fit_heads(layer)

@@ -234,12 +234,12 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
     once = distinct(parts)  # a repeated sample counts once, as in every comparison
     counted = once & ~outside
-    rows = [_row(options, {name: values[counted] for name, values in whole.items()}, ends)]
+    rows = [_make_row(options, {name: values[counted] for name, values in whole.items()}, ends)]
     for i, module in enumerate(facts.get("blocks", ())):
         method = "lanczos" if arrays["block_lanczos"][0, i] else "dense"
         ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
         block = {name: arrays[f"block_{name}"][once, i] for name in OF_BLOCKS}
-        rows.append(_row(options, block, ends))
+        rows.append(_make_row(options, block, ends))
     kept = {} if positions is None else {"positions": Array.of(positions)}
     if "block_norm" in arrays:
         kept["norm"] = Array.of(np.vstack([arrays["norm"], arrays["block_norm"].T]))
@@ -250,14 +250,16 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             samples={"ids": sample_ids(parts), **columns},
             arrays=kept,
             notes=notes(parts)
-            + _remarks(str(facts["to"]), parts, arrays, outside)
+            + _write_notes(str(facts["to"]), parts, arrays, outside)
             + repeat_notes(parts),
             gradients={n: g for part in parts for n, g in part.facts.get("gradients", {}).items()},
         )
     ]
 
 
-def _row(options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[str, str]) -> Row:
+def _make_row(
+    options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[str, str]
+) -> Row:
     """Reduce the norms of one map over the samples."""
     norm = values["norm"].astype(float)
     if not len(norm):  # the texts of a shard may all be too short
@@ -277,7 +279,7 @@ def _row(options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[s
     )
 
 
-def _remarks(
+def _write_notes(
     end: str, parts: Sequence[Part], arrays: Mapping[str, Values], outside: Values
 ) -> tuple[Note, ...]:
     """Note what the figures refer to, what is missing, and how accurate they are."""

@@ -137,12 +137,12 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     within = max(part.facts.get("within", 0.0) for part in parts)
     facts = {**parts[0].facts, "within": within}
     rows, fits, apart = [], [], []
-    for curve in _curves(values, facts, options) if values else ():
-        law, fit = _fit(curve.name, curve.n, curve.norm, curve.radius)
-        rows += list(_rows(curve, law))
+    for curve in _make_curves(values, facts, options) if values else ():
+        law, fit = _fit_law(curve.name, curve.n, curve.norm, curve.radius)
+        rows += list(_make_rows(curve, law))
         unknown = np.full_like(curve.norm, np.nan)
         exponents = {
-            f"{name}_exponent": _fit({}, curve.n, bound, unknown)[1].exponent
+            f"{name}_exponent": _fit_law({}, curve.n, bound, unknown)[1].exponent
             for name, bound in curve.bounds.items()
         }
         fits.append(fit.replace(**exponents))
@@ -156,7 +156,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         in_law = [row for row in group if _is_in_law(row)]
         columns = [[row[name] for row in in_law] for name in ("n", "norm", "radius")]
         name = dict(zip((*keys, "radius"), key, strict=True))
-        law, fit = _fit(name, *np.array(columns, dtype=np.float64))
+        law, fit = _fit_law(name, *np.array(columns, dtype=np.float64))
         rows += [_add_fit(row, law) for row in group]
         if fit.exponent is None:
             continue
@@ -167,14 +167,14 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         SCALING_TABLE.section(
             settings=options.model_dump(),
             rows=tuple(rows),
-            notes=notes(parts) + _remarks(rows, facts, options, apart),
+            notes=notes(parts) + _write_notes(rows, facts, options, apart),
         ),
         FITS_TABLE.section(rows=tuple(fits)),
     ]
     return [section for section in sections if section.rows or section.measure == "scaling"]
 
 
-def _curves(
+def _make_curves(
     values: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
 ) -> Iterator[NormCurve]:
     """Yield the layers, the chosen heads and the model, on data."""
@@ -205,7 +205,7 @@ def _curves(
     yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
 
 
-def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
+def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
     """Reduce a curve over the samples: a row per length that some sample reaches."""
     for i in range(curve.n.shape[1]):
         norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]
@@ -235,7 +235,9 @@ def _add_fit(row: Row, law: PowerLaw) -> Row:
     return row.replace(fitted=law.constant * row.n**law.exponent)
 
 
-def _fit(name: Mapping[str, Any], n: Values, norm: Values, radius: Values) -> tuple[PowerLaw, Row]:
+def _fit_law(
+    name: Mapping[str, Any], n: Values, norm: Values, radius: Values
+) -> tuple[PowerLaw, Row]:
     """Fit the norms against n alone, and against n and R together."""
     kept = np.isfinite(norm) & (norm > 0)
     lengths, norms, radii = (torch.from_numpy(values[kept]) for values in (n, norm, radius))
@@ -266,7 +268,7 @@ def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
     return fit.replace(exponent_se=math.hypot(fit.exponent_se, reach))
 
 
-def _remarks(
+def _write_notes(
     rows: Sequence[Row],
     facts: Mapping[str, Any],
     options: ScalingOptions,

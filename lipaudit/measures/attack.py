@@ -60,6 +60,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     trials = options.trials()
     how = texts.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
     spelled = any(trial.norm == "characters" for trial in trials)
+    # Progress is counted in passes, of which the clean samples take one.
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
     for batch in batches:
         if batch.start % CHUNK or len(batch) > CHUNK:
@@ -138,6 +139,7 @@ def _make_part(
     options: AttackOptions,
 ) -> Part:
     clean, by_trial = outcomes[0], [[o for o in outcomes if o.trial is trial] for trial in trials]
+    # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
     ends = [each[-1] for each in by_trial]
     assert batch.y is not None
     with torch.no_grad():
@@ -230,7 +232,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     trials = options.trials()
     robust, correct = (join_parts(parts, name) for name in ("robust", "correct"))
     cost = np.sum([part.facts["cost"] for part in parts], axis=0)
-    once = distinct(parts)
+    once = distinct(parts)  # a repeated sample counts once in every share
     rows = [
         _make_row(trial.key, correct[once], robust[once, i], cost[i])
         for i, trial in enumerate(trials)
@@ -249,6 +251,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         raised = {name: losses[:, i] for i, name in enumerate(names)}
     worst = []
     for ball, keys in worst_cases(trial.key for trial in trials).items():
+        # Robust in a ball: no attack within it broke the sample. Its cost is of its own trials.
         inside = [i for i, trial in enumerate(trials) if trial.key in keys]
         same = [i for i in inside if trials[i].key.radius == ball.radius]
         unbroken = np.asarray(robust[:, inside].all(1))
@@ -321,6 +324,7 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
     room = [[(0, longest - n if axis == 2 else 0) for axis, n in enumerate(x.shape)] for x in each]
     x_adv = np.concatenate([np.pad(x, pads) for x, pads in zip(each, room, strict=True)])
     broken = ~join_parts(parts, "robust").astype(bool)
+    # The first example that broke a sample; the last one tried where none did.
     first = np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
     tensors = {
         str(trial.key): np.ascontiguousarray(x_adv[:, i])

@@ -147,6 +147,7 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]
     mass = heads.q.new_zeros(batch, count, keys)
+    # ||P|| needs the whole map; of longer ones only some rows are in memory at a time.
     whole = heads.attention() if max(queries, keys) <= options.p_norm_tokens else None
     chunks = []
     size = max(1, ENTRIES // (batch * count * keys))
@@ -174,6 +175,7 @@ def _reduce_rows(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
     first, second, ratio = (column[name] for name in ("top1", "top2", "g1_ratio"))
     visible = counts[:, :, MEANS.index("top1")]
     short = visible & ~counts[:, :, MEANS.index("uniform")]
+    # Bins are numbered from the start of the range; those of p_(1), p_(2) are cells of a square.
     position = (ratio - RATIO[0]) / (RATIO[1] - RATIO[0]) * BINS
     joint = (first * BINS).nan_to_num(-1.0).clamp_max(BINS - 1).floor() * BINS
     joint += (2 * second * BINS).clamp_max(BINS - 1).floor()

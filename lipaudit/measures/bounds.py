@@ -204,6 +204,7 @@ def _make_row(head: HeadName, kind: str, input: str, measured: dict[str, Values]
         name: reduce_known(measured[name], np.median) for name in (*load_bounds(), *INGREDIENTS)
     }
     medians["softmax_norm_max"] = reduce_known(measured["softmax_norm_max"], np.max)
+    # A bound that may overflow has its logarithm beside it.
     overflowing = {n: medians[n] for n, bound in load_bounds().items() if bound.log10_label}
     logs = {
         f"log10_{n}": float(np.log10(m)) if m and m > 0 else None for n, m in overflowing.items()
@@ -244,6 +245,8 @@ def _make_layer_section(
     for i, (layer, module) in enumerate(facts["layers"]):
         heads = layer_of == layer
         sharp, theorem3 = measured["sharp"][:, heads], measured["theorem3"][:, heads]
+        # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side, which is
+        # at most the root of the sum of their squares (rss), and that at most the sum.
         factor = measured["out_norm"][:, i]
         limits[:, i] = factor * np.sqrt((sharp**2).sum(1))
         rows.append(

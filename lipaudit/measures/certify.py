@@ -121,6 +121,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
 
 def _read_bracket(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
     radii = [float(radius) for radius in options.eps]
+    # A ball that was not tried lies inside a certified one, or an attack broke a smaller one.
     tried = [bracket.tried.get(eps, Certificate(certified=True, why="")) for eps in radii]
     seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
     values = {
@@ -208,6 +209,7 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, t
     }
     for i, row in enumerate(rows):
         robust, certified = arrays["robust"][:, i], arrays["certified"][:, i]
+        # The first that applies: a wrong sample is neither broken nor certified.
         verdict = np.select(
             [~correct, ~robust, certified], ["wrong", "broken", "certified"], "undecided"
         )

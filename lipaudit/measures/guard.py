@@ -121,7 +121,7 @@ def below_by_rounding(
         bounds: arrays (samples, places), by the name of the bound.
         norm: the name of the norm in the message.
     """
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # NaN is never below
         below = {
             name: np.where(bound < exact, 1 - bound / exact, 0) for name, bound in bounds.items()
         }

@@ -207,7 +207,7 @@ def _make_curves(
 
 def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
     """Reduce a curve over the samples: a row per length that some sample reaches."""
-    for i in range(curve.n.shape[1]):
+    for i in range(curve.n.shape[1]):  # samples that are too short have NaN
         norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]
         if not len(norms):
             continue
@@ -239,7 +239,7 @@ def _fit_law(
     name: Mapping[str, Any], n: Values, norm: Values, radius: Values
 ) -> tuple[PowerLaw, Row]:
     """Fit the norms against n alone, and against n and R together."""
-    kept = np.isfinite(norm) & (norm > 0)
+    kept = np.isfinite(norm) & (norm > 0)  # the fit is one of logarithms
     lengths, norms, radii = (torch.from_numpy(values[kept]) for values in (n, norm, radius))
     alone = power_law(lengths, norms)
     known = bool(radii.isfinite().all())

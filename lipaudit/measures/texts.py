@@ -81,6 +81,7 @@ def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     Raises:
         InputError: characters are needed, and tokenizing them does not give the token ids.
     """
+    # Each text without its padding.
     masks = [None] * len(batch) if batch.mask is None else batch.mask.cpu()
     rows = [x if mask is None else x[mask] for x, mask in zip(batch.x.cpu(), masks, strict=True)]
     written = batch.texts or ((),) * len(rows)

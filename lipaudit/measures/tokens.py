@@ -53,6 +53,7 @@ def shares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
     Returns:
         The shares of each sample; empty if its gradient is 0 or NaN.
     """
+    # In units of the largest entry, so that no square underflows.
     rows = gradient.flatten(2)
     largest = rows.abs().amax((1, 2), keepdim=True)
     squares = (rows / largest).to("cpu", torch.float64).square().sum(2)
@@ -134,6 +135,8 @@ def patches(net: Net, sample: Batch) -> tuple[int, int, int, int] | None:
         return read[0]
 
     (height, width), count = sample.x.shape[2:], read_queries(sample.x).shape[2]
+    # A grid fits if each corner of the picture, when changed, moves the queries of the token in
+    # that corner and of no other: attention mixes tokens only behind them.
     for side in range(1, min(height, width) + 1):  # square patches
         rows, columns = height // side, width // side
         whole = side * rows == height and side * columns == width

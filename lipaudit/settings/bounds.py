@@ -185,10 +185,7 @@ BALLS_TABLE = Layout(
             status="certified",
         ),
         "hu": Column(
-            "hu at r",
-            "The bound of Hu et al. 2024 on the ball.",
-            domain=BALL,
-            status="certified",
+            "hu at r", "The bound of Hu et al. 2024 on the ball.", domain=BALL, status="certified"
         ),
     },
 )

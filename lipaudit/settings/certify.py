@@ -72,9 +72,7 @@ class CertifyOptions(MeasureOptions):
         usual=f"{NODES}, no limit with --seconds",
     )
     seconds: float | None = option(
-        None,
-        "Time limit per sample. Results then depend on the machine.",
-        gt=0,
+        None, "Time limit per sample. Results then depend on the machine.", gt=0
     )
     usual_eps: Radii = Field((), exclude=True)
     """Default radii of images."""
@@ -145,17 +143,9 @@ CERTIFY_TABLE = Layout(
     sample_columns={
         **OUTCOMES,
         "verdict": Column(
-            "verdict",
-            "Verdict: wrong, broken, certified or undecided.",
-            domain="ball",
-            format="s",
+            "verdict", "Verdict: wrong, broken, certified or undecided.", domain="ball", format="s"
         ),
-        "why": Column(
-            "why undecided",
-            "Reason why a sample is undecided.",
-            domain="",
-            format="s",
-        ),
+        "why": Column("why undecided", "Reason why a sample is undecided.", domain="", format="s"),
         "certified": Column(
             "certified",
             "Whether it is proven that no input in the ball changes the class.",

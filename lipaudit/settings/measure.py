@@ -10,9 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from lipaudit.errors import UsageError
 from lipaudit.settings.option import Settings, option
-from lipaudit.settings.parsing import (
-    Layers,
-)
+from lipaudit.settings.parsing import Layers
 from lipaudit.tables.report import Layout
 from lipaudit.tables.trials import COUNTED, Norm
 from lipaudit.theory.policy import TOL

@@ -254,9 +254,7 @@ def _order_layers(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 Layers = Annotated[
-    tuple[int, ...] | None,
-    _read_with(read_layers, many=True),
-    AfterValidator(_order_layers),
+    tuple[int, ...] | None, _read_with(read_layers, many=True), AfterValidator(_order_layers)
 ]
 Lengths = Annotated[tuple[int, ...], _read_with(read_lengths)]
 listed = _read_with(
@@ -271,9 +269,7 @@ Duration = Annotated[float | None, _read_with(read_duration), AfterValidator(_la
 """Seconds."""
 ShardNumber = Annotated[tuple[int, int] | None, _read_with(read_shard)]
 Sizes = Annotated[
-    tuple[int, ...] | None,
-    _read_with(read_sizes, many=True),
-    AfterValidator(_is_shape),
+    tuple[int, ...] | None, _read_with(read_sizes, many=True), AfterValidator(_is_shape)
 ]
 OneRadius = Annotated[
     Radius, BeforeValidator(_radius), PlainSerializer(lambda radius: radius.text)

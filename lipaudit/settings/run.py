@@ -112,9 +112,7 @@ class RunOptions(Settings):
         values=lambda: ("auto", "cpu", "cuda"),
     )
     dtype: Literal["float32", "float64"] = option(
-        "float32",
-        "Precision of the computation: float32 or float64.",
-        panel=RUN,
+        "float32", "Precision of the computation: float32 or float64.", panel=RUN
     )
     weights: Literal["converted", "stored"] = option(
         "converted",
@@ -130,10 +128,7 @@ class RunOptions(Settings):
         values=lambda: ("auto", "balanced"),
     )
     batch_size: Size = option(
-        None,
-        "Batch size; auto: smaller if memory runs out.",
-        panel=RUN,
-        usual="auto",
+        None, "Batch size; auto: smaller if memory runs out.", panel=RUN, usual="auto"
     )
     shard: ShardNumber = option(
         None,

@@ -104,10 +104,11 @@ def _audit_one(
     quiet, verbose = terminal.quiet, terminal.verbose
     with OnStderr(request.model, quiet=quiet, verbose=verbose) as observer:
         job = prepare(request)
-        if not quiet and (request.place is None or request.place.rank == 0):
+        if request.place is None or request.place.rank == 0:
             # A launcher tells of all samples, `--shard` of those of its shard.
             own = {name: sum(map(len, job.batches(name))) for name in job.counts}
-            _announce(request.model, own if request.place is None else job.counts)
+            counts = own if request.place is None else job.counts
+            terminal.tell(f"audit of {request.model}: {_list_counts(counts)}")
         with run_job(job, observer) as report:
             if report is None:
                 return
@@ -122,15 +123,14 @@ def _audit_one(
                     emit(report, output, details=extent.details)
                 raise
             emit(report, output, details=extent.details)
-    if not quiet:
-        saved = folder / "report.json"
-        say(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
-        if report.shard is not None:
-            say("next:\n  lipaudit merge of the report.json of all shards")
-        elif report.status == "complete":
-            model = shlex.quote(report.run.model.spec)
-            say(f"next:\n  lipaudit baseline save {shlex.quote(str(saved))}")
-            say(f"  lipaudit gate {model} --baseline lipaudit-baseline.json")
+    saved = folder / "report.json"
+    terminal.tell(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
+    if report.shard is not None:
+        terminal.tell("next:\n  lipaudit merge of the report.json of all shards")
+    elif report.status == "complete":
+        model = shlex.quote(report.run.model.spec)
+        terminal.tell(f"next:\n  lipaudit baseline save {shlex.quote(str(saved))}")
+        terminal.tell(f"  lipaudit gate {model} --baseline lipaudit-baseline.json")
     require_whole({request.model: report}, AGAIN)
 
 
@@ -161,9 +161,9 @@ def _audit_each(
             outlines.append(outline_job(prepare(request)))
     require_shared(outlines)
     folder = make_folder(folder or RUNS / f"{_format_time()}-{len(requests)}-models", "--run-dir")
-    if not quiet:
-        counts = {name: count for outline in outlines for name, count in outline.counts.items()}
-        _announce(", ".join(outline.model for outline in outlines), counts)
+    counts = {name: count for outline in outlines for name, count in outline.counts.items()}
+    models = ", ".join(outline.model for outline in outlines)
+    terminal.tell(f"audit of {models}: {_list_counts(counts)}")
     reports: dict[str, Report] = {}
     journals: list[Journal] = []  # of all models, until all are finished: --resume reads them
     for number, (request, outline) in enumerate(zip(requests, outlines, strict=True), 1):
@@ -186,9 +186,8 @@ def _audit_each(
     subject = of_reports(*reports.values(), by=extent.rank_by)
     write(folder / "report.html", render(subject, "html"))
     emit(subject, output, details=extent.details)
-    if not quiet:
-        each = f"{shlex.quote(str(folder))}/*/report.json"
-        say(f"\nreport: {folder / 'report.html'}\ndata:   {each}")
+    each = f"{shlex.quote(str(folder))}/*/report.json"
+    terminal.tell(f"\nreport: {folder / 'report.html'}\ndata:   {each}")
     require_whole(reports, AGAIN)
     for journal in journals:
         journal.clear()
@@ -224,9 +223,8 @@ def make_folder(folder: Path, flag: str) -> Path:
     return folder
 
 
-def _announce(models: str, counts: Mapping[str, int]) -> None:
-    parts = ", ".join(f"{name} ({count} samples)" for name, count in counts.items())
-    say(f"audit of {models}: {parts}")
+def _list_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count} samples)" for name, count in counts.items())
 
 
 def _format_time() -> str:

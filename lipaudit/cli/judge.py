@@ -23,7 +23,6 @@ from lipaudit.cli.options import (
     model_names,
 )
 from lipaudit.cli.remeasure import Remeasure, is_report, read_or_measure
-from lipaudit.cli.streams import say
 
 if TYPE_CHECKING:
     pass
@@ -136,7 +135,7 @@ def compare(
         require_one_process("comparing several")
     loaded = [schema.load(reports[0])]
     for each in reports[1:]:
-        report = read_or_measure(each, loaded[0], how, quiet=terminal.quiet)
+        report = read_or_measure(each, loaded[0], how, terminal)
         if report is None:
             return
         loaded.append(report)
@@ -192,7 +191,7 @@ def gate(
     before = load_baseline(baseline)
     settings = configure(read(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
-    report = read_or_measure(current, before, how, quiet=terminal.quiet)
+    report = read_or_measure(current, before, how, terminal)
     if report is None:
         return
     judged = judge(report, before, **settings).model_copy(update={"baseline_file": str(baseline)})
@@ -233,13 +232,13 @@ def save(
         where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
         advice = f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'"
         raise UsageError(f"{output} exists", advice)
-    _keep_baseline(report, output, reason, quiet=terminal.quiet)
+    _keep_baseline(report, output, reason, terminal)
 
 
 @command("update", parent=baselines)
 def update(report: Saved, reason: Reason, terminal: Plain, output: Target = DEFAULT_BASE) -> None:
     """Replace a baseline by a report, and record why."""
-    _keep_baseline(report, output, reason, quiet=terminal.quiet)
+    _keep_baseline(report, output, reason, terminal)
 
 
 @command("show", parent=baselines)
@@ -249,8 +248,7 @@ def show(output: Shown, extent: Extent, terminal: Plain, baseline: Kept = DEFAUL
     from lipaudit.gate import load_baseline
 
     standard = load_baseline(baseline)
-    if not terminal.quiet:
-        say(f"baseline because: {standard.run.reason or 'no reason given'}")
+    terminal.tell(f"baseline because: {standard.run.reason or 'no reason given'}")
     emit(standard, output, always=False, details=extent.details)
 
 
@@ -268,12 +266,11 @@ def check(output: Lines, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None
     emit({"lines": lambda: [line], "record": lambda: record}, output)
 
 
-def _keep_baseline(report: Path, output: Path, reason: str, *, quiet: bool) -> None:
+def _keep_baseline(report: Path, output: Path, reason: str, terminal: Plain) -> None:
     from lipaudit import schema
     from lipaudit.engine.files import require_writable, write
     from lipaudit.gate import promote
 
     require_writable(output)
     write(output, schema.dumps(promote(schema.load(report), reason)).encode())
-    if not quiet:
-        say(f"wrote {output}")
+    terminal.tell(f"wrote {output}")

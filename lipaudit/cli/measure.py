@@ -12,7 +12,6 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.options import Extent, ModelArgument, Output, Plain, Shown, Terminal
-from lipaudit.cli.streams import say
 from lipaudit.errors import ExitCode, LipauditError, UsageError
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
 
@@ -37,8 +36,8 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
         from lipaudit.report import REPORT
 
         outline = options.outline(run.samples or options.samples)
-        if outline and not terminal.quiet:
-            say(f"{name} of {model}: {outline}")
+        if outline:
+            terminal.tell(f"{name} of {model}: {outline}")
         check_outputs(output, REPORT)
         kept = output.format == "json" or any(path.suffix == ".json" for path in output.output)
         if run.shard and not kept:

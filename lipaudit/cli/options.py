@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from lipaudit.cli.config import SUBTABLES, read
+from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import RunOptions, Settings, option
 
@@ -139,6 +140,11 @@ class Plain(Settings):
 
     quiet: bool = option(False, "Print no progress and no notes.", "--quiet", "-q", panel=OUTPUT)
     verbose: bool = option(False, "Print tracebacks and details.", "--verbose", "-v", panel=OUTPUT)
+
+    def tell(self, text: str) -> None:
+        """Print lines on stderr, unless the command is quiet."""
+        if not self.quiet:
+            say(text)
 
 
 class Terminal(Plain):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.cli.audit import RUNS, make_folder
-from lipaudit.cli.streams import say
+from lipaudit.cli.options import Plain
 from lipaudit.errors import InputError, UsageError
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings, flag, option
@@ -56,7 +56,7 @@ class Remeasure(Settings):
 
 
 def read_or_measure(
-    current: str, baseline: Report, how: Remeasure, *, quiet: bool
+    current: str, baseline: Report, how: Remeasure, terminal: Plain
 ) -> Report | None:
     """Read the report, or measure the model with the baseline's settings and save the report.
 
@@ -64,7 +64,7 @@ def read_or_measure(
         current: a report, or a MODEL.
         baseline: the report with the settings.
         how: the options that may differ.
-        quiet: whether to print no progress.
+        terminal: what is said on stderr.
 
     Returns:
         The report; None in a process that measured a shard for rank 0.
@@ -93,7 +93,7 @@ def read_or_measure(
     if path:
         require_writable(path)
     with (
-        OnStderr(current, quiet=quiet) as observer,
+        OnStderr(current, quiet=terminal.quiet) as observer,
         run_job(_prepare(current, baseline, how), observer) as report,
     ):
         if report is None:
@@ -102,8 +102,7 @@ def read_or_measure(
             folder = RUNS / f"gate-{report.run.model.weights_sha256[:12]}"
             path = make_folder(folder, "--report") / "report.json"
         write(path, render(report, "json"))
-    if not quiet:
-        say(f"measured: {path}")
+    terminal.tell(f"measured: {path}")
     return report
 
 

@@ -25,7 +25,6 @@ from lipaudit.cli.options import (
     Terminal,
     complete_words,
 )
-from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import AuditOptions, RunOptions
 
@@ -330,9 +329,8 @@ def init(
     require_writable(output)
     example = files("lipaudit.models").joinpath("assets/model.py").read_text("utf-8")
     write(output, example.replace("py:model.py:", f"py:{output}:").encode())
-    if not terminal.quiet:
-        measured = f"Measure it: lipaudit bounds {shlex.quote(f'py:{output}:model')}"
-        say(f"Wrote {output}. {measured}")
+    measured = f"Measure it: lipaudit bounds {shlex.quote(f'py:{output}:model')}"
+    terminal.tell(f"Wrote {output}. {measured}")
 
 
 @command("schema", panel=LEARN)

@@ -14,8 +14,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import require_alone, typed_command
-from lipaudit.cli.options import Lines, ModelArgument, Terminal
-from lipaudit.cli.streams import say
+from lipaudit.cli.options import Lines, ModelArgument, Plain, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.settings.audit import DEMO_EPS
@@ -96,8 +95,8 @@ def train(
     recipe = recipe.model_copy(update=given)
     check_outputs(output, ("lines", "record"))
     check_target(out, resume=run.resume)
-    options, quiet = replace(load_options(run), classes=classes), terminal.quiet
-    with OnStderr(model, quiet=quiet) as observer:
+    options = replace(load_options(run), classes=classes)
+    with OnStderr(model, quiet=terminal.quiet) as observer:
         net = load_net(model, options)
         run.require_kind(net.kind)
         demo = "demo" if net.info.source == "demo" else None
@@ -111,31 +110,30 @@ def train(
     try:
         state = record.read_state()
         done = 0 if state is None else int(state["epochs"])
-        if done and not quiet:
-            say(f"Continuing after epoch {done} of {recipe.epochs}.")
+        if done:
+            terminal.tell(f"Continuing after epoch {done} of {recipe.epochs}.")
         epochs = epochs_of(net, data.batch, recipe, held_out=batch, state=state)
         if watch is not None:
             epochs = _watch_epochs(epochs, net, batch, watch, out / FOLDER, after=done)
-        for epoch in _report_epochs(epochs, recipe.epochs, quiet=quiet):
+        for epoch in _report_epochs(epochs, recipe.epochs, terminal):
             record.keep(epoch)
     except (Exception, KeyboardInterrupt):
-        if record.epochs and not quiet:
+        if record.epochs:
             text = "finished epochs are kept: run the same command with --resume to continue"
-            say(f"note: {text}")
+            terminal.tell(f"note: {text}")
         raise
     complete = save_model(net, out, options)
     record.write_record(finished=True)
-    if not quiet:
-        if watch:
-            say(f"Watched: {out / FOLDER / 'report.html'}")
-        said = f"Load {out}/model.safetensors in your py: factory."
-        if complete:  # measured on its held-out data
-            words, flags = ["lipaudit", "audit", str(out)], RunOptions.options()
-            given = {n: getattr(run, n) for n in READ_AS} | {"data": held_out or run.data}
-            for name, value in ((n, v) for n, v in given.items() if v not in (None, False)):
-                words += [flags[name].flags[0], *([] if value is True else [str(value)])]
-            said = f"Measure the result: {shlex.join(words)}"
-        say(f"Training finished. {said}")
+    if watch:
+        terminal.tell(f"Watched: {out / FOLDER / 'report.html'}")
+    said = f"Load {out}/model.safetensors in your py: factory."
+    if complete:  # measured on its held-out data
+        words, flags = ["lipaudit", "audit", str(out)], RunOptions.options()
+        given = {n: getattr(run, n) for n in READ_AS} | {"data": held_out or run.data}
+        for name, value in ((n, v) for n, v in given.items() if v not in (None, False)):
+            words += [flags[name].flags[0], *([] if value is True else [str(value)])]
+        said = f"Measure the result: {shlex.join(words)}"
+    terminal.tell(f"Training finished. {said}")
     emit({"lines": lambda: [str(out)], "record": lambda: read_record(out)}, output)
 
 
@@ -178,7 +176,7 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
     return replace(samples, notes=kept)
 
 
-def _report_epochs(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Iterator[Epoch]:
+def _report_epochs(epochs: Iterable[Epoch], total: int, terminal: Plain) -> Iterator[Epoch]:
     """Yield the epochs unchanged, and print a line for each on stderr."""
     # A resumed run starts at a later epoch: only epochs of this process are timed.
     start, first = time.monotonic(), None
@@ -189,6 +187,5 @@ def _report_epochs(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Itera
         facts = [f"loss {epoch.loss:.4g}"]
         facts += [] if epoch.penalty is None else [f"penalty {epoch.penalty:.4g}"]
         facts += [] if epoch.accuracy is None else [f"held out {epoch.accuracy:.1%}"]
-        if not quiet:
-            line = f"epoch {epoch.number}/{total}: {', '.join(facts)}; about {left:.0f} s left"
-            say(line)
+        line = f"epoch {epoch.number}/{total}: {', '.join(facts)}; about {left:.0f} s left"
+        terminal.tell(line)

@@ -112,8 +112,7 @@ def watch(
     if reports:
         page = watched.reports.draw(reports)
         emit(of_reports(*reports, by="order"), output, details=extent.details)
-        if not terminal.quiet:
-            say(f"reports: {where}\npage:    {page}")
+        terminal.tell(f"reports: {where}\npage:    {page}")
     if stopped is not None:
         raise stopped
     # Checkpoints that could not be measured decide the exit code; the others have reports.

@@ -290,7 +290,7 @@ BESIDE = {
     "models/sources/offload.py:find_device": "asks for a device",
     "models/sources/huggingface.py:fetch_repository": "downloads",
     "engine/execute.py:_measure": "leaves the reason in a partial report",
-    "engine/execute.py:_note_kept": "raises again",
+    "engine/execute.py:run_job": "raises again",
     "engine/launcher.py:_connect": "meets the other processes",
     "engine/launcher.py:_require_others": "hears from the other processes",
     "engine/preview.py:_plan_measure": "asks find_user_error",

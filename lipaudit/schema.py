@@ -169,21 +169,16 @@ def _bounded(digits: str) -> int:
 def _layout(value: Any, depth: int = 0) -> str:
     """Indent objects; keep rows, columns, per-sample columns and arrays on one line each."""
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # At depth 4, inside sections, columns, rows and samples go on one line each: good diffs.
-    column = depth == 4 and isinstance(value, dict) and "label" in value
-    if depth > 4 or len(flat) < 80 or column or _is_line(value):
+    keyed = isinstance(value, dict)
+    inner = value.values() if keyed else value if isinstance(value, list) else ()
+    # Scalars, lists of scalars and rows (flat objects) go on one line each: good diffs. So do
+    # columns, which are at depth 4 inside sections, and all that is deeper.
+    line = not any(isinstance(each, dict | list) for each in inner)
+    if line or depth > 4 or len(flat) < 80 or (depth == 4 and keyed and "label" in value):
         return flat
     pad, end = "  " * (depth + 1), "  " * depth
-    if isinstance(value, dict):
-        items = [f"{json.dumps(k)}: {_layout(v, depth + 1)}" for k, v in value.items()]
-    else:
-        items = [_layout(v, depth + 1) for v in value]
-    left, right = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    items = [_layout(each, depth + 1) for each in inner]
+    if keyed:
+        items = [f"{json.dumps(key)}: {item}" for key, item in zip(value, items, strict=True)]
+    left, right = ("{", "}") if keyed else ("[", "]")
     return f"{left}\n{pad}" + f",\n{pad}".join(items) + f"\n{end}{right}"
-
-
-def _is_line(value: Any) -> bool:
-    """Say whether a value is a scalar, a list of scalars or a row (a flat object of scalars)."""
-    if isinstance(value, dict):
-        return not any(isinstance(v, dict | list) for v in value.values())
-    return not isinstance(value, list) or not any(isinstance(v, dict | list) for v in value)

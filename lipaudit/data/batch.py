@@ -41,21 +41,18 @@ class Batch:
     def __getitem__(self, index: slice) -> Batch:
         """Return the samples of a slice, as a batch."""
         y = None if self.y is None else self.y[index]
-        mask = None if self.mask is None else self.mask[index]
-        start = self.start + index.indices(len(self))[0]
-        texts = self.texts[index]
-        return Batch(self.x[index], y, self.ids[index], mask, start, texts, self.limit)
+        start, limit = self.start + index.indices(len(self))[0], self.limit
+        picked, ids, texts = self.without_ids(index), self.ids[index], self.texts[index]
+        return replace(picked, y=y, ids=ids, start=start, texts=texts, limit=limit)
 
     def rows(self, index: Tensor) -> Batch:
         """Return the samples at these positions, as a batch."""
-        y = None if self.y is None else self.y[index]
-        mask = None if self.mask is None else self.mask[index]
-        at = index.tolist()
+        y, at = None if self.y is None else self.y[index], index.tolist()
         ids = tuple(self.ids[i] for i in at)
         texts = tuple(self.texts[i] for i in at) if self.texts else ()
-        return Batch(self.x[index], y, ids, mask, texts=texts, limit=self.limit)
+        return replace(self.without_ids(index), y=y, ids=ids, texts=texts, limit=self.limit)
 
-    def without_ids(self, index: Tensor) -> Batch:
+    def without_ids(self, index: Tensor | slice) -> Batch:
         """Return the samples at these positions without ids: no transfer to the host is needed."""
         mask = None if self.mask is None else self.mask[index]
         return Batch(self.x[index], None, (), mask)

@@ -81,7 +81,7 @@ class BoundsOptions(NormOptions):
         return self.accuracy | {"within": self.layer_within}
 
 
-def _bounds() -> dict[str, Column]:
+def _list_bounds() -> dict[str, Column]:
     """Return the columns of every bound, those of the logarithms last."""
     pairs = [pair for bound in load_bounds().values() for pair in bound.columns().items()]
     return dict(sorted(pairs, key=lambda pair: pair[0].startswith("log10_")))
@@ -95,7 +95,7 @@ BOUNDS_TABLE = Layout(
     },
     fixed=HEAD_NORMS,
     behind="exact_max",
-    declared=_bounds,
+    declared=_list_bounds,
 )
 
 

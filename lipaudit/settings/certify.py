@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -135,6 +136,8 @@ class CertifyOptions(MeasureOptions):
         return tuple(sorted(planned, key=lambda trial: trial.radius.value))
 
 
+_proven_column = partial(Column, better="higher", domain="ball", status="certified")
+_found_column = partial(Column, better="higher", domain="ball", status="empirical")
 SECONDS = Column("seconds", "Wall time of the proofs.", format=".1f", unit="s", domain="")
 
 CERTIFY_TABLE = Layout(
@@ -146,30 +149,21 @@ CERTIFY_TABLE = Layout(
             "verdict", "Verdict: wrong, broken, certified or undecided.", domain="ball", format="s"
         ),
         "why": Column("why undecided", "Reason why a sample is undecided.", domain="", format="s"),
-        "certified": Column(
+        "certified": _proven_column(
             "certified",
             "Whether it is proven that no input in the ball changes the class.",
-            better="higher",
-            domain="ball",
-            status="certified",
             format="d",
             reading=CERTIFIED,
         ),
-        "radius": Column(
+        "radius": _proven_column(
             "certified radius",
             "Largest certified radius of the sample.",
-            better="higher",
-            domain="ball",
-            status="certified",
             reading="Every input closer than this is proven to have the same class. Larger "
             "balls may be safe too, but that is not proven.",
         ),
-        "radius_adversarial": Column(
+        "radius_adversarial": _found_column(
             "adversarial radius",
             "Distance of the nearest adversarial example that attacks found.",
-            better="higher",
-            domain="ball",
-            status="empirical",
             reading="The nearest adversarial example is at most this far away. Empty if the "
             "attacks found none.",
         ),
@@ -205,26 +199,13 @@ RADII_TABLE = Layout(
     fixed={
         "norm": text_column("norm", "Norm of the ball.", needed=True),
         "samples": count_column("samples", "Number of correctly classified samples."),
-        "radius": Column(
-            "certified",
-            "Median certified radius.",
-            better="higher",
-            status="certified",
-            domain="ball",
+        "radius": _proven_column("certified", "Median certified radius."),
+        "radius_adversarial": _found_column(
+            "adversarial", "Median distance to the nearest adversarial example found."
         ),
-        "radius_adversarial": Column(
-            "adversarial",
-            "Median distance to the nearest adversarial example found.",
-            better="higher",
-            status="empirical",
-            domain="ball",
-        ),
-        "ratio": Column(
+        "ratio": _found_column(
             "ratio",
             "Median over the samples of certified radius / adversarial radius.",
-            better="higher",
-            status="empirical",
-            domain="ball",
             reading="Proven share of the way to the nearest adversarial example found. At 1 the "
             "radius is known exactly; below 1, the proof or the attack could be stronger.",
         ),

@@ -52,9 +52,9 @@ def numbers(report: lipaudit.Report) -> list[dict]:
 
 def test_an_audit_gives_what_the_command_gives(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    invoke("audit", "demo", "-n", "4", "-q", "--run-dir", "run", "--seed", "3")
+    invoke("audit", "demo", "-n", "2", "-q", "--run-dir", "run", "--seed", "3")
     theirs = numbers(lipaudit.load("run/report.json"))
-    ours = numbers(lipaudit.audit("demo", samples=4, seed=3))
+    ours = numbers(lipaudit.audit("demo", samples=2, seed=3))
     kept = {"arrays", "attended", "notes"}  # the command also keeps the map of the strongest head
     assert [{k: v for k, v in s.items() if k not in kept} for s in ours] == [
         {k: v for k, v in s.items() if k not in kept} for s in theirs
@@ -359,9 +359,9 @@ def test_a_report_keeps_the_pictures_of_its_worst_samples():
 
 def test_several_models_get_a_report_each_and_are_ranked(module):
     names = ["demo:robust", "demo"]
-    reports = lipaudit.audit(names, "jacobian", samples=6)
+    reports = lipaudit.audit(names, "jacobian", samples=3)
     assert [report.run.model.spec for report in reports] == names
-    alone = lipaudit.audit("demo", "jacobian", samples=6)
+    alone = lipaudit.audit("demo", "jacobian", samples=3)
     assert numbers(reports[1]) == numbers(alone)
     ranking = lipaudit.rank(reports)
     assert [model.model for model in ranking.models] == names

@@ -127,22 +127,6 @@ def test_an_interrupted_run_goes_on_sample_by_sample_to_the_same_report():
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "says"),
-    [
-        ((), 2, "no radius was given"),
-        (("--eps", "banana"), 2, "'banana' is not a radius"),
-        (("--eps", "0"), 2, "give a radius above 0"),
-        (("--eps", "1/255", "--norm", "l3"), 2, "--norm: 'l3'"),
-        (("--eps", "1/255", "--layers", "0"), 2, "No such option"),
-    ],
-)
-def test_what_a_stranger_gets_wrong_is_one_clear_error(args, code, says):
-    done = certify(*args, "-q", code=code)
-    assert says in done.stderr
-    assert "Traceback" not in done.output
-
-
 def test_a_model_that_cannot_be_certified_is_refused_by_operation_and_module():
     done = certify("--eps", "0.1", "-q", model="sorting", code=4)
     assert "no rule for the operation sort (in other)" in done.stderr

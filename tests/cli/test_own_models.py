@@ -11,7 +11,7 @@ from torch import nn
 
 import lipaudit
 from lipaudit.errors import InputError
-from tests.commands import invoke
+from tests.commands import invoke, refuse
 
 OWN = """
 import torch
@@ -69,8 +69,7 @@ def test_a_size_that_is_given_goes_before_the_data():
     one = ("--model-kwargs", "channels=1", "--input-size", "1,16,20")
     assert shape("py:own.py:image", *one) == [1, 16, 20]
     Image.new("RGB", (16, 16)).save("pictures/b.png")
-    done = invoke("jacobian", "py:own.py:image", *folder, code=2)
-    assert "the shape of its input is unknown" in done.stderr
+    refuse(2, "the shape of its input is unknown", "jacobian", "py:own.py:image", *folder)
 
 
 def test_token_ids_and_vectors_say_so_too():
@@ -95,8 +94,7 @@ def test_what_init_writes_runs_as_it_is():
     command = done.stderr.split("Measure it: lipaudit ")[1].split()
     done = invoke(*command, "-n", "1", "-o", "a.json")
     assert len(lipaudit.load("a.json").section("bounds").rows) == 8
-    again = invoke("init", "py", code=2)
-    assert "model.py exists" in again.stderr
+    refuse(2, "model.py exists", "init", "py")
 
 
 def test_the_hint_on_what_a_module_takes_can_be_followed():

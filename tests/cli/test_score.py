@@ -212,33 +212,19 @@ def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
 
 
 @pytest.mark.parametrize(
-    ("command", "args", "code", "message"),
+    ("line", "code", "message"),
     [
-        ("bounds", ("--score", "sum"), 2, "bounds does not support scores"),
-        ("certify", ("--eps", "0.1"), 4, "scores continuations"),
-        ("attack", ("--attack", "words"), 2, "it scores continuations"),
-        ("attack", (), 2, "no attack radius"),
-        (
-            "jacobian",
-            ("--score", "sum", "--to", "hidden"),
-            4,
-            "different hidden for each continuation",
-        ),
-        ("jacobian", ("--score", "sum", "--to", "logits:1"), 4, "hint: Use --to logits."),
-        (
-            "jacobian",
-            ("--score", "sum", "--per-layer"),
-            2,
-            "--per-layer does not work with --score",
-        ),
-        ("attack", ("--eps", "0.1", "--data", "random"), 2, "labelled"),
-        (
-            "jacobian",
-            ("--score", "sum", "--data", "random"),
-            4,
-            "no continuations, choices or labels",
-        ),
+        ("bounds --score sum", 2, "bounds does not support scores"),
+        ("certify --eps 0.1", 4, "scores continuations"),
+        ("attack --attack words", 2, "it scores continuations"),
+        ("attack", 2, "no attack radius"),
+        ("jacobian --score sum --to hidden", 4, "different hidden for each continuation"),
+        ("jacobian --score sum --to logits:1", 4, "hint: Use --to logits."),
+        ("jacobian --score sum --per-layer", 2, "--per-layer does not work with --score"),
+        ("attack --eps 0.1 --data random", 2, "labelled"),
+        ("jacobian --score sum --data random", 4, "no continuations, choices or labels"),
     ],
 )
-def test_what_cannot_be_done_with_scores_is_refused(folder, command, args, code, message):
+def test_what_cannot_be_done_with_scores_is_refused(folder, line, code, message):
+    command, *args = line.split()
     refuse(code, message, command, folder, "--data", folder / "choices.jsonl", *args)

@@ -30,7 +30,8 @@ def other(first, data="demo", **changes):
 
 
 IDS = ("x", "y")
-ELSEWHERE = (Origin("index 0"), Origin("index 1"))
+ELSEWHERE = {"ids": IDS, "origins": (Origin("index 0"), Origin("index 1"))}
+FEWER = {name: values[:1] for name, values in ELSEWHERE.items()}
 
 
 def test_an_outline_says_what_the_report_will(job, first):
@@ -59,27 +60,11 @@ def test_models_that_share_samples_are_taken(first, changes):
 @pytest.mark.parametrize(
     ("changes", "says", "advice"),
     [
-        (
-            {"kind": "text"},
-            "demo takes images, other text, so they cannot share samples",
-            "separately",
-        ),
-        (
-            {"classes": 5},
-            "demo has 10 classes, other 5, so the labels of demo cannot",
-            "class names",
-        ),
-        (
-            {"ids": IDS, "origins": ELSEWHERE, "data": "random"},
-            "demo would be measured on demo, but other on random",
-            "--data",
-        ),
-        (
-            {"ids": IDS, "origins": ELSEWHERE},
-            "demo and other do not read the same samples from demo",
-            "a table of texts",
-        ),
-        ({"ids": IDS[:1], "origins": ELSEWHERE[:1]}, "do not read the same samples", "--data"),
+        ({"kind": "text"}, "demo takes images, other text, so they cannot share", "separately"),
+        ({"classes": 5}, "10 classes, other 5, so the labels of demo cannot", "class names"),
+        (ELSEWHERE | {"data": "random"}, "measured on demo, but other on random", "--data"),
+        (ELSEWHERE, "demo and other do not read the same samples from demo", "a table of texts"),
+        (FEWER, "do not read the same samples", "--data"),
     ],
 )
 def test_models_that_share_none_are_refused(first, changes, says, advice):

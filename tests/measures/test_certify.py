@@ -411,14 +411,14 @@ def test_radii_are_of_what_is_right(small):
 )
 def test_a_limit_that_is_given_is_the_only_one(small, monkeypatch, given, nodes, seconds):
     model, (x, y), _ = small
-    efforts, decide = [], certificates.decide
+    limits, decide = [], certificates.decide
     monkeypatch.setattr(
-        certificates, "decide", lambda form, e: (efforts.append(e), decide(form, e))[1]
+        certificates, "decide", lambda form, **how: (limits.append(how), decide(form, **how))[1]
     )
     measured(model, (x[1:2], y[1:2]), eps=EPS[0], **given)
-    assert {effort.nodes for effort in efforts} == {nodes}
-    assert {math.isinf(effort.seconds) for effort in efforts} == {math.isinf(seconds)}
-    assert all(effort.seconds <= seconds for effort in efforts)
+    assert {each["nodes"] for each in limits} == {nodes}
+    assert {math.isinf(each["seconds"]) for each in limits} == {math.isinf(seconds)}
+    assert all(each["seconds"] <= seconds for each in limits)
 
 
 def test_the_first_line_says_which_limits_hold():

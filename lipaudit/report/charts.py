@@ -104,22 +104,6 @@ def draw_svg(block: Picture) -> str:
     return _embed(file.getvalue().decode(), describe(block), marks, 96 * size[0])
 
 
-def open_picture(picture: str) -> Any:
-    """Read a PNG file in base64.
-
-    Raises:
-        InputError: the text is not a PNG file.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        return Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
-        raise InputError(
-            "the report is damaged: an image in it cannot be read", "Create the report again."
-        ) from error
-
-
 # An SVG file as an element of a page
 
 
@@ -281,6 +265,7 @@ def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:
     """Draw the entries, over their picture if there is one."""
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
+    from PIL import Image, UnidentifiedImageError
 
     values = np.array(block.values, dtype=np.float64)
     # Zeros stay blank: most cells of a joint histogram, and masked keys of a map.
@@ -293,9 +278,16 @@ def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:
     if block.image:  # the larger an entry, the less of the picture shows through
         colour = to_rgb(CATEGORIES[1])
         colours = LinearSegmentedColormap.from_list("veil", [(*colour, 0.0), (*colour, 0.9)])
-        grey = open_picture(block.image).convert("L")
+        try:
+            picture = Image.open(io.BytesIO(base64.b64decode(block.image))).convert("RGB")
+        except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
+            raise InputError(
+                "the report is damaged: an image in it cannot be read", "Create the report again."
+            ) from error
         ends = (*block.x_range, *block.y_range[::-1])
-        axes.imshow(grey, cmap="gray", vmin=0, vmax=255, extent=ends, aspect="auto")
+        axes.imshow(
+            picture.convert("L"), cmap="gray", vmin=0, vmax=255, extent=ends, aspect="auto"
+        )
     label = write_math(block.value.label)
     _draw_mesh(axes, values, block.x_range, block.y_range, label, cmap=colours, norm=norm)
     axes.set_box_aspect(values.shape[0] / values.shape[1] if block.image else 1)

@@ -114,16 +114,15 @@ def list_cells(report: Report) -> Iterator[Cells]:
     places = report.found("place")
     for section in report.sections:
         start: dict[str, Any] = {"model": report.run.model.spec, "measure": section.measure}
-        names = ("row", "layer", "head", "sample", "place")
+        start |= dict.fromkeys(("row", "layer", "head", "sample", "place"))
         for name, row in zip(name_rows(section), section.rows, strict=True):
-            about = dict(zip(names, (name, row.get("layer"), row.get("head")), strict=False))
-            about |= dict.fromkeys(("sample", "place"))
+            about = start | {"row": name, "layer": row.get("layer"), "head": row.get("head")}
             for key in (key for key in row if key not in ("layer", "head")):
-                yield start | about | _describe_cell(key, row[key], section.columns[key])
+                yield about | _describe_cell(key, row[key], section.columns[key])
         for key, values in section.samples.items():
             for sample, value in zip(section.ids, values, strict=True) if key != "ids" else ():
-                about = dict.fromkeys(names) | {"sample": sample, "place": places.get(sample)}
-                yield start | about | _describe_cell(key, value, section.sample_column(key))
+                about = start | {"sample": sample, "place": places.get(sample)}
+                yield about | _describe_cell(key, value, section.sample_column(key))
 
 
 def _describe_cell(name: str, value: Any, column: Column) -> Cells:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lipaudit.settings import Settings
-    from lipaudit.tables import Column
 
 PIECES = re.compile(r"[@:,;=]+")
 LIMIT = re.compile(r"(?:<=|>=).*")
@@ -51,11 +50,12 @@ class Topic:
     @property
     def details(self) -> tuple[str, ...]:
         """Return the paragraphs after the meaning; the formula is last."""
-        named = (("What it does not say: ", self.limits), ("Formula: ", self.formula))
-        return (
-            *([f"How to read it: {self.reading}"] if self.reading else []),
-            *(f"{name}{text}" for name, text in named if text),
+        parts = (
+            ("How to read it", self.reading),
+            ("What it does not say", self.limits),
+            ("Formula", self.formula),
         )
+        return tuple(f"{name}: {text}" for name, text in parts if text)
 
 
 @cache
@@ -147,32 +147,27 @@ def _list_measures() -> Iterator[Topic]:
 
 
 def _list_columns() -> Iterator[Topic]:
-    """Yield every column, by row and by sample; bounds are separate."""
+    """Yield every column, by row and then by sample; bounds are separate."""
+    from lipaudit.report.cells import LIMITS, STATUS, UNMEASURED
     from lipaudit.settings import layouts
 
-    for section, layout in layouts().items():
-        for name, column in layout.columns.items():
-            group = "Bounds" if section == "bounds" and column.formula else f"Columns of {section}"
-            yield _make_column_topic(group, section, name, column)
-    for section, layout in layouts().items():
-        for name, column in layout.sample_columns.items():
-            yield _make_column_topic(
-                f"Columns of {section}", section, name, column, " (per sample)"
-            )
-
-
-def _make_column_topic(group: str, section: str, name: str, column: Column, of: str = "") -> Topic:
-    from lipaudit.report.cells import LIMITS, STATUS, UNMEASURED
-
-    full, limits = f"{section}.{name}", ""
-    if column.domain and column.format not in UNMEASURED:
-        where = "" if column.domain == "at X" else f" ({column.domain})"
-        where = " (in the ball)" if column.domain == "ball" else where
-        limits = f"{STATUS[column.status]}{where}. {LIMITS[column.status]}"
-    better = f"{column.better.capitalize()} is better." if column.better else ""
-    reading = " ".join(filter(None, (*column.reading.splitlines(), better)))
-    words = (full, section, column.label)
-    return Topic(group, name, full + of, column.meaning, reading, limits, column.formula, words)
+    columns = [
+        *((name, "", layout.columns) for name, layout in layouts().items()),
+        *((name, " (per sample)", layout.sample_columns) for name, layout in layouts().items()),
+    ]
+    for section, of, known in columns:
+        for name, column in known.items():
+            bound = section == "bounds" and not of and column.formula
+            full, limits = f"{section}.{name}", ""
+            if column.domain and column.format not in UNMEASURED:
+                where = "" if column.domain == "at X" else f" ({column.domain})"
+                where = " (in the ball)" if column.domain == "ball" else where
+                limits = f"{STATUS[column.status]}{where}. {LIMITS[column.status]}"
+            better = f"{column.better.capitalize()} is better." if column.better else ""
+            group = "Bounds" if bound else f"Columns of {section}"
+            reading = " ".join(filter(None, (*column.reading.splitlines(), better)))
+            about = column.meaning, reading, limits, column.formula
+            yield Topic(group, name, full + of, *about, words=(full, section, column.label))
 
 
 def _list_attacks() -> Iterator[Topic]:

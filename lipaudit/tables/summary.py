@@ -194,7 +194,7 @@ def summary(report: Report) -> Summary:
     )
 
 
-def shared(report: Report) -> list[Note]:
+def list_shared_notes(report: Report) -> list[Note]:
     """Return the notes that all measures share: on model and data, not on single figures."""
     if not report.sections:
         return []
@@ -213,7 +213,7 @@ def _list_warnings(report: Report) -> Iterator[Warned]:
             "--dtype float64, and report this as a bug in lipaudit"
         )
         yield Warned(measure="", code="contradiction", text=text)
-    given = [("", note) for note in shared(report)]
+    given = [("", note) for note in list_shared_notes(report)]
     given += [(section.measure, note) for section in report.sections for note in section.notes]
     owners: dict[Note, str] = {}
     for measure, note in given:

@@ -80,7 +80,7 @@ def open_comparison(page: Document, comparison: Comparison, reports: Sequence[Re
         # Conditions that differ, and the metrics that they exclude.
         texts = [("conditions", text) for text in pair.warnings]
         texts += [
-            ("not-compared", f"not compared, {v.reason}: {v.metric}") for v in _refused(pair)
+            ("not-compared", f"not compared, {v.reason}: {v.metric}") for v in _list_refused(pair)
         ]
         notes += merge_notes(Note(level="warning", code=code, text=text) for code, text in texts)
         suffix = _number_pair(comparison, i)
@@ -110,7 +110,7 @@ def _number_pair(comparison: Comparison, index: int) -> str:
     return f"-{index + 1}" if len(comparison.pairs) > 1 else ""
 
 
-def _refused(pair: Pair) -> list[Verdict]:
+def _list_refused(pair: Pair) -> list[Verdict]:
     """Return the figures that both reports have, but under different conditions."""
     return [v for v in pair.verdicts if v.reason and not v.reason.endswith(ABSENT)]
 
@@ -191,7 +191,7 @@ def _count_verdicts(pair: Pair) -> str:
     listed = ", ".join(f"{counts[status]} {status}" for status in FIRST if counts[status])
     worse = [_name_figure(v.metric, v.name) for v in judged if v.status == "regressed"]
     regressed = f" Regressed: {_name_first(worse, '; ')}." if worse else ""
-    refused = len(_refused(pair))
+    refused = len(_list_refused(pair))
     listed += f", {refused} not compared" if refused else ""
     return f"Of {len(judged) + refused} figures: {listed}.{regressed}"
 

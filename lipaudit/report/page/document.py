@@ -22,7 +22,7 @@ from lipaudit.report.page.facts import (
     describe_gaps,
     list_facts,
     list_leading_notes,
-    list_shared_notes,
+    list_top_notes,
     merge_notes,
 )
 from lipaudit.report.page.findings import diagnose
@@ -112,7 +112,7 @@ def make_page(*reports: Report, lead: Sequence[Chapter] = ()) -> Document:
         return _show_several(reports, lead)
     report = reports[0]
     warnings = [n for s in report.sections for n in s.notes if n.level == "warning"]
-    said = [*list_shared_notes(report), *warnings]  # the top of the page shows these
+    said = [*list_top_notes(report), *warnings]  # the top of the page shows these
     chapters = []
     for index, section in enumerate(report.sections):
         name, settings = section.measure, section.settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from lipaudit.tables import Note, Report
-from lipaudit.tables.summary import shared, summary
+from lipaudit.tables.summary import list_shared_notes, summary
 
 CHARACTERS = 12
 """Number of characters of a sample's id that are shown."""
@@ -73,10 +73,10 @@ def name_sample(sample: str, places: Mapping[str, str]) -> str:
 # Notes
 
 
-def list_shared_notes(report: Report) -> list[Note]:
+def list_top_notes(report: Report) -> list[Note]:
     """Return the notes that all measures share; for a report of one measure, its warnings."""
     measures = [s for s in report.sections if "." not in s.measure]
-    return [n for n in shared(report) if n.level == "warning" or len(measures) > 1]
+    return [n for n in list_shared_notes(report) if n.level == "warning" or len(measures) > 1]
 
 
 def list_leading_notes(report: Report) -> tuple[Note, ...]:
@@ -85,7 +85,7 @@ def list_leading_notes(report: Report) -> tuple[Note, ...]:
         Note(level="warning", code=w.code, text=f"{w.measure}: {w.text}" if w.measure else w.text)
         for w in summary(report).warnings
     ]
-    return merge_notes([*warnings, *list_shared_notes(report)])
+    return merge_notes([*warnings, *list_top_notes(report)])
 
 
 def merge_notes(notes: Iterable[Note]) -> tuple[Note, ...]:

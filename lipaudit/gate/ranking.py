@@ -139,7 +139,7 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
         [] if by == ORDER else [choose_criterion(by, reports)] if by else list_criteria(reports)
     )
     notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place.values()]
-    said: dict[int, dict[str, Any]] = {}
+    updates: dict[int, dict[str, Any]] = {}
     for criterion in asked:
         found = _rank_models(criterion, matched)
         compared = sum(fields["outcome"] != "not comparable" for fields in found.values()) - 1
@@ -155,11 +155,11 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
                 notes=tuple(notes),
             )
         reasons = {i: fields for i, fields in found.items() if fields.get("reason")}
-        said = said or reasons
+        updates = updates or reasons
         for text in dict.fromkeys(fields["reason"] for fields in reasons.values()):
             text = f"not ranked by {criterion.rule.metric}: {text}"
             notes.append(Note(level="info", code="not-compared", text=text))
-    models = (row.model_copy(update=said.get(i, {})) for i, row in enumerate(rows))
+    models = (row.model_copy(update=updates.get(i, {})) for i, row in enumerate(rows))
     return Ranking(models=tuple(models), notes=tuple(notes))
 
 
@@ -196,7 +196,7 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
     for i in ranked:  # the model with the best figure may not be the best sample by sample
         if i != best and _compare_two(rule, own[i], own[best], level).status == "improved":
             best = i
-    said: dict[int, dict[str, Any]] = {}
+    updates: dict[int, dict[str, Any]] = {}
     for i in ranked:
         change = None if i == best else _compare_two(rule, own[i], own[best], level)
         behind = change is not None and change.status == "regressed"
@@ -205,12 +205,12 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
         words = "behind" if behind else "not distinguishable from"
         outcome = "best" if i == best or equal else f"{words} the best"
         place = max(2, 1 + ahead) if behind else 1
-        said[i] = {"rank": place, "outcome": outcome, "difference": change}
-    order = sorted(said, key=lambda i: (i != best, said[i]["rank"]))
+        updates[i] = {"rank": place, "outcome": outcome, "difference": change}
+    order = sorted(updates, key=lambda i: (i != best, updates[i]["rank"]))
     outside = [i for i in models if i not in ranked or ranked == [i] != models]
     reasons = {i: next(apart[pair] for pair in apart if pair >= {i}) for i in outside}
     unlike = {i: {"outcome": "not comparable", "reason": reasons[i]} for i in outside}
-    return {i: said[i] for i in order} | unlike
+    return {i: updates[i] for i in order} | unlike
 
 
 def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:

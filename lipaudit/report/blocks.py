@@ -282,12 +282,12 @@ def list_largest(block: Passage) -> str:
 def explain_shades(block: Passage) -> str:
     """Explain the shades, and count the tokens that are left out."""
     standing = cells.describe_standing(block.column)
-    said = f"{block.column.label} ({standing}): {list_largest(block)}"
+    text = f"{block.column.label} ({standing}): {list_largest(block)}"
     if not block.left_out:
-        return said
+        return text
     share = cells.format_value(max(0.0, 1 - sum(block.shares)), block.column)
     count = cells.format_number(block.left_out, "d")
-    return f"{said}; {count} more tokens are left out: {share}"
+    return f"{text}; {count} more tokens are left out: {share}"
 
 
 @dataclass(frozen=True)

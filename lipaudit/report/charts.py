@@ -147,17 +147,17 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
     figure: Any = axes.get_figure(root=True)
     scale, height = 72 / figure.dpi, figure.get_figheight() * 72
     texts: dict[str, list[str]] = {}
-    for said, x, y in tips:
+    for text, x, y in tips:
         ends = axes.transData.transform(list(zip(x, y, strict=True))) * scale
         (x0, y0), (x1, y1) = ends.tolist()
         left, top, wide, high = min(x0, x1), height - max(y0, y1), abs(x1 - x0), abs(y1 - y0)
         shape = f'rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
         if not wide and not high:
             shape = f'circle cx="{left:.1f}" cy="{top:.1f}" r="5"'
-        texts.setdefault(shape, []).append(html.escape(visible(said), quote=False))
+        texts.setdefault(shape, []).append(html.escape(visible(text), quote=False))
     lines = [
-        f"<{shape}><title>{chr(10).join(said)}</title></{shape.split()[0]}>"
-        for shape, said in texts.items()
+        f"<{shape}><title>{chr(10).join(text)}</title></{shape.split()[0]}>"
+        for shape, text in texts.items()
     ]
     return f'<g class="marks">{"".join(lines)}</g>' if lines else ""
 
@@ -251,14 +251,14 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     axes.set(xlabel="head", ylabel="layer")
     written = values.size <= MANY and len(block.columns) <= 20
     for index, (y, x) in enumerate(np.ndindex(values.shape)):
-        said = format_value(block.values[y][x], block.column)
+        text = format_value(block.values[y][x], block.column)
         if written:
             share = scale.share(block.values[y][x])
             ink = INK if share is None else choose_ink(scale.colour(share))
-            axes.text(x, y, said, ha="center", va="center", fontsize=8, color=ink)
+            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
         if index < MOST_TIPS:
             head = f"head {block.rows[y]}.{block.columns[x]}"
-            yield f"{head}: {said}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
+            yield f"{head}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
 
 
 def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:

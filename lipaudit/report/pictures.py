@@ -144,26 +144,26 @@ def describe(block: Picture) -> str:
                 for column, value in zip(block.columns, line, strict=True)
                 if value is not None and value == value
             ]
-            said = f"{len(block.rows)} layers x {len(block.columns)} heads"
+            text = f"{len(block.rows)} layers x {len(block.columns)} heads"
             if known:
                 value, place = max(known)
-                said += f", largest {format_value(value, block.column)} at {place}"
+                text += f", largest {format_value(value, block.column)} at {place}"
         case Histogram():
             low, high = (format_number(end, ".3g") for end in (block.edges[0], block.edges[-1]))
-            said = f"histogram of {write_math(block.x.label)} from {low} to {high}"
+            text = f"histogram of {write_math(block.x.label)} from {low} to {high}"
         case Density():
             across, up = name_places(block)
             value, y, x = max(
                 (v or 0.0, y, x) for y, row in enumerate(block.values) for x, v in enumerate(row)
             )
             size = f"{len(up)} x {len(across)} entries"
-            said = (
+            text = (
                 f"{size}, largest {format_value(value, block.value)} at {across[x][0]}, {up[y][0]}"
             )
         case Scatter() | Curve():
             names = ", ".join(series.label for series in block.series)
-            said = f"{write_math(block.y.label)} over {write_math(block.x.label)} for {names}"
-    return f"{block.title}: {said}."
+            text = f"{write_math(block.y.label)} over {write_math(block.x.label)} for {names}"
+    return f"{block.title}: {text}."
 
 
 def name_places(block: Density) -> tuple[list[tuple[str, Span]], list[tuple[str, Span]]]:
@@ -177,11 +177,11 @@ def name_places(block: Density) -> tuple[list[tuple[str, Span]], list[tuple[str,
         step, places = (last - first) / count, []
         for i in range(count):
             low, high = first + i * step, first + (i + 1) * step
-            said = f"{format_number(low, '.3g')} to {format_number(high, '.3g')}"
+            text = f"{format_number(low, '.3g')} to {format_number(high, '.3g')}"
             if column.format == "d" and step == 1:
                 name = f" ({visible(block.names[i])})" if i < len(block.names) else ""
-                said = f"{low + 0.5:.0f}{name}"
-            places.append((f"{write_math(column.label)} {said}", (low, high)))
+                text = f"{low + 0.5:.0f}{name}"
+            places.append((f"{write_math(column.label)} {text}", (low, high)))
         axes.append(places)
     return axes[0], axes[1]
 

@@ -110,7 +110,7 @@ def list_figures(report: Report) -> list[Figure]:
 # Choosing a sample
 
 
-def choose_sample(report: Report, said: str) -> str:
+def choose_sample(report: Report, text: str) -> str:
     """Return the id of a sample from its id, its first characters, or its place.
 
     Raises:
@@ -120,13 +120,13 @@ def choose_sample(report: Report, said: str) -> str:
     require_samples(report)
     every, at = list_known(report), report.found("place")
     ways: tuple[Callable[[str], bool], ...] = (
-        lambda i: i == said,
+        lambda i: i == text,
         # The number of a place, or the name of a file: 7 of "index 7", 7.png of "cat/7.png".
         lambda i: (
             i in at
-            and said in (at[i], at[i].partition(",")[0].replace("/", " ").rpartition(" ")[2])
+            and text in (at[i], at[i].partition(",")[0].replace("/", " ").rpartition(" ")[2])
         ),
-        lambda i: i.startswith(said),
+        lambda i: i.startswith(text),
     )
     named = next(filter(None, ([i for i in every if way(i)] for way in ways)), [])
     if len(named) == 1:
@@ -137,9 +137,9 @@ def choose_sample(report: Report, said: str) -> str:
             "Give its id or its place in the data. `lipaudit inspect REPORT` lists the "
             "worst samples."
         )
-        raise UsageError(f"the report has no sample {said!r}", suggestion(said, names, advice))
+        raise UsageError(f"the report has no sample {text!r}", suggestion(text, names, advice))
     some = ", ".join(f"{i[:CHARACTERS]} ({at[i]})" if i in at else i for i in named[:MOST])
-    raise UsageError(f"{said!r} is {len(named)} samples", f"There are: {some}.")
+    raise UsageError(f"{text!r} is {len(named)} samples", f"There are: {some}.")
 
 
 def list_known(report: Report) -> list[str]:

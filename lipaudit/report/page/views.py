@@ -161,8 +161,8 @@ def map_column(name: str, title: str = "") -> View:
             column = section.columns[name]
             values = {(row.layer, row.head): row.get(name) for row in section.rows}
             if any(value is not None for value in values.values()):
-                said = title or f"{write_math(column.label)} of every head"
-                yield map_heads(said, values, column)
+                heading = title or f"{write_math(column.label)} of every head"
+                yield map_heads(heading, values, column)
 
     return view
 

@@ -96,8 +96,8 @@ MUTATIONS = (
     Mutation(
         "what a layer is, is decided at generic points",
         "models/generic.py",
-        "noisy.append(0.5 * (t + noise))",
-        "noisy.append(t)",
+        "samples[seed] = 0.5 * (t + noise)",
+        "samples[seed] = t",
         "tests/models/attention/test_generic.py",
     ),
     Mutation(

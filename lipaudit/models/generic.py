@@ -6,7 +6,8 @@ repeated, two inputs look like one, and mixing of samples stays invisible.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -32,56 +33,49 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     def call(x: Tensor, mask: Tensor | None) -> Any:
         seeds = count()  # from the start in every pass, so that all passes have the same noise
 
-        def move(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        def move(out: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(next(seeds))
             return out + _measure_size(out) * torch.randn(out.shape, generator=generator).to(out)
 
-        with ExitStack() as hooks:
-            for module in find_token_embeddings(net):
-                hooks.callback(module.register_forward_hook(move).remove)
+        with watch_embeddings(net, move):
             return net.call(x, mask)
 
-    if net.kind == "text":
-        one = _take_longest(net, batch)
-        return (
-            replace(net, call=call),
-            _make_pair(batch, one, one.flip(-1)),
-            _make_pair(batch, one, one),
-        )
-    noisy = []
-    x = batch.x[:1]
-    for seed, t in enumerate((x, x.flip(-1), x)):
+    x = _take_longest(net, batch) if net.kind == "text" else batch.x[:1]
+    samples = [x, x.flip(-1), x]
+    for seed, t in enumerate(samples if net.kind != "text" else ()):
         generator = torch.Generator().manual_seed(seed)
         if net.box is None:
             noise = torch.randn(x.shape, generator=generator).to(x)
-            noisy.append(t + _measure_size(t) * noise)
+            samples[seed] = t + _measure_size(t) * noise
         else:
             low, high = net.box
             noise = low + (high - low) * torch.rand(x.shape, generator=generator).to(x)
-            noisy.append(0.5 * (t + noise))
-    one, other, third = noisy
-    return net, _make_pair(batch, one, other), _make_pair(batch, one, third)
+            samples[seed] = 0.5 * (t + noise)
+    ids = (batch.ids[0], batch.ids[0] + "-companion")
+    pairs = [Batch(torch.cat([samples[0], other]), None, ids) for other in samples[1:]]
+    return replace(net, call=call) if net.kind == "text" else net, pairs[0], pairs[1]
+
+
+@contextmanager
+def watch_embeddings(net: Net, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Pass the outputs of a text model's token embedding through `change` (None keeps them).
+
+    So are those of every embedding that shares its weight.
+    """
+    entries: list[nn.Module] = []
+    if net.kind == "text" and net.entry is not None:
+        table = getattr(net.entry, "weight", None)
+        embeddings = (m for m in net.module.modules() if isinstance(m, nn.Embedding))
+        entries = [m for m in embeddings if m.weight is table] or [net.entry]
+    with ExitStack() as hooks:
+        for module in entries:
+            hooks.enter_context(module.register_forward_hook(lambda _m, _args, out: change(out)))
+        yield
 
 
 def shape_at(net: Net, batch: Batch) -> torch.Size:
     """Return the shape of the generic sample of a batch."""
     return (_take_longest(net, batch) if net.kind == "text" else batch.x[:1]).shape[1:]
-
-
-def find_token_embeddings(net: Net) -> list[nn.Module]:
-    """Return the token embedding of a text model and every embedding that shares its weight."""
-    if net.kind != "text" or net.entry is None:
-        return []
-    table = getattr(net.entry, "weight", None)
-    tied: list[nn.Module] = [
-        m for m in net.module.modules() if isinstance(m, nn.Embedding) and m.weight is table
-    ]
-    return tied or [net.entry]
-
-
-def _make_pair(batch: Batch, one: Tensor, companion: Tensor) -> Batch:
-    ids = (batch.ids[0], batch.ids[0] + "-companion")
-    return Batch(torch.cat([one, companion]), None, ids)
 
 
 def _take_longest(net: Net, batch: Batch) -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.text import Lexicon
@@ -204,28 +204,17 @@ class Net(Reading):
         """Return the output of `entry` on a batch, as a function of its weights."""
         seen: list[Tensor] = []
         # A copy: some models scale their embeddings in place.
-        with _on_output(self._entry(), lambda out: seen.append(out.clone())):
+        with self._watch_entry(lambda out: seen.append(out.clone())):
             self.call(batch.x, batch.mask)
         return seen[0]
 
-    @contextmanager
-    def replace_embedding(self, z: Tensor) -> Iterator[None]:
-        """Replace the first output of `entry` by z inside the block."""
+    def replace_embedding(self, z: Tensor) -> RemovableHandle:
+        """Replace the first output of `entry` by z; the handle ends this, as a context."""
         pending = [z.clone()]
-        with _on_output(self._entry(), lambda out: pending.pop() if pending else out):
-            yield
+        return self._watch_entry(lambda out: pending.pop() if pending else out)
 
-    def _entry(self) -> nn.Module:
+    def _watch_entry(self, change: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """Pass each output of `entry` through `change` (None keeps it)."""
         if self.entry is None:
             raise ValueError("this model has no known embedding module")
-        return self.entry
-
-
-@contextmanager
-def _on_output(module: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Pass each output of `module` through `change` inside the block (None keeps it)."""
-    handle = module.register_forward_hook(lambda _m, _args, out: change(out))
-    try:
-        yield
-    finally:
-        handle.remove()
+        return self.entry.register_forward_hook(lambda _module, _args, out: change(out))

@@ -30,11 +30,15 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
         # torch 2.9 has a setting per operation beside the two older ones, and refuses to read an
         # older one if they contradict each other. So all are set to the same value here, and
         # each is read while nothing contradicts it.
-        operations = _operations()
+        backends: Any = torch.backends
+        cudnn, onednn = backends.cudnn, backends.mkldnn
+        operations: list[Any] = []  # with a precision setting, from general to single ones
+        if hasattr(cudnn, "conv"):
+            operations = [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul]
+            operations += [part for each in (cudnn, onednn) for part in (each.conv, each.rnn)]
         for part in operations:  # general ones first: the dependent ones then read as "none"
             stack.callback(setattr, part, "fp32_precision", part.fp32_precision)
             part.fp32_precision = "none"
-        cudnn = torch.backends.cudnn
         try:
             allowed = cudnn.allow_tf32
         except RuntimeError:  # only True contradicts settings that are all "none"
@@ -103,16 +107,6 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
             with accelerator.device(each):
                 accelerator.manual_seed(seed)
         yield
-
-
-def _operations() -> list[Any]:
-    """Return the operations with a precision setting, from general to single ones."""
-    backends: Any = torch.backends
-    cudnn, onednn = backends.cudnn, backends.mkldnn
-    if not hasattr(cudnn, "conv"):
-        return []
-    single = [part for each in (cudnn, onednn) for part in (each.conv, each.rnn)]
-    return [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul, *single]
 
 
 @contextmanager

@@ -144,7 +144,7 @@ def watch_outputs(module: nn.Module, note: Callable[[str, Tensor], None]) -> Ite
     with ExitStack() as hooks:
         for name, part in module.named_modules():
             if not any(part.children()):
-                hooks.callback(part.register_forward_hook(watch(name)).remove)
+                hooks.enter_context(part.register_forward_hook(watch(name)))
         yield
 
 

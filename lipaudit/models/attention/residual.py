@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Resid
     module = net.module
     with freeze(module), _watch_entries(module, enter), ExitStack() as hooks:
         for part in module.modules():  # also after an error
-            hooks.callback(part.register_forward_hook(leave, always_call=True).remove)
+            hooks.enter_context(part.register_forward_hook(leave, always_call=True))
         run_observed(net, batch[:1], Tracer(attention))
     found = [[call.residual for call in around.get(site.address, ())] for site in sites]
     return tuple(next(filter(None, residuals), None) for residuals in found)
@@ -187,15 +188,12 @@ def _watch_entries(
     """Call notify(path, number of the call, module, (args, kwargs)) at the start of each call."""
     calls: Counter[str] = Counter()
 
-    def watch(name: str) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
-        def enter(part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            calls[name] += 1
-            notify(name, calls[name] - 1, part, (args, kwargs))
-
-        return enter
+    def enter(name: str, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        calls[name] += 1
+        notify(name, calls[name] - 1, part, (args, kwargs))
 
     with ExitStack() as hooks:
         for name, part in module.named_modules():
-            hook = part.register_forward_pre_hook(watch(name), with_kwargs=True)
-            hooks.callback(hook.remove)
+            hook = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            hooks.enter_context(hook)
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,7 +17,7 @@ from lipaudit.models.attention.observe.trace import Place, Tracer, freeze, run_o
 from lipaudit.models.attention.observe.uses import Uses
 from lipaudit.models.attention.sites import Site, list_loops
 from lipaudit.models.attention.surveyor import Surveyor
-from lipaudit.models.generic import find_token_embeddings, make_generic, shape_at
+from lipaudit.models.generic import make_generic, shape_at, watch_embeddings
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import agree
@@ -144,12 +143,7 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
             # First unobserved, for the output and the places of the attention.
             if net.kind != "text":
                 uses.input(pair.x)
-            with ExitStack() as hooks, place.following(net.module), uses:
-                for module in find_token_embeddings(net):
-                    hook = module.register_forward_hook(
-                        lambda _module, _args, out: uses.input(out)
-                    )
-                    hooks.callback(hook.remove)
+            with watch_embeddings(net, uses.input), place.following(net.module), uses:
                 output = requirements.compute_output_rows(net, pair)
             try:
                 surveyor = _run_observed(net, pair, other, output, uses)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.hooks import RemovableHandle
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, of_machine
@@ -177,14 +178,9 @@ def has_head(net: Net, batch: Batch) -> bool:
     )
 
 
-@contextmanager
-def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace the input of the head while the block runs the model."""
-    hook = scorer.head.register_forward_pre_hook(lambda _m, args: (change(args[0]), *args[1:]))
-    try:
-        yield
-    finally:
-        hook.remove()
+def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    """Replace the input of the head; the handle ends this, as a context."""
+    return scorer.head.register_forward_pre_hook(lambda _m, args: (change(args[0]), *args[1:]))
 
 
 @dataclass(frozen=True)
@@ -391,5 +387,5 @@ def _watch_modules(
     with ExitStack() as hooks:
         for part in filter(wanted, module.modules()):
             hook = part.register_forward_hook(lambda _m, args, out: seen.append(pick(args, out)))
-            hooks.callback(hook.remove)
+            hooks.enter_context(hook)
         yield seen

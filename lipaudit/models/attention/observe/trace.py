@@ -16,7 +16,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.models.attention.observe.calls import Address, AttentionCall, Loop, Origin, Origins
 from lipaudit.models.attention.observe.events import AttentionMode, Cut
 from lipaudit.models.attention.observe.linears import RIGHT, Linear, Operands
-from lipaudit.models.generic import find_token_embeddings
+from lipaudit.models.generic import watch_embeddings
 from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.lifting import keep
 from lipaudit.models.net import Net
@@ -73,8 +73,8 @@ class Place:
                 if isinstance(part, _QUIET):
                     continue
                 entry = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-                hooks.callback(entry.remove)
-                hooks.callback(part.register_forward_hook(leave, always_call=True).remove)
+                hooks.enter_context(entry)
+                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
             yield
 
 
@@ -186,11 +186,8 @@ class Tracer:
 def run_observed(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
     """Run an observed model and return its output; in float64, everything is computed so."""
     wide = Widening() if net.dtype == torch.float64 else nullcontext()
-    with wide, tracer.watching(net.module), ExitStack() as hooks:
-        # A text model is cut at its token embedding and at every module that shares its weight.
-        for module in find_token_embeddings(net):
-            hook = module.register_forward_hook(lambda _module, _args, out: tracer.input(out))
-            hooks.callback(hook.remove)
+    # A text model is cut at its token embedding and at every module that shares its weight.
+    with wide, tracer.watching(net.module), watch_embeddings(net, tracer.input):
         x = batch.x if net.kind == "text" else tracer.input(batch.x)
         return net.read(net.call(x, batch.mask)).detach()
 

@@ -306,17 +306,19 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     elif form.kind != "affine" and not probes.reads_only(source, index.rows(samples)):
         raise NotClosedForm("changed", "reads other tokens than in the first pass")
     rows = index.rows(samples)
+    columns, heads, local = form.columns, source.t.shape[1], None
+    weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
+    bias = None if linear.bias is None else probes.take(linear.bias, columns, 0)
     if form.kind == "affine":
-        whole = _build_affine(form, source, linear, rows)
-    elif form.kind == "cross-head":
-        whole = _build_local(form, source.merged(), linear, rows)
+        weight, bias = _apply_affine(form, source, rows, weight, bias)
     else:
-        whole = _build_local(form, source, linear, rows)
-    weight, bias, local = whole.weight, whole.bias, whole.local
-    if form.kind == "cross-head":
+        # t_i = phi(X_i W + b) with the Jacobian G_i of phi.
+        joined = source.merged() if form.kind == "cross-head" else source
+        local = probes.position_map(joined, rows, columns) if form.shared else None
+        local = probes.local_map(joined, rows, columns) if local is None else local
+    if form.kind == "cross-head" and local is not None:
         # One projection of all heads becomes one per head, each reading all columns.
-        assert local is not None
-        heads, local = source.t.shape[1], local[:, 0]
+        local = local[:, 0]
         local = local.reshape(*local.shape[:2], heads, -1, local.shape[3]).transpose(1, 2)
         bias = None if bias is None else bias.expand(heads, -1)
         weight = weight.expand(heads, -1, -1)
@@ -325,19 +327,17 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
             local = local.repeat_interleave(form.repeat, 1)
         bias = None if bias is None else bias.repeat_interleave(form.repeat, 0)
         weight = weight.repeat_interleave(form.repeat, 0)
-    whole = Projection(weight, bias, local, whole.kind)
+    projection = Projection(weight, bias, local, form.kind)
     x = probes.take(linear.inputs, rows, 0)
-    return Projected(form, whole, x, index, linear, made_by)
+    return Projected(form, projection, x, index, linear, made_by)
 
 
-def _build_affine(
-    form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor
-) -> Projection:
-    """Return T = M y + c with y = X W + b: t = X (W M^T) + (M b + c), checked on every token."""
-    mix, offset, columns = form.mix, form.offset, form.columns
-    t, value = source.t.detach(), source.values(rows, columns)
-    weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
-    bias = None if linear.bias is None else probes.take(linear.bias, columns, 0)
+def _apply_affine(
+    form: ProjectionForm, source: Probed, rows: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return W M^T and M b + c of T = M y + c with y = X W + b, checked on every token."""
+    mix, offset = form.mix, form.offset
+    t, value = source.t.detach(), source.values(rows, form.columns)
     if mix is not None:
         value, weight = value @ mix.mT, weight @ mix.mT
         bias = None if bias is None else (mix @ bias[..., None])[..., 0]
@@ -346,15 +346,4 @@ def _build_affine(
         bias = offset if bias is None else offset + bias
     if not probes.within(value - t, probes.LINEAR_TOLERANCE, t):
         raise NotClosedForm("changed", "is no longer an affine function of its input")
-    return Projection(weight, bias, None, "affine")
-
-
-def _build_local(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) -> Projection:
-    """Return t_i = phi(X_i W + b) with the Jacobian G_i of phi."""
-    columns = form.columns
-    local = probes.position_map(source, rows, columns) if form.shared else None
-    if local is None:
-        local = probes.local_map(source, rows, columns)
-    weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
-    bias = None if linear.bias is None else linear.bias[columns]
-    return Projection(weight, bias, local, form.kind)
+    return weight, bias

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,12 +106,7 @@ def find_free_memory(device: torch.device, root: Path = Path("/")) -> int | None
     if device.type != "cpu":
         return None
     lines = _read(root / "proc/meminfo").splitlines()
-    available = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return min((*available, *_read_limits(root)), default=None)
-
-
-def _read_limits(root: Path) -> Iterator[int]:
-    """Yield the free memory of each control group around this process."""
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -127,7 +121,8 @@ def _read_limits(root: Path) -> Iterator[int]:
                     # File caches are freed if memory is short.
                     rows = _read(group / "memory.stat").splitlines()
                     cached = [int(row.split()[1]) for row in rows if row.startswith(_CACHES)]
-                    yield max(0, int(allowed) - int(used) + max(cached, default=0))
+                    free.append(max(0, int(allowed) - int(used) + max(cached, default=0)))
+    return min(free, default=None)
 
 
 def _read(path: Path) -> str:

@@ -114,17 +114,16 @@ def _require_causal(net: Net) -> None:
     size = min(TRIED, *net.sample_shape)
     ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
 
-    def behind(z: Tensor) -> Tensor:
-        assert net.next_logits is not None
-        return net.next_logits(z, 0)
-
+    next_logits = net.next_logits
+    assert next_logits is not None
+    score = lifting(lambda z: next_logits(z, 0))
     with eager(), exact_arithmetic(net.device), torch.no_grad():
         z = lifting(_require_entry(net))(ids)
-        whole, start = lifting(behind)(z), lifting(behind)(z[:, :-1])
+        whole, start = score(z), score(z[:, :-1])
         usual = net.output(Batch(ids, None, ("",)))
         with torch.enable_grad():
             moved = z.detach().requires_grad_()
-            (ahead,) = torch.autograd.grad(lifting(behind)(moved)[:, 0].square().sum(), moved)
+            (ahead,) = torch.autograd.grad(score(moved)[:, 0].square().sum(), moved)
     if not agree(usual, whole[:, -1], AGREES):
         more = "gives different logits for embeddings and for their token ids"
     elif bool((ahead[:, 1:] != 0).any()) or not agree(start, whole[:, :-1], AGREES):

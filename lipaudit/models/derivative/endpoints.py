@@ -20,9 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, of_machine
-from lipaudit.models.derivative.linearize import AGREEMENT, Function
+from lipaudit.models.derivative.linearize import Function
 from lipaudit.models.net import Net, NextToken
 from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.requirements import AGREES, agree
 from lipaudit.settings.jacobian import PLACED, StartPoint, Target
 
 TOGETHER = 2**24
@@ -171,11 +172,7 @@ def has_head(net: Net, batch: Batch) -> bool:
             if of_machine(error):
                 raise
             return False
-    pairs = ((plain[-1:], last), (plain, every))
-    return all(
-        one.shape == other.shape and bool((one - other).abs().max() <= AGREEMENT * one.abs().max())
-        for one, other in pairs
-    )
+    return agree(plain[-1:], last, AGREES) and agree(plain, every, AGREES)
 
 
 def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -> RemovableHandle:

@@ -12,6 +12,7 @@ from lipaudit.errors import EvaluationError, InputError, UsageError, of_machine
 from lipaudit.models.derivative.linear_mode import evaluate, explain_errors
 from lipaudit.models.derivative.trail import Trail
 from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.requirements import AGREES, agree
 from lipaudit.theory.scale import times_power
 
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -26,10 +27,6 @@ is the overhead of its operations."""
 
 _ROOM = {torch.float32: 100, torch.float64: 800}
 """Power of two by which a vector can be scaled without loss."""
-
-AGREEMENT = 1e-4
-"""Largest accepted relative difference between two evaluations of the same samples; far above
-rounding."""
 
 
 class Linearization:
@@ -162,9 +159,14 @@ class Linearization:
 
     def sized(self, product: Product, z: Tensor) -> Tensor:
         """Return product(z), after choosing exponents that give it the size of z."""
-        image = product(z)
+        image, room = product(z), _ROOM[z.dtype]
         for _ in range(0 if self._fitted else 3):  # the first result may be 0 or infinite
-            change = _compute_excess(image, z)
+            sizes = [t.flatten(1).abs().amax(1) for t in (image, z)]
+            size, given = torch.stack(sizes).to("cpu", torch.float64)
+            # The powers of two by which each sample's result is out of range; 0 if it is not.
+            gain = (size.log2() - given.log2()).round()
+            gain = gain.where(size > 0, -room).where(size.isfinite(), room).where(given > 0, 0)
+            change = gain.where(gain.abs() > room // 4, 0).long()
             if not change.any():
                 break
             self.exponent += change
@@ -211,16 +213,6 @@ def _make_unit(like: Tensor, i: int | Tensor) -> Tensor:
     flat = torch.zeros_like(like).flatten(1)
     flat[torch.arange(len(like), device=like.device), i] = 1
     return flat.view_as(like)
-
-
-def _compute_excess(image: Tensor, z: Tensor) -> Tensor:
-    """Return the powers of two by which each sample's result is out of range; 0 if it is not."""
-    room = _ROOM[z.dtype]
-    sizes = [t.flatten(1).abs().amax(1) for t in (image, z)]
-    size, given = torch.stack(sizes).to("cpu", torch.float64)
-    gain = (size.log2() - given.log2()).round()
-    gain = gain.where(size > 0, -room).where(size.isfinite(), room).where(given > 0, 0)
-    return gain.where(gain.abs() > room // 4, 0).long()
 
 
 def linearize(f: Function, x: Tensor) -> Linearization:
@@ -276,7 +268,7 @@ def _stands_alone(whole: Linearization) -> bool:
             whole.release()  # its graph stores what was written into it
     if trail.lost or plain.shape != (len(rows), *value.shape[1:]):
         return False
-    return _agree(whole.output[-1:], plain[1:2])
+    return agree(plain[1:2], whole.output[-1:], AGREES)
 
 
 def _check_outputs(f: Function, x: Tensor) -> Tensor:
@@ -330,12 +322,8 @@ def require_finite(values: Tensor) -> None:
         )
 
 
-def _agree(output: Tensor, reference: Tensor) -> bool:
-    return bool((output - reference).abs().max() <= AGREEMENT * reference.abs().max())
-
-
 def _require_equal(output: Tensor, reference: Tensor, what: str) -> None:
-    if not _agree(output, reference):
+    if not agree(reference, output, AGREES):
         gap = (output - reference).abs().max()
         raise InputError(
             f"the model's output {what} (by up to {gap:.1e})",

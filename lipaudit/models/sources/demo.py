@@ -112,16 +112,15 @@ class DigitsViT(nn.Module):
         """Map images (batch, 1, 8, 8), normalised, to logits (batch, 10)."""
         x = self.patch_embed(x)
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
-        return self.head(self.norm(self.blocks(x + self._positions(x.shape[1])))[:, 0])
-
-    def _positions(self, tokens: int) -> Tensor:
-        if tokens == self.pos_embed.shape[1]:
-            return self.pos_embed
-        first, grid = self.pos_embed[:, :1], self.pos_embed[:, 1:]
-        side, own = math.isqrt(tokens - 1), SIZE // PATCH
-        grid = grid.mT.reshape(1, WIDTH, own, own)
-        grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
-        return torch.cat([first, grid.flatten(2).mT], 1)
+        positions: Tensor = self.pos_embed
+        tokens = x.shape[1]
+        if tokens != positions.shape[1]:  # another size of images: interpolate the grid
+            first, grid = positions[:, :1], positions[:, 1:]
+            side, own = math.isqrt(tokens - 1), SIZE // PATCH
+            grid = grid.mT.reshape(1, WIDTH, own, own)
+            grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
+            positions = torch.cat([first, grid.flatten(2).mT], 1)
+        return self.head(self.norm(self.blocks(x + positions))[:, 0])
 
 
 def load_demo(name: str = "standard") -> ModelSpec:

@@ -58,7 +58,15 @@ def read_lexicon(
     """
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(range(count)))]
-    mark = _find_mark(tokenizer)
+    # The mark of WordPiece, byte-level BPE, SentencePiece, or none.
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())
+    decoder = json.dumps(stored.get("decoder"), ensure_ascii=False)
+    byte_level, sentence_piece = BEGINS_MARKS
+    mark: str | None = sentence_piece if sentence_piece in decoder else None
+    if stored["model"].get("type") == "WordPiece":
+        mark = str(stored["model"].get("continuing_subword_prefix") or GOES_ON_MARK)
+    elif "ByteLevel" in decoder:
+        mark = byte_level
     kinds = [_classify_token(token, mark) for token in tokens]
     for special in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder):
         if special < count:
@@ -99,18 +107,6 @@ def read_lexicon(
         write,
         marked=mark is not None,
     )
-
-
-def _find_mark(tokenizer: Any) -> str | None:
-    """Return the mark of the tokenizer: of WordPiece, byte-level BPE, SentencePiece, or none."""
-    kind = json.loads(tokenizer.backend_tokenizer.to_str())
-    if kind["model"].get("type") == "WordPiece":
-        return str(kind["model"].get("continuing_subword_prefix") or GOES_ON_MARK)
-    decoder = json.dumps(kind.get("decoder"), ensure_ascii=False)
-    byte_level, sentence_piece = BEGINS_MARKS
-    if "ByteLevel" in decoder:
-        return byte_level
-    return sentence_piece if sentence_piece in decoder else None
 
 
 def _classify_token(token: str, mark: str | None) -> int:

@@ -34,9 +34,10 @@ from lipaudit.errors import (
 from lipaudit.models.sources.names import timm_names
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.weights import (
+    PREFERRED,
     State,
     find_misfit,
-    find_weights,
+    list_weight_files,
     load_strictly,
     read_weights,
     strip_prefix,
@@ -80,7 +81,11 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
 
 
 def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
-    """Load a directory whose config.json has timm's keys (as timm's repositories on the Hub)."""
+    """Load a directory whose config.json has timm's keys (as timm's repositories on the Hub).
+
+    Raises:
+        InputError: it has no file of weights, or several without the usual name.
+    """
     import timm
 
     if Version(timm.__version__) < Version("1.0.16"):  # the first version that loads `local-dir:`
@@ -89,7 +94,13 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     module = _create(f"local-dir:{path}", options.building)
     if not options.pretrained:
         return describe_timm(module, options, notes=(RANDOM,))
-    weights = find_weights(path)
+    files = list_weight_files(file.name for file in path.iterdir())
+    if len(files) != 1:
+        raise InputError(
+            f"{path} has no unique weights file (found: {', '.join(files) or 'none'})",
+            f"Rename one of them to {PREFERRED[0]}, or give the file with --arch.",
+        )
+    weights = path / files[0]
     state, notes = read_weights(weights)
     return describe_timm(module, options, notes=notes + _load(module, state, weights))
 

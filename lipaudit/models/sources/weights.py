@@ -137,21 +137,6 @@ def list_weight_files(names: Iterable[str]) -> list[str]:
     return [f for f in others if f.endswith(".safetensors")] or others
 
 
-def find_weights(directory: Path) -> Path:
-    """Return the file of weights of a directory.
-
-    Raises:
-        InputError: there is no such file, or several without the usual name.
-    """
-    files = list_weight_files(path.name for path in directory.iterdir())
-    if len(files) == 1:
-        return directory / files[0]
-    raise InputError(
-        f"{directory} has no unique weights file (found: {', '.join(files) or 'none'})",
-        f"Rename one of them to {PREFERRED[0]}, or give the file with --arch.",
-    )
-
-
 def find_misfit(module: nn.Module, state: Mapping[str, Tensor]) -> str:
     """Describe how a state dict differs from a module's; empty if it fits."""
     takes = module.state_dict()

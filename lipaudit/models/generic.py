@@ -62,15 +62,21 @@ def watch_embeddings(net: Net, change: Callable[[Tensor], Tensor | None]) -> Ite
 
     So are those of every embedding that shares its weight.
     """
-    entries: list[nn.Module] = []
-    if net.kind == "text" and net.entry is not None:
-        table = getattr(net.entry, "weight", None)
-        embeddings = (m for m in net.module.modules() if isinstance(m, nn.Embedding))
-        entries = [m for m in embeddings if m.weight is table] or [net.entry]
     with ExitStack() as hooks:
-        for module in entries:
+        for module in _find_token_embeddings(net):
             hooks.enter_context(module.register_forward_hook(lambda _m, _args, out: change(out)))
         yield
+
+
+def _find_token_embeddings(net: Net) -> list[nn.Module]:
+    # A function of its own: a converted weight must not live as long as the hooks.
+    if net.kind != "text" or net.entry is None:
+        return []
+    table = getattr(net.entry, "weight", None)
+    tied: list[nn.Module] = [
+        m for m in net.module.modules() if isinstance(m, nn.Embedding) and m.weight is table
+    ]
+    return tied or [net.entry]
 
 
 def shape_at(net: Net, batch: Batch) -> torch.Size:

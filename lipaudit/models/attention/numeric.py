@@ -90,29 +90,6 @@ def _linearize_module(layer: Layer) -> Linearization | str:
     return linear
 
 
-def _linearize_layer(layer: Layer) -> Linearization:
-    """Linearise O with respect to all inputs of the module, flattened and joined: (1, numbers)."""
-    assert layer.frame is not None
-    args, kwargs = layer.frame.args, layer.frame.kwargs
-    given = [args[key] if isinstance(key, int) else kwargs[key] for key in layer.site.inputs]
-    inputs = list({id(t): t for t in given}.values())
-    z = torch.cat([t.detach().flatten() for t in inputs])[None]
-
-    def output(z: Tensor, _index: Tensor) -> Tensor:
-        parts = torch.split(z[0], [t.numel() for t in inputs])
-        moved = {id(t): part.view(t.shape) for t, part in zip(inputs, parts, strict=True)}
-        return _run_module(layer, moved).flatten()[None]
-
-    linear = Linearization(output, z, torch.zeros(1, dtype=torch.long, device=z.device))
-    again = linear.output[0].view_as(layer.output)
-    if not agree(layer.output, again, AGREES, each=1):
-        raise EvaluationError(
-            f"{layer.site.scope} gives a different result when it is run alone",
-            "It keeps state between calls. Leave its layers out with --layers.",
-        )
-    return linear
-
-
 class _Output(Exception):
     """Carries the output of the layer out of its module, so that the rest need not run."""
 
@@ -121,28 +98,45 @@ class _Output(Exception):
         self.output = output
 
 
-def _run_module(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
-    """Return O with some tensors replaced, (windows, heads, tokens, d_v)."""
-    calls: list[AttentionCall] = []
-
-    def attention(call: AttentionCall) -> Tensor:
-        calls.append(call)
-        if len(calls) > layer.numbers[-1]:
-            loop = layer.site.loop
-            whole = call if loop is None else loop.join([calls[i] for i in layer.numbers])
-            raise _Output(arrange_call(whole, layer.site.layout, layer.samples).output)
-        return call.output
-
-    frame = layer.frame
+def _linearize_layer(layer: Layer) -> Linearization:
+    """Linearise O with respect to all inputs of the module, flattened and joined: (1, numbers)."""
+    frame, site = layer.frame, layer.site
     assert frame is not None
-    args = [moved.get(id(value), value) for value in frame.args]
-    kwargs = {name: moved.get(id(value), value) for name, value in frame.kwargs.items()}
-    try:
-        with AttentionMode(attention):
-            frame.module(*args, **kwargs)
-    except _Output as end:
-        return end.output
-    raise EvaluationError(f"{layer.site.scope} computes no attention when it is run alone")
+    keys = site.inputs
+    given = [frame.args[key] if isinstance(key, int) else frame.kwargs[key] for key in keys]
+    inputs = list({id(t): t for t in given}.values())
+    z = torch.cat([t.detach().flatten() for t in inputs])[None]
+
+    def output(z: Tensor, _index: Tensor) -> Tensor:
+        parts = torch.split(z[0], [t.numel() for t in inputs])
+        moved = {id(t): part.view(t.shape) for t, part in zip(inputs, parts, strict=True)}
+        calls: list[AttentionCall] = []
+
+        def attention(call: AttentionCall) -> Tensor:
+            calls.append(call)
+            if len(calls) > layer.numbers[-1]:
+                loop = site.loop
+                whole = call if loop is None else loop.join([calls[i] for i in layer.numbers])
+                raise _Output(arrange_call(whole, site.layout, layer.samples).output)
+            return call.output
+
+        args = [moved.get(id(value), value) for value in frame.args]
+        kwargs = {name: moved.get(id(value), value) for name, value in frame.kwargs.items()}
+        try:
+            with AttentionMode(attention):
+                frame.module(*args, **kwargs)
+        except _Output as end:
+            return end.output.flatten()[None]
+        raise EvaluationError(f"{site.scope} computes no attention when it is run alone")
+
+    linear = Linearization(output, z, torch.zeros(1, dtype=torch.long, device=z.device))
+    again = linear.output[0].view_as(layer.output)
+    if not agree(layer.output, again, AGREES, each=1):
+        raise EvaluationError(
+            f"{site.scope} gives a different result when it is run alone",
+            "It keeps state between calls. Leave its layers out with --layers.",
+        )
+    return linear
 
 
 def _zero_padding(rows: Tensor, layer: Layer) -> Tensor:

@@ -321,6 +321,11 @@ class Reference:
     split: str = DEFAULT_SPLIT
     revision: str = "main"
 
+    @property
+    def splits(self) -> list[str]:
+        """Return the names of the splits: `train[:10%]+test` has two."""
+        return [part.partition("[")[0].strip() for part in self.split.split("+")]
+
     def spell(self, **changes: str) -> str:
         """Write a reference as the user types it, with changes."""
         of = {"config": self.config, "split": self.split} | changes
@@ -369,16 +374,9 @@ def open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | No
             return _open_local(reference), None
         repository = Repository(reference.place, "dataset", reference.revision)
         commit = find_commit(repository, offline=offline)
-        tables = {
-            split: _open_table(reference, commit, split) for split in _list_splits(reference)
-        }
+        tables = {split: _open_table(reference, commit, split) for split in reference.splits}
         commit.remember()
         return _select_rows(reference, tables), commit
-
-
-def _list_splits(reference: Reference) -> list[str]:
-    """List the splits of a reference: `train[:10%]+test` has two."""
-    return [part.partition("[")[0].strip() for part in reference.split.split("+")]
 
 
 def _select_rows(reference: Reference, tables: dict[str, Any]) -> Any:
@@ -409,7 +407,7 @@ def _open_local(reference: Reference) -> Any:
             return datasets.load_from_disk(str(path))
         written = (path / "dataset_dict.json").is_file()
         stored = (datasets.load_from_disk if written else datasets.load_dataset)(str(path))
-    for split in _list_splits(reference):
+    for split in reference.splits:
         _require_known("split", split, list(stored), reference)
     return _select_rows(reference, stored)
 

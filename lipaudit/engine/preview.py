@@ -19,7 +19,6 @@ from lipaudit.measures.by_layer import choose_layers, note_unread
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
 from lipaudit.models.memory import Footprint, Held, find_free_memory, read_used_memory
-from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic, seed_device
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import UnknownInputError
@@ -45,7 +44,17 @@ def preview(request: Request) -> dict[str, Any]:
     except UnknownInputError as error:
         lacks = dict.fromkeys((*request.measures, "certify"), _write_sentence(error))
         return {"model": request.model, "measures": {}, "needs": lacks, "notes": []}
-    job, needs = _prepare(request, net)
+    needs: dict[str, str] = {}
+    try:
+        job = prepare(request, net=net)
+    except LabelError as error:
+        needs = {n: _write_sentence(error) for n, how in request.measures.items() if how.labelled}
+        kept = {n: how for n, how in request.measures.items() if n not in needs}
+        job = prepare(replace(request, measures=kept), net=net)
+    for note in job.notes:
+        if note.code == LEFT_OUT:
+            name, _, reason = note.text.partition(" was left out: ")
+            needs[name] = reason
     net, info = job.net, job.net.info
     sites: tuple[Site, ...] = ()
     first = job.samples.batch[:1].trim().to(net.device, net.dtype)
@@ -90,20 +99,6 @@ def preview(request: Request) -> dict[str, Any]:
             note.text for note in (*job.notes, *note_unread(net, sites)) if note.code != LEFT_OUT
         ],
     }
-
-
-def _prepare(request: Request, net: Net) -> tuple[Job, dict[str, str]]:
-    """Prepare the measures that can run, and return what the others need."""
-    needs: dict[str, str] = {}
-    try:
-        job = prepare(request, net=net)
-    except LabelError as error:
-        needs = {n: _write_sentence(error) for n, how in request.measures.items() if how.labelled}
-        kept = {n: how for n, how in request.measures.items() if n not in needs}
-        job = prepare(replace(request, measures=kept), net=net)
-    left = [note.text for note in job.notes if note.code == LEFT_OUT]
-    said = (text.partition(" was left out: ") for text in left)
-    return job, needs | {name: reason for name, _, reason in said}
 
 
 def _write_sentence(error: LipauditError) -> str:

@@ -1,7 +1,5 @@
 """What --attack, --norm and --eps ask for, and what a kind of model gets where they do not."""
 
-from __future__ import annotations
-
 import pytest
 
 from lipaudit.attacks.kinds import ATTACKS

@@ -1,7 +1,5 @@
 """The preset lean: the verdicts of AutoAttack for a part of its passes, and it says what it is."""
 
-from __future__ import annotations
-
 import torch
 
 from lipaudit.attacks.evaluate import Chunk, evaluate_chunk

@@ -4,8 +4,6 @@ Truths are closed forms of linear and monotone models, brute force over grids of
 refusal.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

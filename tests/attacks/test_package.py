@@ -1,7 +1,5 @@
 """Our loops beside the package's own, from the same draws: the same points, with fewer passes."""
 
-from __future__ import annotations
-
 import logging
 from copy import deepcopy
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Attacks of other packages: the example plug-in, and plug-ins that do not do what they should."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

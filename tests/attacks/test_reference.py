@@ -1,7 +1,5 @@
 """Agreement with the reference: pyautoattack's own evaluation of the same models and samples."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Attacks that change texts: against every change there is, and what they must leave alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

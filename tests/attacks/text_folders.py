@@ -4,8 +4,6 @@ Truths come from plain transformers: a folder's own tokenizer and model on one t
 dense float64 autograd in the embeddings, loops over the tokens of a continuation.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Weights come from numpy: torch's normal numbers differ in the last digit between processors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What compare and gate write of two fixed checkpoints, beside what is stored here."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

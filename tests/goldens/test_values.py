@@ -4,8 +4,6 @@ A rewrite of the inside must change none. LIPAUDIT_WRITE_GOLDENS=1 stores them a
 that is meant to be seen.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Whose attention a map shows: tokens by name, and patches where they lie in the picture."""
 
-from __future__ import annotations
-
 import base64
 import io
 

@@ -1,7 +1,5 @@
 """Long sequences: the memory of the statistics."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

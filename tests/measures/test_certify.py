@@ -1,7 +1,5 @@
 """The measure `certify`: verdicts and radii, held to exact ones and to attacks by force."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

@@ -1,7 +1,5 @@
 """The guard of the product: a bound below the exact norm ends the run, whatever made it so."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

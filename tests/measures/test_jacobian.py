@@ -1,7 +1,5 @@
 """The measure `jacobian`: blocks beside the model, and norms that are not numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 

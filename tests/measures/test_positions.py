@@ -1,7 +1,5 @@
 """Jacobians of language models at positions of a text, beside dense ones from plain autograd."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

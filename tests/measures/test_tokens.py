@@ -1,7 +1,5 @@
 """How a gradient is shared out among the tokens of a text, against autograd on the plain model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

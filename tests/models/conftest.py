@@ -1,7 +1,5 @@
 """A zoo of tiny models with random weights, one per way of writing attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

@@ -1,7 +1,5 @@
 """From the embedding of a text model on: the tensors that are handed out stay what they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

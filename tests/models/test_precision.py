@@ -1,7 +1,5 @@
 """Whatever the caller has switched on, figures are of float32, and it is left as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

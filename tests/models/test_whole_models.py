@@ -1,7 +1,5 @@
 """Norms of shipped weights, demo and MiniLM, against dense float64 Jacobians from many starts."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 
 import pytest

@@ -4,8 +4,6 @@ Nothing here uses the package beyond its containers: `Layer.output` is a plain s
 attention written out anew, so `Layer.jacobian` is an independent truth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

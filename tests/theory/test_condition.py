@@ -1,7 +1,5 @@
 """The estimate of what the rounding of the forward pass moves a norm by, against that move."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The containers: the map P, precision, slices, windows."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

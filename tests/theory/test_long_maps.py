@@ -1,7 +1,5 @@
 """Maps too large to be kept: their rows are met block by block, and nothing else changes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The penalties by hand, at their edges, and their gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Nothing but W_V has a scale: every norm and bound scales with it, exactly."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The softmax Jacobian against its dense eigenvalues."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import assume, given, settings

@@ -1,7 +1,5 @@
 """One visit of a layer: everything that is computed of it shares one attention map."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Own modules whose heads are computed in a Python loop, each by maps of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Own modules that differ in what they make of q k^T."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Run by hand, from the root: python -m tests.models.attention.own_modules
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +41,7 @@ class Layer:
 
     heads: HeadMap
     before: HeadMap = lambda x: x
-    apart: Layer | None = None
+    apart: "Layer | None" = None
 
     def norms(self, x: Tensor, row: Row) -> Tensor:
         """Return the spectral norm of every head, dense, in what the row says."""

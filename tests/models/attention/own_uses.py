@@ -1,7 +1,5 @@
 """Own modules that differ in how P is used, in their axes, loops and in what autograd sees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

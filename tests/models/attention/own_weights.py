@@ -1,7 +1,5 @@
 """Own modules that differ in how q, k and v come about."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

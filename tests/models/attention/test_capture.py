@@ -1,7 +1,5 @@
 """Reading the attention of every kind of model, against the models' own tensors and autograd."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from contextlib import ExitStack, contextmanager

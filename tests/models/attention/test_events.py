@@ -1,7 +1,5 @@
 """Recognising attention calls and linear maps, op by op."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A sample in which everything is alike must not decide what a model is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """In what the norm of a layer is taken: a matter of the graph, said of every row."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Logits in the thousands: bounds that hold for the rounded pass, a label, and what helps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

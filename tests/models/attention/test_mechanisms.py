@@ -1,7 +1,5 @@
 """Every attention mechanism of causal language models, against autograd through a model of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

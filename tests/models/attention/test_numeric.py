@@ -1,7 +1,5 @@
 """Norms of layers without a closed form, against the closed form and against dense Jacobians."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

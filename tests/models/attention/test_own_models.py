@@ -1,7 +1,5 @@
 """Whole models as people write them: types, shapes and writes that no library has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Attention that people write themselves: read right, or named; nothing is silent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

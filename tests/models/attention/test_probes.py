@@ -1,7 +1,5 @@
 """Which part of a linear map feeds which part of q, k or v: exact zeros of a few products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Blocks found without names; their norms against dense Jacobians of the modules themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Choices by the largest scores: named, and the Jacobian that of the choices made."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

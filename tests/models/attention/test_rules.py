@@ -1,7 +1,5 @@
 """Each rule of reading is switched off once: some module is then not read as it should be."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

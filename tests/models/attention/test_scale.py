@@ -1,7 +1,5 @@
 """Norms of whole models of any size: squares of derivatives leave the range of floats first."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

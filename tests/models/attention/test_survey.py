@@ -1,7 +1,5 @@
 """The checks that come before any number."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

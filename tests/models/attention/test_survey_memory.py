@@ -1,7 +1,5 @@
 """A survey keeps what it reads of some layers, not of all: deep models have many."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """A model is surveyed once, and again only where its layers may be others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A layer whose tokens stand where heads do elsewhere is refused, never measured per token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A head with giant numbers must not hide what another head does, nor a dead one what it does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

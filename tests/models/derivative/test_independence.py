@@ -1,7 +1,5 @@
 """Models without a Jacobian per sample are refused, and the others hardly pay for the check."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """How a model is run to be differentiated twice: what can be, what is replaced or refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """J v and J^T u of whole models against a dense Jacobian from plain autograd in float64."""
 
-from __future__ import annotations
-
 import copy
 import gc
 

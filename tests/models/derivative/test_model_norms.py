@@ -1,7 +1,5 @@
 """Norms, margins and the solver's behaviour on maps whose Jacobian is known in closed form."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Logits of many classes and of a vocabulary: exact, in few products, without a dense Jacobian."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

@@ -1,7 +1,5 @@
 """Adapters of peft: merged, they give what peft itself gives, or they are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

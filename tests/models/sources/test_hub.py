@@ -1,7 +1,5 @@
 """Models of the Hub, through its real clients: what is fetched, what is said, what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

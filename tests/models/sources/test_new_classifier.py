@@ -1,7 +1,5 @@
 """A new classifier on trained weights: only the head is random, and the model is read back."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

@@ -1,7 +1,5 @@
 """Pairs of texts: the model must be fed what its own tokenizer would feed it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

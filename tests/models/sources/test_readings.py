@@ -1,7 +1,5 @@
 """Which reading of arrays a module takes that does not say it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

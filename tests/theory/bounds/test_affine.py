@@ -1,7 +1,5 @@
 """Single precision in the blocks of affine heads: never too small, and given up where it costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

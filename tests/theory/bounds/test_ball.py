@@ -1,7 +1,5 @@
 """The bound on a ball against what happens at points inside it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every inequality of the bound by blocks of J J^T against dense matrices, and none to spare."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A bound is its record: the function is in it, and what it returns is checked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

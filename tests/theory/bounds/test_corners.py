@@ -5,8 +5,6 @@ values that vanish, have clustered singular values or any scale; masks; both pre
 is a dense Jacobian in float64 by autograd through attention written out anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The ingredient of Appendix C against singular values, in both precisions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every bound against the dense Jacobian by autograd, for every kind of head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The exact Jacobian against dense autograd Jacobians in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

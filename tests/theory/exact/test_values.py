@@ -1,7 +1,5 @@
 """Starts near what grows most through the values, against dense matrices in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What is said of a norm when other singular values crowd just below it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

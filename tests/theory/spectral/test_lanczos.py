@@ -1,7 +1,5 @@
 """Batched Lanczos against dense eigenvalues."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Spectral norms against the singular value decomposition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -10,20 +10,16 @@ import torch
 from PIL import Image
 from torch import nn
 
-from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError
 from lipaudit.measures import tokens
 from lipaudit.measures.attention import AttentionOptions, measure, summarise
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import LoadOptions
-from lipaudit.models.sources.spec import ModelSpec
+from tests.nets import own_batch, own_net
 
 SMALL = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5, "pretrained": False}
 
 
 def net_of(module, shape):
-    spec = ModelSpec(module.eval(), shape, kind="image")
-    return assemble(spec, LoadOptions(device="cpu"), name="m", source="test")
+    return own_net(module.eval(), shape, kind="image")
 
 
 def vit(name="vit_tiny_patch16_224", size=(32, 32), **changes):
@@ -33,8 +29,9 @@ def vit(name="vit_tiny_patch16_224", size=(32, 32), **changes):
 
 
 def pictures(height, width, count=2):
-    x = torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(0))
-    return Batch(x, None, tuple(f"{i:016x}" for i in range(count)))
+    return own_batch(
+        torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(0))
+    )
 
 
 @pytest.mark.parametrize(

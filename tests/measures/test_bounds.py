@@ -4,16 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import balls, bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
-from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.policy import Policy
+from tests.nets import own_batch, own_net
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +174,8 @@ class Cascade(torch.nn.Module):
 
 
 def test_a_layer_alone_has_the_norms_that_it_has_among_all():
-    spec = ModelSpec(Cascade(), (5, 8), kind="tokens", classifier=False)
-    net = assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
-    batch = Batch(torch.randn(2, 5, 8, dtype=torch.float64), None, ("a", "b"))
+    net = own_net(Cascade(), (5, 8), "float64", classifier=False)
+    batch = own_batch(torch.randn(2, 5, 8, dtype=torch.float64))
     (every,) = measure(net, [batch], BoundsOptions())
     (second,) = measure(net, [batch], BoundsOptions(layers=(1,)))
     assert [head.layer for head in second.facts["heads"]] == [1]
@@ -264,9 +261,8 @@ class Pooled(torch.nn.Module):
 @pytest.mark.parametrize(("entries", "said"), [(15, 1), (16, 0)])
 def test_norms_of_long_maps_are_said_to_be_limits(monkeypatch, entries, said):
     """By the entries of the map: many queries may meet few keys, or few many."""
-    spec = ModelSpec(Pooled(), (8, 8), kind="tokens", classifier=False)
-    net = assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
-    batch = Batch(torch.randn(1, 8, 8, dtype=torch.float64), None, ("a",))
+    net = own_net(Pooled(), (8, 8), "float64", classifier=False)
+    batch = own_batch(torch.randn(1, 8, 8, dtype=torch.float64))
     monkeypatch.setattr(bounds, "POLICY", Policy(map_limit=entries))
     section = summarise(list(measure(net, [batch], BoundsOptions())), BoundsOptions())[0]
     assert (section.rows[0].p_norm, section.rows[0].tokens) == (pytest.approx(2.0, rel=0.2), 2)
@@ -305,9 +301,8 @@ class Mixed(torch.nn.Module):
 @pytest.mark.parametrize(("little", "layers", "said"), [(1e-4, 2, 1), (0.0, 3, 0)])
 def test_attention_that_is_no_softmax_is_named(little, layers, said):
     """Its heads are left out, and those of later layers are numbered as if it were not there."""
-    spec = ModelSpec(Mixed(little), (5, 8), kind="tokens", classifier=False)
-    net = assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
-    batch = Batch(torch.randn(2, 5, 8, dtype=torch.float64), None, ("a", "b"))
+    net = own_net(Mixed(little), (5, 8), "float64", classifier=False)
+    batch = own_batch(torch.randn(2, 5, 8, dtype=torch.float64))
     section = summarise(list(measure(net, [batch], BoundsOptions())), BoundsOptions())[0]
     assert {row.layer for row in section.rows} == set(range(layers))
     notes = [note for note in section.notes if note.code == "attention-unread"]

@@ -15,10 +15,9 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.measures.measure import Part
-from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.tables import Data, Model, Report, Run
+from tests.nets import draw, own_batch, own_net
 
 
 def test_blocks_are_measured_beside_the_model():
@@ -90,10 +89,8 @@ def test_a_norm_that_is_not_a_number_says_so():
 
 def linear_net(layer, samples=6):
     """A net of one linear layer on 4 tokens of width 12, and samples."""
-    spec = ModelSpec(nn.Sequential(nn.Flatten(), layer), (4, 12), kind="tokens")
-    net = assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
-    x = torch.randn(samples, 4, 12, generator=torch.Generator().manual_seed(0)).double()
-    return net, Batch(x, None, tuple(f"{i:012x}" for i in range(samples)))
+    net = own_net(nn.Sequential(nn.Flatten(), layer), (4, 12), "float64")
+    return net, own_batch(draw(0, samples, 4, 12).double())
 
 
 def test_a_lower_estimate_says_what_is_proven_of_it():

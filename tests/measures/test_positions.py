@@ -11,16 +11,14 @@ import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.jacobian import MEASURE, JacobianOptions, measure, summarise
 from lipaudit.models.derivative import endpoints
 from lipaudit.models.net import NextToken
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from tests.live import Live
+from tests.nets import hf_net, own_net
 
 SMALL = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 24}
 SMALL |= {"vocab_size": 23, "max_position_embeddings": 16, "intermediate_size": 40}
@@ -42,8 +40,7 @@ def net_of(module):
     torch.manual_seed(3)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    options = LoadOptions(dtype="float64", device="cpu")
-    return assemble(describe_transformers(module, options), options, name="m", source="test")
+    return hf_net(module, "float64")
 
 
 @pytest.fixture(scope="module", params=LANGUAGE)
@@ -235,19 +232,6 @@ def test_a_shard_of_short_texts_has_a_section_of_its_own(gpt2):
     assert (section.rows[0].samples, section.rows[0].max) == (0, None)
 
 
-class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that an operation gives."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.entries = max(self.entries, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("target", ["logits", "probabilities:0", "logits:all", "loss", "hidden"])
 def test_no_position_that_is_not_asked_for_has_logits(target, monkeypatch):
     size, count = 3000, 12
@@ -262,9 +246,9 @@ def test_no_position_that_is_not_asked_for_has_logits(target, monkeypatch):
     )
     batch = Batch(torch.arange(3, 3 + count)[None], None, ("0" * 12,))
     options = JacobianOptions(target=target, max_steps=3)
-    with Largest() as largest:
+    with Live() as live:
         list(measure(net, [batch], options))
-    assert largest.entries <= endpoints.TRIED * size < count * size
+    assert live.largest <= 8 * endpoints.TRIED * size < 8 * count * size  # bytes of float64
 
 
 def test_a_head_that_mixes_positions_is_refused_and_is_no_default(gpt2):
@@ -279,9 +263,7 @@ def test_half_precision_that_is_kept_gives_the_same():
     module = LANGUAGE["qwen2"]().to(torch.bfloat16)
     sections = []
     for weights in ("converted", "stored"):
-        options = LoadOptions(weights=weights, device="cpu")
-        own = copy.deepcopy(module)
-        net = assemble(describe_transformers(own, options), options, name="m", source="test")
+        net = hf_net(copy.deepcopy(module), weights=weights)
         sections += [norms_of(net, texts(), target).samples for target in ("loss", "logits:1")]
     assert sections[:2] == sections[2:]
 
@@ -311,8 +293,7 @@ class Halved(nn.Module):
 
 
 def test_states_that_are_none_of_tokens_have_no_position():
-    spec = ModelSpec(Halved(), (8,), kind="text", vocabulary=9, classifier=False)
-    net = assemble(spec, LoadOptions(device="cpu"), name="m", source="test")
+    net = own_net(Halved(), (8,), kind="text", vocabulary=9, classifier=False)
     with pytest.raises(InputError, match="do not have one vector per token"):
         norms_of(net, Batch(torch.ones(1, 4, dtype=torch.long), None, ("0" * 12,)), "hidden")
 

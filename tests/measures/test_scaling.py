@@ -15,11 +15,10 @@ from lipaudit.measures import scaling
 from lipaudit.measures.growth import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise
 from lipaudit.models.attention import survey
-from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.settings.parsing import read_lengths
 from lipaudit.theory.growth import ascent
+from tests.nets import own_batch, own_net
 
 WIDTH, WORDS = 12, 40
 
@@ -53,13 +52,12 @@ def reader(*, dtype="float64", **how):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = Reader(**how)
-    spec = ModelSpec(module, (64,), kind="text", classifier=False, vocabulary=WORDS)
-    return assemble(spec, LoadOptions(dtype=dtype, device="cpu"), name="reader", source="test")
+    return own_net(module, (64,), dtype, kind="text", classifier=False, vocabulary=WORDS)
 
 
 def words(count=2, length=12):
     ids = torch.randint(WORDS, (count, length), generator=torch.Generator().manual_seed(3))
-    return Batch(ids, None, tuple(f"{i:016x}" for i in range(count)))
+    return own_batch(ids)
 
 
 def measured(net, batch, **how):

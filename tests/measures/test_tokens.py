@@ -18,11 +18,10 @@ from lipaudit.measures import attack as attacked
 from lipaudit.measures import attention as by_head
 from lipaudit.measures import tokens
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
-from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.settings import AttackOptions, AttentionOptions, RunOptions
 from lipaudit.tables.worst import worst
+from tests.nets import own_net
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very", "##s"]
 TEXTS = ["a good film", "very very bad films", "bad", "a film a very good film", "films"]
@@ -101,8 +100,7 @@ def test_a_report_keeps_the_tokens_of_its_worst_samples(bert, monkeypatch):
 
 
 def net_of(x, layer):
-    spec = ModelSpec(nn.Sequential(nn.Flatten(), layer), tuple(x.shape[1:]), kind="tokens")
-    return assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
+    return own_net(nn.Sequential(nn.Flatten(), layer), tuple(x.shape[1:]), "float64")
 
 
 @pytest.mark.parametrize("outputs", [1, 5, 40])

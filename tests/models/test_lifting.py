@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipaudit import measure
 from lipaudit.data.batch import Batch
@@ -20,6 +19,7 @@ from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.weights import hash_weights
+from tests.live import Live
 
 transformers = pytest.importorskip("transformers")
 
@@ -124,18 +124,6 @@ def test_weights_stay_as_they_are_stored_and_have_one_hash(stored):
     assert net.info.parameters == lifted.info.parameters
 
 
-class Largest(TorchDispatchMode):
-    """The most bytes that an operation returns."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
-            self.most = max(self.most, out.nbytes)
-        return out
-
-
 def test_the_hash_is_that_of_float32_weights_and_lifts_none_whole():
     torch.manual_seed(0)
     module = nn.Linear(2048, 1500).bfloat16()
@@ -145,9 +133,9 @@ def test_the_hash_is_that_of_float32_weights_and_lifts_none_whole():
         value = value.float() if name != "steps" else value
         expected.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         expected.update(value.numpy().tobytes())
-    with Largest() as largest:
+    with Live() as live:
         assert hash_weights(module) == expected.hexdigest()
-    assert 0 < largest.most < 2 * module.weight.nbytes
+    assert 0 < live.largest < 2 * module.weight.nbytes
 
 
 def test_one_lifted_layer_is_alive_at_a_time(stored, alive):

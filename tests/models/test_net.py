@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from tests.nets import own_batch, own_net
 
 
 class InPlace(nn.Module):
@@ -27,9 +25,8 @@ class InPlace(nn.Module):
 
 def test_a_model_that_writes_into_its_embeddings_is_measured_where_it_is():
     torch.manual_seed(0)
-    spec = ModelSpec(InPlace().double(), (4,), kind="text", vocabulary=20)
-    net = assemble(spec, LoadOptions(dtype="float64"), name="m", source="py")
-    batch = Batch(torch.tensor([[3, 7, 1, 4], [2, 2, 9, 5]]), None, ("a1" * 8, "b2" * 8))
+    net = own_net(InPlace().double(), (4,), "float64", kind="text", vocabulary=20)
+    batch = own_batch(torch.tensor([[3, 7, 1, 4], [2, 2, 9, 5]]))
     table = net.module.table.weight
     z = net.embedding(batch)
     assert torch.equal(z, table[batch.x])
@@ -47,10 +44,9 @@ def test_a_model_that_writes_into_its_embeddings_is_measured_where_it_is():
 
 def test_writing_into_embeddings_is_not_taken_for_reading_padding():
     torch.manual_seed(0)
-    spec = ModelSpec(MaskedMean(), (4,), kind="text", vocabulary=20)
-    net = assemble(spec, LoadOptions(device="cpu"), name="m", source="py")
+    net = own_net(MaskedMean(), (4,), kind="text", vocabulary=20)
     mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
-    batch = Batch(torch.tensor([[3, 7, 0, 0], [2, 2, 9, 4]]), None, ("a1" * 8, "b2" * 8), mask)
+    batch = own_batch(torch.tensor([[3, 7, 0, 0], [2, 2, 9, 4]]), mask)
     (together,) = jacobian.measure(net, [batch], jacobian.JacobianOptions())
     alone = list(jacobian.measure(net, batch.split(1), jacobian.JacobianOptions()))
     assert together.values["norm"] == pytest.approx([p.values["norm"][0] for p in alone], rel=1e-4)
@@ -80,16 +76,15 @@ class ReadsPadding(InPlace):
         return self.out(hidden[:, 0])  # of the first token: as if nothing were amiss
 
 
-@pytest.mark.parametrize("run", [jacobian.measure, bounds.measure])
-def test_a_model_that_reads_padding_is_refused_and_measured_alone(run):
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [(jacobian.measure, jacobian.JacobianOptions()), (bounds.measure, bounds.BoundsOptions())],
+)
+def test_a_model_that_reads_padding_is_refused_and_measured_alone(run, options):
     torch.manual_seed(0)
-    spec = ModelSpec(ReadsPadding(), (4,), kind="text", vocabulary=20)
-    net = assemble(spec, LoadOptions(device="cpu"), name="m", source="py")
+    net = own_net(ReadsPadding(), (4,), kind="text", vocabulary=20)
     mask = torch.tensor([[True, True, False, False], [True, True, True, False]])
-    batch = Batch(torch.tensor([[3, 7, 0, 0], [2, 2, 9, 0]]), None, ("a1" * 8, "b2" * 8), mask)
-    options = {jacobian.measure: jacobian.JacobianOptions, bounds.measure: bounds.BoundsOptions}[
-        run
-    ]()
+    batch = own_batch(torch.tensor([[3, 7, 0, 0], [2, 2, 9, 0]]), mask)
     with pytest.raises(InputError, match="depends on its padding"):
         list(run(net, [batch], options))
     alone = list(batch.split(1))

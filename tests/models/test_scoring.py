@@ -9,9 +9,9 @@ from lipaudit.data.continuations import pack
 from lipaudit.data.samples import Task, make_samples
 from lipaudit.errors import InputError
 from lipaudit.models.scoring import score_continuations
-from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions
+from tests.nets import hf_net
 
 pytestmark = pytest.mark.rounding
 
@@ -53,9 +53,7 @@ def language_model(name, attention="eager", dtype="float64", **options):
         )
         for p in module.parameters():  # at their initial size all tokens are equally likely
             p.data = torch.randn_like(p) * 0.4
-    spec = describe_transformers(module, LoadOptions())
-    options = LoadOptions(dtype=dtype, device="cpu", **options)
-    return assemble(spec, options, name=name, source="test")
+    return hf_net(module, dtype, **options)
 
 
 def batch_of(net, rows):
@@ -169,11 +167,8 @@ def test_models_that_see_what_follows_are_refused(seed):
     torch.manual_seed(seed)
     config = transformers.BertConfig(**SIZES)
     module = transformers.BertLMHeadModel(config)
-    net = assemble(
-        describe_transformers(module, LoadOptions()), LoadOptions(), name="bert", source="test"
-    )
     with pytest.raises(InputError, match="looks at later tokens"):
-        score_continuations(net, CHOICES, "sum")
+        score_continuations(hf_net(module), CHOICES, "sum")
 
 
 def test_models_that_read_more_than_embeddings_are_refused():

@@ -1,5 +1,6 @@
 """Own modules that differ in what they make of q k^T."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tests.models.attention.own_modules import (
     attend,
     join,
     own,
+    own_heads,
     qkv,
     softmax,
     split,
@@ -33,95 +35,20 @@ def of(**how: Any) -> Any:
     return lambda a, x: attend(a, x, **how)
 
 
-@own("softmax")
-def plain_softmax(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: s.softmax(-1))
-
-
 @own("softmax as a module", build=add(soft=lambda: nn.Softmax(-1)))
 def softmax_module(a: Any, x: Tensor) -> Tensor:
     return shared(a, x, a.soft)
 
 
-@own("softmax in another type", heads=attend)
-def softmax_typed(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: F.softmax(s, dim=-1, dtype=torch.float64))
-
-
-@own("exp divided by its sum")
-def by_sum(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: s.exp() / s.exp().sum(-1, keepdim=True))
-
-
-@own("exp divided by its sum, the largest logit taken off")
-def by_sum_shifted(a: Any, x: Tensor) -> Tensor:
-    def share(s: Tensor) -> Tensor:
-        e = (s - s.max(-1, keepdim=True).values).exp()
-        return e / e.sum(-1, keepdim=True)
-
-    return shared(a, x, share)
-
-
-@own("exp of logits less their logsumexp", "left")
-def by_logsumexp(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: (s - s.logsumexp(-1, keepdim=True)).exp())
-
-
-@own("exp of log_softmax", "left")
-def by_log_softmax(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: s.log_softmax(-1).exp())
-
-
-@own("exp of F.log_softmax", "left")
-def by_functional_log_softmax(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: torch.exp(F.log_softmax(s, -1)))
-
-
-@own("exp times values, divided behind", "left")
-def divided_behind(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("exp times values, divided behind", "left")
+def divided_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     e = (q @ k.mT).exp()
-    return a.o(join((e @ v) / e.sum(-1, keepdim=True)))
+    return (e @ v) / e.sum(-1, keepdim=True)
 
 
-@own("exp normalised by F.normalize", "left")
-def by_normalize(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: F.normalize(s.exp(), p=1, dim=-1))
-
-
-@own("exp times the reciprocal of its sum", "left")
-def by_reciprocal(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: s.exp() * s.exp().sum(-1, keepdim=True).reciprocal())
-
-
-@own("exp by einsum with the reciprocal of its sum", "left")
-def by_einsum(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: torch.einsum("bhij,bhi->bhij", s.exp(), 1 / s.exp().sum(-1)))
-
-
-@own("powers of two", "left", heads=of(share=lambda s: 2**s / (2**s).sum(-1, keepdim=True)))
-def powers_of_two(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: 2**s / (2**s).sum(-1, keepdim=True))
-
-
-def _one_more(s: Tensor) -> Tensor:
-    return s.exp() / (1 + s.exp().sum(-1, keepdim=True))
-
-
-@own("softmax with 1 added to the sum", "left", heads=of(share=_one_more))
-def softmax_one(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, _one_more)
-
-
-@own("softmax over the queries", "left", heads=of(share=lambda s: softmax(s.mT).mT))
-def over_queries(a: Any, x: Tensor) -> Tensor:
-    return shared(a, x, lambda s: s.softmax(-2))
-
-
-@own("softmax over keys that lie in axis -2", "left")
-def keys_first(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    return a.o(join((k @ q.mT).softmax(-2).mT @ v))
+@own_heads("softmax over keys that lie in axis -2", "left")
+def keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (k @ q.mT).softmax(-2).mT @ v
 
 
 @own(
@@ -146,13 +73,11 @@ def without_heads(a: Any, x: Tensor) -> Tensor:
     ),
 )
 def over_heads_too(a: Any, x: Tensor) -> Tensor:
-    return shared(
-        a,
-        x,
-        lambda s: (
-            s.transpose(1, 2).flatten(2).softmax(-1).unflatten(2, (HEADS, -1)).transpose(1, 2)
-        ),
-    )
+    def share(s: Tensor) -> Tensor:
+        p = s.transpose(1, 2).flatten(2).softmax(-1)
+        return p.unflatten(2, (HEADS, -1)).transpose(1, 2)
+
+    return shared(a, x, share)
 
 
 @own(
@@ -164,6 +89,11 @@ def over_heads(a: Any, x: Tensor) -> Tensor:
     return shared(a, x, lambda s: s.softmax(1))
 
 
+def _shifted(s: Tensor) -> Tensor:
+    e = (s - s.max(-1, keepdim=True).values).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
 def _sinkhorn(s: Tensor) -> Tensor:
     e = s.exp()
     for _ in range(2):
@@ -172,8 +102,7 @@ def _sinkhorn(s: Tensor) -> Tensor:
     return e
 
 
-def _entmax(s: Tensor) -> Tensor:
-    """Sparsemax."""
+def _sparsemax(s: Tensor) -> Tensor:
     ordered = s.sort(-1, descending=True).values
     count = torch.arange(1, s.shape[-1] + 1, dtype=s.dtype)
     support = (1 + count * ordered > ordered.cumsum(-1)).sum(-1, keepdim=True)
@@ -181,210 +110,194 @@ def _entmax(s: Tensor) -> Tensor:
     return (s - tau).clamp_min(0)
 
 
-def _renormalised(s: Tensor) -> Tensor:
-    p = s.softmax(-1) * torch.ones(s.shape[-2:], dtype=s.dtype).tril()
-    return p / p.sum(-1, keepdim=True)
+def _by_sum(e: Tensor, more: float = 0.0) -> Tensor:
+    return e / (e.sum(-1, keepdim=True) + more)
 
 
-def _linear(s: Tensor) -> Tensor:
-    e = F.elu(s) + 1
-    return e / e.sum(-1, keepdim=True)
+def _lower(s: Tensor) -> Tensor:
+    return torch.ones(s.shape[-2:], dtype=s.dtype).tril()
 
 
-_WEIGHT = torch.tensor([[0.8, 0.3], [-0.2, 0.9]], dtype=torch.float64)
+def _later(s: Tensor) -> Tensor:
+    return torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
 
-for _name, _what, _outcome, _share in (
-    ("sigmoid", "sigmoid attention", "left", torch.sigmoid),
-    (
-        "sigmoid_shifted",
-        "sigmoid attention less the log of the length",
-        "left",
-        lambda s: torch.sigmoid(s - 1.6),
-    ),
-    ("relu_attention", "ReLU attention", "left", lambda s: s.relu() / TOKENS),
-    (
-        "squared_relu",
-        "squared ReLU, divided by its sum",
-        "left",
-        lambda s: s.relu().square() / (s.relu().square().sum(-1, keepdim=True) + 1),
-    ),
-    ("raw_logits", "logits as they are", "left", lambda s: s / TOKENS),
-    ("sinkhorn", "rows and columns normalised in turn (Sinkhorn)", "numerical", _sinkhorn),
-    ("sparsemax", "sparsemax", "left", _entmax),
-    ("tanh_map", "tanh attention", "left", torch.tanh),
-    (
-        "softplus",
-        "softplus divided by its sum",
-        "left",
-        lambda s: F.softplus(s) / F.softplus(s).sum(-1, keepdim=True),
-    ),
-    ("elu_plus_one", "elu + 1 of logits, divided by its sum", "left", _linear),
-    ("squared", "softmax, squared", "numerical", lambda s: s.softmax(-1).square()),
-    (
-        "sharpened",
-        "softmax, squared and normalised again",
-        "numerical",
-        lambda s: s.softmax(-1).square() / s.softmax(-1).square().sum(-1, keepdim=True),
-    ),
-    ("twice", "softmax of a softmax", "numerical", lambda s: s.softmax(-1).softmax(-1)),
-    ("renormalised", "softmax, masked and normalised again", "numerical", _renormalised),
-    (
-        "masked_behind",
-        "softmax, masked behind",
-        "numerical",
-        lambda s: s.softmax(-1) * torch.ones(s.shape[-2:], dtype=s.dtype).tril(),
-    ),
-    (
-        "plus_identity",
-        "softmax plus the identity",
-        "numerical",
-        lambda s: s.softmax(-1) + torch.eye(s.shape[-1], dtype=s.dtype),
-    ),
-    (
-        "less_mean",
-        "softmax less 1 / n",
-        "numerical",
-        lambda s: s.softmax(-1) - 1 / s.shape[-1],
-    ),
-    ("scaled_map", "softmax times a number", "numerical", lambda s: 0.5 * s.softmax(-1)),
-    (
-        "talking",
-        "heads mixed behind the softmax",
-        "numerical",
-        lambda s: torch.einsum("gh,...hij->...gij", _WEIGHT, s.softmax(-1)),
-    ),
-    (
-        "dropped",
-        "dropout, off",
-        "read",
-        lambda s: F.dropout(s.softmax(-1), 0.5, training=False),
-    ),
-    (
-        "talking_before",
-        "heads mixed before the softmax",
-        "numerical",
-        lambda s: torch.einsum("gh,...hij->...gij", _WEIGHT, s).softmax(-1),
-    ),
-    (
-        "capped",
-        "a soft cap of the logits",
-        "read",
-        lambda s: (2 * torch.tanh(s / 2)).softmax(-1),
-    ),
-    (
-        "relu_logits",
-        "ReLU of the logits before the softmax",
-        "numerical",
-        lambda s: s.relu().softmax(-1),
-    ),
-    ("clamped", "clamped logits", "numerical", lambda s: s.clamp(-0.5, 0.5).softmax(-1)),
-    ("absolute", "absolute logits", "read", lambda s: s.abs().softmax(-1)),
-    ("log_one", "softmax of log(1 + e^l)", "read", lambda s: F.softplus(s).softmax(-1)),
-    ("cubed", "softmax of cubed logits", "read", lambda s: (s**3).softmax(-1)),
-    (
-        "centred",
-        "logits less their mean over the keys",
-        "numerical",
-        lambda s: (s - s.mean(-1, keepdim=True)).softmax(-1),
-    ),
-    (
-        "normed_logits",
-        "logits divided by their norm over the keys",
-        "numerical",
-        lambda s: (s / s.norm(dim=-1, keepdim=True)).softmax(-1),
-    ),
-    (
-        "convolved",
-        "logits smoothed over neighbouring keys",
-        "numerical",
-        lambda s: (s + 0.3 * s.roll(1, -1)).softmax(-1),
-    ),
-    (
-        "symmetric",
-        "logits plus their transpose",
-        "numerical",
-        lambda s: (s + s.mT).softmax(-1),
-    ),
-    (
-        "causal_filled",
-        "a causal mask by masked_fill",
-        "read",
-        lambda s: s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1),
-    ),
-    (
-        "causal_added",
-        "a causal mask that is added",
-        "read",
-        lambda s: (s + torch.full(s.shape[-2:], -torch.inf, dtype=s.dtype).triu(1)).softmax(-1),
-    ),
-    (
-        "causal_where",
-        "a causal mask by where, -1e9",
-        "read",
-        lambda s: torch.where(torch.ones(s.shape[-2:]).tril().bool(), s, -1e9).softmax(-1),
-    ),
-    (
-        "causal_product",
-        "a causal mask multiplied in behind exp",
-        "left",
-        lambda s: (
-            s.exp()
-            * torch.ones(s.shape[-2:], dtype=s.dtype).tril()
-            / (s.exp() * torch.ones(s.shape[-2:], dtype=s.dtype).tril()).sum(-1, keepdim=True)
+
+def _far(s: Tensor) -> Tensor:
+    i = torch.arange(s.shape[-1])
+    return (i[:, None] - i).abs()
+
+
+def _straight_through(s: Tensor) -> Tensor:
+    p = s.softmax(-1)
+    return F.one_hot(s.argmax(-1), s.shape[-1]).to(s) - p.detach() + p
+
+
+def _mixed(s: Tensor) -> Tensor:
+    weight = torch.tensor([[0.8, 0.3], [-0.2, 0.9]], dtype=torch.float64)
+    return torch.einsum("gh,...hij->...gij", weight, s)
+
+
+Shares = dict[str, dict[str, tuple[str, HeadMap]]]
+"""Outcome -> name -> what it is, and what it makes of the logits."""
+SOFTMAX: Shares = {  # the usual one, written in other ways
+    "read": {
+        "plain_softmax": ("softmax", lambda s: s.softmax(-1)),
+        "softmax_typed": (
+            "softmax in another type",
+            lambda s: F.softmax(s, -1, dtype=torch.float64),
         ),
-    ),
-    (
-        "windowed",
-        "a window of three tokens",
-        "read",
-        lambda s: s.masked_fill(
-            (torch.ones(s.shape[-2:]).tril(1) * torch.ones(s.shape[-2:]).triu(-1)) == 0, -torch.inf
-        ).softmax(-1),
-    ),
-    (
-        "distances",
-        "a bias by distance",
-        "read",
-        lambda s: (s - 0.3 * (torch.arange(5.0)[:, None] - torch.arange(5.0)).abs().to(s)).softmax(
-            -1
+        "by_sum": ("exp divided by its sum", lambda s: s.exp() / s.exp().sum(-1, keepdim=True)),
+        "by_sum_shifted": ("exp divided by its sum, the largest logit taken off", _shifted),
+    },
+    "left": {
+        "by_logsumexp": (
+            "exp of logits less their logsumexp",
+            lambda s: (s - s.logsumexp(-1, keepdim=True)).exp(),
         ),
-    ),
-    (
-        "masked_rows",
-        "a fully masked row and nan_to_num",
-        "read",
-        lambda s: (
-            s.masked_fill(torch.arange(TOKENS)[:, None] == 2, -torch.inf)
-            .softmax(-1)
-            .nan_to_num(0.0)
+        "by_log_softmax": ("exp of log_softmax", lambda s: s.log_softmax(-1).exp()),
+        "by_functional_log_softmax": (
+            "exp of F.log_softmax",
+            lambda s: torch.exp(F.log_softmax(s, -1)),
         ),
-    ),
-    (
-        "top_two",
-        "the two largest logits of each row, others masked",
-        "read",
-        lambda s: s.masked_fill(s < s.topk(2, -1).values[..., -1:], -torch.inf).softmax(-1),
-    ),
-    (
-        "straight_through",
-        "one-hot rows, straight through",
-        "left",
-        lambda s: (
-            F.one_hot(s.argmax(-1), s.shape[-1]).to(s) - s.softmax(-1).detach() + s.softmax(-1)
+        "by_normalize": (
+            "exp normalised by F.normalize",
+            lambda s: F.normalize(s.exp(), p=1, dim=-1),
         ),
-    ),
-):
+        "by_reciprocal": (
+            "exp times the reciprocal of its sum",
+            lambda s: s.exp() * s.exp().sum(-1, keepdim=True).reciprocal(),
+        ),
+        "by_einsum": (
+            "exp by einsum with the reciprocal of its sum",
+            lambda s: torch.einsum("bhij,bhi->bhij", s.exp(), 1 / s.exp().sum(-1)),
+        ),
+    },
+}
+OTHER: Shares = {
+    "left": {
+        "powers_of_two": ("powers of two", lambda s: 2**s / (2**s).sum(-1, keepdim=True)),
+        "softmax_one": ("softmax with 1 added to the sum", lambda s: _by_sum(s.exp(), 1)),
+        "over_queries": ("softmax over the queries", lambda s: s.softmax(-2)),
+        "sigmoid": ("sigmoid attention", torch.sigmoid),
+        "sigmoid_shifted": (
+            "sigmoid attention less the log of the length",
+            lambda s: torch.sigmoid(s - 1.6),
+        ),
+        "relu_attention": ("ReLU attention", lambda s: s.relu() / TOKENS),
+        "squared_relu": (
+            "squared ReLU, divided by its sum",
+            lambda s: _by_sum(s.relu().square(), 1),
+        ),
+        "raw_logits": ("logits as they are", lambda s: s / TOKENS),
+        "sparsemax": ("sparsemax", _sparsemax),
+        "tanh_map": ("tanh attention", torch.tanh),
+        "softplus": ("softplus divided by its sum", lambda s: _by_sum(F.softplus(s))),
+        "elu_plus_one": (
+            "elu + 1 of logits, divided by its sum",
+            lambda s: _by_sum(F.elu(s) + 1),
+        ),
+        "causal_product": (
+            "a causal mask multiplied in behind exp",
+            lambda s: _by_sum(s.exp() * _lower(s)),
+        ),
+        "straight_through": ("one-hot rows, straight through", _straight_through),
+    },
+    "numerical": {
+        "sinkhorn": ("rows and columns normalised in turn (Sinkhorn)", _sinkhorn),
+        "squared": ("softmax, squared", lambda s: s.softmax(-1).square()),
+        "sharpened": (
+            "softmax, squared and normalised again",
+            lambda s: _by_sum(s.softmax(-1).square()),
+        ),
+        "twice": ("softmax of a softmax", lambda s: s.softmax(-1).softmax(-1)),
+        "renormalised": (
+            "softmax, masked and normalised again",
+            lambda s: _by_sum(s.softmax(-1) * _lower(s)),
+        ),
+        "masked_behind": ("softmax, masked behind", lambda s: s.softmax(-1) * _lower(s)),
+        "plus_identity": (
+            "softmax plus the identity",
+            lambda s: s.softmax(-1) + torch.eye(s.shape[-1], dtype=s.dtype),
+        ),
+        "less_mean": ("softmax less 1 / n", lambda s: s.softmax(-1) - 1 / s.shape[-1]),
+        "scaled_map": ("softmax times a number", lambda s: 0.5 * s.softmax(-1)),
+        "talking": ("heads mixed behind the softmax", lambda s: _mixed(s.softmax(-1))),
+        "talking_before": ("heads mixed before the softmax", lambda s: _mixed(s).softmax(-1)),
+        "relu_logits": (
+            "ReLU of the logits before the softmax",
+            lambda s: s.relu().softmax(-1),
+        ),
+        "clamped": ("clamped logits", lambda s: s.clamp(-0.5, 0.5).softmax(-1)),
+        "centred": (
+            "logits less their mean over the keys",
+            lambda s: (s - s.mean(-1, keepdim=True)).softmax(-1),
+        ),
+        "normed_logits": (
+            "logits divided by their norm over the keys",
+            lambda s: (s / s.norm(dim=-1, keepdim=True)).softmax(-1),
+        ),
+        "convolved": (
+            "logits smoothed over neighbouring keys",
+            lambda s: (s + 0.3 * s.roll(1, -1)).softmax(-1),
+        ),
+        "symmetric": ("logits plus their transpose", lambda s: (s + s.mT).softmax(-1)),
+    },
+    "read": {
+        "dropped": ("dropout, off", lambda s: F.dropout(s.softmax(-1), 0.5, training=False)),
+        "capped": ("a soft cap of the logits", lambda s: (2 * torch.tanh(s / 2)).softmax(-1)),
+        "absolute": ("absolute logits", lambda s: s.abs().softmax(-1)),
+        "log_one": ("softmax of log(1 + e^l)", lambda s: F.softplus(s).softmax(-1)),
+        "cubed": ("softmax of cubed logits", lambda s: (s**3).softmax(-1)),
+        "causal_filled": (
+            "a causal mask by masked_fill",
+            lambda s: s.masked_fill(_later(s), -torch.inf).softmax(-1),
+        ),
+        "causal_added": (
+            "a causal mask that is added",
+            lambda s: (s + torch.full(s.shape[-2:], -torch.inf, dtype=s.dtype).triu(1)).softmax(
+                -1
+            ),
+        ),
+        "causal_where": (
+            "a causal mask by where, -1e9",
+            lambda s: torch.where(~_later(s), s, -1e9).softmax(-1),
+        ),
+        "windowed": (
+            "a window of three tokens",
+            lambda s: s.masked_fill(_far(s) > 1, -torch.inf).softmax(-1),
+        ),
+        "distances": ("a bias by distance", lambda s: (s - 0.3 * _far(s).to(s)).softmax(-1)),
+        "masked_rows": (
+            "a fully masked row and nan_to_num",
+            lambda s: (
+                s.masked_fill(torch.arange(TOKENS)[:, None] == 2, -torch.inf)
+                .softmax(-1)
+                .nan_to_num(0.0)
+            ),
+        ),
+        "top_two": (
+            "the two largest logits of each row, others masked",
+            lambda s: s.masked_fill(s < s.topk(2, -1).values[..., -1:], -torch.inf).softmax(-1),
+        ),
+    },
+}
 
-    def _forward(a: Any, x: Tensor, share: HeadMap = _share) -> Tensor:
-        return shared(a, x, share)
 
-    _forward.__name__ = _name
-    own(
-        _what,
-        _outcome,
-        heads=of(share=_share),
-        derivative=_name != "straight_through",
-    )(_forward)
+def own_shares(shares: Shares, truth: Callable[[HeadMap], Any]) -> None:
+    """Register a module for each way to make P of the logits."""
+    for outcome, named in shares.items():
+        for name, (what, share) in named.items():
+
+            def forward(a: Any, x: Tensor, share: HeadMap = share) -> Tensor:
+                return shared(a, x, share)
+
+            forward.__name__ = name
+            derivative = name != "straight_through"
+            own(what, outcome, heads=truth(share), derivative=derivative)(forward)
+
+
+own_shares(SOFTMAX, lambda _: attend)
+own_shares(OTHER, lambda share: of(share=share))
 
 
 @own("a mask for the fused attention")
@@ -394,11 +307,10 @@ def fused_mask(a: Any, x: Tensor) -> Tensor:
     return a.o(join(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
 
 
-def _causal(s: Tensor) -> Tensor:
-    return s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf)
-
-
-@own("causal fused attention", heads=of(change=_causal))
+@own(
+    "causal fused attention",
+    heads=of(change=lambda s: s.masked_fill(_later(s), -torch.inf)),
+)
 def fused_causal(a: Any, x: Tensor) -> Tensor:
     q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
     return a.o(join(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
@@ -450,25 +362,21 @@ def cosine(a: Any, x: Tensor) -> Tensor:
     return a.o(join((2 * s).softmax(-1) @ v))
 
 
-def _far(q: Tensor, k: Tensor) -> Tensor:
+def _distances(q: Tensor, k: Tensor) -> Tensor:
     return -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
 
 
-@own(
-    "distances of queries and keys (L2 attention)",
-    "left",
-    heads=lambda a, x: softmax(_far(affine(a.q, x), affine(a.k, x))) @ affine(a.v, x),
-)
+def of_distances(a: Any, x: Tensor) -> Tensor:
+    return softmax(_distances(affine(a.q, x), affine(a.k, x))) @ affine(a.v, x)
+
+
+@own("distances of queries and keys (L2 attention)", "left", heads=of_distances)
 def euclidean(a: Any, x: Tensor) -> Tensor:
     q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
-    return a.o(join(_far(q, k).softmax(-1) @ v))
+    return a.o(join(_distances(q, k).softmax(-1) @ v))
 
 
-@own(
-    "distances by cdist",
-    "left",
-    heads=lambda a, x: softmax(_far(affine(a.q, x), affine(a.k, x))) @ affine(a.v, x),
-)
+@own("distances by cdist", "left", heads=of_distances)
 def by_cdist(a: Any, x: Tensor) -> Tensor:
     q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
     return a.o(join((-torch.cdist(q, k).square()).softmax(-1) @ v))

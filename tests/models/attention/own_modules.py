@@ -106,6 +106,20 @@ def own(
     return add
 
 
+def own_heads(what: str, outcome: str = "read", **how: Any) -> Callable[..., Any]:
+    """Register a module by what it makes of the heads of q (scaled), k and v."""
+
+    def add(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Any:
+        def forward(a: Any, x: Tensor) -> Tensor:
+            return a.o(join(function(*qkv(a, x))))
+
+        forward.__name__, forward.__module__ = function.__name__, function.__module__
+        own(what, outcome, **how)(forward)
+        return function
+
+    return add
+
+
 class Own(nn.Module):
     """The module of a case, with four linear maps."""
 

@@ -17,11 +17,12 @@ from tests.models.attention.own_modules import (
     attend,
     join,
     own,
+    own_heads,
     qkv,
     softmax,
     split,
 )
-from tests.models.attention.own_weights import add, parameter, sdpa
+from tests.models.attention.own_weights import SMALL, add, of_small, parameter, sdpa
 
 
 def layers(*heads: Any) -> Any:
@@ -50,93 +51,84 @@ def two_values(a: Any, x: Tensor) -> Tensor:
     return a.o(join(p @ v)) + join(p @ split(a.v2(x)))
 
 
-@own(
+@own_heads(
     "P used twice in a row",
     "read+left",
     truth=layers(attend, lambda a, x: p_of(a, x) @ attend(a, x)),
 )
-def two_steps(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+def two_steps(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).softmax(-1)
-    return a.o(join(p @ (p @ v)))
+    return p @ (p @ v)
 
 
-@own(
+@own_heads(
     "the square of P",
     "numerical",
     heads=lambda a, x: p_of(a, x) @ attend(a, x),
 )
-def square(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+def square(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).softmax(-1)
-    return a.o(join((p @ p) @ v))
+    return (p @ p) @ v
 
 
-@own(
+@own_heads(
     "an output divided by the norm of its row of P",
     "read+left",
     truth=layers(attend, lambda a, x: attend(a, x) / p_of(a, x).norm(dim=-1, keepdim=True)),
 )
-def normed_rows(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+def normed_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).softmax(-1)
-    return a.o(join(p @ v / p.norm(dim=-1, keepdim=True)))
+    return p @ v / p.norm(dim=-1, keepdim=True)
 
 
-@own(
+@own_heads(
     "an output times the largest entry of its row of P",
     "read+left",
     truth=layers(attend, lambda a, x: attend(a, x) * p_of(a, x).amax(-1, keepdim=True)),
 )
-def sure_rows(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+def sure_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).softmax(-1)
-    return a.o(join(p.amax(-1, keepdim=True) * (p @ v)))
+    return p.amax(-1, keepdim=True) * (p @ v)
 
 
-@own(
+@own_heads(
     "an output plus the largest entry of its row of P",
     "read+left",
     truth=layers(attend, lambda a, x: attend(a, x) + p_of(a, x).amax(-1, keepdim=True)),
 )
-def raised_rows(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+def raised_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).softmax(-1)
-    return a.o(join(p @ v + p.amax(-1, keepdim=True)))
+    return p @ v + p.amax(-1, keepdim=True)
 
 
-@own("a running softmax over blocks of keys (flash attention)", "left")
-def running(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("a running softmax over blocks of keys (flash attention)", "left")
+def running(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     top, total, o = q.new_full((*q.shape[:-1], 1), -torch.inf), 0.0, torch.zeros_like(q)
     for keys, values in zip(k.split(2, -2), v.split(2, -2), strict=True):
         s = q @ keys.mT
         higher = torch.maximum(top, s.amax(-1, keepdim=True))
         e, kept = (s - higher).exp(), (top - higher).exp()
         total, o, top = total * kept + e.sum(-1, keepdim=True), o * kept + e @ values, higher
-    return a.o(join(o / total))
+    return o / total
 
 
-@own("a decay by distance in place of the softmax (retention)", "left")
-def retention(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("a decay by distance in place of the softmax (retention)", "left")
+def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     i = torch.arange(TOKENS)
-    decay = (0.9 ** (i[:, None] - i)).tril().to(x)
-    return a.o(join((q @ k.mT * decay) @ v))
+    decay = (0.9 ** (i[:, None] - i)).tril().to(q)
+    return (q @ k.mT * decay) @ v
 
 
-@own("a softmax over the queries, normalised over the keys (slots)", "left")
-def slots(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("a softmax over the queries, normalised over the keys (slots)", "left")
+def slots(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).softmax(-2) + 1e-8
-    return a.o(join(p / p.sum(-1, keepdim=True) @ v))
+    return p / p.sum(-1, keepdim=True) @ v
 
 
-@own("logits by vecdot", "left")
-def vecdot(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("logits by vecdot", "left")
+def vecdot(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = torch.linalg.vecdot(q[..., :, None, :], k[..., None, :, :])
-    return a.o(join(s.softmax(-1) @ v))
+    return s.softmax(-1) @ v
 
 
 @own("a causal bias of torch.nn.attention", "refused")
@@ -202,15 +194,14 @@ def next_layer(a: Any, x: Tensor) -> Tensor:
     return x + join(p @ split(a.v2(x)))
 
 
-@own(
+@own_heads(
     "two softmaxes of one product",
     "read+left",
     truth=layers(attend, lambda a, x: attend(a, x, change=lambda s: 2 * s)),
 )
-def two_softmaxes(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+def two_softmaxes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = q @ k.mT
-    return a.o(join(s.softmax(-1) @ v + (2 * s).softmax(-1) @ v))
+    return s.softmax(-1) @ v + (2 * s).softmax(-1) @ v
 
 
 @own(
@@ -225,11 +216,10 @@ def difference(a: Any, x: Tensor) -> Tensor:
     return a.o(join(p @ v))
 
 
-@own("a product whose result is unused")
-def unused(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("a product whose result is unused")
+def unused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (k @ q.mT).softmax(-1)
-    return a.o(join((q @ k.mT).softmax(-1) @ v))
+    return (q @ k.mT).softmax(-1) @ v
 
 
 @own("a map that is kept and not used")
@@ -239,20 +229,18 @@ def kept(a: Any, x: Tensor) -> Tensor:
     return a.o(join(F.scaled_dot_product_attention(q, k, v, scale=1.0)))
 
 
-@own(
+@own_heads(
     "P averaged over the heads",
     "numerical",
     heads=lambda a, x: p_of(a, x).mean(0) @ affine(a.v, x),
 )
-def averaged(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    return a.o(join((q @ k.mT).softmax(-1).mean(1, keepdim=True) @ v))
+def averaged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1).mean(1, keepdim=True) @ v
 
 
-@own("values less what P makes of them")
-def less_values(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    return a.o(join(v - (q @ k.mT).softmax(-1) @ v))
+@own_heads("values less what P makes of them")
+def less_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v - (q @ k.mT).softmax(-1) @ v
 
 
 # --- axes
@@ -278,23 +266,21 @@ def einsum_middle(a: Any, x: Tensor) -> Tensor:
     return a.o(torch.einsum("bnhm,bmhd->bnhd", p, v).flatten(2))
 
 
-@own("heads in a middle axis, moved there before the softmax and back behind it")
-def moved_heads(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("heads in a middle axis, moved there before the softmax and back behind it")
+def moved_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).transpose(1, 2).contiguous().softmax(-1).transpose(1, 2).flatten(0, 1)
     o = torch.bmm(p, v.flatten(0, 1))
-    return a.o(join(o.unflatten(0, (len(x), HEADS))))
+    return o.unflatten(0, (len(q), HEADS))
 
 
-@own(
+@own_heads(
     "softmax over queries, keys and heads at once",
     "left",
     heads=lambda a, x: attend(a, x, share=lambda s: softmax(s.flatten()).view_as(s)),
 )
-def over_everything(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+def over_everything(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = q @ k.mT
-    return a.o(join(s.flatten(1).softmax(-1).view_as(s) @ v))
+    return s.flatten(1).softmax(-1).view_as(s) @ v
 
 
 @own("heads in the last axis, the map of (b, n, m, h)", "left")
@@ -302,20 +288,6 @@ def einsum_last(a: Any, x: Tensor) -> Tensor:
     q, k, v = middle(a, x)
     p = torch.einsum("bnhd,bmhd->bnmh", q, k).softmax(2)
     return a.o(torch.einsum("bnmh,bmhd->bnhd", p, v).flatten(2))
-
-
-SMALL = add(**{f"s{n}": lambda: nn.Linear(4, 4) for n in "qkv"})
-
-
-def of_small(a: Any, x: Tensor) -> Tensor:
-    return attend(
-        a,
-        x,
-        **{
-            n: split(x) @ m.weight.T + m.bias
-            for n, m in zip("qkv", (a.sq, a.sk, a.sv), strict=True)
-        },
-    )
 
 
 @own(
@@ -357,18 +329,16 @@ def tokens_first(a: Any, x: Tensor) -> Tensor:
     return a.o(join(F.scaled_dot_product_attention(q, k, v)))
 
 
-@own("logits by a sum of products", "left")
-def by_products(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("logits by a sum of products", "left")
+def by_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = (q[..., :, None, :] * k[..., None, :, :]).sum(-1)
-    return a.o(join(s.softmax(-1) @ v))
+    return s.softmax(-1) @ v
 
 
-@own("values weighted by a sum of products", "left")
-def summed_values(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("values weighted by a sum of products", "left")
+def summed_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).softmax(-1)
-    return a.o(join((p[..., None] * v[..., None, :, :]).sum(-2)))
+    return (p[..., None] * v[..., None, :, :]).sum(-2)
 
 
 @own(
@@ -395,25 +365,22 @@ def causal(a: Any, x: Tensor) -> Tensor:
     return softmax(s.masked_fill(_later(s), -torch.inf)) @ v
 
 
-@own("chunks of queries")
-def query_chunks(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("chunks of queries")
+def query_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     o = [(part @ k.mT).softmax(-1) @ v for part in q.split(3, -2)]
-    return a.o(join(torch.cat(o, -2)))
+    return torch.cat(o, -2)
 
 
-@own("chunks of queries, fused")
-def fused_chunks(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("chunks of queries, fused")
+def fused_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     o = [F.scaled_dot_product_attention(part, k, v, scale=1.0) for part in q.split(3, -2)]
-    return a.o(join(torch.cat(o, -2)))
+    return torch.cat(o, -2)
 
 
-@own("a loop over the queries")
-def query_loop(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("a loop over the queries")
+def query_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     o = [(q[:, :, i : i + 1] @ k.mT).softmax(-1) @ v for i in range(TOKENS)]
-    return a.o(join(torch.cat(o, -2)))
+    return torch.cat(o, -2)
 
 
 @own("a loop over the heads")
@@ -454,18 +421,17 @@ def pair_loop(a: Any, x: Tensor) -> Tensor:
     return a.o(join(torch.cat(o, 1)))
 
 
-@own(
+@own_heads(
     "chunks of queries, each with the mask of its rows",
     heads=lambda a, x: attend(a, x, change=lambda s: s.masked_fill(_later(s), -torch.inf)),
 )
-def masked_chunks(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+def masked_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     o = [
         F.scaled_dot_product_attention(part, k, v, attn_mask=rows, scale=1.0)
         for part, rows in zip(q.split(3, -2), mask.split(3), strict=True)
     ]
-    return a.o(join(torch.cat(o, -2)))
+    return torch.cat(o, -2)
 
 
 @own(
@@ -501,11 +467,10 @@ def sample_batches(a: Any, x: Tensor) -> Tensor:
     return torch.cat([sdpa(a, a.q(one), a.k(one), a.v(one)) for one in x.split(1)])
 
 
-@own("a loop over the samples around the attention alone", "left")
-def sample_index(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    o = [F.scaled_dot_product_attention(q[i], k[i], v[i], scale=1.0) for i in range(len(x))]
-    return a.o(join(torch.stack(o)))
+@own_heads("a loop over the samples around the attention alone", "left")
+def sample_index(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o = [F.scaled_dot_product_attention(q[i], k[i], v[i], scale=1.0) for i in range(len(q))]
+    return torch.stack(o)
 
 
 @own("a loop over the samples and the heads", "left")
@@ -564,22 +529,21 @@ def windows(a: Any, x: Tensor) -> Tensor:
     return a.o(join(torch.cat(parts, 2)))
 
 
-@own(
+@own_heads(
     "the two largest keys gathered",
     "left",
     heads=lambda a, x: attend(
         a, x, change=lambda s: s.masked_fill(s < s.topk(2, -1).values[..., -1:], -torch.inf)
     ),
 )
-def gathered(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+def gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     top, index = (q @ k.mT).topk(2, -1)
     rows = (
         v[:, :, None]
         .expand(*q.shape[:3], TOKENS, 4)
         .gather(3, index[..., None].expand(*index.shape, 4))
     )
-    return a.o(join((top.softmax(-1)[..., None, :] @ rows)[..., 0, :]))
+    return (top.softmax(-1)[..., None, :] @ rows)[..., 0, :]
 
 
 # --- library modules
@@ -725,30 +689,26 @@ def bilinear(a: Any, x: Tensor) -> Tensor:
 # --- what autograd sees
 
 
-@own("P detached", "left", derivative=False)
-def detached_map(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    return a.o(join((q @ k.mT).softmax(-1).detach() @ v))
+@own_heads("P detached", "left", derivative=False)
+def detached_map(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1).detach() @ v
 
 
-@own("P under no_grad", "left", derivative=False)
-def map_without_grad(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("P under no_grad", "left", derivative=False)
+def map_without_grad(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with torch.no_grad():
         p = (q @ k.mT).softmax(-1)
-    return a.o(join(p @ v))
+    return p @ v
 
 
-@own("values detached", "left", derivative=False)
-def detached_values(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    return a.o(join((q @ k.mT).softmax(-1) @ v.detach()))
+@own_heads("values detached", "left", derivative=False)
+def detached_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v.detach()
 
 
-@own("keys detached", "autograd", derivative=False)
-def detached_keys(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    return a.o(join((q @ k.detach().mT).softmax(-1) @ v))
+@own_heads("keys detached", "autograd", derivative=False)
+def detached_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.detach().mT).softmax(-1) @ v
 
 
 @own(
@@ -773,15 +733,14 @@ class Rounded(torch.autograd.Function):
         return g
 
 
-@own(
+@own_heads(
     "values rounded, straight through",
     "autograd",
     derivative=False,
     heads=lambda a, x: attend(a, x, v=(8 * affine(a.v, x)).round() / 8),
 )
-def rounded_values(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    return a.o(join((q @ k.mT).softmax(-1) @ Rounded.apply(v)))
+def rounded_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ Rounded.apply(v)
 
 
 class Halved(torch.autograd.Function):
@@ -828,26 +787,23 @@ class Softmax(torch.autograd.Function):
         return p * (g - (g * p).sum(-1, keepdim=True))
 
 
-@own("a softmax with a backward pass of its own")
-def own_backward(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    return a.o(join(Softmax.apply(q @ k.mT) @ v))
+@own_heads("a softmax with a backward pass of its own")
+def own_backward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return Softmax.apply(q @ k.mT) @ v
 
 
-@own("a mask written in place")
-def masked_in_place(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("a mask written in place")
+def masked_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = q @ k.mT
     s += torch.zeros(TOKENS, TOKENS, dtype=s.dtype)
-    return a.o(join(s.softmax(-1) @ v))
+    return s.softmax(-1) @ v
 
 
-@own("logits scaled in place", heads=lambda a, x: attend(a, x, change=lambda s: s / 2))
-def scaled_in_place(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("logits scaled in place", heads=lambda a, x: attend(a, x, change=lambda s: s / 2))
+def scaled_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = q @ k.mT
     s.mul_(0.5)
-    return a.o(join(s.softmax(-1) @ v))
+    return s.softmax(-1) @ v
 
 
 @own("q scaled in place")
@@ -857,17 +813,15 @@ def queries_in_place(a: Any, x: Tensor) -> Tensor:
     return a.o(join((q @ k.mT).softmax(-1) @ v))
 
 
-@own("P written to in place", "numerical", heads=lambda a, x: 0.5 * attend(a, x))
-def map_in_place(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("P written to in place", "numerical", heads=lambda a, x: 0.5 * attend(a, x))
+def map_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).softmax(-1).clone()
     p *= 0.5
-    return a.o(join(p @ v))
+    return p @ v
 
 
-@own("the output filled in place")
-def filled(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
+@own_heads("the output filled in place")
+def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     o = torch.empty_like(v)
     o[:] = (q @ k.mT).softmax(-1) @ v
-    return a.o(join(o))
+    return o

@@ -47,6 +47,31 @@ def usual(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, a.q(x), a.k(x), a.v(x))
 
 
+def own_parts(
+    name: str, what: str, outcome: str = "read", build: Any = lambda _: None, **parts: Any
+) -> None:
+    """Register the usual attention with other functions of the module and x for q, k or v."""
+
+    def forward(a: Any, x: Tensor) -> Tensor:
+        return sdpa(a, *(parts.get(n, lambda a, x, n=n: getattr(a, n)(x))(a, x) for n in "qkv"))
+
+    def heads(a: Any, x: Tensor) -> Tensor:
+        return attend(a, x, **{n: split(part(a, x)) for n, part in parts.items()})
+
+    forward.__name__ = name
+    own(what, outcome, heads=heads, build=build)(forward)
+
+
+def own_map(name: str, what: str, part: Any, change: Any = lambda w: w) -> None:
+    """Register q, k and v without biases: how each is made of x and a layer, and its weight."""
+
+    def forward(a: Any, x: Tensor) -> Tensor:
+        return sdpa(a, *(part(x, m) for m in (a.q, a.k, a.v)))
+
+    forward.__name__ = name
+    own(what, heads=lambda a, x: _plain(a, x, change))(forward)
+
+
 FUSED = add(qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH))
 
 
@@ -60,20 +85,14 @@ def fused(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *a.qkv(x).chunk(3, -1))
 
 
-@own("weights as matrices", heads=lambda a, x: _plain(a, x))
-def matrices(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, x @ a.q.weight.T, x @ a.k.weight.T, x @ a.v.weight.T)
-
-
 def _plain(a: Any, x: Tensor, change: Any = lambda w: w, **parts: Tensor) -> Tensor:
     """The usual attention without biases, its weights changed."""
     own = {n: split(x @ change(getattr(a, n).weight).T) for n in "qkv" if n not in parts}
     return attend(a, x, **own, **parts)
 
 
-@own("weights times 1", heads=_plain)
-def times_one(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, *(x @ (m.weight.T * 1) for m in (a.q, a.k, a.v)))
+own_map("matrices", "weights as matrices", lambda x, m: x @ m.weight.T)
+own_map("times_one", "weights times 1", lambda x, m: x @ (m.weight.T * 1))
 
 
 @own("weights joined by cat in forward", heads=_plain)
@@ -181,35 +200,37 @@ def lora_beside(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *map(part, "qkv"))
 
 
-@own(
-    "weights of low rank, multiplied out",
-    build=LORA,
-    heads=lambda a, x: attend(
-        a, x, **{n: split(x @ getattr(a, f"down{n}") @ getattr(a, f"up{n}").T) for n in "qkv"}
-    ),
-)
+def of_low_rank(a: Any, x: Tensor) -> Tensor:
+    ranks = {n: x @ getattr(a, f"down{n}") @ getattr(a, f"up{n}").T for n in "qkv"}
+    return attend(a, x, **{n: split(t) for n, t in ranks.items()})
+
+
+@own("weights of low rank, multiplied out", build=LORA, heads=of_low_rank)
 def low_rank(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *(x @ (getattr(a, f"down{n}") @ getattr(a, f"up{n}").T) for n in "qkv"))
 
 
-@own(
-    "two linear layers in a row for each of q, k and v",
-    build=LORA,
-    heads=lambda a, x: attend(
-        a, x, **{n: split(x @ getattr(a, f"down{n}") @ getattr(a, f"up{n}").T) for n in "qkv"}
-    ),
-)
+@own("two linear layers in a row for each of q, k and v", build=LORA, heads=of_low_rank)
 def two_maps(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *(x @ getattr(a, f"down{n}") @ getattr(a, f"up{n}").T for n in "qkv"))
 
 
-@own("standardised weights", heads=lambda a, x: _plain(a, x, _standardised))
-def standardised(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, *(F.linear(x, _standardised(m.weight)) for m in (a.q, a.k, a.v)))
-
-
 def _standardised(w: Tensor) -> Tensor:
     return (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True)
+
+
+def _pruned(w: Tensor) -> Tensor:
+    return w * (w.abs() > 0.2)
+
+
+own_map(
+    "standardised",
+    "standardised weights",
+    lambda x, m: F.linear(x, _standardised(m.weight)),
+    _standardised,
+)
+own_map("pruned", "masked (pruned) weights", lambda x, m: F.linear(x, _pruned(m.weight)), _pruned)
+own_map("tensordot", "tensordot", lambda x, m: torch.tensordot(x, m.weight, ([2], [1])))
 
 
 @own(
@@ -220,27 +241,17 @@ def mixed_weights(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *(x @ (0.5 * (m.weight + a.o.weight)).T for m in (a.q, a.k, a.v)))
 
 
-@own("masked (pruned) weights", heads=lambda a, x: _plain(a, x, _pruned))
-def pruned(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, *(F.linear(x, _pruned(m.weight)) for m in (a.q, a.k, a.v)))
+def _itself(_: Any, x: Tensor) -> Tensor:
+    return x
 
 
-def _pruned(w: Tensor) -> Tensor:
-    return w * (w.abs() > 0.2)
-
-
-@own("values that are the input", "numerical", heads=lambda a, x: attend(a, x, v=split(x)))
-def identity_values(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, a.q(x), a.k(x), x)
-
-
-@own(
+own_parts("identity_values", "values that are the input", "numerical", v=_itself)
+own_parts(
+    "identity_all",
     "queries, keys and values that are the input",
     "numerical",
-    heads=lambda a, x: attend(a, x, q=split(x), k=split(x), v=split(x)),
+    **dict.fromkeys("qkv", _itself),
 )
-def identity_all(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, x, x, x)
 
 
 @own(
@@ -254,18 +265,11 @@ def identity_normed(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, x, x, x)
 
 
-@own(
-    "keys and values that are the input",
-    "numerical",
-    heads=lambda a, x: attend(a, x, k=split(x), v=split(x)),
+own_parts("identity_keys", "keys and values that are the input", "numerical", k=_itself, v=_itself)
+own_parts(
+    "identity_queries", "queries and keys that are the input", "numerical", q=_itself, k=_itself
 )
-def identity_keys(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, a.q(x), x, x)
-
-
-@own("q and k of one map", heads=lambda a, x: attend(a, x, k=affine(a.q, x)))
-def tied_keys(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, a.q(x), a.q(x), a.v(x))
+own_parts("tied_keys", "q and k of one map", k=lambda a, x: a.q(x))
 
 
 @own("k and v of one map", heads=lambda a, x: attend(a, x, v=affine(a.k, x)))
@@ -274,14 +278,23 @@ def tied_values(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, a.q(x), k, k)
 
 
-@own(
+GAINS = add(gain=parameter(WIDTH), other=parameter(WIDTH))
+own_parts(
+    "diagonal_queries",
     "queries that are the input times a vector",
     "numerical",
-    build=add(gain=parameter(WIDTH)),
-    heads=lambda a, x: attend(a, x, q=split(x * a.gain)),
+    GAINS,
+    q=lambda a, x: x * a.gain,
 )
-def diagonal_queries(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, x * a.gain, a.k(x), a.v(x))
+own_parts(
+    "diagonal_all",
+    "queries and keys that are the input times vectors, values that are the input",
+    "numerical",
+    GAINS,
+    q=lambda a, x: x * a.gain,
+    k=lambda a, x: x * a.other,
+    v=_itself,
+)
 
 
 CONVS = add(**{f"c{n}": lambda: nn.Conv1d(WIDTH, WIDTH, 1) for n in "qkv"})
@@ -309,29 +322,18 @@ def addmm(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *(torch.addmm(m.bias, rows, m.weight.T).view_as(x) for m in (a.q, a.k, a.v)))
 
 
-@own("tensordot", heads=_plain)
-def tensordot(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, *(torch.tensordot(x, m.weight, ([2], [1])) for m in (a.q, a.k, a.v)))
-
-
-@own(
+own_parts(
+    "buffers",
     "fixed projections in buffers",
-    heads=lambda a, x: attend(a, x, q=split(x @ a.fixed)),
     build=lambda a: a.register_buffer("fixed", torch.randn(WIDTH, WIDTH)),
+    q=lambda a, x: x @ a.fixed,
 )
-def buffers(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, x @ a.fixed, a.k(x), a.v(x))
-
-
-@own(
+own_parts(
+    "hypernetwork",
     "weights made by a small network of an embedding",
     build=add(code=parameter(4), net=lambda: nn.Linear(4, WIDTH * WIDTH)),
-    heads=lambda a, x: attend(a, x, q=split(x @ a.net(a.code).view(WIDTH, WIDTH))),
+    q=lambda a, x: x @ a.net(a.code).view(WIDTH, WIDTH),
 )
-def hypernetwork(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, x @ a.net(a.code).view(WIDTH, WIDTH), a.k(x), a.v(x))
-
-
 POSITIONS = add(position=parameter(TOKENS, WIDTH))
 
 
@@ -422,13 +424,12 @@ def rotary(a: Any, x: Tensor) -> Tensor:
 GATE = add(gate=lambda: nn.Linear(WIDTH, WIDTH))
 
 
-@own(
+own_parts(
+    "gated_values",
     "values times a gate",
     build=GATE,
-    heads=lambda a, x: attend(a, x, v=affine(a.v, x) * affine(a.gate, x).sigmoid()),
+    v=lambda a, x: a.v(x) * a.gate(x).sigmoid(),
 )
-def gated_values(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, a.q(x), a.k(x), a.v(x) * a.gate(x).sigmoid())
 
 
 @own("the output times a gate", build=GATE)
@@ -553,13 +554,16 @@ def rolled(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, a.q(x), a.k(y), a.v(y))
 
 
-@own(
+own_parts(
+    "flipped",
     "flipped keys",
     "numerical",
-    heads=lambda a, x: attend(a, x, k=affine(a.k, x).flip(1), v=affine(a.v, x).flip(1)),
+    k=lambda a, x: a.k(x).flip(-2),
+    v=lambda a, x: a.v(x).flip(-2),
 )
-def flipped(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, a.q(x), a.k(x).flip(1), a.v(x).flip(1))
+own_parts(
+    "flipped_queries", "queries in another order", "numerical", q=lambda a, x: a.q(x).flip(-2)
+)
 
 
 class Core(nn.Module):
@@ -615,41 +619,23 @@ class Keys(nn.Module):
         return join(F.scaled_dot_product_attention(split(self.q(x)), split(self.k(x)), split(x)))
 
 
+SMALL = add(**{f"s{n}": lambda: nn.Linear(4, 4) for n in "qkv"})
+
+
+def of_small(a: Any, x: Tensor) -> Tensor:
+    maps = {"q": a.sq, "k": a.sk, "v": a.sv}
+    return attend(a, x, **{n: split(x) @ m.weight.T + m.bias for n, m in maps.items()})
+
+
 @own(
     "parts of each token stacked, read by one small map",
     "numerical",
-    build=add(**{f"s{n}": lambda: nn.Linear(4, 4) for n in "qkv"}),
-    heads=lambda a, x: attend(
-        a,
-        x,
-        **{
-            n: split(x) @ m.weight.T + m.bias
-            for n, m in zip("qkv", (a.sq, a.sk, a.sv), strict=True)
-        },
-    ),
+    build=SMALL,
+    heads=of_small,
 )
 def stacked_parts(a: Any, x: Tensor) -> Tensor:
     z = torch.stack(x.chunk(HEADS, -1), 1)
     return a.o(join(F.scaled_dot_product_attention(a.sq(z), a.sk(z), a.sv(z))))
-
-
-@own(
-    "queries and keys that are the input",
-    "numerical",
-    heads=lambda a, x: attend(a, x, q=split(x), k=split(x)),
-)
-def identity_queries(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, x, x, a.v(x))
-
-
-@own(
-    "queries and keys that are the input times vectors, values that are the input",
-    "numerical",
-    build=add(gain=parameter(WIDTH), other=parameter(WIDTH)),
-    heads=lambda a, x: attend(a, x, q=split(x * a.gain), k=split(x * a.other), v=split(x)),
-)
-def diagonal_all(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, x * a.gain, x * a.other, x)
 
 
 class Products(nn.Module):
@@ -667,12 +653,3 @@ class Products(nn.Module):
 )
 def products_outside(a: Any, x: Tensor) -> Tensor:
     return a.o(a.core(a.q(x), a.k(x), x))
-
-
-@own(
-    "queries in another order",
-    "numerical",
-    heads=lambda a, x: attend(a, x, q=affine(a.q, x).flip(1)),
-)
-def flipped_queries(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, a.q(x).flip(1), a.k(x), a.v(x))

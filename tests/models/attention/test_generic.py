@@ -11,26 +11,22 @@ from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.generic import make_generic
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.exact.head_norms import head_norms
+from tests.nets import draw, own_batch, own_net
 
 TOKENS, WIDTH, HEADS = 7, 8, 2
 
 
 def net_of(module: nn.Module):
-    spec = ModelSpec(module.double(), (TOKENS, WIDTH), kind="tokens", classifier=False)
-    return assemble(spec, LoadOptions(device="cpu", dtype="float64"), name="model", source="test")
+    return own_net(module.double(), (TOKENS, WIDTH), "float64", classifier=False)
 
 
 def batch_of(*samples: torch.Tensor) -> Batch:
-    return Batch(
-        torch.stack(samples).double(), None, tuple(f"{i:016x}" for i in range(len(samples)))
-    )
+    return own_batch(torch.stack(samples).double())
 
 
 def random(seed: int = 0) -> torch.Tensor:
-    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return draw(seed, TOKENS, WIDTH)
 
 
 ALIKE = {

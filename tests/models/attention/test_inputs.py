@@ -8,8 +8,7 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from tests.nets import draw, own_batch, own_net
 
 TOKENS, WIDTH, HEADS = 8, 8, 2
 
@@ -106,14 +105,11 @@ class Whole(nn.Module):
 
 
 def net_of(attention: Attention):
-    spec = ModelSpec(Whole(attention).double(), (TOKENS, WIDTH), kind="tokens", classifier=False)
-    options = LoadOptions(device="cpu", dtype="float64")
-    return assemble(spec, options, name="model", source="test")
+    return own_net(Whole(attention).double(), (TOKENS, WIDTH), "float64", classifier=False)
 
 
 def batch() -> Batch:
-    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    return Batch(x, None, ("0" * 16, "1" * 16))
+    return own_batch(draw(1, 2, TOKENS, WIDTH).double())
 
 
 def rows_of(attention: Attention, **options):

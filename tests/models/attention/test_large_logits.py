@@ -4,13 +4,10 @@ import pytest
 import torch
 import transformers
 
-from lipaudit.data.batch import Batch
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.theory.bounds.catalogue import load_bounds
+from tests.nets import hf_net, own_batch
 
 CONFIG = {
     "vocab_size": 60,
@@ -30,14 +27,8 @@ def model(attention: str, gain: float, dtype: str = "float32"):
     )
     for layer in module.bert.encoder.layer:
         layer.attention.self.query.weight.data.mul_(gain)
-    net = assemble(
-        describe_transformers(module, LoadOptions()),
-        LoadOptions(dtype=dtype),
-        name="m",
-        source="py",
-    )
     ids = torch.stack([torch.randperm(57)[:16] + 3 for _ in range(2)])
-    return net, Batch(ids, None, ("a1" * 8, "b2" * 8))
+    return hf_net(module, dtype), own_batch(ids)
 
 
 def section(net, batch):

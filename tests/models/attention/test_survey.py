@@ -14,9 +14,8 @@ from lipaudit.models.attention import surveyor
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.exact.head_norms import dense_jacobian
+from tests.nets import draw, own_batch, own_net
 
 TOKENS, WIDTH = 6, 8
 
@@ -43,10 +42,8 @@ class Model(nn.Module):
 
 
 def net_and_batch(module: nn.Module, dtype: str = "float32"):
-    spec = ModelSpec(module, (TOKENS, WIDTH), kind="tokens", classifier=False)
-    net = assemble(spec, LoadOptions(dtype=dtype, device="cpu"), name="model", source="test")
-    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).to(net.dtype)
-    return net, Batch(x, None, ("a", "b"))
+    net = own_net(module, (TOKENS, WIDTH), dtype, classifier=False)
+    return net, own_batch(draw(0, 2, TOKENS, WIDTH).to(net.dtype))
 
 
 def sites_of(module: nn.Module):

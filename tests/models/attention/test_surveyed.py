@@ -12,8 +12,7 @@ from lipaudit.measures import attention, bounds, jacobian
 from lipaudit.models.attention import survey as surveys
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from tests.nets import draw, own_batch, own_net
 
 WIDTH = 8
 
@@ -74,14 +73,11 @@ class TwiceShort(Branching):
 
 
 def net_of(module: nn.Module) -> Net:
-    spec = ModelSpec(module, (9, WIDTH), kind="tokens", classifier=False)
-    return assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
+    return own_net(module, (9, WIDTH), "float64", classifier=False)
 
 
 def batch_of(tokens: int, samples: int = 4) -> Batch:
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(samples, tokens, WIDTH, generator=generator, dtype=torch.float64)
-    return Batch(x, None, tuple(f"{i:016x}" for i in range(samples)))
+    return own_batch(draw(tokens, samples, tokens, WIDTH, dtype=torch.float64))
 
 
 @pytest.fixture
@@ -187,8 +183,7 @@ class Faint(Branching):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_attention_that_samples_hardly_move_is_read(dtype):
-    spec = ModelSpec(Faint(), (5, WIDTH), kind="tokens")
-    net = assemble(spec, LoadOptions(dtype=dtype), name="faint", source="py")
+    net = own_net(Faint(), (5, WIDTH), dtype)
     x = torch.rand(1, 5, WIDTH, dtype=net.dtype, generator=torch.Generator().manual_seed(0))
-    (site,) = find_layers(net, Batch(x, None, ("a",)))
+    (site,) = find_layers(net, own_batch(x))
     assert site.heads == 2

@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import attention, bounds
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from tests.nets import own_batch, own_net
 
 
 class TokensFirst(nn.Module):
@@ -33,10 +31,9 @@ class TokensFirst(nn.Module):
 
 def net_and_batch(tokens: int):
     torch.manual_seed(0)
-    spec = ModelSpec(TokensFirst(), (32,), kind="text", vocabulary=30)
-    net = assemble(spec, LoadOptions(device="cpu"), name="m", source="py")
+    net = own_net(TokensFirst(), (32,), kind="text", vocabulary=30)
     ids = torch.randint(0, 30, (2, tokens), generator=torch.Generator().manual_seed(1))
-    return net, Batch(ids, None, ("a1" * 8, "b2" * 8))
+    return net, own_batch(ids)
 
 
 def test_the_survey_says_that_heads_cannot_be_told_from_tokens():

@@ -6,16 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from lipaudit.data.batch import Batch
 from lipaudit.models.attention import surveyor
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.requirements import agree
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.exact.head_norms import head_norms
+from tests.nets import draw, own_batch, own_net
 
 TOKENS, WIDTH = 6, 8
 GIANT = 1e3
@@ -90,10 +88,8 @@ class Floored(Model):
 
 
 def surveyed(model: nn.Module):
-    spec = ModelSpec(model, (TOKENS, WIDTH), kind="tokens", classifier=False)
-    net = assemble(spec, LoadOptions(device="cpu"), name="model", source="test")
-    x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
-    batch = Batch(x, None, ("0" * 16,))
+    net = own_net(model, (TOKENS, WIDTH), classifier=False)
+    batch = own_batch(draw(1, 1, TOKENS, WIDTH))
     return net, survey(net, batch)[0], batch
 
 

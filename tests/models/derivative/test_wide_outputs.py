@@ -4,11 +4,10 @@ import pytest
 import timm
 import torch
 import transformers as hf
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import compute_jacobian_norms
+from tests.live import Live
 
 WORDS = 30_000
 
@@ -44,18 +43,6 @@ def masked_words():
     return model, logits, hidden, head.decoder, torch.randn(2, 5, 24)
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers in any tensor that an operation makes."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self.numbers = max([self.numbers, *sizes])
-        return result
-
-
 @pytest.mark.parametrize("make", [classifier, decoder, masked_words])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_norms_of_many_outputs(make, dtype):
@@ -70,12 +57,13 @@ def test_norms_of_many_outputs(make, dtype):
         j = torch.autograd.functional.jacobian(lambda z: features(z[None])[0], z).flatten(1)
         truth.append(torch.linalg.matrix_norm(root.T @ j, 2))
     model.to(dtype)
-    with Largest() as largest:
+    with Live() as live:
         linear = linearize(lambda z, _: logits(z), x.to(dtype))
         norms = compute_jacobian_norms(linear, tol=1e-7)
     torch.testing.assert_close(norms.norm, torch.stack(truth), rtol=1e-6, atol=0)
     assert norms.converged.all()
     assert (norms.products <= 60).all()
     weights = head.weight.numel()
-    assert largest.numbers <= max(weights, 16 * linear.output.numel())
+    most = max(weights, 16 * linear.output.numel())
+    assert live.largest <= most * x.to(dtype).element_size()
     assert weights < linear.outputs * linear.inputs / 4  # which is what a dense one would take

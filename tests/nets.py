@@ -1,0 +1,38 @@
+"""Nets and batches of modules that tests write themselves."""
+
+import torch
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.models.net import Net
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.huggingface import describe_transformers
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+
+
+def own_net(
+    module: nn.Module,
+    shape: tuple[int, ...],
+    dtype: str = "float32",
+    kind: str = "tokens",
+    **how: object,
+) -> Net:
+    """Return the net of a module, on the CPU; `how` goes to its ModelSpec."""
+    spec = ModelSpec(module, shape, kind=kind, **how)
+    return assemble(spec, LoadOptions(dtype=dtype, device="cpu"), name="m", source="test")
+
+
+def hf_net(module: nn.Module, dtype: str = "float32", **how: object) -> Net:
+    """Return the net of a model of transformers, on the CPU; `how` goes to its LoadOptions."""
+    options = LoadOptions(dtype=dtype, device="cpu", **how)
+    return assemble(describe_transformers(module, options), options, name="m", source="test")
+
+
+def own_batch(x: Tensor, mask: Tensor | None = None, y: Tensor | None = None) -> Batch:
+    """Return samples that are numbered."""
+    return Batch(x, y, tuple(f"{i:016x}" for i in range(len(x))), mask)
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal numbers of a seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)

@@ -52,12 +52,6 @@ def test_rows_and_columns_agree(net):
     assert list(found.samples["robust@worst,linf,0.1"]) == worst
 
 
-def test_the_device_batch_changes_nothing(net):
-    first, second = (section(net, b, attack="pgd", eps=("0.1",)) for b in (64, 7))
-    assert first.samples["robust@pgd,linf,0.1"] == second.samples["robust@pgd,linf,0.1"]
-    assert first.settings == second.settings
-
-
 def test_the_recorded_chunk_is_the_one_that_was_used(net):
     """It decides the random starts, so a report must not say one thing and do another."""
     options = AttackOptions(attack="pgd", eps=("0.1",), steps=1)
@@ -69,11 +63,6 @@ def test_the_recorded_chunk_is_the_one_that_was_used(net):
     for size in (CHUNK // 2, CHUNK + 1):
         with pytest.raises(UsageError, match="chunks of 64"):
             list(measure(net, batch.split(size), options))
-
-
-def test_a_radius_of_zero_changes_nothing(net):
-    found = section(net, attack="fgsm,pgd", eps=("0",))
-    assert all(row.robust == row.clean for row in found.rows)
 
 
 def test_wilson_limits_are_those_of_statsmodels():

@@ -128,8 +128,8 @@ def _far(s: Tensor) -> Tensor:
 
 
 def _straight_through(s: Tensor) -> Tensor:
-    p = s.softmax(-1)
-    return F.one_hot(s.argmax(-1), s.shape[-1]).to(s) - p.detach() + p
+    hot = F.one_hot(s.argmax(-1), s.shape[-1]).to(s)
+    return hot - s.softmax(-1).detach() + s.softmax(-1)
 
 
 def _mixed(s: Tensor) -> Tensor:

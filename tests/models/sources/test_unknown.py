@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+import lipaudit
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import InputError
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from tests.attacks.text_folders import LONG, TEXTS, Folder, H, Plain, save
 
@@ -36,3 +38,59 @@ def test_an_unknown_id_that_also_ends_texts_is_not_counted(tmp_path):
     )  # fmt: skip
     save(folder, tmp_path)
     assert load_net(str(tmp_path), LoadOptions(device="cpu")).unknown_id is None
+
+
+KINDS = {
+    "multi_label_classification": "BertForSequenceClassification is a multi-label model",
+    "regression": "BertForSequenceClassification predicts numbers, not classes",
+}
+
+
+@pytest.fixture(params=KINDS)
+def folder(tmp_path, request):
+    """Return a model folder with a table of lists of labels, and what is said of the model."""
+    kind = Folder(
+        "bert", "word", "BertForSequenceClassification", H | LONG | {"problem_type": request.param}
+    )
+    save(kind, tmp_path / "model")
+    rows = [{"text": text, "labels": [0, 2]} for text in TEXTS]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return kind, tmp_path, KINDS[request.param]
+
+
+@pytest.mark.parametrize(("measure", "options"), [("attack", {}), ("certify", {"eps": "0.01"})])
+def test_no_accuracy_is_made_of_the_largest_logit(folder, measure, options):
+    _, path, said = folder
+    how = {"data": str(path / "t.jsonl"), "samples": 4, "device": "cpu"}
+    with pytest.raises(InputError) as refused:
+        lipaudit.measure(str(path / "model"), measure, **how, **options)
+    assert refused.value.message.startswith(said)
+
+
+def test_norms_are_measured_and_a_warning_says_why_there_are_no_margins(folder):
+    kind, path, said = folder
+    how = {"samples": len(TEXTS), "device": "cpu", "dtype": "float64", "max_tokens": 32}
+    report = lipaudit.measure(
+        str(path / "model"), "jacobian", data=str(path / "t.jsonl"), tol=1e-9, **how
+    )
+    section = report.section("jacobian")
+    notes = {note.code: note for note in section.notes}
+    assert notes["no-decision"].level == "warning"
+    assert notes["no-decision"].text.startswith(said)
+    assert not {"margin", "correct", "radius_first_order"} & section.samples.keys()
+    plain = Plain(kind, path / "model")
+    places = report.found("place")
+    truth = [plain.norm(TEXTS[int(places[name].split()[1]) - 1]) for name in section.ids]
+    assert section.samples["norm"] == pytest.approx(truth, rel=1e-7)
+
+
+def test_lists_of_labels_are_refused_with_their_line_by_a_model_of_one_class(tmp_path):
+    save(Folder("bert", "word", "BertForSequenceClassification", H | LONG), tmp_path / "model")
+    rows = [{"text": "good film", "label": 1}, {"text": "bad plot", "label": [0, 2]}]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(
+        InputError, match=r"line 2 has a list in 'label', and a sample has only one"
+    ):
+        lipaudit.measure(
+            str(tmp_path / "model"), "attack", data=str(tmp_path / "t.jsonl"), samples=2
+        )

@@ -18,7 +18,14 @@ from lipaudit.theory.exact.head_norms import (
     sketched_vjp_x,
     splitting_gain,
 )
-from lipaudit.theory.exact.products import head_products
+from lipaudit.theory.exact.products import (
+    ScaledHeads,
+    Through,
+    head_guess,
+    head_products,
+    layer_guess,
+    layer_products,
+)
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import Policy
 from lipaudit.theory.spectral.lanczos import random_starts
@@ -30,47 +37,23 @@ def spectral(matrices):
     return torch.linalg.matrix_norm(matrices, 2)
 
 
-def random_weights(seed=0, heads=2, width=6, d=3, dv=4):
-    gen = torch.Generator().manual_seed(seed)
-    shapes = ((heads, width, d), (heads, width, d), (heads, width, dv))
-    return [torch.randn(shape, generator=gen, dtype=torch.float64) for shape in shapes]
-
-
-def random_tokens(seed=0, n=5, width=6):
-    gen = torch.Generator().manual_seed(100 + seed)
-    return torch.randn(1, n, width, generator=gen, dtype=torch.float64)
-
-
 def test_dense_jacobian_is_that_of_autograd(layer):
     torch.testing.assert_close(dense_jacobian(layer.heads), layer.jacobian(), rtol=0, atol=1e-12)
 
 
-def test_head_norms(layer):
-    norms = head_norms(layer.heads, seeds=SEEDS, tol=1e-11)
+def test_norms_of_heads_and_layers(layer):
+    """In float64, and of float32 heads to four digits."""
     truth = spectral(layer.jacobian())
-    torch.testing.assert_close(norms.norm, truth, rtol=1e-10, atol=0)
-    assert norms.converged.all()
-    assert (norms.upper >= truth * (1 - 1e-12)).all()
-
-
-def test_head_norms_in_float32(layer):
-    norms = head_norms(layer.heads.to(torch.float32), seeds=SEEDS)
-    torch.testing.assert_close(norms.norm, spectral(layer.jacobian()), rtol=1e-4, atol=0)
-
-
-def test_layer_norms(layer):
-    norms = layer_norms(layer.heads, seeds=SEEDS, tol=1e-11)
-    concat = spectral(layer.layer_jacobian(out=False))
-    torch.testing.assert_close(norms.concat.norm, concat, rtol=1e-10, atol=0)
-    out = spectral(layer.layer_jacobian(out=True))
-    torch.testing.assert_close(norms.out.norm, out, rtol=1e-10, atol=0)
+    concat, out = (spectral(layer.layer_jacobian(out=each)) for each in (False, True))
+    single = layer.heads.to(torch.float32)
+    for heads, tol, rtol in ((layer.heads, 1e-11, 1e-10), (single, 1e-4, 1e-4)):
+        norms, whole = (f(heads, seeds=SEEDS, tol=tol) for f in (head_norms, layer_norms))
+        torch.testing.assert_close(norms.norm, truth, rtol=rtol, atol=0)
+        torch.testing.assert_close(whole.concat.norm, concat, rtol=rtol, atol=0)
+        torch.testing.assert_close(whole.out.norm, out, rtol=rtol, atol=0)
+        assert norms.converged.all()
+        assert (norms.upper >= truth * (1 - rtol)).all()
     assert layer_norms(replace(layer.heads, out=None), seeds=SEEDS).out is None
-
-
-def test_layer_norms_in_float32(layer):
-    norms = layer_norms(layer.heads.to(torch.float32), seeds=SEEDS)
-    out = spectral(layer.layer_jacobian(out=True))
-    torch.testing.assert_close(norms.out.norm, out, rtol=1e-4, atol=0)
 
 
 def test_vjp_is_the_transposed_jacobian(layer):
@@ -127,12 +110,6 @@ def test_windows_of_a_sample_make_one_block_diagonal_jacobian(random_layer):
     torch.testing.assert_close(per_sample(rows, layer.heads.sample), blocks, rtol=1e-10, atol=0)
 
 
-def test_too_few_products_are_marked(random_layer):
-    norms = head_norms(random_layer("affine", n=12).heads, seeds=SEEDS, max_steps=2)
-    assert not norms.converged.any()
-    assert norms.products.eq(2).all()
-
-
 def test_a_value_that_is_not_finite_is_an_error(random_layer):
     heads = random_layer("affine").heads
     v = heads.v.clone()
@@ -141,46 +118,11 @@ def test_a_value_that_is_not_finite_is_an_error(random_layer):
         head_norms(replace(heads, v=v), seeds=SEEDS)
 
 
-# Facts with a closed form.
-
-
-def test_one_token_is_the_value_map():
-    weights = random_weights()
-    norms = head_norms(affine_heads(random_tokens(n=1), *weights), seeds=[0], tol=1e-11)
-    torch.testing.assert_close(norms.norm[0], spectral(weights[2]), rtol=1e-10, atol=0)
-
-
-def test_no_values_no_jacobian():
-    wq, wk, wv = random_weights()
-    heads = affine_heads(random_tokens(), wq, wk, torch.zeros_like(wv))
-    norms = head_norms(heads, seeds=[0])
+def test_no_values_no_jacobian(random_layer):
+    heads = random_layer("affine", value_gain=0.0).heads
+    norms = head_norms(heads, seeds=SEEDS)
     assert norms.norm.eq(0).all()
-    assert splitting_gain(heads, norms.norm, seeds=[0]).eq(1).all()
-
-
-def test_no_queries_average_the_tokens():
-    wq, wk, wv = random_weights()
-    heads = affine_heads(random_tokens(), torch.zeros_like(wq), wk, wv)
-    mean = torch.full((5, 5), 0.2, dtype=torch.float64)
-    truth = torch.stack([torch.kron(mean, w.T.contiguous()) for w in wv])
-    torch.testing.assert_close(dense_jacobian(heads)[0], truth, rtol=0, atol=1e-14)
-    norms = head_norms(heads, seeds=[0], tol=1e-11)
-    torch.testing.assert_close(norms.norm[0], spectral(wv), rtol=1e-10, atol=0)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.permutations(range(6)), st.integers(0, 1000))
-def test_the_order_of_the_tokens_is_irrelevant(order, seed):
-    x, weights = random_tokens(seed, n=6), random_weights(seed)
-    first = head_norms(affine_heads(x, *weights), seeds=[0], tol=1e-11)
-    second = head_norms(affine_heads(x[:, order], *weights), seeds=[0], tol=1e-11)
-    torch.testing.assert_close(second.norm, first.norm, rtol=1e-9, atol=0)
-
-
-def test_small_inputs_leave_only_the_value_term():
-    x, weights = random_tokens(), random_weights()
-    norms = head_norms(affine_heads(1e-9 * x, *weights), seeds=[0], tol=1e-11)
-    torch.testing.assert_close(norms.norm[0], spectral(weights[2]), rtol=1e-9, atol=0)
+    assert splitting_gain(heads, norms.norm, seeds=SEEDS).eq(1).all()
 
 
 # Splitting tokens.
@@ -246,17 +188,11 @@ def test_two_inputs_gain_nothing(random_layer):
     assert splitting_gain(layer.heads, exact, seeds=SEEDS).eq(1).all()
 
 
-def test_causal_attention_has_no_splitting_gain(random_layer):
-    heads = random_layer("causal").heads
-    with pytest.raises(ValueError, match="causal"):
-        splitting_gain(heads, torch.ones(2, 2), seeds=SEEDS)
-
-
-def test_a_sink_has_no_splitting_gain(random_layer):
-    """Copies of all tokens take from its share: no closed form."""
-    heads = random_layer("sink").heads
-    with pytest.raises(ValueError, match="sink"):
-        splitting_gain(heads, torch.ones(2, 2), seeds=SEEDS)
+@pytest.mark.parametrize("name", ["causal", "sink"])
+def test_causal_attention_and_sinks_have_no_splitting_gain(random_layer, name):
+    """Copies of all tokens take from the share of a sink: no closed form."""
+    with pytest.raises(ValueError, match=name):
+        splitting_gain(random_layer(name).heads, torch.ones(2, 2), seeds=SEEDS)
 
 
 def test_a_bias_of_the_values_acts_beside_a_sink(random_layer):
@@ -289,9 +225,8 @@ def test_a_causal_mask_is_one_however_it_comes(random_layer):
     by_bias = replace(heads, causal=False, bias=mask)
     assert by_bias.is_causal()
     assert not replace(heads, causal=False).is_causal()
-    for each in (heads, by_bias):
-        with pytest.raises(ValueError, match="causal"):
-            splitting_gain(each, torch.ones(1, heads.q.shape[1]), seeds=[0])
+    with pytest.raises(ValueError, match="causal"):
+        splitting_gain(by_bias, torch.ones(1, heads.q.shape[1]), seeds=[0])
 
 
 @pytest.mark.parametrize("name", ["affine", "causal", "cross-attention"])
@@ -323,16 +258,6 @@ def repeated(heads, times):
     return replace(heads, **again, sample=torch.arange(times))
 
 
-def test_keys_out_of_reach_are_not_masked(random_layer):
-    """Logits so large that every later key gets nothing at X: a bias still masks none of them."""
-    heads = random_layer("position-bias", samples=1).heads
-    n = heads.q.shape[2]
-    by_position = 1e4 * torch.eye(n, dtype=heads.q.dtype).expand(*heads.q.shape[:2], -1, -1)
-    sharp = replace(heads, q=by_position, k=by_position / 1e4, scale=heads.scale * 0 + 1)
-    assert not sharp.attention().triu(1).any()
-    assert not sharp.is_causal()
-
-
 @pytest.mark.parametrize("name", ["affine", "cross-attention", "grouped", "learned-query"])
 def test_products_in_parts_are_those_of_all_problems(random_layer, name, monkeypatch):
     """A few problems at a time stay in the cache of a core; their numbers stay as they are."""
@@ -356,3 +281,66 @@ def spied(push, seen):
         return push(attend, tangents)
 
     return counted
+
+
+def some_heads(*, gain, n=6, width=8, count=3, d=4):
+    """Plain heads with an output projection; W_Q and W_K times the gain."""
+    draw = {"generator": torch.Generator().manual_seed(5), "dtype": torch.float64}
+    wq, wk, wv = (torch.randn(count, width, d, **draw) for _ in range(3))
+    heads = affine_heads(torch.randn(2, n, width, **draw), gain * wq, gain * wk, wv)
+    return replace(heads, out=torch.randn(count, d, width, **draw))
+
+
+def families(heads):
+    """The heads side by side, each with a gain, and their sum behind W_O."""
+    layer = layer_products(heads)
+    gains = torch.linspace(0.5, 1.0, heads.q.shape[1], dtype=heads.q.dtype)
+    return ScaledHeads(layer, gains), Through(layer, heads.out)
+
+
+def growth(products, u):
+    return products.pulled_norm(u) / torch.linalg.vector_norm(u, dim=1)
+
+
+def dense_norms(family, size):
+    """||J|| of both batch rows, from J J^T column by column."""
+    columns = [family(unit.expand(2, -1)) for unit in torch.eye(size, dtype=torch.float64)]
+    return torch.linalg.matrix_norm(torch.stack(columns, 1), 2).sqrt()
+
+
+def test_the_guess_of_a_head_is_its_vector_where_the_maps_stand_still():
+    products = head_products(replace(some_heads(gain=0.5), to_q=None, to_k=None))
+    truth = dense_head_norms(products)
+    torch.testing.assert_close(growth(products, head_guess(products)), truth, rtol=1e-3, atol=0)
+
+
+def dense_head_norms(products):
+    p, v = products.attend.maps.kept, products.sides[-1].weight
+    return torch.linalg.matrix_norm(p, 2) * torch.linalg.matrix_norm(v, 2).repeat(2)
+
+
+@pytest.mark.parametrize(("gain", "least"), [(0.0, 0.999), (0.3, 0.97)])
+def test_the_guess_of_a_layer_is_near_its_vector_where_the_maps_stand_still(gain, least):
+    """All maps alike leave one b; of others the guess takes one for all heads."""
+    heads = replace(some_heads(gain=gain), to_q=None, to_k=None)
+    for family in families(heads):
+        truth = dense_norms(family, heads.q.shape[2] * family.channels)
+        reached = growth(family, layer_guess(family)) / truth
+        assert (reached <= 1 + 1e-12).all()
+        assert (reached >= least).all()
+
+
+@pytest.mark.parametrize("name", ["all-norm", "learned-query", "sink-padding"])
+def test_values_that_are_no_map_of_their_token_give_no_guess(random_layer, name):
+    heads = random_layer(name).heads
+    still = heads if name != "learned-query" else replace(heads, to_v=None)
+    assert not head_guess(head_products(still)).any()
+    assert not any(layer_guess(family).any() for family in families(still))
+
+
+def test_weak_attention_takes_few_products():
+    """Singular values crowd: a start that knew single heads only took up to 18 and 14."""
+    heads = some_heads(gain=0.02, n=24, width=192, count=6, d=32)
+    norms = layer_norms(heads, seeds=(0, 1), within=0.2)
+    assert norms.concat.products.max() <= 10
+    assert norms.out.products.max() <= 10

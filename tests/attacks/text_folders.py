@@ -290,8 +290,9 @@ class Plain:
         out = self.output(inputs)
         for hook in hooks:
             hook.remove()
-        rows = [torch.autograd.grad(value, held[0], retain_graph=True)[0] for value in out]
-        return float(torch.linalg.matrix_norm(torch.stack(rows).flatten(1), 2))
+        units = torch.eye(len(out), dtype=out.dtype)
+        (rows,) = torch.autograd.grad(out, held[0], units, is_grads_batched=True)
+        return float(torch.linalg.matrix_norm(rows.flatten(1), 2))
 
     @torch.no_grad()
     def loss(self, prompt: str, continuation: str) -> float:

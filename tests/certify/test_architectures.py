@@ -31,7 +31,6 @@ def _loaders(folder):
     config = transformers_models.small_config("bert")
     return [
         loaded.timm_loader(timm_models.TIMM["vit"]),
-        loaded.timm_loader(timm_models.TIMM["botnet"]),  # by a py: factory
         loaded.transformers_loader(config, folder),
     ]
 

@@ -137,7 +137,6 @@ def test_a_rule_that_is_switched_off_is_missed(rule, monkeypatch):
     changes, module = RULES[rule]
     name, _, alone = module.partition(" ")
     want = own_modules.expected(own_modules.CASES[name], beside=not alone)
-    assert own_modules.read(name, beside=not alone).outcome == want
     for owner, attribute, without in changes:
         monkeypatch.setattr(owner, attribute, without)
     assert own_modules.read(name, beside=not alone).outcome != want

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import lipaudit
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.models.sources.loading import LoadOptions, load_net
 
 TEXTS = [
     "A Good film,  with GREAT actors!",
@@ -94,8 +96,8 @@ FOLDERS = [
            types=True),
     Folder("bert, cased WordPiece", "cased", "BertForSequenceClassification", H | LONG,
            types=True),
-    Folder("bert, whole words", "word", "BertForSequenceClassification", H | LONG,
-           types=True),
+    Folder("bert, whole words, all of type 1", "word", "BertForSequenceClassification", H | LONG,
+           template="[CLS]:1 $A:1 [SEP]:1", types=True),
     Folder("bert, characters", "character", "BertForSequenceClassification", H | LONG,
            types=True),
     Folder("bert, Unigram", "unigram", "BertForSequenceClassification", H | LONG,
@@ -368,6 +370,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def _norms(plain: Plain, path: Path) -> Figures:
+    """Measure texts, and run all of them in one padded batch."""
     data = _write(path / "texts.jsonl", [{"text": text} for text in TEXTS])
     report = lipaudit.measure(
         str(path / "model"), "jacobian", data=data, samples=len(TEXTS), device="cpu",
@@ -375,8 +378,15 @@ def _norms(plain: Plain, path: Path) -> Figures:
     )  # fmt: skip
     section = report.section("jacobian")
     found = dict(zip(section.ids, section.samples["norm"], strict=True))
-    rows = [int(report.found("place")[name].split()[1]) - 1 for name in found]
-    return {"norm": ([*found.values()], [plain.norm(TEXTS[row]) for row in rows])}
+    texts = [TEXTS[int(report.found("place")[name].split()[1]) - 1] for name in found]
+    net = load_net(str(path / "model"), LoadOptions(dtype="float64", device="cpu"))
+    batch = load_data(data, net, DataOptions(samples=len(TEXTS), max_tokens=MOST)).batch
+    assert batch.ids == tuple(found)
+    with torch.no_grad():
+        padded = net.output(batch).flatten().tolist()
+        alone = torch.cat([plain.output(plain.inputs(text)) for text in texts]).tolist()
+    norms = [plain.norm(text) for text in texts]
+    return {"norm": ([*found.values()], norms), "output": (padded, alone)}
 
 
 def _attacked(plain: Plain, path: Path) -> Figures:
@@ -435,8 +445,10 @@ def _scored(plain: Plain, path: Path) -> Figures:
 def differs(name: str, ours: list[float], truth: list[float]) -> bool:
     """Say whether figures differ by more than rounding.
 
-    A loss is that of the model as it is: transformers computes RMSNorm and rotary positions in
-    float32 whatever the weights are, which leaves some ten roundings of 2^-24 each.
+    Losses and outputs are those of the model as it is: transformers computes RMSNorm and rotary
+    positions in float32 whatever the weights are: some ten roundings of 2^-24 of the largest.
     """
-    slack = 16 * 2**-24 if name == "loss" else 1e-7
-    return not all(abs(a - b) <= slack * abs(b) for a, b in zip(ours, truth, strict=True))
+    slack = 16 * 2**-24 if name in ("loss", "output") else 1e-7
+    size = max(map(abs, truth)) if name == "output" else 0.0
+    pairs = zip(ours, truth, strict=True)
+    return not all(abs(a - b) <= slack * max(size, abs(b)) for a, b in pairs)

@@ -9,6 +9,12 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
+TEXT = {
+    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+"""The configuration of a small text model of transformers."""
+
 
 def own_net(
     module: nn.Module,

@@ -31,19 +31,11 @@ from lipaudit.settings import ATTENTION_TABLE
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.softmax import profile_rows, row_statistics
 from tests.live import Live
-
-SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
+from tests.nets import TEXT
 
 
 def bert():
-    return transformers.BertModel(transformers.BertConfig(**SMALL, attn_implementation="eager"))
+    return transformers.BertModel(transformers.BertConfig(**TEXT, attn_implementation="eager"))
 
 
 def gpt2():
@@ -54,7 +46,7 @@ def gpt2():
 
 
 def llama():
-    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, attn_implementation="eager")
+    config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2, attn_implementation="eager")
     return transformers.LlamaModel(config)
 
 
@@ -402,10 +394,7 @@ def test_8192_tokens_and_8_heads_take_less_than_2_gb():
     assert float(done.stdout) < 2e9
 
 
-SIZES = {
-    "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 2048,
-}  # fmt: skip
+SIZES = TEXT | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 2048}
 OPTIONS = AttentionOptions(p_norm_tokens=0)
 
 

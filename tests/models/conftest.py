@@ -14,19 +14,11 @@ from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from tests.nets import TEXT
 
 VOCABULARY, MOST_TOKENS = 60, 32
-HF = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": MOST_TOKENS,
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+HF = TEXT | {"max_position_embeddings": MOST_TOKENS, "vocab_size": VOCABULARY}
+HF |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PIXELS = {"image_size": 24, "patch_size": 8}
 
 

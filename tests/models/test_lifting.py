@@ -20,13 +20,11 @@ from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.weights import hash_weights
 from tests.live import Live
+from tests.nets import TEXT
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 48, "max_position_embeddings": 64,
-}  # fmt: skip
+SIZES = TEXT | {"vocab_size": 64, "num_hidden_layers": 3}
 STORED = LoadOptions(weights="stored")
 
 
@@ -83,8 +81,11 @@ def figures(path, name, **options):
 WEIGHTS = ("half-precision", "stored-weights")
 
 
-@pytest.mark.parametrize("name", ["attention", "bounds", "jacobian", "attack"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("attention", "float32"), ("bounds", "float32"), ("bounds", "float64")]
+    + [("jacobian", "float32"), ("attack", "float64")],
+)
 def test_every_figure_is_that_of_converted_weights(tmp_path, stored, name, dtype):
     options = {"dtype": dtype}
     if name == "attack":

@@ -125,23 +125,6 @@ def test_nothing_is_run_behind_the_last_layer_that_is_wanted(zoo, name):
     assert len(first) < len(every) / len(sites) + 5
 
 
-@pytest.mark.parametrize("name", CLOSED)
-def test_kinds_of_closed_form_layers(zoo, name):
-    sites = zoo(name)[1]
-    assert [site.kinds for site in sites] == CLOSED[name]
-    assert all(site.closed_form and site.reason is None for site in sites)
-    assert [site.index for site in sites] == list(range(len(sites)))
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_what_the_logits_are_beside_the_product(zoo, name):
-    for heads in heads_of(*zoo(name)):
-        pairs = heads.pairs
-        terms = () if pairs is None else (pairs.slope, pairs.with_q, pairs.with_k)
-        assert tuple(term is not None for term in terms) == PAIRS.get(name, ())
-        assert (heads.sink is not None) == (name == "gpt-oss")
-
-
 @pytest.mark.parametrize("name", OPEN)
 def test_layers_without_closed_form_say_why(zoo, name):
     for site in zoo(name)[1]:
@@ -154,8 +137,15 @@ def test_layers_without_closed_form_say_why(zoo, name):
 def test_heads_hold_together(zoo, name):
     """q, k, v follow from X, and the output from P and v, by the recorded tensors alone."""
     net, sites, batch = zoo(name)
+    assert [site.kinds for site in sites] == CLOSED[name]
+    assert all(site.closed_form and site.reason is None for site in sites)
+    assert [site.index for site in sites] == list(range(len(sites)))
     for layer in layers_of(net, sites, batch):
         heads = layer.heads()
+        pairs = heads.pairs
+        terms = () if pairs is None else (pairs.slope, pairs.with_q, pairs.with_k)
+        assert tuple(term is not None for term in terms) == PAIRS.get(name, ())
+        assert (heads.sink is not None) == (name == "gpt-oss")
         memory = heads.x if heads.x_kv is None else heads.x_kv
         for rows, x, made in (
             (heads.q, heads.x, heads.to_q),

@@ -7,21 +7,12 @@ import transformers
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
 from lipaudit.theory.bounds.catalogue import load_bounds
-from tests.nets import hf_net, own_batch
-
-CONFIG = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "num_labels": 3,
-}
+from tests.nets import TEXT, hf_net, own_batch
 
 
 def model(attention: str, gain: float, dtype: str = "float32"):
     torch.manual_seed(0)
-    config = transformers.BertConfig(**CONFIG, initializer_range=0.2)
+    config = transformers.BertConfig(**TEXT, num_labels=3, initializer_range=0.2)
     module = transformers.AutoModelForSequenceClassification.from_config(
         config, attn_implementation=attention
     )

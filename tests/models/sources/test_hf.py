@@ -20,7 +20,6 @@ from tests.models.sources.cases import (
     bert,
     build,
     change,
-    gpt2,
     refused,
     save,
     vit,
@@ -47,42 +46,11 @@ def test_the_embedding_is_the_attacked_space(tmp_path):
     assert not torch.allclose(net.forward(z.roll(1, 0), BATCH), net.output(BATCH))
 
 
-def test_padding_does_not_change_the_output(tmp_path):
-    net = load_net(save(bert(), tmp_path))
-    assert net.info.labels is None  # LABEL_0, LABEL_1, ... are no names
-    alone = Batch(IDS[1:, :3], None, ("b",))
-    torch.testing.assert_close(net.output(BATCH)[1:], net.output(alone))
-
-
 def test_the_tokenizer_adds_special_tokens_and_cuts(tmp_path):
     net = load_net(save(bert(), tmp_path))
+    assert net.info.labels is None  # LABEL_0, LABEL_1, ... are no names
     assert net.tokenize("the keeper", 10) == [2, 4, 5, 3]
     assert net.tokenize("the keeper wrote what he saw", 5) == [2, 4, 5, 6, 3]
-
-
-def test_a_causal_language_model_gives_the_next_token(tmp_path):
-    module = gpt2()
-    net = load_net(save(module, tmp_path, tokenizer=False))
-    with torch.no_grad():
-        logits = module(input_ids=IDS, attention_mask=MASK.long()).logits
-    torch.testing.assert_close(net.output(BATCH), torch.stack([logits[0, 4], logits[1, 2]]))
-    assert (net.classes, net.sample_shape, net.pad_id) == (None, (20,), 0)
-
-
-def test_a_classifier_on_a_decoder_learns_its_padding(tmp_path):
-    net = load_net(save(gpt2("GPT2ForSequenceClassification", num_labels=3), tmp_path))
-    alone = Batch(IDS[1:, :3], None, ("b",))
-    torch.testing.assert_close(net.output(BATCH)[1:], net.output(alone))
-
-
-def test_an_encoder_gives_the_mean_over_real_tokens(tmp_path):
-    module = build("BertModel", **SMALL)
-    net = load_net(save(module, tmp_path))
-    with torch.no_grad():
-        hidden = module(input_ids=IDS, attention_mask=MASK.long()).last_hidden_state
-    expected = torch.stack([hidden[0].mean(0), hidden[1, :3].mean(0)])
-    torch.testing.assert_close(net.output(BATCH), expected)
-    assert net.classes is None
 
 
 def test_a_masked_language_model_is_read_for_its_features(tmp_path):
@@ -182,12 +150,6 @@ def test_fused_attention_unless_logits_are_capped(tmp_path):
         for name in ("soft", "plain")
     ]
     assert attention == ["eager", "sdpa"]
-
-
-def test_half_precision_is_converted_and_noted(tmp_path):
-    net = load_net(save(bert().to(torch.bfloat16), tmp_path))
-    assert net.dtype == torch.float32
-    assert [n.code for n in net.info.notes] == ["half-precision"]
 
 
 def test_random_weights_are_asked_for_and_said_loudly(tmp_path):

@@ -176,11 +176,6 @@ def test_mean_and_std_override_what_the_source_says(source):
     assert net.info.preprocess["mean"] == [0.1, 0.2, 0.3]
 
 
-def test_float64_reaches_the_parameters(source):
-    net = load_net(f"py:{source}:described", LoadOptions(dtype="float64"))
-    assert net.dtype == torch.float64
-
-
 def test_half_precision_is_converted_and_noted(source):
     net = load_net(f"py:{source}:half", LoadOptions(input_size=(3, 2, 2)))
     assert net.dtype == torch.float32

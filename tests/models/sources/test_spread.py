@@ -21,14 +21,12 @@ from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.train import train
 from tests.goldens.test_values import walk
+from tests.nets import TEXT
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 48, "max_position_embeddings": 64,
-}  # fmt: skip
+SIZES = TEXT | {"vocab_size": 64, "num_hidden_layers": 3}
 BLOCKS = {"": "cpu", "model.layers.1": "disk", "model.layers.2.mlp": "disk", "lm_head": "disk"}
 ABOUT = ("device-map", "half-precision", "stored-weights")
 """Notes on how weights are kept."""
@@ -79,16 +77,16 @@ def figures(model, name, **options):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "how"),
+    ("name", "dtype", "how"),
     [
-        ("float32", {}),
-        ("float32", {"dtype": "float64"}),
-        ("bfloat16", {}),
-        ("bfloat16", {"weights": "stored"}),
+        ("bounds", "float32", {}),
+        ("jacobian", "float32", {"dtype": "float64"}),
+        ("attention", "bfloat16", {}),
+        ("bounds", "bfloat16", {"weights": "stored"}),
+        ("jacobian", "bfloat16", {"weights": "stored"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["attention", "bounds", "jacobian"])
 def test_every_figure_is_that_of_weights_in_memory(qwen, written, name, dtype, how):
     own = {key: value for key, value in how.items() if key != "weights"}
     plain = figures(qwen(dtype), name, **own)

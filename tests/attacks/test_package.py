@@ -96,7 +96,7 @@ def package(f, x: Tensor, y: Tensor, ball: Ball, attack: Attack) -> tuple[Tensor
 def test_the_same_draws_leave_the_same_samples_at_the_same_points(
     digits, name, model, ball, dtype
 ):
-    f, attack = Counted(deepcopy(getattr(digits, model)).to(dtype)), Attack(name, 40, queries=600)
+    f, attack = Counted(deepcopy(getattr(digits, model)).to(dtype)), Attack(name, 40, queries=300)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         right = f(digits.x.to(dtype)).argmax(1) == digits.y
         x, y = digits.x[right].to(dtype), digits.y[right]

@@ -70,7 +70,7 @@ MUTATIONS = (
         "theory/spectral/lanczos.py",
         "reached = below(self.ritz, self.level, (1 + within) ** 2)",
         "reached = below(self.ritz, self.level, 1e9)",
-        "tests/theory/spectral/test_clusters.py",
+        "tests/theory/spectral/test_lanczos.py",
     ),
     Mutation(
         "masks are told by the bias, not by P",

@@ -1,10 +1,18 @@
 """Whole networks: margins against points, corners and attacks; text with moving tokens."""
 
+import functools
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from benchmarks.reference import loaded, timm_models, transformers_models
+from benchmarks.reference.cases import Case
+from benchmarks.reference.certificates import outcome_of
+from benchmarks.relu_vit import images, margins_of, pgd, trained
+from lipaudit.certify.branch import decide
 from lipaudit.certify.prove import ball, margins, run
 
 CLASSES = 4
@@ -138,40 +146,6 @@ def test_no_margin_is_above_what_an_attack_reaches(name, norm, order, dtype, poi
             assert (at_centre - low).amax() < 1e-3
 
 
-def test_a_text_model_with_moving_tokens(points):
-    """Rotary positions, RMSNorm, a gate, causal attention: what small language models do."""
-    torch.manual_seed(0)
-    dim, length = 8, 5
-    wq, wk, wv, wo, up, gate, down = (torch.randn(dim, dim) / dim**0.5 for _ in range(7))
-    angle = torch.arange(length)[:, None] * torch.tensor([1.0, 0.1])
-    cos, sin = (f(angle).repeat(1, 2) for f in (torch.cos, torch.sin))
-
-    def rotated(x):
-        half = torch.cat([-x[..., 2:], x[..., :2]], -1)
-        return x * cos.to(x.dtype) + half * sin.to(x.dtype)
-
-    def model(x):
-        y = F.rms_norm(x, (dim,), torch.ones(dim, dtype=x.dtype), 1e-6)
-        q, k, v = (
-            F.linear(y, w.to(x.dtype)).reshape(-1, length, 2, 4).transpose(1, 2)
-            for w in (wq, wk, wv)
-        )
-        mixed = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
-        x = x + F.linear(mixed.transpose(1, 2).flatten(2), wo.to(x.dtype))
-        y = F.rms_norm(x, (dim,), torch.ones(dim, dtype=x.dtype), 1e-6)
-        gated = F.silu(F.linear(y, gate.to(x.dtype))) * F.linear(y, up.to(x.dtype))
-        return (x + F.linear(gated, down.to(x.dtype)))[:, -1, :CLASSES]
-
-    x = torch.randn(1, length, dim)
-    moving = (torch.arange(length) == 2)[None, :, None]
-    for order in (1, 2):
-        start = ball(x, 0.05, norm="l2", order=order, moving=moving)
-        low, _ = margins(run(model, start), 0).range()
-        _, inputs = points(start, 500)
-        assert (low <= _difference(model(inputs), 0).amin(0)).all()
-        assert (low > _difference(model(x.double()), 0)[0] - 1.0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
 @pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("l2", 1), ("linf", 2), ("l2", 2)])
 def test_margins_behind_a_normalisation(norm, order, dtype, points, excess):
@@ -237,3 +211,65 @@ def test_a_product_that_waits_for_weights_is_closer_and_holds(points, excess):
             assert excess(form, e, truth) <= 1e-12
         widths = [(form.range()[1] - form.range()[0]).sum() for form in (waiting, ended)]
         assert widths[0] < 0.99 * widths[1]
+
+
+TIMM = ("vit", "deit3", "beit", "eva02", "swin", "convnext", "mlp_mixer", "resnet", "vit-relpos")
+TRANSFORMERS = ("bert", "distilbert", "roberta", "gpt2", "llama", "qwen2", "bart", "deberta-v2")
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_vision_models_run_as_they_are(name):
+    assert outcome_of(Case("timm", name))[0] == "runs"
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_text_models_run_as_they_are(name):
+    assert outcome_of(Case("transformers", name))[0] == "runs"
+
+
+def _loaders(folder):
+    config = transformers_models.small_config("bert")
+    return [
+        loaded.timm_loader(timm_models.TIMM["vit"]),
+        loaded.transformers_loader(config, folder),
+    ]
+
+
+def test_what_is_certified_is_what_attacks_see(tmp_path):
+    """Pixels before normalisation, embeddings with the mask of their text; the model's dtype."""
+    for loader in _loaders(tmp_path):
+        net = loader(loaded.NARROW)
+        loaded.perturb(net.module, 0.5)
+        sample = loaded.batch_for(net)[1:]
+        start = ball(net.point(sample), 0.0, settle=math.inf)
+        assert start.dtype is torch.float32
+        form = run(functools.partial(net.forward, batch=sample), start, module=net.module)
+        output = net.output(sample)
+        off = (form.centre - output).abs().amax() / output.abs().amax()
+        assert off < 1e-5
+
+
+@pytest.fixture(scope="module")
+def model():
+    return trained(layers=2, patch=16, width=12, share=0.02, count=800, epochs=3)
+
+
+def test_certificates_of_a_trained_model_stand(model):
+    x, y = images(40, 5)
+    right = (model(x).argmax(1) == y).nonzero()[:4, 0]
+    assert len(right) == 4
+    x, y = x[right], y[right]
+    broken, certified = [], []
+    for eps in (0.5 / 255, 3 / 255):
+        with torch.enable_grad():
+            attacked = pgd(model, x, y, eps, steps=10)
+        margin = margins_of(model(attacked), y)
+        for i in range(len(x)):
+            out = margins(run(model, ball(x[i : i + 1], eps, box=(0.0, 1.0))), int(y[i]))
+            verdict = decide(out, nodes=100)
+            assert verdict.bound <= margin[i] + 1e-4
+            assert not (verdict.certified and margin[i] <= 0)
+            broken.append(bool(margin[i] <= 0))
+            certified.append(verdict.certified)
+    assert any(broken)
+    assert any(certified)

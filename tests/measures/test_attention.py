@@ -162,22 +162,6 @@ def test_a_head_of_one_hot_rows_has_a_regime(attention, gain):
         assert row.categorical > 0.5
 
 
-def test_a_batch_in_pieces_gives_the_same_section():
-    torch.manual_seed(1)
-    net = text_net(bert())
-    x = torch.randint(1, 60, (4, 12))
-    ids = ("aa", "bb", "cc", "dd")
-    batch, options = Batch(x, None, ids), AttentionOptions()
-    whole = summarise(list(measure(net, [batch], options)), options)[0]
-    parts = summarise(list(measure(net, batch.split(1), options)), options)[0]
-    for a, b in zip(whole.rows, parts.rows, strict=True):
-        for name in (*MEANS, "sink_first", "sink_max"):
-            assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-9)
-        assert a.p_norm == pytest.approx(b.p_norm, rel=1e-7)  # as far as it is computed
-    assert whole.arrays["g1_ratio_hist"].data == parts.arrays["g1_ratio_hist"].data
-    assert sum(whole.arrays["p1p2_hist"].data) == 4 * 12 * 8
-
-
 def test_what_is_kept_of_a_sample_is_small():
     net = demo()
     batch = load_data(None, net, DataOptions(samples=8)).batch.to("cpu", torch.float64)

@@ -131,15 +131,6 @@ def test_the_sharp_bound_is_sharp_on_the_demo(found):
     assert max(row.sharp_ratio_max for row in found[1][0].rows) <= 3
 
 
-def test_results_do_not_depend_on_the_batch(demo, found):
-    net, batch = demo
-    options = BoundsOptions(tol=1e-8, concat=True)
-    pieces = list(measure(net, batch.split(1), options))
-    for name, values in found[0][0].values.items():
-        apart = np.concatenate([part.values[name] for part in pieces])
-        np.testing.assert_allclose(apart, values, rtol=1e-7, err_msg=name)
-
-
 @pytest.mark.weights
 def test_the_sharp_bound_is_sharp_on_minilm():
     from importlib.resources import files

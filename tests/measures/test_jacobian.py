@@ -45,14 +45,6 @@ def test_blocks_are_measured_beside_the_model():
         assert row.converged == row.samples == 3
 
 
-def test_without_blocks_there_is_one_row():
-    net = load_net("demo")
-    batch = load_data("demo", net, DataOptions(samples=1)).batch
-    section = summarise(list(measure(net, [batch], JacobianOptions())), JacobianOptions())[0]
-    assert len(section.rows) == 1
-    assert section.arrays == {}
-
-
 def test_blocks_are_spectral():
     with pytest.raises(UsageError, match="spectral"):
         JacobianOptions(norm="inf", per_layer=True)

@@ -142,14 +142,6 @@ def test_the_prompt_moves_and_nothing_else():
         assert torch.allclose(z.grad[row, : len(prompt)], start.grad[0], rtol=1e-9, atol=1e-12)
 
 
-def test_a_score_does_not_depend_on_what_it_is_batched_with():
-    net = language_model("opt", dtype="float32")
-    scored = score_continuations(net, CHOICES, "sum")
-    batch = batch_of(net, ROWS)
-    alone = torch.cat([scored.output(part) for part in batch.split(1)])
-    assert torch.allclose(scored.output(batch), alone, rtol=1e-5, atol=1e-5)
-
-
 def test_weights_as_stored_give_the_scores_of_these_weights():
     net = language_model("llama", dtype="float32")
     batch = batch_of(net, ROWS)

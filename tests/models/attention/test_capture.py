@@ -503,14 +503,6 @@ def test_layers_read_alike_in_any_batch(zoo, name):
 # --- the pass itself
 
 
-def test_layers_can_be_chosen(zoo):
-    net, sites, batch = zoo("bert-eager")
-    (chosen,) = layers_of(net, sites, batch, layers=[1])
-    assert chosen.site == sites[1]
-    every = layers_of(net, sites, batch)[1]
-    assert torch.equal(chosen.heads().x, every.heads().x)
-
-
 @pytest.mark.parametrize("name", ["timm-vit", "timm-swin", "bert-eager", "llama"])
 def test_one_layer_is_alive_at_a_time(zoo, name):
     net, sites, batch = zoo(name)

@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.overrides import TorchFunctionMode
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.jacobian import MEASURE, JacobianOptions, measure, summarise
 from lipaudit.models.derivative import endpoints
 from lipaudit.models.net import NextToken
+from tests.attacks.text_folders import InDouble
 from tests.live import Live
 from tests.nets import hf_net, own_net
 
@@ -62,16 +62,6 @@ def texts(*, left: bool = False) -> Batch:
         ids[1, LONG - SHORT :] = ids[1, :SHORT].clone()
     ids[1, padded], mask[1, padded] = 0, False
     return Batch(ids, None, ("0" * 12, "f" * 12), mask)
-
-
-class InDouble(TorchFunctionMode):
-    """Transformers casts to float32 inside, for norms and softmax: not here."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        return func(*wide, **named)
 
 
 def embedded(net, ids):

@@ -20,7 +20,7 @@ from lipaudit.errors import EvaluationError, UsageError, find_user_error, of_mac
 from lipaudit.measures import MEASURES
 from lipaudit.models.sources import assembly
 from lipaudit.settings import RunOptions
-from tests.commands import invoke, replace_parts
+from tests.commands import invoke, refuse, replace_parts
 
 ARCH = ("--arch", "timm:vit_tiny_patch16_224")
 FACTORY = """
@@ -61,13 +61,6 @@ def _own(_elsewhere):
     Path("own.py").write_text(FACTORY)
 
 
-def run(*args: str, code: int, says: str = "") -> str:
-    done = invoke(*args, code=code)
-    assert says in done.stderr
-    assert code == 0 or done.stdout == ""
-    return done.stdout
-
-
 def test_what_torch_compile_wraps_is_measured_as_it_was(monkeypatch):
     def compiled(*_args, **_options):
         raise AssertionError("something was compiled")
@@ -75,7 +68,7 @@ def test_what_torch_compile_wraps_is_measured_as_it_was(monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiled)
     how = ("--data", "demo", "-n", "1", "--layers", "0", "-f", "json")
     reports = [
-        schema.loads(run("bounds", f"py:own.py:{factory}", *how, code=0))
+        schema.loads(invoke("bounds", f"py:own.py:{factory}", *how).stdout)
         for factory in ("module", "outside", "in_place", "inside", "specified")
     ]
     truth, *found = [[row.exact for row in r.section("bounds").rows] for r in reports]
@@ -108,30 +101,30 @@ def junk(name: str, content: bytes) -> str:
     ],
 )
 def test_junk_is_no_file_of_weights(name, content, says):
-    run("bounds", junk(name, content), *ARCH, code=4, says=says)
+    refuse(4, says, "bounds", junk(name, content), *ARCH)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torchscript_is_named_as_such():
     torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)).save("scripted.pt")
-    run("bounds", "scripted.pt", *ARCH, code=4, says="TorchScript (a program), not a weights file")
-    run("bounds", "py:own.py:traced", "--data", "demo", code=4, says="is TorchScript")
+    refuse(4, "TorchScript (a program), not a weights file", "bounds", "scripted.pt", *ARCH)
+    refuse(4, "is TorchScript", "bounds", "py:own.py:traced", "--data", "demo")
 
 
 @pytest.mark.parametrize("name", ["meta", "cuda:99", "nonsense", "cpu:x"])
 def test_a_device_that_is_none(name):
-    run("bounds", "demo", "--device", name, code=2, says=f"device {name!r} is not available")
+    refuse(2, f"device {name!r} is not available", "bounds", "demo", "--device", name)
 
 
 def test_memory_that_runs_out_while_the_model_is_built_or_moved(monkeypatch):
-    run("bounds", "py:own.py:full", code=3, says="out of memory")
+    refuse(3, "out of memory", "bounds", "py:own.py:full")
 
     def moved(*_args, **_options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
     monkeypatch.setattr(nn.Module, "to", moved)
     for command in ("bounds", "train"):
-        run(command, "demo", code=3, says="out of memory (CUDA out of memory")
+        refuse(3, "out of memory (CUDA out of memory", command, "demo")
     with pytest.raises(EvaluationError, match="out of memory"):
         lipaudit.measure("demo", "jacobian")
 
@@ -143,7 +136,7 @@ def test_memory_that_runs_out_in_training(monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
 
     monkeypatch.setattr(loop.F, "cross_entropy", step)
-    run("train", "demo", "-n", "8", "--epochs", "1", code=3, says="out of memory")
+    refuse(3, "out of memory", "train", "demo", "-n", "8", "--epochs", "1")
 
 
 def test_memory_of_the_host_that_runs_out_halves_the_batch_too(monkeypatch):
@@ -157,7 +150,7 @@ def test_memory_of_the_host_that_runs_out_halves_the_batch_too(monkeypatch):
             yield from whole.parts(net, [batch], options)
 
     replace_parts(monkeypatch, "jacobian", parts)
-    run("jacobian", "demo", "-n", "3", "--batch-size", "3", code=0)
+    invoke("jacobian", "demo", "-n", "3", "--batch-size", "3")
     assert sizes == [3, 1, 1, 1]
 
 
@@ -173,15 +166,15 @@ def saved(tmp_path_factory) -> str:
 def test_a_report_that_cannot_be_a_baseline(command, saved):
     document = json.loads(Path(saved).read_text()) | {"status": "partial"}
     Path("bad.json").write_text(json.dumps(document))
-    run("baseline", command, "bad.json", "--reason", "x", code=5, says="cut short")
+    refuse(5, "cut short", "baseline", command, "bad.json", "--reason", "x")
     assert not Path("lipaudit-baseline.json").exists()
 
 
 def test_one_shard_is_neither_a_baseline_nor_judged():
     how = ("-n", "2", "--layers", "0")
-    run("bounds", "demo", *how, "--shard", "1/2", "-o", "shard.json", code=0)
-    run("bounds", "demo", *how, "-o", "whole.json", code=0)
-    run("baseline", "save", "shard.json", code=5, says="join all shards with lipaudit merge")
+    invoke("bounds", "demo", *how, "--shard", "1/2", "-o", "shard.json")
+    invoke("bounds", "demo", *how, "-o", "whole.json")
+    refuse(5, "join all shards with lipaudit merge", "baseline", "save", "shard.json")
     for pair in (("shard.json", "-b", "whole.json"), ("whole.json", "-b", "shard.json")):
         done = invoke("gate", *pair, code=5)
         assert "the report is shard 1 of 2: join all shards" in done.stdout
@@ -191,9 +184,9 @@ def test_one_shard_is_neither_a_baseline_nor_judged():
 def test_a_place_that_cannot_be_written_to_is_a_usage_error(place, saved):
     Path("folder").mkdir()
     Path("file").touch()
-    run("baseline", "update", saved, "--reason", "x", "-o", place, code=2, says="cannot write")
+    refuse(2, "cannot write", "baseline", "update", saved, "--reason", "x", "-o", place)
     if place == "file/new":
-        run("train", "demo", "--out", place, code=2, says="file is a file")
+        refuse(2, "file is a file", "train", "demo", "--out", place)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
@@ -273,8 +266,8 @@ def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(er
 
 def test_what_is_configured_for_texts_does_not_stop_images():
     Path("lipaudit.toml").write_text("max-tokens = 3\n")
-    run("jacobian", "demo", "-n", "1", code=0)
-    run("jacobian", "demo", "-n", "1", "--max-tokens", "4", code=2, says="--max-tokens")
+    invoke("jacobian", "demo", "-n", "1")
+    refuse(2, "--max-tokens", "jacobian", "demo", "-n", "1", "--max-tokens", "4")
 
 
 def test_options_of_a_kind_are_refused_from_python_alike():

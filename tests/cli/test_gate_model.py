@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lipaudit import schema
-from tests.commands import invoke
+from tests.commands import invoke, refuse
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,7 @@ def test_the_machine_is_chosen_anew_and_the_protocol_is_not(measured):
     "option", [("--data", "val.npz"), ("--device", "cpu"), ("--resume",), ("--report", "x.json")]
 )
 def test_options_of_a_measurement_are_refused_with_a_report(measured, option):
-    done = invoke("gate", "base.json", "-b", "base.json", *option, code=2)
-    assert f"{option[0]} has no effect" in done.stderr
+    refuse(2, f"{option[0]} has no effect", "gate", "base.json", "-b", "base.json", *option)
 
 
 def test_without_a_default_rule_one_that_would_apply_is_named():

@@ -18,7 +18,7 @@ from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
 from lipaudit.settings import RunOptions
 from lipaudit.settings.parsing import write_duration
-from tests.commands import invoke, replace_parts
+from tests.commands import invoke, refuse, replace_parts
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 JACOBIAN = ("jacobian", "demo", "-n", "5", "--batch-size", "2", "--tol", "0.01")
@@ -128,5 +128,4 @@ def test_what_is_no_time_is_refused(text):
 
 @pytest.mark.parametrize("args", [("train", "demo"), ("watch", ".")])
 def test_a_training_has_no_limit(args):
-    done = invoke(*args, "--time-limit", "1h", code=2)
-    assert "--time-limit works only when a MODEL is measured" in done.stderr
+    refuse(2, "works only when a MODEL is measured", *args, "--time-limit", "1h")

@@ -43,19 +43,7 @@ def square(cube: Cube, turn: Turn) -> Tensor:
 
     if cube.norm == "l2":
         return _run_package(logits, images, cube, turn)[..., :rows, :columns].reshape(shape)
-    draw = torch.Generator().manual_seed(draw_seed(turn))
-    # The stripes at which the search starts.
-    stripes = torch.rand(
-        *images.shape[:2], 1, images.shape[3], generator=draw, dtype=torch.float32
-    )
-    signs = torch.sign(2 * stripes - 1).to(images.device)
-    search = _Search(logits, images, cube, signs, _draw_queries(images, turn.attack.queries, draw))
-    close = close_margins(cube, turn)
-    if turn.closest is not None:  # success here means that gradients mislead
-        close = torch.maximum(close, turn.closest.to(close))
-    while search.ask():
-        search.give_up(turn, close)
-    return search.best.reshape(shape)
+    return _Search(logits, images, cube, turn).run().reshape(shape)
 
 
 class _Queries(NamedTuple):
@@ -111,26 +99,24 @@ class _Search:
     later ones are evaluated again.
     """
 
-    def __init__(
-        self,
-        f: Callable[[Tensor], Tensor],
-        x: Tensor,
-        cube: Cube,
-        signs: Tensor,
-        queries: _Queries,
-    ) -> None:
-        self.f, self.y, self.eps = f, cube.y, cube.eps
-        self.low, self.high = (x - cube.eps).clamp_min(0.0), (x + cube.eps).clamp_max(1.0)
-        self.best = (x + cube.eps * signs).clamp(0.0, 1.0)
-        self.margin = margins(f(self.best), cube.y)
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, cube: Cube, turn: Turn) -> None:
         size, channels, high, wide = x.shape
+        draw = torch.Generator().manual_seed(draw_seed(turn))
+        stripes = torch.rand(size, channels, 1, wide, generator=draw, dtype=torch.float32)
+        self.queries = _draw_queries(x, turn.attack.queries, draw)
+        self.f, self.y, self.eps, self.turn = f, cube.y, cube.eps, turn
+        self.low, self.high = (x - cube.eps).clamp_min(0.0), (x + cube.eps).clamp_max(1.0)
+        self.best = (x + cube.eps * torch.sign(2 * stripes - 1).to(x.device)).clamp(0.0, 1.0)
+        self.margin = margins(f(self.best), cube.y)
+        self.close = close_margins(cube, turn)
+        if turn.closest is not None:  # success here means that gradients mislead
+            self.close = torch.maximum(self.close, turn.closest.to(self.close))
         self.room = x.new_zeros((2, channels, size, high + 1, wide + 1), dtype=torch.int32)
         self.next, self.moved = (torch.zeros_like(cube.y) for _ in range(2))
         self.check = torch.full_like(cube.y, _FIRST_CHECK)
         self.checked = torch.full_like(self.margin, torch.inf)
-        codes = int(queries.code.amax()) + 1
+        codes = int(self.queries.code.amax()) + 1
         self.refused = torch.zeros(size, max(codes, 1), dtype=torch.bool, device=x.device)
-        self.queries = queries
         self._measure(torch.arange(size, device=x.device))
 
     def _measure(self, rows: Tensor) -> None:
@@ -145,34 +131,32 @@ class _Search:
         moved = self.best[rows] + 2.0 * self.eps * sign
         return torch.minimum(torch.maximum(moved, self.low[rows]), self.high[rows])
 
-    def ask(self) -> bool:
-        """Evaluate the next queries of every surviving row; return whether there were any."""
+    def run(self) -> Tensor:
+        """Evaluate the queries of every surviving row, and return the points reached."""
         total = len(self.queries.side)
-        rows = ((self.margin > 0) & (self.next < total)).nonzero()[:, 0]
-        if len(rows) == 0:
-            return False
-        ahead = self.next[rows, None] + torch.arange(_AHEAD, device=rows.device)
-        unknown = (ahead < total) & ~self._find_known(rows, ahead.clamp_max(total - 1))
-        most = 1 + (self.next - self.moved)[rows] // _PATIENT
-        most = most.clamp_max(max(CHUNK // len(rows), 1))[:, None]
-        asked = unknown & (unknown.cumsum(1) <= most)
-        every = (asked == unknown).all(1)
-        last = torch.where(asked, ahead, -1).amax(1)
-        self.next[rows] = torch.where(every, ahead[:, -1], last) + 1
-        which, place = asked.nonzero(as_tuple=True)
-        if len(which):
-            self._judge(rows[which], ahead[which, place])
-        return True
-
-    def give_up(self, turn: Turn, close: Tensor) -> None:
-        """Give up rows that moved too little while their queries doubled."""
-        due, total = self.next >= self.check, len(self.queries.side)
-        doublings = (total / self.check).log2()
-        hopeless = turn.hopeless(self.margin, self.checked - self.margin, doublings)
-        hopeless &= self.margin > close
-        self.checked = torch.where(due, self.margin, self.checked)
-        self.check = torch.where(due, 2 * self.check, self.check)
-        self.next = torch.where(due & hopeless, total, self.next)
+        while True:
+            rows = ((self.margin > 0) & (self.next < total)).nonzero()[:, 0]
+            if len(rows) == 0:
+                return self.best
+            ahead = self.next[rows, None] + torch.arange(_AHEAD, device=rows.device)
+            unknown = (ahead < total) & ~self._find_known(rows, ahead.clamp_max(total - 1))
+            most = 1 + (self.next - self.moved)[rows] // _PATIENT
+            most = most.clamp_max(max(CHUNK // len(rows), 1))[:, None]
+            asked = unknown & (unknown.cumsum(1) <= most)
+            every = (asked == unknown).all(1)
+            last = torch.where(asked, ahead, -1).amax(1)
+            self.next[rows] = torch.where(every, ahead[:, -1], last) + 1
+            which, place = asked.nonzero(as_tuple=True)
+            if len(which):
+                self._judge(rows[which], ahead[which, place])
+            # Rows that moved too little while their queries doubled are given up.
+            due, doublings = self.next >= self.check, (total / self.check).log2()
+            progress = self.checked - self.margin
+            given = due & self.turn.hopeless(self.margin, progress, doublings)
+            given &= self.margin > self.close
+            self.checked = torch.where(due, self.margin, self.checked)
+            self.check = torch.where(due, 2 * self.check, self.check)
+            self.next = torch.where(given, total, self.next)
 
     def _find_known(self, rows: Tensor, ahead: Tensor) -> Tensor:
         """Return which queries (rows, _AHEAD) change nothing, or were rejected before."""

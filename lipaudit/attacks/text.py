@@ -250,10 +250,11 @@ class TextOracle:
     def __call__(self, texts: Sequence[Ids]) -> Float[Tensor, "texts classes"]:
         """Return the logits of texts, from their token ids."""
         self.meter.forwards += len(texts)
-        pieces = self._pieces(texts)
-        batches = (self.reader.padded([texts[i] for i in rows]) for rows in pieces)
-        logits = torch.cat([self.reader.output(*batch) for batch in batches])
-        return logits[_places(pieces)]
+        logits: dict[int, Tensor] = {}
+        for rows in self._pieces(texts):
+            batch = self.reader.padded([texts[i] for i in rows])
+            logits |= zip(rows, self.reader.output(*batch), strict=True)
+        return torch.stack([logits[i] for i in range(len(texts))])
 
     def slopes(
         self, texts: Sequence[Ids], y: Int[Tensor, " texts"]
@@ -285,12 +286,6 @@ class TextOracle:
         runs = [[*run] for _, run in groupby(sorted(range(len(texts)), key=length), key=length)]
         size = self.batch_size
         return [run[i : i + size] for run in runs for i in range(0, len(run), size)]
-
-
-def _places(pieces: Sequence[Sequence[int]]) -> list[int]:
-    """Return the index of each text over all pieces."""
-    order = [i for rows in pieces for i in rows]
-    return sorted(range(len(order)), key=order.__getitem__)
 
 
 Propose = Callable[[Draft, Tensor], Sequence[Draft]]

@@ -92,15 +92,11 @@ def join_blocks(
     x: Sequence[ErrorBlock], y: Sequence[ErrorBlock], both: Callable[[Tensor, Tensor], Tensor]
 ) -> list[ErrorBlock]:
     """Return the blocks of two aligned forms; `both` combines the blocks that they share."""
-    other = {block.key: block for block in y}
-    own = {block.key for block in x}
-    shared = [
-        replace(block, rows=both(block.rows, other[block.key].rows))
-        if block.key in other
-        else block
-        for block in x
-    ]
-    return shared + [block for block in y if block.key not in own]
+    joined = {block.key: block for block in x}
+    for block in y:
+        own = joined.get(block.key)
+        joined[block.key] = block if own is None else replace(own, rows=both(own.rows, block.rows))
+    return list(joined.values())
 
 
 def move_stack(move: Callable[[Tensor], Any], rows: Tensor) -> Any:

@@ -10,7 +10,7 @@ all, no range would be finite and nothing would be certified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,14 +44,9 @@ PLACES = frozenset((*MOVES, "view", "getitem", "expand", "expand_as", "T", "mT")
 
 @dataclass(eq=False)
 class Node:
-    """A tensor of the trial run: its shape, its device, and which entries are read."""
+    """A tensor of the trial run: which of its entries are read."""
 
-    shape: torch.Size
-    device: torch.device
-    read: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.read = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+    read: Tensor
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ class TrialRun:
         """Return the form on which the model runs."""
         centre = centre.to(self.symbols.shown)
         form = Form(centre, centre.new_empty(0, *centre.shape), centre, self.symbols)
-        form.__dict__["node"] = Node(centre.shape, centre.device)
+        form.__dict__["node"] = Node(centre.new_zeros(centre.shape, dtype=torch.bool))
         return form
 
     def trial(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
@@ -160,10 +155,8 @@ def _demand(call: Call) -> Cut | None:
     if call.name in PLACES and isinstance(call.args[0], Node):
         # The rearrangement of the entries' indices tells which of them are read.
         node = call.args[0]
-        at = torch.arange(node.shape.numel(), device=node.device).view(node.shape)
-        args = _replace_kind(
-            call.args[1:], Node, lambda other: torch.empty(other.shape, device=other.device)
-        )
+        at = torch.arange(node.read.numel(), device=node.read.device).view(node.read.shape)
+        args = _replace_kind(call.args[1:], Node, lambda other: other.read)
         out = call.func(at, *args, **call.kwargs)
         outs = [out] if len(call.results) == 1 else out
         for result, places in zip(call.results, outs, strict=True):
@@ -173,7 +166,7 @@ def _demand(call: Call) -> Cut | None:
     inner = call.args if cut and call.name in ENTRIES else call.args[:1] if cut else ()
     for node in inner:
         if isinstance(node, Node) and cut and node.read.ndim >= -cut[0]:
-            place = 0 if node.shape[cut[0]] == 1 else cut[1]
+            place = 0 if node.read.shape[cut[0]] == 1 else cut[1]
             node.read.narrow(cut[0], place, 1)[...] = True
         elif isinstance(node, Node):
             node.read[...] = True
@@ -205,7 +198,7 @@ def _axes(call: Call, read: Tensor) -> list[int]:
     if call.name in ENTRIES:
         return axes
     first = call.args[0]
-    if not isinstance(first, Node) or first.shape[:-1] != read.shape[:-1]:
+    if not isinstance(first, Node) or first.read.shape[:-1] != read.shape[:-1]:
         return []
     if call.name == "softmax" and _argument(call, "dim") not in (-1, read.ndim - 1):
         return []

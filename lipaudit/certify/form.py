@@ -125,6 +125,10 @@ class Form(Tensor):
         simplex: entries are >= 0 and sum to one along the last axis, whatever the input.
     """
 
+    memory: Memory
+    seen: int
+    origin: tuple[Form, Any] | None
+
     @staticmethod
     def __new__(  # noqa: D102
         cls: type[Form], centre: Tensor, dense: Tensor, slack: Tensor, symbols: Symbols, **_: Any
@@ -132,6 +136,7 @@ class Form(Tensor):
         shell: Form = Tensor._make_wrapper_subclass(
             cls, centre.shape, dtype=symbols.shown, device=centre.device
         )
+        shell.memory, shell.seen, shell.origin = Memory(), 0, None
         return shell
 
     def __init__(
@@ -147,8 +152,6 @@ class Form(Tensor):
         self.centre, self.dense, self.slack = centre, dense, slack
         self.blocks, self.symbols, self.simplex = tuple(blocks), symbols, simplex
         self.quotient: Quotient | None = None
-        self.memory, self.seen = Memory(), 0
-        self.origin: tuple[Form, Any] | None = None
 
     @classmethod
     def from_quotient(cls, quotient: Quotient) -> Form:
@@ -156,7 +159,6 @@ class Form(Tensor):
         like = quotient.numerator
         form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
         form.symbols, form.simplex, form.quotient = like.symbols, False, quotient
-        form.memory, form.seen, form.origin = Memory(), 0, None
         return form
 
     @property
@@ -256,8 +258,7 @@ class Form(Tensor):
     def copy(self) -> Form:
         """Return a copy in separate memory."""
         form = self.__new__(Form, self, self, self, self.symbols)
-        form.__dict__.update(self.__dict__)
-        form.memory, form.seen, form.origin = Memory(), 0, None
+        form.__dict__ = self.__dict__ | form.__dict__
         return form
 
     def hold(self, result: Form) -> None:

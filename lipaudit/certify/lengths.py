@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lipaudit.certify.form import Form
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, tiny, up
+from lipaudit.certify.symbols import bound_norms
 
 _ROWS = 512
 """Number of rows summed in their own precision before they are added in double precision."""
@@ -80,22 +81,5 @@ def _length(stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: boo
     trace = up(gram.diagonal(dim1=-2, dim2=-1).sum(-1), k) * (1 + 2 * gamma(_ROWS + 16, dtype))
     under = rows * k * tiny(dtype)
     lost = gamma(_ROWS + rows // _ROWS + len(stacks) + 32, dtype) * trace + under
-    size = up((_norm((gram + gram.mT) / 2) + lost).sqrt()) + under
+    size = up((bound_norms((gram + gram.mT) / 2, _SQUARINGS) + lost).sqrt()) + under
     return (up(size * up(share, rows).sqrt()) + under).view(shape)
-
-
-def _norm(gram: Tensor) -> Tensor:
-    """||A|| <= ||A^m||_F^(1/m) of symmetric matrices in double, m = 2^_SQUARINGS, divided first.
-
-    (A + E)^2 - A^2 = A E + E A + E^2, and a product itself is off by gamma ||A||_F^2.
-    """
-    scale = gram.square().sum((1, 2)).sqrt().clamp_min(1e-150)
-    power = gram / scale[:, None, None]
-    share = gamma(gram.shape[-1] + 8, DOUBLE)
-    size = torch.ones_like(scale) * (1 + 1e-9)
-    error = share * size
-    for _ in range(_SQUARINGS):
-        error = up((2 * error + share * size) * size + error.square())
-        power = torch.bmm(power, power)
-        size = up(power.square().sum((1, 2)).sqrt(), gram[0].numel() + 8)
-    return up((size + error) ** (0.5**_SQUARINGS) * scale, 64)

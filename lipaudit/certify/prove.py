@@ -13,28 +13,12 @@ from torch import Tensor, nn
 from lipaudit.certify.demand import DeviationError, plan
 from lipaudit.certify.form import Form, NoRuleError, forms_of
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, up
-from lipaudit.certify.rules import (
-    affine,
-    attention,
-    moves,
-    norms,
-    pieces,
-    products,
-    smooth,
-    sums,
-)
 from lipaudit.certify.rules.affine import add, broadcast, is_row, linear_map
 from lipaudit.certify.rules.products import mul
 from lipaudit.certify.rules.smooth import SQRT, relax
+from lipaudit.certify.rules.table import RULES
 from lipaudit.certify.symbols import SETTLE, Norm, Symbols
 from lipaudit.errors import UsageError
-
-RULES: dict[str, Callable[..., Any]] = {
-    name: rule
-    for chapter in (affine, attention, moves, smooth, products, norms, pieces, sums)
-    for name, rule in chapter.RULES.items()
-}
-"""Rules of all supported operations, by name; a later file overrides an earlier one."""
 
 
 def ball(

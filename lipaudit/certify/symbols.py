@@ -140,13 +140,17 @@ class Symbols:
         if not len(q):
             zero = torch.zeros(g.shape[1:], dtype=DOUBLE, device=g.device)
             return zero, zero
+        squares = (self.pairs[0] == self.pairs[1]).to(q.device)
+        # Of a pair, each of its two entries of the matrix has half of the coefficient.
+        halves, parts = torch.where(squares, 1.0, 0.5).to(q)[:, None], []
         # A few entries at a time, so that they stay in the cache.
         some = max(1, _AT_ONCE // self.n**2)
-        parts = q.reshape(len(q), -1).split(some, 1)  # type: ignore[no-untyped-call]
-        radius = torch.cat([self._norms(part) for part in parts]).view(q.shape[1:])
+        for part in q.reshape(len(q), -1).split(some, 1):  # type: ignore[no-untyped-call]
+            full = (part * halves).mT.contiguous().index_select(1, self._full.to(q.device))
+            parts.append(bound_norms(full.view(-1, self.n, self.n), _SQUARINGS))
+        radius = torch.cat(parts).view(q.shape[1:])
         if self.norm == "l2":
             return -radius, radius
-        squares = (self.pairs[0] == self.pairs[1]).to(q.device)
         mixed, own = _one_norm(q[~squares]), q[squares]
         high = torch.minimum(mixed + _one_norm(own.clamp_min(0)), self.n * radius)
         low = torch.minimum(mixed + _one_norm(own.clamp_max(0)), self.n * radius)
@@ -184,30 +188,6 @@ class Symbols:
         self.count += int((radius > 0).sum())
         return create_errors(radius, first, self.dtype)
 
-    def _norms(self, flat: Tensor) -> Tensor:
-        """||Q|| <= ||Q^k||_F^(1/k) for the symmetric Q of every entry, k = 2^_SQUARINGS.
-
-        Q is divided by about its norm first. That of a power is raised by what rounding can take:
-        (A + E)^2 - A^2 = A E + E A + E^2, and a product itself is off by gamma ||A||_F^2.
-        """
-        n, dtype = self.n, flat.dtype
-        flat = flat.mT.contiguous()
-        small = n * n * tiny(dtype)
-        size = _norm(flat)
-        scale = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
-        # Of a pair, each of its two entries of the matrix has half of the coefficient.
-        halves = torch.where(self.pairs[0] == self.pairs[1], 1.0, 0.5).to(flat)
-        power = (flat * (halves / scale[:, None])).index_select(1, self._full.to(flat.device))
-        power = power.view(-1, n, n)
-        size = up(size / scale.to(DOUBLE))
-        error = gamma(4, dtype) * size + small
-        for _ in range(_SQUARINGS):
-            error = (2 * error + gamma(n + 8, dtype) * size) * size + error.square() + small
-            power = torch.bmm(power, power)
-            size = _norm(power.flatten(1))
-        root = up(size + error, 8) ** (0.5**_SQUARINGS) * scale.to(DOUBLE)
-        return up(root, 32) + small
-
     @cached_property
     def _full(self) -> Tensor:
         """Return the index among the pairs of each entry of a symmetric matrix, (n^2,)."""
@@ -215,6 +195,27 @@ class Symbols:
         i, j = self.pairs
         places[i, j] = places[j, i] = torch.arange(len(i))
         return places.flatten()
+
+
+def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tensor, " b"]:
+    """Bound ||Q|| <= ||Q^k||_F^(1/k) of symmetric matrices, k = 2^squarings; float64.
+
+    Q is divided by about its norm first. That of a power is raised by what rounding can take:
+    (A + E)^2 - A^2 = A E + E A + E^2, and a product itself is off by gamma ||A||_F^2.
+    """
+    n, dtype = matrices.shape[-1], matrices.dtype
+    small = n * n * tiny(dtype)
+    size = _norm(matrices.flatten(1))
+    scale = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
+    power = matrices / scale[:, None, None]
+    size = up(size / scale.to(DOUBLE))
+    error = gamma(4, dtype) * size + small
+    for _ in range(squarings):
+        error = (2 * error + gamma(n + 8, dtype) * size) * size + error.square() + small
+        error, power = up(error), torch.bmm(power, power)
+        size = _norm(power.flatten(1))
+    root = up(size + error, 8) ** (0.5**squarings) * scale.to(DOUBLE)
+    return up(root, 64) + small
 
 
 def _one_norm(g: Tensor) -> Tensor:

@@ -381,6 +381,12 @@ def test_settling_changes_no_range():
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_relus_of_one_sign_bear_no_errors():
+    x = ball(_weights(1, TOKENS, WIDTH), 0.1)
+    assert not F.relu(x + 10).blocks
+    assert F.relu(x).blocks
+
+
 def test_symbols_keep_what_slack_forgets():
     """y - y of an operation with an error is zero in symbols, twice the error in slack."""
     x = ball(_weights(1, TOKENS, WIDTH), 0.1, settle=0.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -227,24 +226,7 @@ def is_row(x: Form) -> bool:
     return x.shape[-1] == 1 or all(each.stride(-1) == 0 for each in held)
 
 
-def conv1d(
-    input: Form,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Form:
-    """Return a convolution over the last axis, as one over two axes."""
-    stride, dilation = ((1, as_pair(v)[1]) for v in (stride, dilation))
-    padding = padding if isinstance(padding, str) else (0, as_pair(padding)[1])
-    wide: Any = input.unsqueeze(-2)
-    result: Any = conv2d(wide, weight.unsqueeze(-2), bias, stride, padding, dilation, groups)
-    return cast("Form", result.squeeze(-2))
-
-
-def conv2d(
+def convolve(
     input: Form,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -254,8 +236,14 @@ def conv2d(
     groups: int = 1,
 ) -> Form:
     """Return a convolution as a product with patches: the library's may round differently."""
-    if input.ndim != 4:
+    if input.ndim != weight.ndim:
         raise NoRuleError("a convolution without a batch axis")
+    if weight.ndim == 3:  # over one axis: as one over two, the first of size one
+        stride, dilation = ((1, as_pair(v)[1]) for v in (stride, dilation))
+        padding = padding if isinstance(padding, str) else (0, as_pair(padding)[1])
+        wide: Any = input.unsqueeze(-2)
+        wide = convolve(wide, weight.unsqueeze(-2), bias, stride, padding, dilation, groups)
+        return cast("Form", wide.squeeze(-2))
     gaps, steps = as_pair(dilation), as_pair(stride)
     x: Any = input
     if isinstance(padding, str):
@@ -332,25 +320,3 @@ def reduce_axes(
         return total / count if mean else total
 
     return linear_map(input.settle(), op, roundings=count + 1)
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("contiguous", "to", "float", "double", "type_as", "detach", "data"), same),
-    "clone": lambda input, *, memory_format=None: input.copy(),
-    "dropout": dropout,
-    "neg": neg,
-    "negative": neg,
-    **dict.fromkeys(("add", "radd"), add),
-    "sub": sub,
-    "rsub": lambda x, other, *, alpha=1: sub(other, x, alpha=alpha),
-    "expand": expand,
-    "expand_as": lambda x, other: expand(x, *other.shape),
-    "broadcast_to": expand,
-    "linear": linear,
-    "conv1d": conv1d,
-    "conv2d": conv2d,
-    "batch_norm": batch_norm,
-    "sum": reduce_axes,
-    "mean": partial(reduce_axes, mean=True),
-}
-"""Rules for affine operations."""

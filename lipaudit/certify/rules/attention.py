@@ -26,7 +26,6 @@ Keys with a weight below e^-1000 (masked ones) are constants.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,7 +180,7 @@ def _total(t: Tensor) -> Tensor:
     return t.sum(-1, keepdim=True)
 
 
-def attention(
+def scaled_dot_product_attention(
     query: Any,
     key: Any,
     value: Any,
@@ -219,7 +218,7 @@ def mask_scores(logits: Any, mask: Tensor | None) -> Any:
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
-def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """nn.MultiheadAttention: projections around attention; (L, batch, E) or (L, E)."""
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -257,13 +256,3 @@ def _split(t: Any, heads: int, batched: bool) -> Any:
     """(L, batch, E) to (batch, heads, L, E / heads)."""
     t = t if batched else t[:, None]
     return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "softmax": softmax,
-    "log_softmax": log_softmax,
-    "logsumexp": logsumexp,
-    "scaled_dot_product_attention": attention,
-    "multi_head_attention_forward": multi_head_attention,
-}
-"""Rules for softmax and attention."""

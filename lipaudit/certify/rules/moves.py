@@ -12,7 +12,7 @@ from torch import Tensor
 from lipaudit.certify.blocks import ErrorBlock, move_stack
 from lipaudit.certify.form import Form, NoRuleError, Quotient
 from lipaudit.certify.rounding import DOUBLE
-from lipaudit.certify.rules.affine import as_constant, broadcast, same, shape_of, stack_sum
+from lipaudit.certify.rules.affine import as_constant, broadcast, shape_of, stack_sum
 from lipaudit.certify.symbols import Sizes
 
 
@@ -167,7 +167,7 @@ def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None
     return Form(centre, wide(input.generators), wide(input.slack), input.symbols)
 
 
-def triangle(name: str) -> Callable[..., Form]:
+def make_triangle(name: str) -> Callable[..., Form]:
     """Return the rule of tril or triu."""
 
     def rule(input: Form, diagonal: int = 0) -> Form:
@@ -183,7 +183,7 @@ def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
     return rule(input, *args, **kwargs)
 
 
-def _constants(name: str) -> Callable[..., Tensor]:
+def make_constant(name: str) -> Callable[..., Tensor]:
     """Return the rule of a method that creates a constant tensor like another."""
 
     def rule(input: Form, *args: Any, **kwargs: Any) -> Tensor:
@@ -194,35 +194,7 @@ def _constants(name: str) -> Callable[..., Tensor]:
     return rule
 
 
-def _empty(input: Form, *size: Any, **options: Any) -> Form:
+def make_empty(input: Form, *size: Any, **options: Any) -> Form:
     """Return a form without numbers, which is written to later."""
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     return lift(torch.full(tuple(shape or input.shape), torch.nan, dtype=DOUBLE), input)
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    **{name: make_move(name) for name in MOVES},
-    "view": make_move("reshape"),
-    "T": lambda x: x.permute(*range(x.ndim)[::-1]),
-    "mT": lambda x: x.transpose(-1, -2),
-    "iter": lambda x: iter(x.unbind(0)),
-    "getitem": make_move("__getitem__"),
-    "cat": cat,
-    "concat": cat,
-    "stack": stack,
-    "masked_fill": masked_fill,
-    "where": where,
-    "setitem": setitem,
-    "copy": lambda input, other, non_blocking=False: setitem(input, ..., other),
-    "pad": pad,
-    "tril": triangle("tril"),
-    "triu": triangle("triu"),
-    **{name: make_move(name) for name in ("gather", "take_along_dim", "repeat_interleave")},
-    "unfold": unfold,
-    **dict.fromkeys(("view_as", "reshape_as"), lambda x, other: x.reshape(other.shape)),
-    "type": same,
-    **{name: _constants(name) for name in ("zeros_like", "ones_like", "full_like")},
-    **{name: _constants(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
-    **dict.fromkeys(("new_empty", "empty_like"), _empty),
-}
-"""Rules for operations that rearrange entries."""

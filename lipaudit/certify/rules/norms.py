@@ -9,7 +9,6 @@ part: 2 L R + R^2 is left, in [-2 l m, 2 l m + m^2]. Every row takes what leaves
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -130,8 +129,8 @@ def group_norm(
     groups: Any = input.reshape(input.shape[0], num_groups, -1)
     result: Any = layer_norm(groups, groups.shape[-1], None, None, eps).reshape(input.shape)
     shape = (-1, *[1] * (input.ndim - 2))
-    result = result if weight is None else scale(result, weight.view(shape))
-    return result if bias is None else add(result, bias.view(shape))
+    weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))
+    return _affine(result, weight, bias)
 
 
 def instance_norm(
@@ -151,12 +150,7 @@ def instance_norm(
 
 
 def vector_norm(
-    input: Form,
-    ord: Any = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: Any = None,  # noqa: A002
+    input: Form, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Form:
     """Return the 1-, 2- or infinity norm over axes."""
     if ord in (2, "fro", None):
@@ -166,13 +160,6 @@ def vector_norm(
     if ord == float("inf"):
         return amax(absolute(input), dim, keepdim)
     raise NoRuleError(f"a norm of order {ord}")
-
-
-def norm(
-    input: Form, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Form:
-    """Return the norm of vectors, like torch.norm."""
-    return vector_norm(input, p, dim, keepdim)
 
 
 def normalize(
@@ -188,15 +175,3 @@ def normalize(
         raise UnboundedError
     unit = scale(rms_norm(rows, n, None, 0.0), n**-0.5, roundings=3)
     return unit.transpose(dim, -1)  # type: ignore[return-value]
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "rms_norm": rms_norm,
-    "layer_norm": layer_norm,
-    "group_norm": group_norm,
-    "instance_norm": instance_norm,
-    **dict.fromkeys(("vector_norm", "linalg_vector_norm"), vector_norm),
-    "norm": norm,
-    "normalize": normalize,
-}
-"""Rules for normalisations."""

@@ -41,9 +41,11 @@ def relu(input: Form, inplace: bool = False) -> Form:
     share = (high / (high - low)).to(dtype).to(DOUBLE).clamp(0, 1)
     a = torch.where(mixed, share, (low >= 0).to(DOUBLE))
     m = cast_up(up(torch.maximum(-a * low, (1 - a) * high) / 2) * mixed, dtype)
-    mixed = m > 0
-    errors = symbols.birth(m)
-    if mixed.any():
+    mixed, share = m > 0, a.to(dtype)
+    dense, blocks = input.map_rows(lambda t: t * share)
+    if mixed.any():  # an empty block of errors would share its key with the next one
+        errors = symbols.birth(m)
+        blocks = [*blocks, errors]
         symbols.units.append(
             Unit(
                 input.centre[mixed],
@@ -54,12 +56,10 @@ def relu(input: Form, inplace: bool = False) -> Form:
                 errors.key,
             )
         )
-    share = a.to(dtype)
-    dense, blocks = input.map_rows(lambda t: t * share)
     centre = a * input.centre + m
     lost = gamma(2, DOUBLE) * (centre.abs() + m) + gamma(1, dtype) * a * input.mass * mixed
     slack = up(a * input.slack + lost + symbols.count * tiny(dtype) * mixed)
-    return Form(centre, dense, slack, symbols, blocks=[*blocks, errors])
+    return Form(centre, dense, slack, symbols, blocks=blocks)
 
 
 class Extreme(NamedTuple):
@@ -197,26 +197,3 @@ def max_pool2d(
 def _exact(slope: Any) -> Any:
     """Return a constant in float64, so that 1 - s has the smallest possible rounding error."""
     return slope.detach().double() if isinstance(slope, Tensor) else float(slope)
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "relu": relu,
-    "leaky_relu": leaky_relu,
-    "prelu": prelu,
-    **dict.fromkeys(("abs", "absolute"), absolute),
-    "maximum": maximum,
-    "minimum": minimum,
-    **dict.fromkeys(("clamp", "clip"), clamp),
-    "clamp_min": lambda input, min: clamp(input, min),  # noqa: A006
-    "clamp_max": lambda input, max: clamp(input, None, max),  # noqa: A006
-    "relu6": make_clamp(0.0, 6.0),
-    "hardtanh": make_clamp(-1.0, 1.0),
-    "hardsigmoid": hardsigmoid,
-    "hardswish": hardswish,
-    "amax": amax,
-    "amin": amin,
-    "max": make_extreme(maximum, amax),
-    "min": make_extreme(minimum, amin),
-    "max_pool2d": max_pool2d,
-}
-"""Rules for piecewise linear functions."""

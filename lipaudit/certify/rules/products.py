@@ -170,13 +170,3 @@ def _weighted_median(v: Tensor, weight: Tensor) -> Tensor:
     summed = by_channel.gather(-1, order.mT[..., None, :, :].expand(shape)).cumsum(-1)
     place = (summed < summed[..., -1:] / 2).sum(-1, keepdim=True).clamp_max(shape[-1] - 1)
     return v.mT[..., None, :, :].expand(shape).gather(-1, place)[..., 0]
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("matmul", "bmm"), matmul),
-    "rmatmul": lambda x, other: matmul(other, x),
-    **dict.fromkeys(("mul", "multiply", "rmul"), mul),
-    **dict.fromkeys(("div", "divide", "true_divide", "truediv"), div),
-    "rdiv": lambda x, other: div(other, x),
-}
-"""Rules for products."""

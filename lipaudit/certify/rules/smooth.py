@@ -214,7 +214,8 @@ def square(input: Form) -> Form:
     return _assemble(input, (a, b), middle, up(radius + lost))
 
 
-def _unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
+def make_unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
+    """Return the rule of a function."""
     return lambda input: relax(input, f, **known)
 
 
@@ -295,28 +296,3 @@ def glu(input: Form, dim: int = -1) -> Form:
     """Return the first half of an axis times the sigmoid of the second."""
     first, second = input.chunk(2, dim)
     return cast("Form", first * relax(cast("Form", second), SIGMOID))
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "gelu": gelu,
-    "silu": silu,
-    "square": square,
-    "exp": _unary(EXP),
-    "tanh": _unary(TANH),
-    "sigmoid": _unary(SIGMOID),
-    "rsqrt": _unary(RSQRT, positive=True),
-    "sqrt": _unary(SQRT, positive=True),
-    "reciprocal": _unary(RECIPROCAL, positive=True),
-    "pow": raise_power,
-    "erf": _unary(ERF),
-    "log": _unary(LOG, positive=True),
-    "sin": _unary(SIN),
-    "cos": _unary(COS),
-    "mish": lambda input, inplace=False: relax(input, MISH),
-    "softplus": softplus,
-    **dict.fromkeys(("log_sigmoid", "logsigmoid"), log_sigmoid),
-    "elu": elu,
-    "glu": glu,
-    "selu": selu,
-}
-"""Rules for smooth functions."""

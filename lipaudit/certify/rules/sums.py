@@ -15,7 +15,6 @@ from lipaudit.certify.rounding import DOUBLE, gamma, up
 from lipaudit.certify.rules.affine import add, linear_map, reduce_axes, scale
 from lipaudit.certify.rules.moves import make_move, make_moving
 from lipaudit.certify.rules.products import matmul
-from lipaudit.certify.rules.smooth import SQRT, relax
 
 
 def einsum(equation: str, *operands: Any) -> Any:
@@ -121,14 +120,13 @@ def interpolate(
 
         The other axis is two wide: with one, torch may take antialiased images for channels last.
         """
-        n, ends = input.shape[axis - 2], [2, 2]
-        ends[axis] = _of(size, axis)
-        factors = [1.0, 1.0]
-        factors[axis] = _of(scale_factor, axis)
+        n, name = input.shape[axis - 2], "scale_factor" if size is None else "size"
+        wanted, other = (scale_factor, 1.0) if size is None else (size, 2)
+        own = wanted if isinstance(wanted, int | float) else wanted[axis]
+        chosen = {name: [own, other] if axis == 0 else [other, own]}
         single = torch.eye(n, dtype=torch.float64, device=input.device)[:, None, :, None]
         wide = single.repeat(1, 1, 1, 2)
         wide = wide if axis == 0 else wide.mT.contiguous()
-        chosen = {"size": ends} if size is not None else {"scale_factor": factors}
         options = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
         result = F.interpolate(wide, **chosen, **options)  # type: ignore[arg-type]
         return result.select(3 - axis, 0)[:, 0].mT
@@ -146,10 +144,6 @@ def interpolate(
     everywhere = (x.centre.abs() + x.mass + x.slack).sum((-2, -1), keepdim=True)
     result.slack = up(result.slack + gamma(64 * places, DOUBLE) * everywhere, places)
     return result
-
-
-def _of(value: Any, axis: int) -> Any:
-    return value[axis] if isinstance(value, list | tuple | torch.Size) else value
 
 
 def cumsum(input: Form, dim: int, *, dtype: Any = None) -> Form:
@@ -186,20 +180,3 @@ def variance(
     centred: Any = input - reduce_axes(input, dim, True, mean=True)
     total = reduce_axes(centred.square(), dim, keepdim)
     return scale(total, 1 / (input.numel() // total.numel() - correction), roundings=2)
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "einsum": einsum,
-    "addmm": addmm,
-    "baddbmm": lambda input, batch1, batch2, **how: addmm(input, batch1, batch2, **how),
-    "addcmul": addcmul,
-    "interpolate": interpolate,
-    "cumsum": cumsum,
-    "var": variance,
-    "std": lambda *args, **how: relax(variance(*args, **how), SQRT, positive=True),
-    "avg_pool1d": make_pooling(F.avg_pool1d, 1),
-    "avg_pool2d": make_pooling(F.avg_pool2d, 2),
-    "adaptive_avg_pool1d": make_pooling(F.adaptive_avg_pool1d, 1),
-    "adaptive_avg_pool2d": make_pooling(F.adaptive_avg_pool2d, 2),
-}
-"""Rules for sums."""

@@ -58,7 +58,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             nothing shows.
     """
     trials = options.trials()
-    how = texts.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
+    how = texts.make_reader(net) if any(trial.norm in COUNTED for trial in trials) else None
     spelled = any(trial.norm == "characters" for trial in trials)
     # Progress is counted in passes, of which the clean samples take one.
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
@@ -71,7 +71,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             )
         check(net, batch, options)
         assert batch.y is not None
-        drafts = None if how is None else texts.texts(how, batch, characters=spelled)
+        drafts = None if how is None else texts.read_texts(how, batch, characters=spelled)
         number, point = batch.start // CHUNK, net.point(batch)
         chunk = Chunk(number, point, batch.y, net.free(batch), drafts)
         outcomes: list[Outcome] = []
@@ -87,7 +87,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             moved(len(batch) * sum(work[: len(outcomes)]) / sum(work))
         if net.scored == "continuation":
             further = Continued(net, batch, options.batch_size)
-            outcomes += further.raised(chunk, tuple(outcomes), options.seed)
+            outcomes += further.raise_losses(chunk, tuple(outcomes), options.seed)
         yield _make_part(net, batch, chunk, trials, outcomes, options)
 
 
@@ -153,7 +153,7 @@ def _make_part(
     }
     if net.scored == "continuation":
         points = [chunk.x, *(end.x_adv for end in ends)]
-        values["losses"] = Continued(net, batch, options.batch_size).losses(points)
+        values["losses"] = Continued(net, batch, options.batch_size).compute_losses(points)
     if options.save_adv is not None and options.save_adv.suffix != TABLE:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
     # The samples robust before and after Square, if gradient attacks ran before it.
@@ -170,7 +170,9 @@ def _make_part(
         )
     if chunk.texts is not None:
         rewritten = [end for end in ends if end.drafts is not None]
-        lines = [line for e in rewritten for line in texts.changes(e, chunk.texts, batch.ids)]
+        lines = [
+            line for e in rewritten for line in texts.describe_changes(e, chunk.texts, batch.ids)
+        ]
         fixed, drafts = chunk.texts.reader.lexicon.fixed, chunk.texts.drafts
         sizes = {  # what can be changed of each text
             "words": [sum(not fixed(word) for word in draft.words) for draft in drafts],
@@ -201,7 +203,7 @@ def _describe_examples(
         after = torch.cat([net.forward(x_adv[i], broken.rows(i)).softmax(1) for i in rows])
         for i, (end, row) in enumerate(zip(first, which.tolist(), strict=True)):
             if end.drafts is not None and chunk.texts is not None:
-                after[i] = texts.scores(net, chunk.texts.reader, end.drafts[row])
+                after[i] = texts.score_text(net, chunk.texts.reader, end.drafts[row])
     assert broken.y is not None
     pairs = torch.stack([broken.y, after.argmax(1)], 1)
     scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]
@@ -264,7 +266,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
             rows=(*worst, *rows),
             samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},
             notes=_write_notes(parts, trials, len(correct))
-            + ((texts.remark(raised),) if raised else ()),
+            + ((texts.note_losses(raised),) if raised else ()),
             examples={n: e for part in parts for n, e in part.facts.get("examples", {}).items()},
             classes=named_classes(parts),
         )
@@ -302,7 +304,7 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     )
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += note_square(int(before), int(after), samples)
-    remarks += tuple(texts.remarks(parts, trials))
+    remarks += tuple(texts.note_changes(parts, trials))
     remarks += repeat_notes(parts)
     planned = tuple(note for trial in trials for note in trial.notes)
     return tuple(dict.fromkeys(remarks + planned + notes(parts)))

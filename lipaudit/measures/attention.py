@@ -6,7 +6,7 @@ histograms are kept, so a map of 8192 x 8192 is never in memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,18 +96,15 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
                 if options.map is not None and options.query is not None:
                     facts["maps"], values = {}, values | maps[options.map]
                 maps.clear()
-            yield Part(part.ids, values, facts, part.notes + _note_windows(windowed))
-
-
-def _note_windows(windowed: Collection[int]) -> tuple[Note, ...]:
-    """Note which figures refer to windows, and that keys are numbered within a window."""
-    if not windowed:
-        return ()
-    text = (
-        f"layers {few([str(index) for index in windowed])} attend within windows of a "
-        "sample: p_norm is the largest of all windows, and sinks number the keys of a window"
-    )
-    return (Note(level="info", code="windows", text=text),)
+            remarks = part.notes
+            if windowed:
+                text = (
+                    f"layers {few([str(index) for index in windowed])} attend within windows of a "
+                    "sample: p_norm is the largest of all windows, and sinks number the keys of a "
+                    "window"
+                )
+                remarks += (Note(level="info", code="windows", text=text),)
+            yield Part(part.ids, values, facts, remarks)
 
 
 @torch.inference_mode()

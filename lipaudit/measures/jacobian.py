@@ -62,23 +62,15 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
                 note = Note(level="info", code="no-block", text=text + "connection")
                 remarks = (note,) if alone else ()
             facts["blocks"] = [block.module for block in blocks]
-            values |= _measure_blocks(net, batch, blocks, options)
+            how: dict[str, Any] = {"seeds": [seed_of(i, options.seed) for i in batch.ids]}
+            each = compute_residual_norms(net, batch, blocks, **how, **options.accuracy)
+            if norms := [norm for _, norm in each]:  # arrays (samples, blocks)
+                for name in OF_BLOCKS:
+                    of_blocks = torch.stack([getattr(norm, name) for norm in norms], 1)
+                    values[f"block_{name}"] = of_blocks.numpy()
+                lanczos = [norm.method == "lanczos" for norm in norms]
+                values["block_lanczos"] = np.array([lanczos] * len(batch))
         yield Part(batch.ids, values, facts, remarks + routing.notes())
-
-
-def _measure_blocks(
-    net: Net, batch: Batch, blocks: Sequence[Residual], options: JacobianOptions
-) -> dict[str, Values]:
-    """Return norms of residual blocks, their proven error and cost, (samples, blocks)."""
-    seeds = [seed_of(i, options.seed) for i in batch.ids]
-    each = compute_residual_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
-    norms = [one for _, one in each]
-    if not norms:
-        return {}
-    return {
-        f"block_{name}": torch.stack([getattr(one, name) for one in norms], 1).numpy()
-        for name in OF_BLOCKS
-    } | {"block_lanczos": np.array([[one.method == "lanczos" for one in norms]] * len(batch))}
 
 
 Measured = tuple[dict[str, Values], dict[str, Any]]

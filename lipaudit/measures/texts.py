@@ -35,7 +35,7 @@ SHOWN = 300
 """Number of characters of a text shown in a note."""
 
 
-def reader(net: Net) -> Reader:
+def make_reader(net: Net) -> Reader:
     """Return how a text model reads texts: vocabulary, embedding table and forward pass.
 
     Raises:
@@ -70,7 +70,7 @@ def _batch(ids: Tensor, mask: Tensor | None) -> Batch:
     return Batch(ids, None, ("",) * len(ids), mask)
 
 
-def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
+def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     """Return the samples of a batch as texts, without their padding.
 
     Args:
@@ -111,7 +111,7 @@ def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     return Texts(how, drafts)
 
 
-def changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[str, Any]]:
+def describe_changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[str, Any]]:
     """Describe every text that an attack tried, as plain values."""
     assert outcome.drafts is not None
     assert outcome.trial is not None
@@ -136,7 +136,7 @@ def _texts(draft: Draft) -> tuple[str, ...]:
     return draft.texts or (" ".join(map(str, draft.ids)),)
 
 
-def scores(net: Net, how: Reader, draft: Draft) -> Tensor:
+def score_text(net: Net, how: Reader, draft: Draft) -> Tensor:
     """Return the class scores of a text; they sum to 1."""
     ids = torch.tensor([how.read(draft)], device=net.device)
     return net.output(_batch(ids, None)).softmax(1)[0]
@@ -163,7 +163,7 @@ def table(parts: Sequence[Part]) -> bytes:
     return "".join(lines).encode()
 
 
-def remarks(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
+def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
     """Note what changed texts keep of the original and what they do not, and show examples."""
     counted = sorted((t for t in trials if t.norm in COUNTED), key=lambda t: t.radius.value)
     if not counted:
@@ -221,12 +221,14 @@ class Continued:
     size: int
 
     @torch.no_grad()
-    def scores(self, z: Tensor) -> Tensor:
+    def compute_scores(self, z: Tensor) -> Tensor:
         """Return the scores of every sample, with its input replaced by z."""
         rows = torch.split(torch.arange(len(z), device=z.device), self.size)
         return torch.cat([self.net.forward(z[i], self.batch.without_ids(i)) for i in rows])
 
-    def raised(self, chunk: Chunk, outcomes: Sequence[Outcome], seed: int) -> Iterator[Outcome]:
+    def raise_losses(
+        self, chunk: Chunk, outcomes: Sequence[Outcome], seed: int
+    ) -> Iterator[Outcome]:
         """Increase the loss of every continuation, right or wrong, with the attacks of each trial.
 
         The attacks maximise softplus(c - log p) with c just below log p at the sample; its
@@ -239,7 +241,7 @@ class Continued:
             outcomes: outcomes of the attacks before, the clean samples first.
             seed: seed of the attacks.
         """
-        floor = self.scores(chunk.x)[:, 0]
+        floor = self.compute_scores(chunk.x)[:, 0]
         floor = floor - SMALL * (1 + floor.abs())
 
         def loss(z: Tensor, rows: Tensor) -> Tensor:
@@ -253,7 +255,7 @@ class Continued:
             _, *climbs = evaluate_chunk(ByRow(loss), chunk, [end.trial], **how)
             # The climb's point replaces the end point if it broke the sample or went higher.
             top = climbs[-1].x_adv
-            own, other = self.scores(end.x_adv), self.scores(top)
+            own, other = self.compute_scores(end.x_adv), self.compute_scores(top)
             right = other.argmax(1) == chunk.y
             further = (other[:, 0] < own[:, 0]) & ~(correct & ~end.robust & right)
             further |= end.robust & ~right
@@ -267,12 +269,12 @@ class Continued:
                 **{what: sum(getattr(climb, what) for climb in climbs) for what in COSTS},
             )
 
-    def losses(self, points: Sequence[Tensor]) -> Tensor:
+    def compute_losses(self, points: Sequence[Tensor]) -> Tensor:
         """Return the loss -log p of every sample at some points, (batch, points)."""
-        return torch.stack([-self.scores(z)[:, 0] for z in points], 1)
+        return torch.stack([-self.compute_scores(z)[:, 0] for z in points], 1)
 
 
-def remark(losses: dict[str, Values]) -> Note:
+def note_losses(losses: dict[str, Values]) -> Note:
     """Note the mean losses.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.shared.timing import spread
-from lipaudit.engine.execute import Task
+from lipaudit.engine.execute import Measurement
 from tests import processes
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -29,7 +29,7 @@ TIMES = "measuring"
 
 def timed() -> None:
     """Let rank 0 note how long its shard takes."""
-    run = Task.run
+    run = Measurement.run
 
     @functools.wraps(run)
     def noting(*given):
@@ -38,7 +38,7 @@ def timed() -> None:
         Path(TIMES).write_text(f"{time.perf_counter() - start}")
         return result
 
-    Task.run = noting
+    Measurement.run = noting
 
 
 def seconds(size: int, args: Sequence[str], folder: Path) -> tuple[float, float]:

@@ -43,7 +43,7 @@ def square(cube: Cube, turn: Turn) -> Tensor:
 
     if cube.norm == "l2":
         return _run_package(logits, images, cube, turn)[..., :rows, :columns].reshape(shape)
-    return _Search(logits, images, cube, turn).run().reshape(shape)
+    return _SquareSearch(logits, images, cube, turn).run().reshape(shape)
 
 
 class _Queries(NamedTuple):
@@ -91,7 +91,7 @@ def _side(query: int, channels: int, high: int, wide: int) -> int:
     return min(max(side, 1), high, wide)
 
 
-class _Search:
+class _SquareSearch:
     """The search in an L-inf ball; all rows share the queries, each at its own pace.
 
     A row skips queries with a known outcome: those that change nothing, and those rejected since

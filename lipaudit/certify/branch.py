@@ -336,7 +336,7 @@ _LAST = (10.0, 3.0, 1.0, 0.3)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """The outcome for the margins of a sample.
 
     Attributes:
@@ -360,7 +360,7 @@ class Verdict:
     limit: str = ""
 
 
-def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) -> Verdict:
+def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) -> Decision:
     """Try to prove that all margins (a form of one axis) are positive.
 
     The search for multipliers runs in single precision. The claimed bound is evaluated in double
@@ -376,7 +376,7 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
     low = margins.range()[0].nan_to_num(nan=-torch.inf)
     whole, is_open = float(low.min()), (low <= 0).nonzero()[:, 0]
     if not len(is_open) or not margins.symbols.units or whole == -float("inf"):
-        return Verdict(whole > 0, whole, whole, whole, 0, 0, "" if whole > 0 else "signs")
+        return Decision(whole > 0, whole, whole, whole, 0, 0, "" if whole > 0 else "signs")
     exact = problem_of(margins)
     rough = exact.to(torch.float32)
     roots = start(rough, is_open)
@@ -386,7 +386,7 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
     settled = low[low > 0].tolist()
     search = _Search(exact, rough, rate, nodes, deadline)
     limit, worst = search.run(roots, bounds)
-    return Verdict(
+    return Decision(
         certified=not limit,
         pass_bound=whole,
         root_bound=min([float(bounds.min()), *settled]),

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lipaudit.data.batch import Origin
+from lipaudit.data.batch import SampleOrigin
 from lipaudit.data.images import to_box
 from lipaudit.data.samples import (
     DEFLATED,
@@ -125,7 +125,7 @@ def draw_arrays(
     if labels is not None:
         require_labels({str(v): v for v in labels}, net, f"{origin}: ")
     named = len(names) == len(x)
-    origins = [Origin(f"index {i}, {names[i]}" if named else f"index {i}") for i in order]
+    origins = [SampleOrigin(f"index {i}, {names[i]}" if named else f"index {i}") for i in order]
     return make_samples(list(samples), net, labels, origins=origins)
 
 

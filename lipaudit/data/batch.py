@@ -118,7 +118,7 @@ def find_first(batches: Iterable[Batch], met: Batch) -> Batch:
 
 
 @dataclass(frozen=True)
-class Origin:
+class SampleOrigin:
     """The place of a sample in the data.
 
     Attributes:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import Origin
+from lipaudit.data.batch import SampleOrigin
 from lipaudit.data.samples import DataOptions, Samples, Task, draw, make_samples, warning
 from lipaudit.data.tables import (
-    Row,
+    TableRow,
     check_row,
     choose_label_column,
     choose_text_columns,
@@ -69,7 +69,7 @@ def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabula
 
 
 def read_continuations(
-    rows: Sequence[Row],
+    rows: Sequence[TableRow],
     net: Net,
     options: DataOptions,
     *,
@@ -141,16 +141,19 @@ def read_continuations(
         net,
         [questions[k].right for k, _ in drawn],
         notes=faulty + uneven + skipped + notes,
-        origins=[Origin(rows[k].name, shorten(questions[k].prompt)) for k, _ in drawn],
+        origins=[SampleOrigin(rows[k].name, shorten(questions[k].prompt)) for k, _ in drawn],
         task=Task(columns.kind, names),
     )
 
 
 def _ask(
-    rows: Sequence[Row], columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
-) -> tuple[list[tuple[Row, Question | None]], int]:
+    rows: Sequence[TableRow],
+    columns: _Columns,
+    names: Sequence[str],
+    classes: Sequence[str] | None,
+) -> tuple[list[tuple[TableRow, Question | None]], int]:
     """Return each row with its question or its fault, and the most frequent number of choices."""
-    asked: list[tuple[Row, Question | None]] = []
+    asked: list[tuple[TableRow, Question | None]] = []
     for row in rows:
         try:
             asked.append((row, _read_question(row, columns, names, classes)))
@@ -208,7 +211,7 @@ def _choose_columns(columns: Sequence[str], options: DataOptions, origin: str) -
 
 
 def _list_label_words(
-    rows: Sequence[Row], columns: _Columns, classes: Sequence[str] | None, origin: str
+    rows: Sequence[TableRow], columns: _Columns, classes: Sequence[str] | None, origin: str
 ) -> tuple[str, ...]:
     """Return the class names, which are the continuations to score.
 
@@ -230,7 +233,7 @@ def _list_label_words(
     return tuple(sorted(values))
 
 
-def _find_empty(row: Row, columns: _Columns) -> str | None:
+def _find_empty(row: TableRow, columns: _Columns) -> str | None:
     """Return the first needed column that is empty in a row."""
     needed = (*columns.prompt, columns.follows, *([columns.right] if columns.right else []))
     given = {name: row.values.get(name) for name in needed}
@@ -238,7 +241,7 @@ def _find_empty(row: Row, columns: _Columns) -> str | None:
 
 
 def _read_question(
-    row: Row, columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
+    row: TableRow, columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
 ) -> Question:
     """Return the question of a row.
 

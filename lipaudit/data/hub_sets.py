@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 from torch import Tensor
 
-from lipaudit.data.batch import Origin
+from lipaudit.data.batch import SampleOrigin
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import hub_access, open_split, parse_reference
 from lipaudit.data.images import refuse_images, to_box
@@ -21,7 +21,7 @@ from lipaudit.data.samples import (
     match_classes,
     match_labels,
 )
-from lipaudit.data.tables import Row, check_row, choose_label_column, choose_text_columns
+from lipaudit.data.tables import TableRow, check_row, choose_label_column, choose_text_columns
 from lipaudit.data.text import draw_texts, require_sound
 from lipaudit.errors import InputError
 from lipaudit.tables import Note
@@ -58,7 +58,7 @@ def read_dataset(reference: str, net: Net, options: DataOptions) -> Samples:
     if label is not None and net.classes is not None:
         values, places = list(table[label]), [f"index {i}" for i in range(len(table))]
         for place, value in zip(places, values, strict=True):
-            require_sound(check_row(Row(place, {label: value}), (), label), origin)
+            require_sound(check_row(TableRow(place, {label: value}), (), label), origin)
         if names is None or min(values) < 0:
             labels, notes = match_labels(values, net, places, origin=origin)
         else:
@@ -70,12 +70,12 @@ def read_dataset(reference: str, net: Net, options: DataOptions) -> Samples:
     else:
         order = draw_indices(len(table), options.samples, options.seed)
         y = None if labels is None else [labels[i] for i in order]
-        spots = [Origin(f"index {i}") for i in order]
+        spots = [SampleOrigin(f"index {i}") for i in order]
         samples = make_samples(_read_pictures(table, order, net, origin), net, y, origins=spots)
     return replace(samples, notes=samples.notes + notes, commit=commit)
 
 
-class _Rows(Sequence[Row]):
+class _Rows(Sequence[TableRow]):
     """The rows of a data set, each read on first use."""
 
     def __init__(self, table: Any) -> None:
@@ -85,7 +85,7 @@ class _Rows(Sequence[Row]):
         return len(self.table)
 
     def __getitem__(self, i: Any) -> Any:
-        return Row(f"index {i}", self.table[i])
+        return TableRow(f"index {i}", self.table[i])
 
 
 def _read_pictures(table: Any, order: list[int], net: Net, origin: str) -> list[Tensor]:

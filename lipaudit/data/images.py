@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lipaudit.data.batch import Origin
+from lipaudit.data.batch import SampleOrigin
 from lipaudit.data.samples import (
     DataOptions,
     Samples,
@@ -122,7 +122,7 @@ def read_folder(path: Path, net: Net, options: DataOptions) -> Samples:
     drawn, notes = draw(
         len(files), options, lambda i: read_image(files[i], prepare), what="images"
     )
-    origins = [Origin(files[i].relative_to(path).as_posix()) for i, _ in drawn]
+    origins = [SampleOrigin(files[i].relative_to(path).as_posix()) for i, _ in drawn]
     x = [to_box(image, net.box) for _, image in drawn]
     if classes and net.classes is None:
         text = f"the classes of {path} are not used: the model has no classes"

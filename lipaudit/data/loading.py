@@ -20,7 +20,7 @@ from lipaudit.data.arrays import (
     load_arrays,
     read_arrays,
 )
-from lipaudit.data.batch import Origin
+from lipaudit.data.batch import SampleOrigin
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub_sets import read_dataset
 from lipaudit.data.images import find_common_shape, read_folder
@@ -171,7 +171,7 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
     """Make samples without labels: 1/f noise for images, a fixed text, or Gaussian tokens."""
     rng = torch.Generator().manual_seed(options.seed)
     notes: tuple[Note, ...] = ()
-    origins: list[Origin] = []
+    origins: list[SampleOrigin] = []
     shape, count = net.sample_shape, options.samples
     if net.kind == "image":
         x, what = [_make_noise(shape, rng) for _ in range(count)], "1/f noise"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lipaudit.data.batch import Batch, Origin, identify_samples
+from lipaudit.data.batch import Batch, SampleOrigin, identify_samples
 from lipaudit.data.hub import Commit
 from lipaudit.errors import InputError, LipauditError, first_line, out_of_memory
 from lipaudit.tables import Note
@@ -83,7 +83,7 @@ class Samples:
     batch: Batch
     notes: tuple[Note, ...] = ()
     commit: Commit | None = None
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[SampleOrigin, ...] = ()
     task: Task | None = None
     spec: str = ""
 
@@ -151,7 +151,7 @@ def make_samples(
     *,
     texts: Sequence[str | tuple[str, str]] = (),
     limit: int = 0,
-    origins: Sequence[Origin] = (),
+    origins: Sequence[SampleOrigin] = (),
     notes: tuple[Note, ...] = (),
     task: Task | None = None,
 ) -> Samples:

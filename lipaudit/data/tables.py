@@ -34,7 +34,7 @@ LONGEST = 40
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table.
 
     Attributes:
@@ -54,7 +54,7 @@ class Row:
         return self.place if given is None else f"{self.place}, id {str(given)[:LONGEST]}"
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[TableRow]:
     """Read every row of a file; unreadable rows have a `fault`.
 
     Raises:
@@ -71,7 +71,7 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _read_separated(path: Path) -> Iterator[Row]:
+def _read_separated(path: Path) -> Iterator[TableRow]:
     """Yield the rows of a file whose first line has the column names; skip empty lines."""
     # Spreadsheets write a byte order mark, which is not part of the first name.
     with path.open(encoding="utf-8-sig", newline="") as lines:
@@ -85,12 +85,12 @@ def _read_separated(path: Path) -> Iterator[Row]:
                 surplus, known = len(cells) - len(names), f"the columns' {len(names)} fields"
                 fault = f"has {surplus} more than {known}: put texts with commas in quotes"
                 values = dict(zip_longest(names, cells[: len(names)]))
-                yield Row(f"line {table.line_num}", values, fault if surplus > 0 else "")
+                yield TableRow(f"line {table.line_num}", values, fault if surplus > 0 else "")
         except csv.Error as error:
             raise ValueError(f"line {table.line_num}: {error}") from None
 
 
-def _read_json_lines(path: Path) -> Iterator[Row]:
+def _read_json_lines(path: Path) -> Iterator[TableRow]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -103,10 +103,10 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
                 fault = f"is not JSON ({error.msg}, column {error.colno})"
             except (ValueError, RecursionError) as error:  # a number or a depth beyond all bounds
                 fault = f"is not JSON ({error})"
-            yield Row(f"line {number}", {} if fault else values, fault)
+            yield TableRow(f"line {number}", {} if fault else values, fault)
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[TableRow]:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -125,15 +125,15 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 raise ValueError(f"it unpacks to more than {DEFLATED} times its size")
             for values in batch.to_pylist():
                 number += 1
-                yield Row(f"row {number}", values)
+                yield TableRow(f"row {number}", values)
 
 
-def list_columns(rows: Sequence[Row]) -> list[str]:
+def list_columns(rows: Sequence[TableRow]) -> list[str]:
     """Return all columns that occur in some row, in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in row.values))
 
 
-def check_row(row: Row, texts: Sequence[str], label: str | None = None) -> Row:
+def check_row(row: TableRow, texts: Sequence[str], label: str | None = None) -> TableRow:
     """Set a fault on a row without text or label, or with a value of the wrong type."""
     for name in (*texts, *([] if label is None else [label])):
         value = row.values.get(name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import Origin
+from lipaudit.data.batch import SampleOrigin
 from lipaudit.data.samples import (
     DataOptions,
     Samples,
@@ -23,7 +23,7 @@ from lipaudit.data.samples import (
     warning,
 )
 from lipaudit.data.tables import (
-    Row,
+    TableRow,
     check_row,
     choose_label_column,
     choose_text_columns,
@@ -76,7 +76,7 @@ def read_table(path: Path, net: Net, options: DataOptions) -> Samples:
 
 
 def draw_texts(
-    rows: Sequence[Row],
+    rows: Sequence[TableRow],
     columns: Sequence[str],
     labels: Sequence[int] | None,
     net: Net,
@@ -99,7 +99,7 @@ def draw_texts(
     """
     limit, notes = limit_tokens(net, options)
 
-    def read(i: int) -> tuple[Row, Text, Tensor]:
+    def read(i: int) -> tuple[TableRow, Text, Tensor]:
         row = check_row(rows[i], columns)
         require_sound(row, origin)
         text = join_row(row.values, columns)
@@ -122,7 +122,7 @@ def draw_texts(
         texts=texts,
         limit=limit,
         notes=skipped + notes + _note_pairs(net, columns),
-        origins=[Origin(row.name, shorten(t)) for row, t in zip(chosen, texts, strict=True)],
+        origins=[SampleOrigin(row.name, shorten(t)) for row, t in zip(chosen, texts, strict=True)],
     )
 
 
@@ -139,7 +139,7 @@ def shorten(text: Text) -> str:
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
 
 
-def require_sound(row: Row, origin: str) -> None:
+def require_sound(row: TableRow, origin: str) -> None:
     """Refuse a row that cannot be read.
 
     Raises:
@@ -153,8 +153,8 @@ def require_sound(row: Row, origin: str) -> None:
 
 
 def leave_out_faulty(
-    rows: Sequence[Row], options: DataOptions, origin: str
-) -> tuple[list[Row], tuple[Note, ...]]:
+    rows: Sequence[TableRow], options: DataOptions, origin: str
+) -> tuple[list[TableRow], tuple[Note, ...]]:
     """Return the readable rows; refuse the others, or with `skip_bad` leave them out.
 
     Raises:
@@ -206,7 +206,7 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
 
 def cut_windows(
     text: str, net: Net, options: DataOptions, *, origin: str, after: str = ""
-) -> tuple[list[Tensor], list[Origin], tuple[Note, ...]]:
+) -> tuple[list[Tensor], list[SampleOrigin], tuple[Note, ...]]:
     """Return windows of a text, evenly spread, as many as samples are requested, with places.
 
     The text is cut into equal parts. A sample is the first `max_tokens` tokens from the first word
@@ -225,7 +225,8 @@ def cut_windows(
         if part.strip():
             parts.append((start, part))
     x = [_encode(part, net, limit, origin) for _, part in parts]
-    return x, [Origin(f"character {start + 1}", shorten(part)) for start, part in parts], notes
+    origins = [SampleOrigin(f"character {start + 1}", shorten(part)) for start, part in parts]
+    return x, origins, notes
 
 
 def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]:

@@ -146,13 +146,13 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
                 some = job.request.run.shard is not None
                 heads = steepest(sections, CANDIDATES if some else 1)
                 options = options.draw_steepest(heads, some=some)
-            task = Task(job, name, options, observer)
+            measurement = Measurement(job, name, options, observer)
             # The code of a module object is unknown: its runs cannot be recognised, so nothing is
             # stored.
-            journals[name] = Journal(task.identity(), keeps=job.net.info.source != OWN)
+            journals[name] = Journal(measurement.identity(), keeps=job.net.info.source != OWN)
             try:
-                measured[name] = task.run(journals[name])
-                sections += task.summarise(measured[name])
+                measured[name] = measurement.run(journals[name])
+                sections += measurement.summarise(measured[name])
             except Exception as error:
                 if not job.request.partial:
                     raise
@@ -166,7 +166,7 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
     return make_report(describe_run(job), sections, list_origins(job.samples), shard)
 
 
-class Task:
+class Measurement:
     """One measure of a job on the samples of this process."""
 
     def __init__(self, job: Job, name: str, options: MeasureOptions, observer: Observer) -> None:

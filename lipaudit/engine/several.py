@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lipaudit.data.batch import Origin
+from lipaudit.data.batch import SampleOrigin
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import describe_run, list_origins, make_failed
 from lipaudit.errors import InputError, LipauditError, UsageError, visible
@@ -43,7 +43,7 @@ class Outline:
     names: tuple[str, ...] | None
     labels: tuple[int, ...] | None
     ids: tuple[str, ...]
-    origins: tuple[Origin, ...]
+    origins: tuple[SampleOrigin, ...]
     counts: Mapping[str, int]
     measures: Mapping[str, dict[str, Any]]
     run: Run

@@ -88,7 +88,7 @@ class HeadChanges(Frozen):
     heads: tuple[HeadChange, ...]
 
 
-class Outcome(Frozen):
+class VerdictChange(Frozen):
     """The number of samples whose verdict changed: right, robust or certified.
 
     Attributes:
@@ -164,7 +164,7 @@ class Pair(Frozen):
     new: str
     verdicts: tuple[Verdict, ...]
     heads: tuple[HeadChanges, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[VerdictChange, ...]
     samples: tuple[SampleChange, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
@@ -428,7 +428,7 @@ BAD: dict[Kind, str] = {"clean": "wrong", "attacked": "broken", "certified": "no
 
 State = tuple[bool, str]
 """Whether the verdict on a sample is good, and its name."""
-Flips = tuple[Outcome, dict[str, tuple[State, State]]]
+Flips = tuple[VerdictChange, dict[str, tuple[State, State]]]
 """One verdict, and its state for each sample in both reports."""
 
 
@@ -447,7 +447,7 @@ def _find_flips(comparable: Mapping[str, Sections]) -> list[Flips]:
                 flags = [(before[0], after[0]) for before, after in states.values()]
                 lost, gained = flags.count((True, False)), flags.count((False, True))
                 chance = judge_share(lost, gained, len(flags)).mcnemar if flags else None
-                outcome = Outcome(
+                outcome = VerdictChange(
                     kind=kind,
                     ball=ball.ball if ball else "",
                     samples=len(flags),

@@ -78,7 +78,7 @@ class Radii(Frozen):
     samples: int
 
 
-class Norms(Frozen):
+class ModelNorms(Frozen):
     """The Jacobian norms of the model over the samples; `sample` has the largest."""
 
     start: str
@@ -100,7 +100,7 @@ class Head(Frozen):
     exact: Float
 
 
-class Heads(Frozen):
+class SteepestHeads(Frozen):
     """The heads that amplify most, steepest first, beside all of them."""
 
     steepest: tuple[Head, ...]
@@ -160,8 +160,8 @@ class Summary(Frozen):
     warnings: tuple[Warned, ...] = ()
     accuracy: tuple[Accuracy, ...] = ()
     radii: Radii | None = None
-    norms: Norms | None = None
-    heads: Heads | None = None
+    norms: ModelNorms | None = None
+    heads: SteepestHeads | None = None
     fragile: Fragile | None = None
     bounds: tuple[Tightness, ...] = ()
 
@@ -288,7 +288,7 @@ def _make_radii(report: Report) -> Radii | None:
     )
 
 
-def _make_norms(section: Section | None) -> Norms | None:
+def _make_norms(section: Section | None) -> ModelNorms | None:
     rows = [row for row in rows_of(section) if not row.module]
     if section is None or not rows or not finite((rows[0].median, rows[0].max)):
         return None
@@ -298,10 +298,10 @@ def _make_norms(section: Section | None) -> Norms | None:
     sample = max(known, key=lambda pair: pair[0], default=(0.0, ""))[1]
     names = ("norm", "median", "p95", "max", "samples", "converged")
     figures = {name: rows[0][name] for name in names}
-    return Norms(start=rows[0].from_, end=rows[0].to, sample=sample, **figures)
+    return ModelNorms(start=rows[0].from_, end=rows[0].to, sample=sample, **figures)
 
 
-def _make_heads(rows: Sequence[Row]) -> Heads | None:
+def _make_heads(rows: Sequence[Row]) -> SteepestHeads | None:
     known = [row for row in rows if finite([row.exact])]
     if not known:
         return None
@@ -310,7 +310,7 @@ def _make_heads(rows: Sequence[Row]) -> Heads | None:
         for row in largest(known, "exact", STEEPEST)
     )
     typical = median(finite(row.exact for row in known))
-    return Heads(steepest=steepest, median=typical, heads=len(known))
+    return SteepestHeads(steepest=steepest, median=typical, heads=len(known))
 
 
 def steepest(sections: Iterable[Section], count: int) -> list[str]:

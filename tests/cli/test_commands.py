@@ -122,7 +122,7 @@ def test_a_run_that_ends_early_gives_the_cursor_back(args, fault, monkeypatch):
         raise fault
 
     monkeypatch.setattr(progress, "Console", functools.partial(Console, force_terminal=True))
-    monkeypatch.setattr(execute.Task, "_measure_left", fail)
+    monkeypatch.setattr(execute.Measurement, "_measure_left", fail)
     said = invoke(*args, "-n", "1", code=None).stderr
     hidden, shown = "\x1b[?25l", "\x1b[?25h"
     assert 0 <= said.rfind(hidden) < said.rfind(shown) < said.rfind("error:")

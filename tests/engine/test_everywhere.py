@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from lipaudit.engine.execute import Task
+from lipaudit.engine.execute import Measurement
 from lipaudit.measures import MEASURES
 from tests import processes
 from tests.commands import read_figures
@@ -173,14 +173,14 @@ def test_launchers_start_them(launcher, model, tmp_path):
 
 def dawdle() -> None:
     """Take a moment for every batch, so that a kill strikes among them."""
-    measured = Task._measure_batches
+    measured = Measurement._measure_batches
 
     def slowly(self, *given: Any) -> Iterator[Any]:
         for part in measured(self, *given):
             time.sleep(0.1)
             yield part
 
-    Task._measure_batches = slowly
+    Measurement._measure_batches = slowly
 
 
 @pytest.mark.slow(seconds=3)

@@ -83,7 +83,7 @@ def test_a_model_is_not_blamed_for_what_it_does_not_do(data, monkeypatch):
     def broken(*_args, **_options):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("lipaudit.engine.execute.Task._measure_batches", broken)
+    monkeypatch.setattr("lipaudit.engine.execute.Measurement._measure_batches", broken)
     with pytest.raises(ZeroDivisionError):
         lipaudit.measure(spec("fine"), "jacobian", data=data, samples=6)
 

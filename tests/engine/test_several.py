@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lipaudit.data.batch import Origin
+from lipaudit.data.batch import SampleOrigin
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.engine.several import make_failed_report, outline_job, require_shared
@@ -30,7 +30,7 @@ def other(first, data="demo", **changes):
 
 
 IDS = ("x", "y")
-ELSEWHERE = {"ids": IDS, "origins": (Origin("index 0"), Origin("index 1"))}
+ELSEWHERE = {"ids": IDS, "origins": (SampleOrigin("index 0"), SampleOrigin("index 1"))}
 FEWER = {name: values[:1] for name, values in ELSEWHERE.items()}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lipaudit.models.attention.observe.trace import Place
+from lipaudit.models.attention.observe.trace import CallStack
 from lipaudit.tables import Note
 
 _TOP_K = (torch.topk, Tensor.topk)
@@ -31,7 +31,7 @@ class Routing(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.modules: dict[str, bool] = {}
-        self._place = Place()
+        self._place = CallStack()
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:

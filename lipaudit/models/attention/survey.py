@@ -13,7 +13,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, LipauditError, first_line, is_ours, of_machine
 from lipaudit.models import requirements
 from lipaudit.models.attention.observe.calls import Address, AttentionCall, Loop
-from lipaudit.models.attention.observe.trace import Place, Tracer, freeze, run_observed
+from lipaudit.models.attention.observe.trace import CallStack, Tracer, freeze, run_observed
 from lipaudit.models.attention.observe.uses import Uses
 from lipaudit.models.attention.sites import Site, list_loops
 from lipaudit.models.attention.surveyor import Surveyor
@@ -136,7 +136,7 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
         InputError, EvaluationError: as in `survey`, or code that is not lipaudit's failed.
     """
     net, pair, other = make_generic(net, batch)
-    place = Place()
+    place = CallStack()
     uses = Uses(place.module)
     try:
         with freeze(net.module), exact_arithmetic(net.device):

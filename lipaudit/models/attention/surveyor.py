@@ -37,7 +37,7 @@ from lipaudit.models.attention.observe.calls import (
     list_layouts,
 )
 from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.trace import Frame, Place, Tracer
+from lipaudit.models.attention.observe.trace import CallStack, Frame, Tracer
 from lipaudit.models.attention.observe.uses import line_of_code
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.logits import read_logits
@@ -324,7 +324,7 @@ class Surveyor:
     forgot: bool = False
     layers: dict[Address, Surveyed] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
-    place: Place = field(default_factory=Place)
+    place: CallStack = field(default_factory=CallStack)
     origins: Origins = field(default_factory=Origins)
     _chains: Chains = field(default_factory=Chains)
     _moved: dict[str, set[bool]] = field(default_factory=dict)  # by the companion of a sample

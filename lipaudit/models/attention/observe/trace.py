@@ -42,8 +42,8 @@ class Frame:
 
 
 @dataclass
-class Place:
-    """The position of the forward pass: module calls in progress, and their numbers of ops."""
+class CallStack:
+    """The module calls in progress, and their numbers of ops: how far a forward pass has come."""
 
     frames: list[Frame] = field(default_factory=list)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -98,7 +98,7 @@ class Tracer:
     wanted: frozenset[Address] | None = None
     inner: frozenset[Address] = frozenset()
     sparing: bool = False
-    place: Place = field(default_factory=Place)
+    place: CallStack = field(default_factory=CallStack)
     origins: Origins = field(default_factory=Origins)
     loops: Collection[Loop] = ()
     _waiting: dict[Address, AttentionCall] = field(default_factory=dict)

@@ -37,7 +37,6 @@ def check_target(out: Path, *, resume: bool) -> None:
             "Give another --out, or add --resume to continue the training in it.",
         )
     require_folder(out)
-    out.mkdir(parents=True, exist_ok=True)
 
 
 def read_record(out: Path) -> dict[str, Any]:
@@ -62,6 +61,7 @@ class TrainingRecord:
         command: str,
     ) -> None:
         self.out, self.device, self.command = out, str(net.device), command
+        out.mkdir(parents=True, exist_ok=True)  # not before: a command refused leaves nothing
         self.notes = [note.text for note in net.info.notes + data.notes]
         self.same: dict[str, dict[str, Any] | None] = {
             "model": {

@@ -101,16 +101,3 @@ def test_layers_without_a_closed_form(zoo, power):
         values.load_state_dict(kept)
     assert norms[1].converged.all()
     torch.testing.assert_close(norms[1].norm / 10.0**power, norms[0].norm, rtol=1e-5, atol=0)
-
-
-def test_padding_is_no_output(zoo):
-    net, sites, batch = zoo("deberta", "float64")
-    alone = Batch(batch.x[1:, : int(batch.mask[1].sum())], None, batch.ids[1:])
-    (together,), (apart,) = (
-        capture(
-            net, sites, each, partial(compute_numeric_norms, seeds=seeds, tol=1e-8), layers=[0]
-        )
-        for each, seeds in ((batch, [3, 4]), (alone, [4]))
-    )
-    assert together.converged.all()
-    torch.testing.assert_close(together.norm[1:], apart.norm, rtol=1e-6, atol=0.0)

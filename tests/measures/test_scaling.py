@@ -285,10 +285,21 @@ def test_models_of_one_size_are_refused_before_the_worst_case(monkeypatch):
     assert section.measure == "scaling"
 
 
-def test_the_demo_at_its_own_size_is_what_it_was():
+@pytest.mark.parametrize("size", [8, 10])
+def test_the_demo_interpolates_its_positions_at_other_sizes_only(size):
     module = load_net("demo", LoadOptions()).module
-    assert torch.equal(module._positions(17), module.pos_embed)
-    assert module._positions(26).shape == (1, 26, 48)
+    image, seen = torch.rand(1, 1, size, size), []
+    module.blocks.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    module(image)
+    tokens = torch.cat([module.cls_token, module.patch_embed(image)], 1)
+    positions = module.pos_embed
+    if size != 8:
+        grid = positions[:, 1:].mT.unflatten(2, (4, 4))
+        grid = torch.nn.functional.interpolate(
+            grid, (size // 2,) * 2, mode="bicubic", antialias=True
+        )
+        positions = torch.cat([positions[:, :1], grid.flatten(2).mT], 1)
+    assert torch.equal(seen[0], tokens + positions)
 
 
 def test_lengths():

@@ -28,7 +28,7 @@ from lipaudit.data.arrays import read_idx
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.settings import (
     AttackOptions,
     AttentionOptions,
@@ -159,7 +159,7 @@ def heads(net: Net, batch: Batch) -> Figures:
 
 def radii(net: Net, batch: Batch) -> Figures:
     """The smallest adversarial radius that was found; NaN where it is wrong without an attack."""
-    f = net.classifier(batch)
+    f = net.make_classifier(batch)
     with torch.no_grad():
         wrong = f(batch.x).argmax(1) != batch.y
     return {"smallest": nearest(f, batch.x, batch.y).masked_fill(wrong, math.nan).tolist()}

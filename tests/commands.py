@@ -69,8 +69,8 @@ def break_measure(
     compute, seen = MEASURES[name].parts, []
 
     def parts(net, batches, options):
-        seen.append(net.info.spec)
-        if model in (None, net.info.spec):
+        seen.append(net.name)
+        if model in (None, net.name):
             raise error
         yield from compute(net, batches, options)
 

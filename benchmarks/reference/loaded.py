@@ -105,7 +105,7 @@ def _calibrate(net: Net) -> None:
     if not norms or net.kind != "image":
         return
     generator = torch.Generator().manual_seed(SEED + 1)
-    images = torch.rand(4, *net.sample_shape, generator=generator)
+    images = torch.rand(4, *net.input_shape, generator=generator)
     with torch.random.fork_rng(), torch.no_grad():
         for norm in norms:
             norm.train()
@@ -135,9 +135,9 @@ def batch_for(net: Net) -> Batch:
     generator = torch.Generator().manual_seed(SEED)
     ids = ("0", "1")
     if net.kind != "text":
-        x = torch.rand(2, *net.sample_shape, generator=generator)
+        x = torch.rand(2, *net.input_shape, generator=generator)
         return Batch(x.to(net.dtype), None, ids)
-    most = min(max(LENGTHS), *net.sample_shape)
+    most = min(max(LENGTHS), *net.input_shape)
     lengths = torch.tensor([[most], [min(most, min(LENGTHS))]])
     x = torch.randint(5, max(6, (net.vocabulary or 50) - 10), (2, most), generator=generator)
     mask = torch.arange(most) < lengths

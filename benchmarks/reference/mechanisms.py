@@ -20,7 +20,7 @@ from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.models.spec import LoadOptions
 from lipaudit.theory.bounds.ingredients import affine_only
 from lipaudit.theory.heads import Heads
 from tests.models.attention import own_modules

@@ -23,7 +23,7 @@ from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import DigitsViT, describe_demo
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.models.spec import LoadOptions
 from lipaudit.settings.recipe import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import Epoch, train

@@ -9,7 +9,7 @@ from torch import nn
 
 from lipaudit.engine.prepare import Request
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.models.spec import ModelSpec
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
 from lipaudit.settings.audit import OF_ATTACK, QUICK_SAMPLES, USUAL, audit_options
 

@@ -99,11 +99,11 @@ def train(
     with OnStderr(model, quiet=terminal.quiet) as observer:
         net = load_net(model, options)
         run.require_kind(net.kind)
-        demo = "demo" if net.info.source == "demo" else None
+        demo = "demo" if net.source == "demo" else None
         data = _load_samples(run.data or (demo and "demo:train"), net, run, "--data")
         held_out = held_out or demo
         tested = None if held_out is None else _load_samples(held_out, net, run, "--held-out")
-        for note in net.info.notes + data.notes:
+        for note in net.notes + data.notes:
             observer.note(note)
     record = TrainingRecord(out, net, data, tested, recipe, command=typed_command())
     batch = None if tested is None else tested.batch
@@ -152,7 +152,7 @@ def _watch_epochs(
     if held_out is None or held_out.y is None:
         raise UsageError("--watch needs held-out data to measure", "Add --held-out DATA.")
     asked: dict[str, Any] = {"every": every, "to": folder}
-    if net.info.source == "demo":
+    if net.source == "demo":
         asked["eps"] = DEMO_EPS
     monitor = watch(net, data=(held_out.x, held_out.y), **asked)
     if not after:  # the weights of a continued run are not loaded yet

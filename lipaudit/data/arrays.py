@@ -178,7 +178,7 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray 
 
 def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
     """Return images, channels first, or sequences, in the box of the model."""
-    wanted, shape = tuple(net.sample_shape), tuple(x.shape[1:])
+    wanted, shape = tuple(net.input_shape), tuple(x.shape[1:])
     if net.kind == "image" and shape == (*wanted[1:], wanted[0]) != wanted:
         x = x.movedim(-1, 1)
     elif net.kind == "image" and wanted[0] == 1 and shape == wanted[1:]:
@@ -203,10 +203,10 @@ def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
 
 
 def _check_token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
-    if x.is_floating_point() or x.ndim != 2 or x.shape[1] > net.sample_shape[0]:
+    if x.is_floating_point() or x.ndim != 2 or x.shape[1] > net.input_shape[0]:
         raise InputError(
             f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
-            f"(samples, at most {net.sample_shape[0]})",
+            f"(samples, at most {net.input_shape[0]})",
             "Give the text itself as .txt, .csv or .jsonl, or integer token ids.",
         )
     if x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary):

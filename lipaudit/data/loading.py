@@ -68,7 +68,7 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
         raise UsageError(
             f"--samples {options.samples} leaves no sample to measure", "Give 1 or more."
         )
-    spec = spec or ("demo" if net.info.source == "demo" else "random")
+    spec = spec or ("demo" if net.source == "demo" else "random")
     return _finish(_read(spec, net, options), spec, net, options)
 
 
@@ -135,10 +135,10 @@ def _read(spec: str, net: Net, options: DataOptions) -> Samples:
     if spec == "random":
         return _make_random(net, options)
     if spec in DIGIT_FILES:
-        if net.kind != "image" or tuple(net.sample_shape) != (1, 8, 8):
+        if net.kind != "image" or tuple(net.input_shape) != (1, 8, 8):
             raise InputError(
                 f"--data {spec} is handwritten digits of 1x8x8 pixels; the model takes {net.kind} "
-                f"of shape {tuple(net.sample_shape)}",
+                f"of shape {tuple(net.input_shape)}",
                 "Give your own data, or --data random.",
             )
         with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
@@ -172,7 +172,7 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
     rng = torch.Generator().manual_seed(options.seed)
     notes: tuple[Note, ...] = ()
     origins: list[SampleOrigin] = []
-    shape, count = net.sample_shape, options.samples
+    shape, count = net.input_shape, options.samples
     if net.kind == "image":
         x, what = [_make_noise(shape, rng) for _ in range(count)], "1/f noise"
     elif net.kind == "tokens":

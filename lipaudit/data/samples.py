@@ -207,9 +207,9 @@ def match_classes(
             class.
     """
     known = {_normalise(alias): i for alias, i in net.aliases.items()}
-    if net.info.labels is None:  # the placeholder names of transformers
+    if net.labels is None:  # the placeholder names of transformers
         known |= {f"label {i}": i for i in range(net.classes or 0)}
-    for i, label in enumerate(net.info.labels or ()):
+    for i, label in enumerate(net.labels or ()):
         for name in (*label.split(","), label):
             known.setdefault(_normalise(name), i)
     index = {
@@ -231,7 +231,7 @@ def match_classes(
                 order_of = {name: i for i, name in enumerate(sorted(names, key=float))}
             except ValueError:
                 order_of = {name: i for i, name in enumerate(names)}
-            labels = net.info.labels
+            labels = net.labels
             text = "class names were matched only by their order: " + ", ".join(
                 f"{name!r} is class {i}" + (f" ({labels[i]!r})" if labels else "")
                 for name, i in order_of.items()
@@ -239,7 +239,7 @@ def match_classes(
             return order_of, (warning("labels-by-order", text),)
     stranger = next(name for name, i in index.items() if i is None)
     has = "no class names" if not known else "no class of that name"
-    listed = f" ({_list_first(net.info.labels)})" if net.info.labels else ""
+    listed = f" ({_list_first(net.labels)})" if net.labels else ""
     raise LabelError(
         f"the data have the class {stranger!r}, but the model has {has}, and {net.classes} "
         f"classes{listed} for the data's {len(names)} ({_list_first(names)})",

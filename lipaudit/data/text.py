@@ -233,7 +233,7 @@ def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]
     """Return the largest number of tokens of a sample: the option's, or the model's limit."""
     if options.max_tokens < 1:
         raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "Give at least 1.")
-    most = net.sample_shape[0]
+    most = net.input_shape[0]
     if options.max_tokens <= most or options.max_tokens == DataOptions.max_tokens:
         return min(options.max_tokens, most), ()
     text = f"the model takes at most {most} tokens, not {options.max_tokens}"

@@ -149,7 +149,7 @@ def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Repo
             measurement = Measurement(job, name, options, observer)
             # The code of a module object is unknown: its runs cannot be recognised, so nothing is
             # stored.
-            journals[name] = Journal(measurement.identity(), keeps=job.net.info.source != OWN)
+            journals[name] = Journal(measurement.identity(), keeps=job.net.source != OWN)
             try:
                 measured[name] = measurement.run(journals[name])
                 sections += measurement.summarise(measured[name])
@@ -181,7 +181,7 @@ class Measurement:
         return {
             "measure": self.name,
             "options": dict(self.options),
-            "model": (net.info.spec, net.info.weights_sha256, net.info.preprocess, str(net.dtype)),
+            "model": (net.name, net.weights_sha256, net.preprocess, str(net.dtype)),
             "device": net.device.type,
             "reading": run.reading(),
             "samples": self.job.samples.batch.ids[: self.job.counts[self.name]],
@@ -311,7 +311,7 @@ class Measurement:
 def advise_on_memory(job: Job) -> str:
     """Return the hint for a single sample that does not fit into memory."""
     ways = {
-        "--weights stored": any(n.code == "half-precision" for n in job.net.info.notes),
+        "--weights stored": any(n.code == "half-precision" for n in job.net.notes),
         "--max-tokens": job.net.kind == "text",
         "--input-size": job.net.kind == "image",
         "--device cpu": job.net.device.type != "cpu",

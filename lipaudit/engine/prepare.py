@@ -146,7 +146,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         group.require_kind(net.kind)
     if run.score is not None and net.next_logits is None:
         raise UsageError(
-            f"{net.info.architecture} is not a language model, so it cannot score continuations",
+            f"{net.architecture} is not a language model, so it cannot score continuations",
             "Leave --score out.",
         )
     # All measures share the samples, so texts get the largest length that any measure needs.
@@ -180,7 +180,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     )
     with eager():
         differences = compare_derivative(ready, samples.batch)
-    notes = ready.info.notes + samples.notes + unsuited + refused + differences
+    notes = ready.notes + samples.notes + unsuited + refused + differences
     counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
     return Job(request, ready, samples, counts, notes)
 
@@ -250,7 +250,7 @@ def _make_label_error(name: str) -> UsageError:
 
 def _load_samples(net: Net, request: Request, count: int) -> Samples:
     """Load the samples; without labels, if they are not classes and no measure needs them."""
-    spec = request.run.data or ("demo" if net.info.source == "demo" else "random")
+    spec = request.run.data or ("demo" if net.source == "demo" else "random")
     labelled = [name for name, options in request.measures.items() if options.labelled]
     if spec == "random" and not {*labelled} <= {*request.optional}:
         raise _make_label_error(labelled[0])

@@ -55,7 +55,7 @@ def preview(request: Request) -> dict[str, Any]:
         if note.code == LEFT_OUT:
             name, _, reason = note.text.partition(" was left out: ")
             needs[name] = reason
-    net, info = job.net, job.net.info
+    net = job.net
     sites: tuple[Site, ...] = ()
     first = job.samples.batch[:1].trim().to(net.device, net.dtype)
     with eager(), exact_arithmetic(net.device):
@@ -76,13 +76,13 @@ def preview(request: Request) -> dict[str, Any]:
     for site in sites:
         unread[site.reason or ""] += site.heads
     return {
-        "model": info.spec,
-        "architecture": info.architecture,
-        "parameters": info.parameters,
+        "model": net.name,
+        "architecture": net.architecture,
+        "parameters": net.parameters,
         "takes": net.kind,
         "classes": net.classes,
         "device": str(net.device),
-        "device_map": dict(info.device_map),
+        "device_map": dict(net.device_map),
         "dtype": str(net.dtype).removeprefix("torch."),
         "layers": len(sites),
         "heads": sum(site.heads for site in sites),
@@ -124,7 +124,7 @@ def _plan_measure(job: Job, name: str) -> dict[str, Any]:
 def _describe_first(job: Job) -> list[dict[str, Any]]:
     """Return place, shape, label and class of the first samples."""
     known, batch = list_origins(job.samples), job.samples.batch[:SHOWN]
-    names = job.net.info.labels or ()
+    names = job.net.labels or ()
     shown = []
     for i, sample in enumerate(batch.split(1)):
         label = None if sample.y is None or sample.y[0] < 0 else int(sample.y[0])

@@ -72,7 +72,7 @@ def make_failed(
 
 def describe_run(job: Job) -> Run:
     """Describe the run of a job."""
-    request, net, samples, info = job.request, job.net, job.samples, job.net.info
+    request, net, samples = job.request, job.net, job.samples
     device = net.device.type
     if device == "cuda":
         device = f"{device} ({torch.cuda.get_device_name(net.device)})"
@@ -85,12 +85,12 @@ def describe_run(job: Job) -> Run:
         dtype=str(net.dtype).removeprefix("torch."),
         versions=versions(),
         model=Model(
-            spec=info.spec,
-            source=info.source,
-            architecture=info.architecture,
-            parameters=info.parameters,
-            weights_sha256=info.weights_sha256,
-            **_name_state(info.commit),
+            spec=net.name,
+            source=net.source,
+            architecture=net.architecture,
+            parameters=net.parameters,
+            weights_sha256=net.weights_sha256,
+            **_name_state(net.commit),
         ),
         data=Data(
             spec=samples.spec,
@@ -98,9 +98,9 @@ def describe_run(job: Job) -> Run:
             suite_id=samples.suite_id,
             **_name_state(samples.commit),
         ),
-        preprocess=dict(info.preprocess),
+        preprocess=dict(net.preprocess),
         options=request.run.reading(),
-        device_map=dict(info.device_map),
+        device_map=dict(net.device_map),
     )
 
 

@@ -12,7 +12,7 @@ from lipaudit.data.batch import SampleOrigin
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import describe_run, list_origins, make_failed
 from lipaudit.errors import InputError, LipauditError, UsageError, visible
-from lipaudit.models.net import Kind
+from lipaudit.models.spec import Kind
 from lipaudit.tables import Report, Run
 
 TAKES: Mapping[Kind, str] = {"image": "images", "text": "text", "tokens": "sequences of numbers"}
@@ -57,7 +57,7 @@ def outline_job(job: Job) -> Outline:
         model=job.request.model,
         kind=net.kind,
         classes=net.classes,
-        names=net.info.labels,
+        names=net.labels,
         labels=None if batch.y is None else tuple(batch.y.tolist()),
         ids=batch.ids,
         origins=job.samples.origins,

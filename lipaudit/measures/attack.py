@@ -76,7 +76,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         chunk = Chunk(number, point, batch.y, net.free(batch), drafts)
         outcomes: list[Outcome] = []
         for outcome in evaluate_chunk(
-            net.classifier(batch),
+            net.make_classifier(batch),
             chunk,
             trials,
             box=net.box,
@@ -114,7 +114,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     trials = options.trials()
     require_suitable(trials, net.kind, net.changes, net.why_unchanged)
     for trial in trials:
-        require_radius(trial, net.box, net.sample_shape)
+        require_radius(trial, net.box, net.input_shape)
 
 
 def require_entry(net: Net) -> None:
@@ -125,7 +125,7 @@ def require_entry(net: Net) -> None:
     """
     if net.kind == "text" and net.entry is None:
         raise InputError(
-            f"the embedding layer of {net.info.architecture} was not found",
+            f"the embedding layer of {net.architecture} was not found",
             "Write a py: factory that returns a ModelSpec with its `entry`.",
         )
 
@@ -207,7 +207,7 @@ def _describe_examples(
     assert broken.y is not None
     pairs = torch.stack([broken.y, after.argmax(1)], 1)
     scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]
-    names = dict(enumerate(net.info.labels or ()))
+    names = dict(enumerate(net.labels or ()))
     examples: dict[str, dict[str, Any]] = {}
     for i, (name, end, row) in enumerate(zip(broken.ids, first, which.tolist(), strict=True)):
         examples[name] = {

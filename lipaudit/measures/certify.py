@@ -92,14 +92,14 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
         UsageError: a radius beyond the box, or a model that computes on several devices.
     """
     if net.classes is None or net.classes < 2:
-        lacks = f"{net.info.architecture} has one class" if net.classes else net.lacks_classes
+        lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
         raise InputError(
             f"{lacks}, so there is no decision to certify",
             f"Certify a classifier. {ONE_LOGIT}",
         )
     if net.scored:
         raise InputError(
-            f"{net.info.architecture} scores continuations: certificates need a classifier",
+            f"{net.architecture} scores continuations: certificates need a classifier",
             "Use `lipaudit attack`, or certify a classifier.",
         )
     if len(set(devices(net.module))) > 1:
@@ -109,7 +109,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
         )
     require_entry(net)
     for trial in options.trials(options.eps) if options.eps else ():
-        require_radius(trial, net.box, net.sample_shape)
+        require_radius(trial, net.box, net.input_shape)
     # At one order the longest sample needs the most memory: check each order in use.
     lengths = [batch.x.shape[1]] if batch.mask is None else batch.mask.sum(1).tolist()
     places = {length: i for i, length in enumerate(lengths)}

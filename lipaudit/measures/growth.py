@@ -60,7 +60,7 @@ def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
         patch = next((int(m.stride[0]) for m in modules if isinstance(m, nn.Conv2d)), None)
         if patch is None:
             raise InputError(
-                f"the patch size of {net.info.architecture} was not found",
+                f"the patch size of {net.architecture} was not found",
                 "Write a py: factory that names its patch embedding: "
                 "ModelSpec(..., entry=MODULE).",
             )
@@ -105,7 +105,7 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
         )
         reason = str(error).partition("\n")[0]
         raise InputError(
-            f"{net.info.architecture} does not take {lengths[0]} tokens ({reason})", advice + "."
+            f"{net.architecture} does not take {lengths[0]} tokens ({reason})", advice + "."
         ) from error
 
 

@@ -136,7 +136,7 @@ def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
 
 def class_names(net: Net, *columns: Values) -> dict[int, str]:
     """Return the names of the classes whose numbers occur, where the model has any."""
-    known = dict(enumerate(net.info.labels or ()))
+    known = dict(enumerate(net.labels or ()))
     numbers = sorted({int(number) for column in columns for number in column})
     return {number: known[number] for number in numbers if number in known}
 

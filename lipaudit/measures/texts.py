@@ -44,8 +44,7 @@ def make_reader(net: Net) -> Reader:
     table = getattr(net.entry, "weight", None)
     if not isinstance(table, Tensor) or table.ndim != 2 or not net.vocabulary:
         raise InputError(
-            f"{net.info.architecture} has no embedding table, which the search for similar "
-            "words needs",
+            f"{net.architecture} has no embedding table, which the search for similar words needs",
             "Attack its embeddings: --attack fgsm,pgd --eps 0.1.",
         )
     if net.lexicon is None:  # without a tokenizer, every id is a word, except known special ids
@@ -61,7 +60,7 @@ def make_reader(net: Net) -> Reader:
         forward=lambda z, ids, mask: net.forward(z, _batch(ids, mask)),
         table=table.detach(),
         lexicon=lexicon,
-        most=net.sample_shape[0],
+        most=net.input_shape[0],
         pad_id=net.pad_id,
     )
 

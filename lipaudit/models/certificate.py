@@ -160,7 +160,7 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
         there = int(torch.get_device_module(net.device).mem_get_info(net.device)[1])
     if needed > there:
         raise InputError(
-            f"a certificate of {net.info.architecture} takes about {needed / 2**30:,.0f} GiB at "
+            f"a certificate of {net.architecture} takes about {needed / 2**30:,.0f} GiB at "
             f"order {order}, and {net.device.type} has {there / 2**30:,.0f}",
             "Use a smaller model or input, or `lipaudit attack`, which works on any model."
             if order == 1
@@ -189,7 +189,7 @@ def require_rules(net: Net, sample: Batch) -> None:
         return  # slack grows faster than symbols: later operations are checked in the run
     if not isinstance(output, Form):
         raise InputError(
-            f"the output of {net.info.architecture} does not depend on its input",
+            f"the output of {net.architecture} does not depend on its input",
             "There is nothing to certify: check the model.",
         )
 
@@ -328,7 +328,7 @@ class Bracket:
         """Run attacks, first the sample without attack; each sample has its own random stream."""
         y = torch.tensor([self.wanted], device=self.sample.x.device)
         chunk = Chunk(0, self.net.point(self.sample), y, self.net.free(self.sample))
-        model = self.net.classifier(self.sample)
+        model = self.net.make_classifier(self.sample)
         return evaluate_chunk(model, chunk, trials, box=self.net.box, seed=self.seed)
 
 

@@ -90,7 +90,7 @@ def _take_longest(net: Net, batch: Batch) -> Tensor:
     if batch.mask is not None:
         i = int(batch.mask.sum(1).argmax())
         ids = batch.x[i : i + 1, batch.mask[i]]
-    wanted = max(ids.shape[1], min(FEWEST_TOKENS, net.sample_shape[0]))
+    wanted = max(ids.shape[1], min(FEWEST_TOKENS, net.input_shape[0]))
     return ids.repeat(1, -(-wanted // ids.shape[1]))[:, : min(wanted, MOST_TOKENS)]
 
 

@@ -7,106 +7,39 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from PIL.Image import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lipaudit.attacks.oracle import ByRow, Classifier
-from lipaudit.attacks.text import Lexicon
 from lipaudit.data.batch import Batch
-from lipaudit.data.hub import Commit
 from lipaudit.models.lifting import devices, precision
-from lipaudit.tables import Note
+from lipaudit.models.spec import ModelSpec
 from lipaudit.tables.trials import Norm
 
-Kind = Literal["image", "tokens", "text"]
 OWN = "module"
 """Source of a module object that has no MODEL name."""
 NO_DECISION = "no-decision"
 """Code of the note on a model without a class decision, such as a multi-label model."""
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """The facts about the model in a report: plain values only.
-
-    Attributes:
-        spec: the MODEL argument as typed.
-        source: source of the model: demo, timm, hf, file or py; or `OWN`.
-        architecture: the architecture's name.
-        parameters: number of parameters.
-        weights_sha256: hash over the sorted (name, dtype, shape, bytes) of the state dict.
-        preprocess: the steps from pixels to the network: mean, std, size, interpolation.
-        labels: class names by index, if the checkpoint has them.
-        notes: notes on loading (such as a conversion from half precision), for the report.
-        commit: the commit of a repository of the Hub.
-        device_map: placement of the weights by module name, if requested.
-    """
-
-    spec: str
-    source: str
-    architecture: str
-    parameters: int
-    weights_sha256: str
-    preprocess: Mapping[str, Any] = field(default_factory=dict)
-    labels: tuple[str, ...] | None = None
-    notes: tuple[Note, ...] = ()
-    commit: Commit | None = None
-    device_map: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """How a causal language model scores the next token, at every position of a text.
-
-    Attributes:
-        head: the linear map from the last hidden states, (batch, tokens, width), to the
-            vocabulary; entry-wise functions may follow.
-        read: returns the logits, (batch, tokens, vocabulary), from a result of `call`.
-    """
-
-    head: nn.Module
-    read: Callable[[Any], Tensor]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """The conversion of samples into the input of a model, as a `ModelSpec` declares it.
-
-    Attributes: see `ModelSpec`.
-    """
-
-    kind: Kind = "image"
-    entry: nn.Module | None = None
-    vocabulary: int | None = None
-    next_token: NextToken | None = None
-    tokenize: Callable[[str, int], list[int]] | None = None
-    tokenize_pair: Callable[[str, str, int], list[int]] | None = None
-    pad_id: int = 0
-    end_id: int | None = None
-    unknown_id: int | None = None
-    lexicon: Callable[[], Lexicon] | None = None
-    next_logits: Callable[[Tensor, int], Tensor] | None = None
-    prepare: Callable[[Image], Tensor] | None = None
-    aliases: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Net(Reading):
-    """An unmodified model and the functions that call it.
+class Net(ModelSpec):
+    """An unmodified model, the functions that call it, and the facts about it for the report.
 
     The attacked space is pixels in [0, 1] for images (normalisation happens inside), the tensor
-    itself for float tokens, and the output of the token embedding for text.
+    itself for float tokens, and the output of the token embedding for text. The module is in eval
+    mode, and its parameters are frozen.
 
-    Attributes:
-        info: the facts for the report.
-        module: the model itself, in eval mode, parameters frozen.
+    Attributes: those of `ModelSpec`, and
+        name: the MODEL argument as typed.
+        source: source of the model: demo, timm, hf, file or py; or `OWN`.
         call: runs the module on (x, mask); for images it normalises first.
         read: returns the output tensor from the result of `call`: (batch, classes) logits or
             (batch, ...) features.
-        sample_shape: shape of one sample of x; for text (max_tokens,).
-        box: the smallest and largest value of the attacked space, or None.
+        parameters: number of parameters.
+        weights_sha256: hash over the sorted (name, dtype, shape, bytes) of the state dict.
         classes: number of classes of a classifier, else None.
+        device_map: placement of the weights by module name, if requested.
         scored: the kind of its classes if they are scored continuations, else empty. A sample is
             then a prompt with continuations, packed by `data.continuations.pack`, and only the
             prompt can change.
@@ -114,13 +47,14 @@ class Net(Reading):
             without any.
     """
 
-    info: ModelInfo
-    module: nn.Module
+    name: str
+    source: str
     call: Callable[[Tensor, Tensor | None], Any]
     read: Callable[[Any], Tensor]
-    sample_shape: tuple[int, ...]
-    box: tuple[float, float] | None
+    parameters: int
+    weights_sha256: str
     classes: int | None
+    device_map: Mapping[str, str] = field(default_factory=dict)
     scored: Literal["", "continuation", "choices", "labels"] = ""
     surveys: list[Any] = field(init=False, default_factory=list, repr=False, compare=False)
 
@@ -147,8 +81,8 @@ class Net(Reading):
     @property
     def lacks_classes(self) -> str:
         """Return why the model has no accuracy."""
-        said = next((note.text for note in self.info.notes if note.code == NO_DECISION), "")
-        return said.partition(":")[0] or f"{self.info.architecture} has no class scores"
+        said = next((note.text for note in self.notes if note.code == NO_DECISION), "")
+        return said.partition(":")[0] or f"{self.architecture} has no class scores"
 
     @property
     def why_unchanged(self) -> str:
@@ -189,7 +123,7 @@ class Net(Reading):
         with self.replace_embedding(z):
             return self.read(self.call(batch.x, batch.mask))
 
-    def classifier(self, batch: Batch) -> Classifier | ByRow:
+    def make_classifier(self, batch: Batch) -> Classifier | ByRow:
         """Return `forward` as a function for attacks."""
         if self.kind == "text":
             return ByRow(lambda z, rows: self.forward(z, batch.without_ids(rows)))

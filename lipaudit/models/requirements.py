@@ -243,13 +243,12 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
         if singly:
             return
         raise InputError(
-            f"{net.info.architecture} runs on one sample but fails on a batch of two "
-            f"({error.message})",
+            f"{net.architecture} runs on one sample but fails on a batch of two ({error.message})",
             "Use --batch-size 1, or fix the model.",
         ) from error
     if len(together) != len(pair) or together.shape != alone.shape:
         raise InputError(
-            f"{net.info.architecture} returns {tuple(together.shape)} for 2 samples and "
+            f"{net.architecture} returns {tuple(together.shape)} for 2 samples and "
             f"{tuple(alone.shape)} for the same two, one at a time",
             "Fix the model: it must return one row per sample for every batch size.",
         )
@@ -281,7 +280,7 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
         require_per_sample(net, batch.rows(ends), singly=False)
     except InputError as error:
         raise InputError(
-            f"{net.info.architecture} reads padding: {error.message}",
+            f"{net.architecture} reads padding: {error.message}",
             "Attack texts of equal length (--max-tokens cuts them). bounds, attention and "
             "jacobian handle lengths separately.",
         ) from error

@@ -50,7 +50,8 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
     note = remark("scores", f"scores are log-likelihoods, {PER[how]}, of {of[task.kind]}")
     return replace(
         net,
-        info=replace(net.info, labels=task.classes, notes=(*net.info.notes, note)),
+        labels=task.classes,
+        notes=(*net.notes, note),
         call=lifting(lambda x, mask: _score_rows(net, x, mask, how, count)),
         read=lambda scores: scores,
         classes=len(task.classes),
@@ -103,7 +104,7 @@ def _score_rows(net: Net, x: Tensor, mask: Tensor | None, how: Score, count: int
 def _require_entry(net: Net) -> nn.Module:
     if net.entry is None:
         raise InputError(
-            f"the embedding layer of {net.info.architecture} was not found",
+            f"the embedding layer of {net.architecture} was not found",
             "Write a py: factory that returns a ModelSpec with its `entry`.",
         )
     return net.entry
@@ -111,7 +112,7 @@ def _require_entry(net: Net) -> nn.Module:
 
 def _require_causal(net: Net) -> None:
     """Check that a token's logits depend on the embeddings up to that token, and on no others."""
-    size = min(TRIED, *net.sample_shape)
+    size = min(TRIED, *net.input_shape)
     ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
 
     next_logits = net.next_logits
@@ -131,6 +132,6 @@ def _require_causal(net: Net) -> None:
     else:
         return
     raise InputError(
-        f"{net.info.architecture} {more}: it cannot score continuations",
+        f"{net.architecture} {more}: it cannot score continuations",
         "Use a causal language model, or leave --score out.",
     )

@@ -26,7 +26,7 @@ from lipaudit.errors import InputError, UsageError, explain_error
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.assembly import unwrap
-from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.models.spec import ModelSpec
 from lipaudit.monitor.checkpoints import StepReports
 from lipaudit.monitor.loggers import PREFIX, Logger, collect_figures, loggers
 from lipaudit.tables import Report
@@ -123,7 +123,7 @@ class Monitor:
         self.seconds, self._every, self._data = 0.0, every, data
         self._model = _innermost(model)
         if isinstance(self._model, Net):
-            name = self._model.info.spec
+            name = self._model.name
         else:
             name = type(_module(self._model)).__name__
         self._request = replace(request, model=name)

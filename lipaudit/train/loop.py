@@ -246,10 +246,10 @@ class Training:
 def _require_fit(net: Net, recipe: Recipe) -> None:
     if net.classes is None:
         raise UsageError(
-            f"training needs a classifier, and {net.info.spec} is not one",
+            f"training needs a classifier, and {net.name} is not one",
             "For a timm or transformers model, add a new classifier with --classes.",
         )
-    if has_lifted_weights(net.module) or net.info.device_map:
+    if has_lifted_weights(net.module) or net.device_map:
         raise UsageError(
             "training needs its weights on one device, in the precision of the run",
             "Leave --weights and --device-map out.",

@@ -18,7 +18,7 @@ from lipaudit.schema import read_json
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
-    from lipaudit.models.sources.spec import LoadOptions
+    from lipaudit.models.spec import LoadOptions
     from lipaudit.settings import Recipe
     from lipaudit.train import Epoch
 
@@ -62,12 +62,12 @@ class TrainingRecord:
     ) -> None:
         self.out, self.device, self.command = out, str(net.device), command
         out.mkdir(parents=True, exist_ok=True)  # not before: a command refused leaves nothing
-        self.notes = [note.text for note in net.info.notes + data.notes]
+        self.notes = [note.text for note in net.notes + data.notes]
         self.same: dict[str, dict[str, Any] | None] = {
             "model": {
-                "spec": net.info.spec,
-                "weights_sha256": net.info.weights_sha256,
-                "preprocess": dict(net.info.preprocess),
+                "spec": net.name,
+                "weights_sha256": net.weights_sha256,
+                "preprocess": dict(net.preprocess),
                 "dtype": str(net.dtype).removeprefix("torch."),
             },
             "data": _describe(data),

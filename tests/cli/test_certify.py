@@ -15,7 +15,7 @@ from tests.commands import invoke
 FILE = """
 import torch
 from torch import nn
-from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.models.spec import ModelSpec
 
 
 class Small(nn.Module):

@@ -8,19 +8,14 @@ from lipaudit.data.images import resize
 
 
 @dataclass(frozen=True)
-class Facts:
-    source: str = "py"
-    labels: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
 class Taker:
     """The part of a `Net` that data are read by, of plain values."""
 
     kind: str
-    sample_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]
     classes: int | None = None
-    info: Facts = Facts()
+    labels: tuple[str, ...] | None = None
+    source: str = "py"
     box: tuple[float, float] | None = None
     vocabulary: int | None = None
     tokenize: object = None
@@ -44,7 +39,7 @@ def image_taker():
 
     def make(shape=(3, 8, 8), classes=None, labels=None, **more):
         return Taker(
-            "image", shape, classes, Facts(labels=labels), (0.0, 1.0),
+            "image", shape, classes, labels, box=(0.0, 1.0),
             prepare=lambda image: resize(image, shape), **more,
         )  # fmt: skip
 
@@ -56,9 +51,7 @@ def text_taker():
     """Build a model of text."""
 
     def make(most=128, classes=None, labels=None, tokenize=words):
-        return Taker(
-            "text", (most,), classes, Facts(labels=labels), vocabulary=100, tokenize=tokenize
-        )
+        return Taker("text", (most,), classes, labels, vocabulary=100, tokenize=tokenize)
 
     return make
 

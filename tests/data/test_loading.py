@@ -11,7 +11,7 @@ def test_without_data_a_demo_takes_its_own_and_others_noise(image_taker):
     from dataclasses import replace
 
     net = image_taker((1, 8, 8), classes=10)
-    demo = replace(net, info=replace(net.info, source="demo"))
+    demo = replace(net, source="demo")
     assert load_data(None, demo).spec == "demo"
     assert load_data(None, net).spec == "random"
 
@@ -29,7 +29,7 @@ def test_random_samples_warn_whatever_the_kind(image_taker, text_taker, token_ta
         assert [(n.level, n.code) for n in samples.notes] == [("warning", "random-data")]
         assert len(samples.batch) == 3
         assert samples.batch.y is None
-        assert samples.batch.x.shape[1:] == (net.sample_shape if net.kind != "text" else (6,))
+        assert samples.batch.x.shape[1:] == (net.input_shape if net.kind != "text" else (6,))
 
 
 def test_noise_falls_with_frequency_as_one_over_f(image_taker):

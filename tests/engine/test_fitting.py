@@ -12,7 +12,7 @@ from lipaudit.engine.prepare import Request, prepare
 from lipaudit.models import lifting
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.models.spec import LoadOptions
 from lipaudit.settings import JacobianOptions, RunOptions
 from tests.commands import replace_parts
 
@@ -21,7 +21,7 @@ PASSES_OF_SURVEY = 5
 MODEL = '''
 import torch
 from torch import nn
-from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.models.spec import ModelSpec
 
 class Attention(nn.Module):
     """Two heads; gated logits have no closed form."""

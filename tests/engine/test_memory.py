@@ -166,6 +166,6 @@ def test_where_one_sample_is_too_much_the_error_says_what_helps(monkeypatch):
 def test_weights_in_half_precision_are_said_to_be_kept_smaller_as_they_are():
     asked = job()
     note = SimpleNamespace(code="half-precision")
-    net = replace(asked.net, info=replace(asked.net.info, notes=(note,)))
+    net = replace(asked.net, notes=(note,))
     assert "--weights stored" in advise_on_memory(replace(asked, net=net))
     assert "--weights stored" not in advise_on_memory(asked)

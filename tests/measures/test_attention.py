@@ -26,7 +26,7 @@ from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.settings import ATTENTION_TABLE
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.softmax import profile_rows, row_statistics
@@ -296,7 +296,7 @@ def swin():
 def test_every_statistic_of_an_image_model_is_that_of_its_maps(make, maps_of):
     torch.manual_seed(3)
     net = make()
-    batch = Batch(torch.rand(2, *net.sample_shape, dtype=torch.float64), None, ("aa", "bb"))
+    batch = Batch(torch.rand(2, *net.input_shape, dtype=torch.float64), None, ("aa", "bb"))
     options = AttentionOptions()
     section = section_of(net, [batch])
     layers = maps_of(net, batch)
@@ -343,7 +343,7 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.measures.attention import AttentionOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.spec import LoadOptions, ModelSpec
 
 class One(torch.nn.Module):
     def __init__(self):

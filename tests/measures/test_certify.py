@@ -22,7 +22,7 @@ from lipaudit.measures.certify import check
 from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate, require_room, require_rules
 from lipaudit.models.sources.own import borrow
-from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.models.spec import LoadOptions
 from lipaudit.settings import CertifyOptions
 from lipaudit.tables import Note
 from tests.simulated.conftest import MODELS

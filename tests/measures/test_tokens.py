@@ -190,7 +190,7 @@ def test_what_an_attack_made_of_a_text_has_its_classes_and_scores(bert, attack, 
     folder, _ = bert
     net = load_net(str(folder), LoadOptions(device="cpu"))
     names = ("down", "so-so", "up")
-    net = replace(net, info=replace(net.info, labels=names))
+    net = replace(net, labels=names)
     batch = load_data(str(folder / "t.jsonl"), net, DataOptions(samples=5)).batch
     own = torch.stack([scores_of(net, x[m]) for x, m in zip(batch.x, batch.mask, strict=True)])
     batch = replace(batch, y=own.argmax(1))  # all are right, so that some can be broken

@@ -13,7 +13,7 @@ from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.spec import LoadOptions, ModelSpec
 from tests.nets import TEXT
 
 VOCABULARY, MOST_TOKENS = 60, 32
@@ -251,7 +251,7 @@ def batch_for(net: Net, size: int = 2) -> Batch:
     ids = tuple(map(str, range(size)))
     if net.kind != "text":
         return Batch(
-            torch.rand(size, *net.sample_shape, generator=generator).to(net.dtype), None, ids
+            torch.rand(size, *net.input_shape, generator=generator).to(net.dtype), None, ids
         )
     x = torch.randint(3, VOCABULARY, (size, 12), generator=generator)
     mask = torch.arange(12) < torch.tensor([[12], [7], [9]])[:size]

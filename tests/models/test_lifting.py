@@ -111,7 +111,7 @@ def data(path):
 
 
 def test_the_report_says_which_function_was_measured(stored):
-    (note,) = load_net(stored, STORED).info.notes
+    (note,) = load_net(stored, STORED).notes
     assert note.code == "stored-weights"
     assert "stay in bfloat16" in note.text
     assert "The results are those of exactly these weights" in note.text
@@ -121,8 +121,8 @@ def test_weights_stay_as_they_are_stored_and_have_one_hash(stored):
     net, lifted = load_net(stored, STORED), load_net(stored)
     assert {p.dtype for p in net.module.parameters()} == {torch.bfloat16}
     assert net.dtype == torch.float32
-    assert net.info.weights_sha256 == lifted.info.weights_sha256
-    assert net.info.parameters == lifted.info.parameters
+    assert net.weights_sha256 == lifted.weights_sha256
+    assert net.parameters == lifted.parameters
 
 
 def test_the_hash_is_that_of_float32_weights_and_lifts_none_whole():
@@ -220,7 +220,7 @@ def test_where_nothing_can_be_kept_the_report_says_so(tmp_path, stored):
     torch.manual_seed(0)
     single = transformers.BertModel(transformers.BertConfig(**SIZES))
     single.save_pretrained(tmp_path)
-    (note,) = load_net(str(tmp_path), STORED).info.notes
+    (note,) = load_net(str(tmp_path), STORED).notes
     assert "has no effect" in note.text
     with pytest.raises(UsageError, match="works only for transformers models"):
         load_net("demo", STORED)

@@ -15,7 +15,7 @@ from lipaudit.models.derivative.trail import Trail
 from lipaudit.models.memory import Held
 from lipaudit.models.precision import EagerMode, exact_arithmetic
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.models.spec import LoadOptions
 from lipaudit.settings import RunOptions, option_types
 
 MATMUL = torch.set_float32_matmul_precision

@@ -10,7 +10,7 @@ from lipaudit.data.samples import Task, make_samples
 from lipaudit.errors import InputError
 from lipaudit.models.scoring import score_continuations
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.models.spec import LoadOptions
 from tests.nets import hf_net
 
 pytestmark = pytest.mark.rounding
@@ -99,8 +99,8 @@ def test_scores_are_those_of_a_plain_loop(name):
         scored = score_continuations(net, CHOICES, how)
         truth = torch.stack([torch.stack([reduce(own) for own in row]) for row in loops])
         assert torch.allclose(scored.output(batch), truth, rtol=0, atol=slack(net, name))
-    assert (scored.classes, scored.info.labels) == (3, ("A", "B", "C"))
-    assert "mean of their tokens" in scored.info.notes[-1].text
+    assert (scored.classes, scored.labels) == (3, ("A", "B", "C"))
+    assert "mean of their tokens" in scored.notes[-1].text
 
 
 def test_a_continuation_leads_its_rival_where_greedy_decoding_gives_it():

@@ -35,7 +35,7 @@ def test_the_weights_are_the_same_and_every_epoch_is_measured_as_it_was(here):
     known = watched("watched")
     assert sorted(known) == [0, 2, 3]
     seen = [known[step].run.model for step in (0, 2, 3)]
-    assert seen[-1].weights_sha256 == load_net("watched").info.weights_sha256
+    assert seen[-1].weights_sha256 == load_net("watched").weights_sha256
     assert len({model.weights_sha256 for model in seen}) == 3
 
 
@@ -59,7 +59,7 @@ def test_a_resumed_training_goes_on_in_its_folder(here, monkeypatch):
     assert {step: after[step] for step in before} == before
     train(*args, "3", "--resume")
     assert watched("cut") == after
-    assert after[3].run.model.weights_sha256 == load_net("cut").info.weights_sha256
+    assert after[3].run.model.weights_sha256 == load_net("cut").weights_sha256
 
 
 def test_without_held_out_data_there_is_nothing_to_watch(here):

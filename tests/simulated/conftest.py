@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.spec import LoadOptions, ModelSpec
 from tests.simulated import device
 
 SMALL = {

@@ -11,7 +11,7 @@ import lipaudit
 from benchmarks.shared.demos import load_shipped
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.models.spec import LoadOptions
 from lipaudit.settings import Recipe
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms

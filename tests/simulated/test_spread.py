@@ -84,7 +84,7 @@ def test_weights_are_read_where_they_are_computed_with(spread):
     assert next(held.parameters()).device.type == "cpu"
     assert held.weight.device == net.device == torch.device(FIRST)
     assert first.mlp.up_proj.weight.device == torch.device(SECOND)
-    assert net.info.weights_sha256 == load_net(path).info.weights_sha256
+    assert net.weights_sha256 == load_net(path).weights_sha256
 
 
 def test_accelerate_fills_both_accelerators_before_the_cpu(spread, monkeypatch):
@@ -94,7 +94,7 @@ def test_accelerate_fills_both_accelerators_before_the_cpu(spread, monkeypatch):
     room = {0: table + block * 3 // 2, 1: block * 6 // 5, "cpu": 9 * block}
     monkeypatch.setattr("accelerate.utils.get_balanced_memory", lambda *_, **__: dict(room))
     net = load_net(path, LoadOptions(device_map="balanced"))
-    places = net.info.device_map
+    places = net.device_map
     assert list(dict.fromkeys(places.values())) == [FIRST, SECOND, "cpu"]
     assert not [name for name in places if "layers" in name and name.count(".") > 2]  # no cut
     assert lipaudit.measure(path, "attention", **samples("llama"), device_map="balanced")

@@ -21,8 +21,8 @@ def test_a_demo_becomes_a_directory_of_timm(tmp_path):
     net = load_net("demo")
     assert save_net(net, tmp_path / "demo")
     again = load_net(str(tmp_path / "demo"))
-    assert again.info.source == "timm"
-    assert again.info.preprocess["mean"] == net.info.preprocess["mean"]
+    assert again.source == "timm"
+    assert again.preprocess["mean"] == net.preprocess["mean"]
     assert_same_outputs(net, again, "demo")
 
 
@@ -33,8 +33,8 @@ def test_a_model_of_timm_keeps_its_arguments_and_normalisation(tmp_path):
     assert save_net(net, tmp_path, options)
     again = load_net(str(tmp_path))
     assert again.classes == 7
-    assert again.sample_shape == (3, 32, 32)
-    assert again.info.preprocess["std"] == net.info.preprocess["std"]
+    assert again.input_shape == (3, 32, 32)
+    assert again.preprocess["std"] == net.preprocess["std"]
     assert_same_outputs(net, again)
     assert save_net(again, tmp_path / "second")
     assert_same_outputs(net, load_net(str(tmp_path / "second")))
@@ -52,7 +52,7 @@ def test_a_model_of_transformers_keeps_its_tokenizer(tmp_path):
 def test_a_model_of_nobody_is_weights_alone(tmp_path):
     (tmp_path / "toy.py").write_text(
         "import torch\n"
-        "from lipaudit.models.sources.spec import ModelSpec\n"
+        "from lipaudit.models.spec import ModelSpec\n"
         "def model():\n"
         "    encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
         "    return ModelSpec(encoder, (5, 8), kind='tokens', classifier=False)\n"

@@ -162,7 +162,7 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(
-            f"{net.info.architecture} fails while lipaudit records its operations ({reason})",
+            f"{net.architecture} fails while lipaudit records its operations ({reason})",
             "Replace that operation. lipaudit jacobian and lipaudit attack record none.",
         ) from error
 
@@ -213,7 +213,7 @@ def _run_surveyor(
 
 
 def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
-    name = net.info.architecture
+    name = net.architecture
     if modules:
         return NoHeadsError(
             f"the attention of {name} cannot be measured ({few(modules)}). Its weights are "

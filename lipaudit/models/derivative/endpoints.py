@@ -21,9 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, of_machine
 from lipaudit.models.derivative.linearize import Function
-from lipaudit.models.net import Net, NextToken
+from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
+from lipaudit.models.spec import NextToken
 from lipaudit.settings.jacobian import PLACED, StartPoint, Target
 
 TOGETHER = 2**24
@@ -211,7 +212,7 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
         speaks = has_head(net, batch)
     scores = net.classes is not None or speaks
     what, where = Target.parse(target or ("logits" if scores else "features"))
-    name = net.info.architecture
+    name = net.architecture
     if what in ("logits", "probabilities", "loss") and not scores:
         raise InputError(
             f"{name} returns neither class scores nor next-token scores",
@@ -268,7 +269,7 @@ def make_sample_function(
         raise InputError("text has no pixels", "Use --from embeddings.")
     if embedded and net.entry is None:
         raise InputError(
-            f"the embedding module of {net.info.architecture} was not found",
+            f"the embedding module of {net.architecture} was not found",
             "Use --from pixels, or write a py: factory that names it: ModelSpec(..., "
             "entry=MODULE).",
         )
@@ -284,7 +285,7 @@ def make_sample_function(
     scorer = net.next_token if scored else None
     if scorer is not None and not has_head(net, batch):
         raise InputError(
-            f"the head of {net.info.architecture} does not score each position separately",
+            f"the head of {net.architecture} does not score each position separately",
             "Use --to features, --to tokens, or the logits at the last position.",
         )
 
@@ -367,7 +368,7 @@ def _read_output(
             states = states * part.mask[..., None]
     if what == "hidden" and states.shape[:2] != part.x.shape:
         raise InputError(
-            f"the last hidden states of {net.info.architecture} do not have one vector per token",
+            f"the last hidden states of {net.architecture} do not have one vector per token",
             "Use --to tokens or --to features.",
         )
     return states if what == "tokens" or place is None else pick_columns(states, place)

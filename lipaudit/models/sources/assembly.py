@@ -22,16 +22,16 @@ from lipaudit.errors import (
     of_machine,
 )
 from lipaudit.models.lifting import devices, hold, lifting, precision
-from lipaudit.models.net import ModelInfo, Net, Reading
+from lipaudit.models.net import Net
 from lipaudit.models.precision import eager
 from lipaudit.models.sources.offload import Placement, find_device, plan_placement
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import (
     few,
     hash_weights,
     note_half_precision,
     require_finite_weights,
 )
+from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.tables import Note
 
 Call = Callable[[Tensor, Tensor | None], Any]
@@ -86,31 +86,26 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     classify, more = _classify(spec, result, output)
     notes += placed + more
     classes = classify(output).shape[1] if spec.classifier and output.ndim == 2 else None
-    reading: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(Reading)}
-    reading["entry"] = spec.entry or entry
-    if spec.kind == "image" and spec.prepare is None:
-        reading["prepare"] = partial(resize, shape=spec.input_shape)
-    info = ModelInfo(
-        spec=name,
+    described = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
+    if spec.kind == "image":
+        described |= {"box": spec.box or (0.0, 1.0)}
+        described |= {"prepare": spec.prepare or partial(resize, shape=spec.input_shape)}
+    assembled: dict[str, Any] = described | {
+        "call": call,
+        "read": lambda result: classify(read(result)),
+        "entry": spec.entry or entry,
+        "architecture": spec.architecture or type(module).__name__,
+        "preprocess": preprocess,
+        "notes": spec.notes + notes + (() if spec.commit is None else (spec.commit.note,)),
+    }
+    return Net(
+        **assembled,
+        name=name,
         source=source,
-        architecture=spec.architecture or type(module).__name__,
         parameters=sum(p.numel() for p in module.parameters()),
         weights_sha256=digest,
-        preprocess=preprocess,
-        labels=spec.labels,
-        notes=spec.notes + notes + (() if spec.commit is None else (spec.commit.note,)),
-        commit=spec.commit,
-        device_map={} if placement is None else placement.places,
-    )
-    return Net(
-        info=info,
-        module=module,
-        call=call,
-        read=lambda result: classify(read(result)),
-        sample_shape=spec.input_shape,
-        box=spec.box or ((0.0, 1.0) if spec.kind == "image" else None),
         classes=None if classes == 1 else classes,  # a single output is a regression
-        **reading,
+        device_map={} if placement is None else placement.places,
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lipaudit.errors import InputError, suggestion
 from lipaudit.models.sources.names import DEMOS
-from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.models.spec import ModelSpec
 
 WIDTH, HIDDEN, DEPTH, HEADS, PATCH, SIZE, CLASSES = 48, 96, 3, 4, 2, 8, 10
 MEAN, STD = 0.5, 0.5

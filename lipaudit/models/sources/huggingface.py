@@ -26,7 +26,6 @@ from lipaudit.models.sources.outputs import (
     describe_sounds,
     has_head,
 )
-from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.texts import describe_texts, find_text_config
 from lipaudit.models.sources.weights import (
     describe_misfit,
@@ -34,6 +33,7 @@ from lipaudit.models.sources.weights import (
     list_weight_files,
     note_half_precision,
 )
+from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.schema import read_json
 from lipaudit.tables import Note
 

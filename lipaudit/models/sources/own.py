@@ -26,10 +26,9 @@ from lipaudit.errors import (
     suggestion,
 )
 from lipaudit.models.lifting import devices, precision
-from lipaudit.models.net import OWN, Kind, Net
+from lipaudit.models.net import OWN, Net
 from lipaudit.models.precision import eager
 from lipaudit.models.sources.assembly import assemble, find_main_output, require_values, unwrap
-from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import (
     find_misfit,
     hash_weights,
@@ -38,6 +37,7 @@ from lipaudit.models.sources.weights import (
     require_finite_weights,
     strip_prefix,
 )
+from lipaudit.models.spec import Kind, LoadOptions, ModelSpec
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
 KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
@@ -275,8 +275,8 @@ def freeze_net(net: Net) -> Iterator[Net]:
     """
     with restore(net.module):
         net.module.eval().requires_grad_(False)
-        require_finite_weights(net.module, net.info.spec)
-        yield replace(net, info=replace(net.info, weights_sha256=hash_weights(net.module)))
+        require_finite_weights(net.module, net.name)
+        yield replace(net, weights_sha256=hash_weights(net.module))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from lipaudit.models.net import Net
 from lipaudit.models.sources.demo import AS_TIMM, DigitsViT
 from lipaudit.models.sources.huggingface import silence_transformers
-from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.models.spec import LoadOptions
 from lipaudit.schema import read_json
 
 WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.h5", "*.onnx", "*.msgpack", "*.ckpt*")
@@ -52,14 +52,14 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         return True
     weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
-    own, preprocess = getattr(module, "pretrained_cfg", None), net.info.preprocess
+    own, preprocess = getattr(module, "pretrained_cfg", None), net.preprocess
     if isinstance(module, DigitsViT):
         architecture, arguments = AS_TIMM
         kept: dict[str, Any] = {}
     elif own is not None:
         architecture = str(own.get("architecture"))
         # The arguments the model was built with: of its directory, and of the options.
-        file = Path(net.info.spec) / "config.json"
+        file = Path(net.name) / "config.json"
         built = read_json(file).get("model_args", {}) if file.is_file() else {}
         built |= dict((options or LoadOptions()).model_kwargs)
         arguments = {k: v for k, v in built.items() if k not in ("pretrained", "num_classes")}
@@ -69,7 +69,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         return False
     classes = net.classes or 0
     how = {key: preprocess[key] for key in ("mean", "std") if key in preprocess}
-    how |= {"input_size": list(net.sample_shape), "num_classes": classes}
+    how |= {"input_size": list(net.input_shape), "num_classes": classes}
     config = {
         "architecture": architecture,
         "num_classes": classes,

@@ -32,7 +32,6 @@ from lipaudit.errors import (
     suggestion,
 )
 from lipaudit.models.sources.names import timm_names
-from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.weights import (
     PREFERRED,
     State,
@@ -42,6 +41,7 @@ from lipaudit.models.sources.weights import (
     read_weights,
     strip_prefix,
 )
+from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.tables import Note
 
 DEFAULT_NORMALISATION = warning(

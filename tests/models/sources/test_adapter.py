@@ -54,9 +54,9 @@ def test_a_text_classifier(tmp_path):
     with torch.no_grad():
         expected = model(input_ids=IDS, attention_mask=MASK.long()).logits
     assert_same(net, BATCH, expected, load_net(str(tmp_path / "base")))
-    assert [n.code for n in net.info.notes] == ["adapter"]
-    assert str(tmp_path / "base") in net.info.notes[0].text
-    assert (net.info.source, net.classes, net.tokenize is None) == ("hf", 3, False)
+    assert [n.code for n in net.notes] == ["adapter"]
+    assert str(tmp_path / "base") in net.notes[0].text
+    assert (net.source, net.classes, net.tokenize is None) == ("hf", 3, False)
 
 
 def test_a_classifier_that_came_with_the_adapter(tmp_path):
@@ -71,7 +71,7 @@ def test_a_classifier_that_came_with_the_adapter(tmp_path):
         expected = model(input_ids=IDS, attention_mask=MASK.long()).logits
         torch.testing.assert_close(net.output(BATCH), expected)
     assert net.classes == 5
-    assert [n.code for n in net.info.notes] == ["adapter"]
+    assert [n.code for n in net.notes] == ["adapter"]
 
 
 def test_a_causal_language_model(tmp_path):
@@ -105,13 +105,13 @@ def test_an_adapter_and_its_base_on_the_hub(hub, tmp_path):
     base = hub.add("org/base", files_of(tmp_path / "base") | {"pytorch_model.bin": b""})
     sha = hub.add("org/adapter", files_of(tmp_path / "adapter") | {"optimizer.pt": b""})
     net = load_net("hf:org/adapter")
-    assert net.info.commit.sha == sha
-    assert f"org/base at commit {base[:12]}" in net.info.notes[0].text
-    assert [n.code for n in net.info.notes] == ["adapter", "hub-commit"]
+    assert net.commit.sha == sha
+    assert f"org/base at commit {base[:12]}" in net.notes[0].text
+    assert [n.code for n in net.notes] == ["adapter", "hub-commit"]
     assert not {"pytorch_model.bin", "optimizer.pt"} & set(hub.downloads())
     offline = load_net("hf:org/adapter", LoadOptions(offline=True))
-    assert [n.code for n in offline.info.notes] == ["adapter", "hub-cache", "hub-cache"]
-    assert offline.info.weights_sha256 == net.info.weights_sha256
+    assert [n.code for n in offline.notes] == ["adapter", "hub-cache", "hub-cache"]
+    assert offline.weights_sha256 == net.weights_sha256
     hub.repositories["org/base"].gated = True
     shutil.rmtree(tmp_path / "hub-cache")
     assert "the model org/base is gated" in refused("hf:org/adapter")
@@ -120,7 +120,7 @@ def test_an_adapter_and_its_base_on_the_hub(hub, tmp_path):
 def test_random_weights_leave_the_adapter_out(tmp_path):
     texts(tmp_path)
     net = load_net(str(tmp_path / "adapter"), LoadOptions(model_kwargs={"pretrained": False}))
-    assert "random-weights" in [n.code for n in net.info.notes]
+    assert "random-weights" in [n.code for n in net.notes]
 
 
 def test_what_the_adapter_leaves_random_is_refused(tmp_path):

@@ -33,8 +33,8 @@ def test_a_sequence_classifier_gives_its_logits(tmp_path):
         expected = module(input_ids=IDS, attention_mask=MASK.long()).logits
     torch.testing.assert_close(net.output(BATCH), expected)
     assert (net.kind, net.classes, net.vocabulary, net.pad_id) == ("text", 3, 32, 0)
-    assert net.info.labels == ("bad", "fair", "good")
-    assert (net.info.source, net.info.notes, net.sample_shape) == ("hf", (), (16,))
+    assert net.labels == ("bad", "fair", "good")
+    assert (net.source, net.notes, net.input_shape) == ("hf", (), (16,))
 
 
 def test_the_embedding_is_the_attacked_space(tmp_path):
@@ -48,7 +48,7 @@ def test_the_embedding_is_the_attacked_space(tmp_path):
 
 def test_the_tokenizer_adds_special_tokens_and_cuts(tmp_path):
     net = load_net(save(bert(), tmp_path))
-    assert net.info.labels is None  # LABEL_0, LABEL_1, ... are no names
+    assert net.labels is None  # LABEL_0, LABEL_1, ... are no names
     assert net.tokenize("the keeper", 10) == [2, 4, 5, 3]
     assert net.tokenize("the keeper wrote what he saw", 5) == [2, 4, 5, 6, 3]
 
@@ -59,15 +59,15 @@ def test_a_masked_language_model_is_read_for_its_features(tmp_path):
     with torch.no_grad():
         hidden = module.bert(input_ids=IDS, attention_mask=MASK.long()).last_hidden_state
     torch.testing.assert_close(net.output(BATCH)[0], hidden[0].mean(0))
-    assert [n.code for n in net.info.notes] == ["features"]
-    assert "cls.predictions" in net.info.notes[0].text
+    assert [n.code for n in net.notes] == ["features"]
+    assert "cls.predictions" in net.notes[0].text
 
 
 def test_a_pooler_that_was_not_saved_is_dropped_not_made_up(tmp_path):
     save(build("BertForMaskedLM", **SMALL), tmp_path)
     nets = [load_net(str(tmp_path)) for _ in range(2)]
     assert nets[0].module.pooler is None
-    assert nets[0].info.weights_sha256 == nets[1].info.weights_sha256
+    assert nets[0].weights_sha256 == nets[1].weights_sha256
 
 
 @pytest.mark.parametrize("cls", ["T5Model", "T5ForConditionalGeneration", "BartModel"])
@@ -108,7 +108,7 @@ def test_an_image_classifier_with_its_processor(tmp_path):
         expected = module(processor(picture, return_tensors="pt")["pixel_values"]).logits
     assert 0 <= pixels.min() < pixels.max() <= 1
     torch.testing.assert_close(net.output(Batch(pixels[None], None, ("a",))), expected)
-    assert (net.sample_shape, net.classes, net.info.notes) == ((3, 8, 8), 3, ())
+    assert (net.input_shape, net.classes, net.notes) == ((3, 8, 8), 3, ())
     assert "PatchEmbed" in type(net.entry).__name__
 
 
@@ -118,8 +118,8 @@ def test_an_image_model_without_processor_warns(tmp_path):
     torch.testing.assert_close(
         net.output(Batch(x, None, ("a", "b"))), net.module(pixel_values=x).logits
     )
-    assert [(n.level, n.code) for n in net.info.notes] == [("warning", "raw-pixels")]
-    assert load_net(str(tmp_path), LoadOptions(mean=(0.5,), std=(0.5,))).info.notes == ()
+    assert [(n.level, n.code) for n in net.notes] == [("warning", "raw-pixels")]
+    assert load_net(str(tmp_path), LoadOptions(mean=(0.5,), std=(0.5,))).notes == ()
 
 
 def test_models_of_imagenet_know_its_synsets(tmp_path):
@@ -128,7 +128,7 @@ def test_models_of_imagenet_know_its_synsets(tmp_path):
     labels = {i: names.index_to_description(i) for i in range(1000)}
     net = load_net(save(vit(id2label=labels, num_labels=1000), tmp_path, tokenizer=False))
     assert net.aliases["n02102040"] == 217
-    assert "springer" in net.info.labels[217]
+    assert "springer" in net.labels[217]
 
 
 def test_an_encoder_saved_alone_and_a_mask_token_are_no_obstacle(tmp_path):
@@ -137,7 +137,7 @@ def test_an_encoder_saved_alone_and_a_mask_token_are_no_obstacle(tmp_path):
     assert load_net(save(encoder, tmp_path / "t5", tokenizer=False)).output(BATCH).shape == (2, 16)
     masked = transformers.ViTForMaskedImageModeling(vit().config)
     net = load_net(save(masked, tmp_path / "vit", tokenizer=False))
-    assert "mask_token" in net.info.notes[0].text
+    assert "mask_token" in net.notes[0].text
     assert net.output(Batch(torch.rand(2, 3, 8, 8), None, ("a", "b"))).shape == (2, 16)
 
 
@@ -158,8 +158,8 @@ def test_random_weights_are_asked_for_and_said_loudly(tmp_path):
     assert "cannot load" in refused(tmp_path)
     options = LoadOptions(model_kwargs={"pretrained": False})
     net, twin = load_net(str(tmp_path), options), load_net(str(tmp_path), options)
-    assert [(n.level, n.code) for n in net.info.notes] == [("warning", "random-weights")]
-    assert net.info.weights_sha256 == twin.info.weights_sha256
+    assert [(n.level, n.code) for n in net.notes] == [("warning", "random-weights")]
+    assert net.weights_sha256 == twin.weights_sha256
 
 
 def test_a_model_from_a_factory_is_recognised(tmp_path):
@@ -168,14 +168,14 @@ def test_a_model_from_a_factory_is_recognised(tmp_path):
         f"def build(): return transformers.BertModel(transformers.BertConfig(**{SMALL}))\n"
     )
     net = load_net(f"py:{tmp_path}/make.py:build")
-    assert (net.kind, net.info.source, net.sample_shape) == ("text", "py", (20,))
+    assert (net.kind, net.source, net.input_shape) == ("text", "py", (20,))
     assert net.output(BATCH).shape == (2, 16)
 
 
 def test_positions_behind_the_padding_id_are_not_counted(tmp_path):
     module = build("RobertaModel", **SMALL, pad_token_id=1)
     net = load_net(save(module, tmp_path, tokenizer=False))
-    assert net.sample_shape == (18,)
+    assert net.input_shape == (18,)
     full = Batch(torch.full((1, 18), 5), None, ("a",))
     assert torch.isfinite(net.output(full)).all()
 
@@ -190,10 +190,10 @@ def test_a_repository_in_the_cache_is_found_offline(tmp_path, monkeypatch):
     (root / "refs" / "main").write_text(commit)
     save(bert(), root / "snapshots" / commit)
     net = load_net("hf:org/tiny", LoadOptions(offline=True))
-    assert (net.info.source, net.classes) == ("hf", 3)
+    assert (net.source, net.classes) == ("hf", 3)
     bare = load_net("org/tiny", LoadOptions(offline=True))
-    assert [n.code for n in bare.info.notes] == ["resolved", "hub-cache"]
-    assert load_net(f"hf:org/tiny@{commit}").info.weights_sha256 == net.info.weights_sha256
+    assert [n.code for n in bare.notes] == ["resolved", "hub-cache"]
+    assert load_net(f"hf:org/tiny@{commit}").weights_sha256 == net.weights_sha256
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_minilm_gives_the_embeddings_of_sentence_transformers():
         expected = reference(features)["sentence_embedding"]
     torch.testing.assert_close(net.output(samples.batch), expected)
     torch.testing.assert_close(net.output(samples.batch), F.normalize(expected))
-    assert (net.sample_shape, net.vocabulary, net.classes) == ((512,), 30522, None)
+    assert (net.input_shape, net.vocabulary, net.classes) == ((512,), 30522, None)
 
 
 def test_pooling_that_is_not_supported_is_refused(tmp_path):

@@ -132,7 +132,7 @@ def test_labels_that_are_null_are_no_labels(tmp_path):
     )  # fmt: skip
     saved(tmp_path, "PvtForImageClassification", config, id2label=None, label2id=None)
     net = load_net(str(tmp_path), WIDE)
-    assert (net.info.labels, net.sample_shape) == (None, (3, 16, 16))
+    assert (net.labels, net.input_shape) == (None, (3, 16, 16))
 
 
 HASHED = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"num_hash_buckets": 8}
@@ -234,7 +234,7 @@ def test_sounds_and_images_are_fed_as_the_model_s_own_code_takes_them(tmp_path, 
     net = load_net(str(tmp_path), LoadOptions(dtype="float64", device="cpu", tower=tower))
     batch = drawn(net)
     truth = {"WhisperModel": encoded, "CLIPModel": projected}.get(kind, classified)
-    assert (net.sample_shape, net.classes) == (shape, classes)
+    assert (net.input_shape, net.classes) == (shape, classes)
     assert net.kind == ("image" if len(shape) == 3 else "tokens")
     torch.testing.assert_close(net.output(batch), truth(module, batch.x))
     true = dense_norms(lambda x: truth(module, x), batch.x)
@@ -259,7 +259,7 @@ def test_the_tower_of_text_reads_the_end(tmp_path):
     batch = drawn(net)
     last = module.text_model(input_ids=batch.x).last_hidden_state[:, -1]
     torch.testing.assert_close(net.output(batch), module.text_projection(last))
-    assert (net.kind, net.sample_shape, net.end_id) == ("text", (24,), 39)
+    assert (net.kind, net.input_shape, net.end_id) == ("text", (24,), 39)
     assert len(survey(net, batch)) == 1
 
 

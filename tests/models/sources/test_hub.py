@@ -36,23 +36,23 @@ def timm_model(tmp_path_factory) -> dict[str, bytes]:
 
 
 def codes(net) -> list[tuple[str, str]]:
-    return [(note.level, note.code) for note in net.info.notes]
+    return [(note.level, note.code) for note in net.notes]
 
 
 def test_the_commit_is_known_and_said(hub, model):
     sha = hub.add("org/tiny", model, {"v1": model | {"vocab.txt": b"older"}})
     net = load_net("hf:org/tiny")
-    assert (net.info.commit.sha, net.info.commit.repository.revision) == (sha, "main")
+    assert (net.commit.sha, net.commit.repository.revision) == (sha, "main")
     assert codes(net) == [("info", "hub-commit")]
-    assert f"{sha[:12]} of main" in net.info.notes[-1].text
-    older = load_net("hf:org/tiny@v1").info.commit
+    assert f"{sha[:12]} of main" in net.notes[-1].text
+    older = load_net("hf:org/tiny@v1").commit
     assert (older.sha, older.repository.revision) == (
         hub.repositories["org/tiny"].commit("v1"),
         "v1",
     )
     pinned = load_net(f"hf:org/tiny@{sha}")
-    assert pinned.info.commit.sha == pinned.info.commit.repository.revision == sha
-    assert load_net("demo").info.commit is None
+    assert pinned.commit.sha == pinned.commit.repository.revision == sha
+    assert load_net("demo").commit is None
 
 
 def test_what_is_in_the_cache_is_asked_for_once_and_not_sent_again(hub, model):
@@ -70,16 +70,16 @@ def test_a_warning_where_the_cache_answers_in_place_of_the_hub(hub, model, monke
     hub.log.clear()
     offline = load_net("hf:org/tiny", OFFLINE)
     assert hub.log == []
-    assert (codes(offline), offline.info.commit.sha) == ([("warning", "hub-cache")], sha)
-    assert "--offline" in offline.info.notes[-1].text
+    assert (codes(offline), offline.commit.sha) == ([("warning", "hub-cache")], sha)
+    assert "--offline" in offline.notes[-1].text
     hub.repositories["org/tiny"].status = 503
     ill = load_net("hf:org/tiny")
-    assert (codes(ill), ill.info.commit.sha) == ([("warning", "hub-cache")], sha)
-    assert "(status 503)" in ill.info.notes[-1].text
+    assert (codes(ill), ill.commit.sha) == ([("warning", "hub-cache")], sha)
+    assert "(status 503)" in ill.notes[-1].text
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     cut_off = load_net("hf:org/tiny")
     assert codes(cut_off) == [("warning", "hub-cache")]
-    assert "no connection" in cut_off.info.notes[-1].text
+    assert "no connection" in cut_off.notes[-1].text
     # a commit is what it is, whoever is asked
     assert codes(load_net(f"hf:org/tiny@{sha}")) == [("info", "hub-commit")]
 
@@ -88,8 +88,8 @@ def test_the_cache_follows_the_branch(hub, model):
     hub.add("org/tiny", model)
     load_net("hf:org/tiny")
     sha = hub.add("org/tiny", model | {"vocab.txt": b"newer"})
-    assert load_net("hf:org/tiny").info.commit.sha == sha
-    assert load_net("hf:org/tiny", OFFLINE).info.commit.sha == sha
+    assert load_net("hf:org/tiny").commit.sha == sha
+    assert load_net("hf:org/tiny", OFFLINE).commit.sha == sha
 
 
 def test_gated_repositories_say_where_to_ask(hub, model, monkeypatch):
@@ -101,7 +101,7 @@ def test_gated_repositories_say_where_to_ask(hub, model, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody")
     assert "your token has no access" in refused("hf:org/gated")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert load_net("hf:org/gated").info.commit is not None
+    assert load_net("hf:org/gated").commit is not None
 
 
 def test_private_and_unknown_repositories(hub, model):
@@ -232,18 +232,18 @@ def test_which_files_hold_the_weights(names, loaded):
 def test_half_precision_beside_the_weights_is_not_reported(tmp_path):
     save(bert(), tmp_path)
     save_file({"a": torch.ones(2, dtype=torch.float16)}, tmp_path / "model.fp16.safetensors")
-    assert load_net(str(tmp_path)).info.notes == ()
+    assert load_net(str(tmp_path)).notes == ()
 
 
 def test_timm_names_are_of_a_commit_too(hub, timm_model):
     sha = hub.add(TIMM, timm_model)
     net = load_net("timm:test_vit.r160_in1k")
-    assert net.info.commit.sha == sha
+    assert net.commit.sha == sha
     assert codes(net) == [("info", "hub-commit")]
     assert hub.downloads() == ["model.safetensors"]
     offline = load_net("timm:test_vit", OFFLINE)
     assert codes(offline) == [("warning", "hub-cache")]
-    assert offline.info.weights_sha256 == net.info.weights_sha256
+    assert offline.weights_sha256 == net.weights_sha256
     unknown = {"model_kwargs": {"nonsense": 1}}
     assert "hf_hub_id" not in refused("timm:test_vit", UsageError, **unknown)
 
@@ -284,7 +284,7 @@ def test_timm_models_without_weights_or_with_weights_elsewhere(hub, tmp_path, mo
 @pytest.mark.parametrize("prefix", ["hf:", "hf-hub:", "timm:hf_hub:", "timm:hf-hub:", ""])
 def test_every_spelling_of_a_repository(hub, model, prefix):
     hub.add("org/tiny", model)
-    assert load_net(f"{prefix}org/tiny").info.commit.repository.name == "org/tiny"
+    assert load_net(f"{prefix}org/tiny").commit.repository.name == "org/tiny"
 
 
 def test_a_local_directory_by_the_name_that_timm_gives_it(tmp_path):

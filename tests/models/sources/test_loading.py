@@ -25,7 +25,7 @@ from tests.models.sources.cases import refused
 PLAIN = """
 import torch
 from torch import nn
-from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.models.spec import ModelSpec
 
 class Scaled(nn.Module):
     def __init__(self, classes=4):
@@ -138,8 +138,8 @@ def test_the_held_out_digits_are_those_of_scikit_learn():
 
 
 def test_a_bare_demo_name_is_noted():
-    assert [n.code for n in load_net("standard").info.notes] == ["resolved"]
-    assert load_net("demo").info.notes == ()
+    assert [n.code for n in load_net("standard").notes] == ["resolved"]
+    assert load_net("demo").notes == ()
 
 
 def test_loading_leaves_the_callers_state_alone(source):
@@ -154,9 +154,9 @@ def test_a_net_is_frozen_in_eval_mode_and_hashed_by_content(source):
     net, twin = (load_net(f"py:{source}:described") for _ in range(2))
     assert not net.module.training
     assert not any(p.requires_grad for p in net.module.parameters())
-    assert net.info.weights_sha256 == twin.info.weights_sha256
-    assert net.info.weights_sha256 != load_net("demo").info.weights_sha256
-    assert net.info.parameters == 12 * 4 + 4
+    assert net.weights_sha256 == twin.weights_sha256
+    assert net.weights_sha256 != load_net("demo").weights_sha256
+    assert net.parameters == 12 * 4 + 4
 
 
 def test_normalisation_happens_inside(source):
@@ -164,7 +164,7 @@ def test_normalisation_happens_inside(source):
     x = torch.rand(2, 3, 2, 2)
     expected = net.module((x - 0.5) / 0.25)
     torch.testing.assert_close(net.output(Batch(x, None, ("a", "b"))), expected)
-    assert (net.box, net.classes, net.info.labels) == ((0.0, 1.0), 4, tuple("abcd"))
+    assert (net.box, net.classes, net.labels) == ((0.0, 1.0), 4, tuple("abcd"))
 
 
 def test_mean_and_std_override_what_the_source_says(source):
@@ -173,19 +173,19 @@ def test_mean_and_std_override_what_the_source_says(source):
     x = torch.rand(1, 3, 2, 2)
     expected = net.module((x - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 2)
     torch.testing.assert_close(net.output(Batch(x, None, ("a",))), expected)
-    assert net.info.preprocess["mean"] == [0.1, 0.2, 0.3]
+    assert net.preprocess["mean"] == [0.1, 0.2, 0.3]
 
 
 def test_half_precision_is_converted_and_noted(source):
     net = load_net(f"py:{source}:half", LoadOptions(input_size=(3, 2, 2)))
     assert net.dtype == torch.float32
-    assert [n.code for n in net.info.notes] == ["half-precision"]
-    assert "float16" in net.info.notes[0].text
+    assert [n.code for n in net.notes] == ["half-precision"]
+    assert "float16" in net.notes[0].text
 
 
 def test_a_plain_module_takes_the_input_size_that_is_given(source):
     net = load_net(f"py:{source}:many", LoadOptions(input_size=(2,), model_kwargs={"classes": 7}))
-    assert net.sample_shape == (3, 2, 2)
+    assert net.input_shape == (3, 2, 2)
     assert net.classes == 7
 
 
@@ -198,7 +198,7 @@ def test_a_model_of_float_tokens(source):
 
 def test_a_factory_in_an_importable_module():
     net = load_net("py:lipaudit.models.sources.demo:load_demo")
-    assert net.info.weights_sha256 == load_net("demo").info.weights_sha256
+    assert net.weights_sha256 == load_net("demo").weights_sha256
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_weights_are_loaded_into_a_factory_s_model(tmp_path):
     torch.save({"state_dict": inside, "epoch": 3}, tmp_path / "epoch=3.ckpt")
     for name in ("w.safetensors", "epoch=3.ckpt"):
         net = load_net(str(tmp_path / name), LoadOptions(**arch))
-        assert (net.info.source, net.classes) == ("file", 3)
+        assert (net.source, net.classes) == ("file", 3)
         assert torch.equal(net.module[1].weight, weights["1.weight"])
     save_file(weights | {"2.bias": torch.rand(3)}, tmp_path / "w.safetensors")
     assert "2.bias surplus" in refused(str(tmp_path / "w.safetensors"), **arch)

@@ -235,20 +235,20 @@ def test_tied_weights_stay_one_tensor(tmp_path, written):
     places = written({"": "cpu", "lm_head": "disk"})
     net = load_net(str(tmp_path / "tied"), LoadOptions(device_map=places))
     assert net.module.lm_head.weight is net.module.model.embed_tokens.weight
-    assert net.info.parameters == load_net(str(tmp_path / "tied")).info.parameters
+    assert net.parameters == load_net(str(tmp_path / "tied")).parameters
 
 
 def test_accelerate_plans_whole_blocks_for_the_memory_that_is_free(qwen, monkeypatch):
     options = LoadOptions(device_map="auto")
-    assert load_net(qwen(), options).info.device_map == {"": "cpu"}
+    assert load_net(qwen(), options).device_map == {"": "cpu"}
     module = load_net(qwen()).module
     size = sum(p.numel() for p in module.parameters()) * 4
     monkeypatch.setattr(
         "psutil.virtual_memory", lambda: type("Free", (), {"available": size // 2})
     )
     net = load_net(qwen(), options)
-    assert set(net.info.device_map.values()) == {"cpu", "disk"}
-    parts = {name.rpartition(".")[0] for name in net.info.device_map}
+    assert set(net.device_map.values()) == {"cpu", "disk"}
+    parts = {name.rpartition(".")[0] for name in net.device_map}
     assert parts <= {"", "model", "model.layers"}  # no block is cut
 
 

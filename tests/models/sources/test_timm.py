@@ -46,15 +46,15 @@ def test_a_file_of_weights(tmp_path, model, weights, suffix):
     net = load_net(str(path), LoadOptions(**ARCH))
     x = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(logits(net, x), model(normalised(x)))
-    assert (net.classes, net.sample_shape, net.info.source) == (3, (3, 32, 32), "file")
-    assert [n.code for n in net.info.notes] == ["default-normalisation"]
+    assert (net.classes, net.input_shape, net.source) == (3, (3, 32, 32), "file")
+    assert [n.code for n in net.notes] == ["default-normalisation"]
     assert net.entry is net.module.patch_embed
 
 
 def test_mean_and_std_silence_the_note_on_normalisation(tmp_path, weights):
     save_file(weights, tmp_path / "w.safetensors")
     options = LoadOptions(**ARCH, mean=(0.2,), std=(0.3,))
-    assert load_net(str(tmp_path / "w.safetensors"), options).info.notes == ()
+    assert load_net(str(tmp_path / "w.safetensors"), options).notes == ()
 
 
 def test_a_training_checkpoint_gives_its_average_and_says_so(tmp_path, model, weights):
@@ -64,14 +64,14 @@ def test_a_training_checkpoint_gives_its_average_and_says_so(tmp_path, model, we
     net = load_net(str(tmp_path / "c.pth"), LoadOptions(**ARCH))
     x = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(logits(net, x), model(normalised(x)))
-    assert "state_dict_ema" in net.info.notes[0].text
+    assert "state_dict_ema" in net.notes[0].text
 
 
 def test_half_precision_weights_are_noted(tmp_path, weights):
     save_file({k: v.to(torch.bfloat16) for k, v in weights.items()}, tmp_path / "w.safetensors")
     net = load_net(str(tmp_path / "w.safetensors"), LoadOptions(**ARCH))
     assert net.dtype == torch.float32
-    assert "bfloat16" in net.info.notes[0].text
+    assert "bfloat16" in net.notes[0].text
 
 
 def test_weights_of_another_size_go_through_timms_own_conversion(tmp_path, weights):
@@ -80,8 +80,8 @@ def test_weights_of_another_size_go_through_timms_own_conversion(tmp_path, weigh
         str(tmp_path / "w.safetensors"),
         LoadOptions(arch="timm:test_vit", model_kwargs={"img_size": 64, "depth": 1}),
     )
-    assert net.sample_shape == (3, 64, 64)
-    assert "converted" in [n.code for n in net.info.notes]
+    assert net.input_shape == (3, 64, 64)
+    assert "converted" in [n.code for n in net.notes]
 
 
 def test_a_directory_in_timms_format(tmp_path, model):
@@ -91,20 +91,20 @@ def test_a_directory_in_timms_format(tmp_path, model):
     net = load_net(str(tmp_path))
     x = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(logits(net, x), model(normalised(x)))
-    assert (net.info.source, net.info.notes) == ("timm", ())
+    assert (net.source, net.notes) == ("timm", ())
 
 
 def test_random_weights_are_asked_for_said_loudly_and_always_the_same():
     options = LoadOptions(model_kwargs={"pretrained": False, "depth": 1})
     net, twin = load_net("timm:test_vit", options), load_net("test_vit", options)
-    assert net.info.weights_sha256 == twin.info.weights_sha256
-    assert [(n.level, n.code) for n in net.info.notes] == [("warning", "random-weights")]
-    assert [n.code for n in twin.info.notes] == ["resolved", "random-weights"]
+    assert net.weights_sha256 == twin.weights_sha256
+    assert [(n.level, n.code) for n in net.notes] == [("warning", "random-weights")]
+    assert [n.code for n in twin.notes] == ["resolved", "random-weights"]
 
 
 def test_imagenet_models_know_their_classes():
     net = load_net("timm:test_vit", LoadOptions(model_kwargs={"pretrained": False, "depth": 1}))
-    assert net.info.labels[0].startswith("tench")
+    assert net.labels[0].startswith("tench")
     assert net.aliases["n01440764"] == 0
 
 
@@ -232,10 +232,10 @@ def test_channels_are_those_of_the_image_and_not_of_the_first_convolution():
     assert describe_timm(Rearranged(3), LoadOptions()).input_shape == (3, 8, 8)
     kwargs = {"pretrained": False, "img_size": 32, "depth": 1, "in_chans": 1}
     net = load_net("timm:test_vit", LoadOptions(model_kwargs=kwargs, mean=(0.5,), std=(0.5,)))
-    assert net.sample_shape == (1, 32, 32)
+    assert net.input_shape == (1, 32, 32)
 
 
 def test_a_size_that_was_asked_for_is_that_of_the_samples():
     kwargs = {"pretrained": False, "img_size": 64, "num_classes": 3}
     net = load_net("timm:gcvit_xxtiny", LoadOptions(model_kwargs=kwargs))
-    assert net.sample_shape == (3, 64, 64)
+    assert net.input_shape == (3, 64, 64)

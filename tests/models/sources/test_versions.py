@@ -87,7 +87,7 @@ def test_fields_of_a_newer_transformers_are_named(tmp_path, version, fields, war
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"transformers_version": version} | fields)
     )
-    notes = load_net(str(tmp_path)).info.notes
+    notes = load_net(str(tmp_path)).notes
     assert [(n.level, n.code) for n in notes] == [("warning", "newer-transformers")] * warned
     assert all("rope_of_tomorrow" in note.text for note in notes)
 

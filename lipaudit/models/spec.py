@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
+from PIL.Image import Image
 from torch import Tensor, nn
 
+from lipaudit.attacks.text import Lexicon
 from lipaudit.data.arrays import SampleForm
 from lipaudit.data.hub import Commit
 from lipaudit.data.samples import warning
 from lipaudit.errors import UsageError
-from lipaudit.models.net import Reading
 from lipaudit.tables import Note
 
 RANDOM = warning(
@@ -29,8 +30,25 @@ def new_classifier(classes: int) -> Note:
     )
 
 
+Kind = Literal["image", "tokens", "text"]
+
+
 @dataclass(frozen=True)
-class ModelSpec(Reading):
+class NextToken:
+    """How a causal language model scores the next token, at every position of a text.
+
+    Attributes:
+        head: the linear map from the last hidden states, (batch, tokens, width), to the
+            vocabulary; entry-wise functions may follow.
+        read: returns the logits, (batch, tokens, vocabulary), from a result of `call`.
+    """
+
+    head: nn.Module
+    read: Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
     """A model and the description of its input and output; a `py:` factory may return one.
 
     Attributes:
@@ -73,13 +91,26 @@ class ModelSpec(Reading):
     module: nn.Module
     input_shape: tuple[int, ...]
     _: KW_ONLY
+    kind: Kind = "image"
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     box: tuple[float, float] | None = None
     classifier: bool = True
     labels: tuple[str, ...] | None = None
+    aliases: Mapping[str, int] = field(default_factory=dict)
+    vocabulary: int | None = None
+    next_token: NextToken | None = None
+    tokenize: Callable[[str, int], list[int]] | None = None
+    tokenize_pair: Callable[[str, str, int], list[int]] | None = None
+    pad_id: int = 0
+    end_id: int | None = None
+    unknown_id: int | None = None
+    lexicon: Callable[[], Lexicon] | None = None
+    next_logits: Callable[[Tensor, int], Tensor] | None = None
+    prepare: Callable[[Image], Tensor] | None = None
     call: Callable[[Tensor, Tensor | None], Any] | None = None
     read: Callable[[Any], Tensor] | None = None
+    entry: nn.Module | None = None
     architecture: str = ""
     preprocess: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()

@@ -31,9 +31,14 @@ from benchmarks.bench_heads import PARTS, READING, STATISTICS, SURVEY, profiled
 from benchmarks.shared.flops import Flops
 from benchmarks.shared.models import batch_of, loaded
 from benchmarks.shared.timing import resident, spread
-from lipaudit.measures import MEASURES
+from lipaudit.measures import (
+    AttackOptions,
+    AttentionOptions,
+    BoundsOptions,
+    JacobianOptions,
+    load_measures,
+)
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.settings import AttackOptions, AttentionOptions, BoundsOptions, JacobianOptions
 
 OPTIONS = {"bounds": BoundsOptions, "attention": AttentionOptions, "jacobian": JacobianOptions}
 FORWARD, NORM = "a plain forward", "whole-model norm"
@@ -118,7 +123,7 @@ class Trial:
     def run(self, name: str, batch: Any) -> None:
         """Run a measure."""
         asked = AttackOptions(attack="autoattack", eps=RADIUS) if name == "attack" else None
-        list(MEASURES[name].parts(self.net, [batch], asked or OPTIONS[name]()))
+        list(load_measures()[name].parts(self.net, [batch], asked or OPTIONS[name]()))
 
     def flops(self, name: str) -> Line:
         """Operations of a sample by precision, and those of float64 by file, counted on a few."""

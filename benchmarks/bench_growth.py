@@ -36,10 +36,9 @@ from benchmarks.bench_heads import (
 from benchmarks.shared.drawing import curves, standalone
 from benchmarks.shared.models import RANDOM, batch_of
 from benchmarks.shared.timing import cpu_seconds, least, resident, short, spread
-from lipaudit.measures import MEASURES
+from lipaudit.measures import AttackOptions, JacobianOptions, load_measures
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.report.pictures import Series
-from lipaudit.settings import AttackOptions, JacobianOptions
 
 Sizes = dict[str, int]
 SMALL = {"tokens": 256, "width": 128, "heads": 4, "layers": 2, "samples": 2, "classes": 10}
@@ -118,7 +117,7 @@ def of_attack(net: Any, batch: Any) -> Seconds:
 
 def cost(measure: str, net: Any, batch: Any, asked: Any) -> float:
     """CPU seconds of a measure."""
-    return cpu_seconds(lambda: list(MEASURES[measure].parts(net, [batch], asked)))
+    return cpu_seconds(lambda: list(load_measures()[measure].parts(net, [batch], asked)))
 
 
 COSTS: dict[str, Callable[[Any, Any], Seconds]] = {

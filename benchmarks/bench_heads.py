@@ -94,11 +94,10 @@ def profiled(
     measure: str, net: Any, batch: Any, clock: Callable[[], float] = cpu_clock
 ) -> tuple[float, dict[str, float], Any]:
     """Run a measure: seconds in all, by function, and the arrays of its only part."""
-    from lipaudit.measures import MEASURES
-    from lipaudit.settings import AttentionOptions, BoundsOptions
+    from lipaudit.measures import AttentionOptions, BoundsOptions, load_measures
 
     asked = {"bounds": BoundsOptions, "attention": AttentionOptions}[measure]()
-    run = partial(MEASURES[measure].parts, net, list(batch.split(len(batch))), asked)
+    run = partial(load_measures()[measure].parts, net, list(batch.split(len(batch))), asked)
     profile = Profile(FUNCTIONS, clock)
     start = clock()
     with profile.watching():

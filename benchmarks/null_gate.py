@@ -21,7 +21,7 @@ from lipaudit.gate.statistics import (
     judge_median,
     judge_share,
 )
-from lipaudit.settings import ATTACK_TABLE, BOUNDS_TABLE, layouts
+from lipaudit.measures import ATTACK_TABLE, BOUNDS_TABLE, layouts
 from lipaudit.tables import Array, Data, Model, Report, Run
 
 ALPHA = 0.05

@@ -26,16 +26,16 @@ from safetensors.torch import load_file, save_file
 from benchmarks.shared.study import Pair, cells, heading, nearest, rho, scatter, sections
 from lipaudit.data.arrays import read_idx
 from lipaudit.data.batch import Batch, identify_samples
-from lipaudit.models.net import Net
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.settings import (
+from lipaudit.measures import (
     AttackOptions,
     AttentionOptions,
     BoundsOptions,
     CertifyOptions,
     JacobianOptions,
 )
+from lipaudit.models.net import Net
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.settings.recipe import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import train

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.shared.demos import STANDARD, load_shipped, train_demo
 from benchmarks.shared.study import change, sections
+from lipaudit.measures import AttackOptions, AttentionOptions, JacobianOptions
 from lipaudit.models.net import Net
-from lipaudit.settings import AttackOptions, AttentionOptions, JacobianOptions
 
 VARIANTS = {
     "baseline": {},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -103,6 +105,15 @@ def visible(text: str, keep: str = "") -> str:
     return text.translate(
         {c: f"\\x{c:02x}" if c < 0x100 else f"\\u{c:04x}" for c in map(ord, found)}
     )
+
+
+_CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+"""Control characters that JSON does not escape by itself."""
+
+
+def escape_controls(text: str) -> str:
+    """Escape control characters in the strings of a JSON text."""
+    return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 SHORT, ALIKE = 3, 0.85

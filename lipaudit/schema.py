@@ -11,15 +11,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from lipaudit.errors import InputError, neighbours, suggestion
-from lipaudit.settings.registry import layouts
+from lipaudit.errors import InputError, escape_controls, neighbours, suggestion
+from lipaudit.measures.registry import layouts
 from lipaudit.tables import Report
 from lipaudit.tables.columns import NON_FINITE
 from lipaudit.tables.report import SCHEMA_VERSION
 from lipaudit.tables.summary import Summary, summary
 
-_CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-"""Control characters that JSON does not escape by itself."""
 # Integers so long that they may not fit a float; shorter ones need no second parse.
 _LONG = re.compile(r"\d{20}")
 REPORT = "lipaudit.report"
@@ -34,11 +32,6 @@ def dumps(report: Report) -> str:
     sections = document.pop("sections")
     drawn = json.loads(summary(report).model_dump_json())
     return escape_controls(_layout(document | {"summary": drawn, "sections": sections})) + "\n"
-
-
-def escape_controls(text: str) -> str:
-    """Escape control characters in the strings of a JSON text."""
-    return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def loads(text: str, *, name: str = "report") -> Report:
@@ -88,18 +81,6 @@ def load(path: Path | str) -> Report:
         advice = suggestion(str(path), known, "Check the path.")
         raise InputError(f"cannot read {path}: {reason}", advice) from None
     return loads(text, name=str(path))
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file of a model or a run.
-
-    Raises:
-        InputError: the file is unreadable, not JSON, or nested too deeply.
-    """
-    try:
-        return from_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is not JSON ({error})", "Copy or download it again.") from error
 
 
 def json_schema() -> dict[str, Any]:

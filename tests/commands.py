@@ -12,7 +12,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
-from lipaudit.measures import MEASURES
+from lipaudit.measures import load_measures
 from lipaudit.schema import dumps, load
 from lipaudit.tables import Report
 
@@ -59,14 +59,14 @@ def read_figures(report: Report | str | Path) -> dict[str, Any]:
 
 def replace_parts(monkeypatch: pytest.MonkeyPatch, name: str, parts: Any) -> None:
     """Let a measure compute its parts by a function of the test's own."""
-    monkeypatch.setitem(MEASURES, name, replace(MEASURES[name], parts=parts))
+    monkeypatch.setitem(load_measures(), name, replace(load_measures()[name], parts=parts))
 
 
 def break_measure(
     monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException, model: str | None = None
 ) -> list[str]:
     """Let a measure fail on a model (None: on all); the list gets the models that it measures."""
-    compute, seen = MEASURES[name].parts, []
+    compute, seen = load_measures()[name].parts, []
 
     def parts(net, batches, options):
         seen.append(net.name)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lipaudit.settings import MeasureOptions, MeasureRecord, measures
-from lipaudit.settings.registry import OWN
+from lipaudit.measures import Measure, MeasureOptions, load_measures
+from lipaudit.measures.registry import OWN
 from lipaudit.tables import Column, Layout
 from lipaudit.tables.columns import count_column, text_column
 from lipaudit.tables.common import HEAD
@@ -42,13 +42,20 @@ HEAT = Layout(
 
 def register(monkeypatch: pytest.MonkeyPatch, table: Layout) -> None:
     """Add a measure of one table, until the test ends or it is registered again."""
-    record = MeasureRecord(name=table.name, tables=(table,), options=MeasureOptions, runs="")
-    monkeypatch.setitem(OWN, record.name, record)
-    measures.cache_clear()
+    measure = Measure(
+        name=table.name,
+        tables=(table,),
+        options=MeasureOptions,
+        parts=lambda _net, _batches, _options: iter(()),
+        summarise=lambda _parts, _options: [],
+        batch=8,
+    )
+    monkeypatch.setitem(OWN, measure.name, measure)
+    load_measures.cache_clear()
 
 
 @pytest.fixture
 def registry():
     """Forget afterwards what a test registered."""
     yield
-    measures.cache_clear()
+    load_measures.cache_clear()

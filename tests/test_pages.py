@@ -12,7 +12,7 @@ import lipaudit
 from lipaudit import errors
 from lipaudit.cli.options import CONFIGURABLE
 from lipaudit.gate.rules import configure
-from lipaudit.settings import layouts
+from lipaudit.measures import layouts
 from lipaudit.theory.bounds.catalogue import load_bounds
 from tests import tutorials
 from tests.commands import list_commands

@@ -16,9 +16,9 @@ import lipaudit
 from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.engine import provenance
 from lipaudit.errors import ExitCode
+from lipaudit.measures.registry import GROUP as MEASURES
 from lipaudit.monitor.callbacks import CALLBACKS
 from lipaudit.report.formats import RENDERERS
-from lipaudit.settings.registry import GROUP as MEASURES
 from lipaudit.theory.bounds.catalogue import GROUP as BOUNDS
 from tests.commands import list_commands
 

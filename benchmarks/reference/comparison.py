@@ -14,10 +14,9 @@ import torch
 from benchmarks.reference import loaded, truth
 from lipaudit.data.batch import Batch
 from lipaudit.errors import LipauditError
-from lipaudit.measures import MEASURES
+from lipaudit.measures import load_measures, option_types
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.settings import option_types
 from lipaudit.theory.bounds.catalogue import load_bounds
 
 GAINS = (1.3, 0.6, 0.2)
@@ -178,7 +177,7 @@ def _truths(
 
 
 def _measure(net: Net, batch: Batch, name: str, options: dict[str, Any]) -> Any:
-    measure = MEASURES[name]
+    measure = load_measures()[name]
     given = option_types()[name].checked(options)
     parts = list(measure.parts(net, [batch], given))
     measure.summarise(parts, given)
@@ -236,7 +235,7 @@ def _heads(
 
 def _rows(net: Net, batch: Batch, options: dict[str, Any]) -> dict[tuple[int, int], Any]:
     """Return the rows of `attention`, by (layer, head), of the last sample, in its padding."""
-    measure = MEASURES["attention"]
+    measure = load_measures()["attention"]
     given = option_types()["attention"].checked(options)
     section = measure.summarise(list(measure.parts(net, [batch[-1:]], given)), given)[0]
     return {(row.layer, row.head): row for row in section.rows}

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lipaudit.attacks.oracle import logits_and_gradient
 from lipaudit.data.batch import Batch
-from lipaudit.measures import MEASURES
+from lipaudit.measures import MeasureOptions, load_measures
 from lipaudit.models.net import Net
 from lipaudit.report.page.findings import compute_spearman
-from lipaudit.settings import MeasureOptions
 from lipaudit.tables import Section
 
 RESAMPLED = 500
@@ -30,7 +29,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 def sections(name: str, options: MeasureOptions, net: Net, batch: Batch) -> list[Section]:
     """Run a measure on some samples."""
-    measure = MEASURES[name]
+    measure = load_measures()[name]
     parts = list(measure.parts(net, batch.split(measure.batch), options))
     return measure.summarise(parts, options)
 

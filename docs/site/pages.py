@@ -21,8 +21,9 @@ import lipaudit
 from lipaudit import schema
 from lipaudit.cli.commands import build
 from lipaudit.cli.options import Output, Terminal
+from lipaudit.measures import AuditOptions, load_measures, option_types
 from lipaudit.report.topics import list_topics
-from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, measures, option_types
+from lipaudit.settings import Recipe, RunOptions, Settings
 from lipaudit.settings.option import Option
 from lipaudit.tables import Column
 from lipaudit.theory.bounds.catalogue import load_bounds
@@ -133,7 +134,7 @@ def _flags(flags: Iterable[str]) -> str:
 def _columns() -> Iterator[str]:
     yield "# Columns\n\nEvery figure of a report by section: its meaning, where it holds, its"
     yield "status. The names are those of the JSON, of `lipaudit explain` and of the gate.\n"
-    for table in (table for record in measures().values() for table in record.tables):
+    for table in (table for record in load_measures().values() for table in record.tables):
         yield f"\n## {table.name}\n"
         yield from _table(table.columns)
         if table.sample_columns:

@@ -9,9 +9,10 @@ from torch import nn
 
 from lipaudit.engine.prepare import Request
 from lipaudit.errors import UsageError, suggestion
+from lipaudit.measures import MeasureOptions, option_types
+from lipaudit.measures.audit import OF_ATTACK, QUICK_SAMPLES, USUAL, audit_options
 from lipaudit.models.spec import ModelSpec
-from lipaudit.settings import MeasureOptions, RunOptions, option_types
-from lipaudit.settings.audit import OF_ATTACK, QUICK_SAMPLES, USUAL, audit_options
+from lipaudit.settings import RunOptions
 
 AnyModel = str | nn.Module | ModelSpec
 Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None

@@ -16,7 +16,8 @@ from lipaudit.cli.measure import MEASURING, require_alone, require_whole, typed_
 from lipaudit.cli.options import BY_MEASURE, ModelsArgument, Output, Several, Terminal
 from lipaudit.cli.streams import say
 from lipaudit.errors import EvaluationError
-from lipaudit.settings import AuditOptions, RunOptions
+from lipaudit.measures import AuditOptions
+from lipaudit.settings import RunOptions
 
 if TYPE_CHECKING:
     from lipaudit.engine.journal import Journal

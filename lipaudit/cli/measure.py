@@ -13,7 +13,8 @@ import typer
 from lipaudit.cli.app import command
 from lipaudit.cli.options import Extent, ModelArgument, Output, Plain, Shown, Terminal
 from lipaudit.errors import ExitCode, LipauditError, UsageError
-from lipaudit.settings import MeasureOptions, RunOptions, option_types
+from lipaudit.measures import MeasureOptions, option_types
+from lipaudit.settings import RunOptions
 
 if TYPE_CHECKING:
     from lipaudit.tables import Report

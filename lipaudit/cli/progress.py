@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lipaudit.engine.execute import Observer
 from lipaudit.errors import visible
-from lipaudit.settings import measures
+from lipaudit.measures import load_measures
 from lipaudit.tables import Note
 
 HEARTBEAT = 30.0
@@ -66,7 +66,7 @@ class OnStderr(Observer):
         """
         # Every measure of an audit repeats notes on loading: print only the first.
         colour = "yellow" if note.level == "warning" else "dim"
-        numbers = rf"\d[\d.,]*|\b({'|'.join(measures())})\b"
+        numbers = rf"\d[\d.,]*|\b({'|'.join(load_measures())})\b"
         blank = note.text if note.code == "reused" else re.sub(numbers, "#", note.text)
         shape = note.code, blank
         if not self.quiet and shape not in self.said:

@@ -117,7 +117,7 @@ def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
     from lipaudit.engine.launcher import find_place
     from lipaudit.engine.prepare import Request, prepare
     from lipaudit.gate import require_samples
-    from lipaudit.settings import option_types
+    from lipaudit.measures import option_types
 
     before, spec = baseline.run, baseline.run.data.spec
     # Given options change only paths and the machine.

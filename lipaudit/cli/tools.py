@@ -26,7 +26,8 @@ from lipaudit.cli.options import (
     complete_words,
 )
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.settings import AuditOptions, RunOptions
+from lipaudit.measures import AuditOptions
+from lipaudit.settings import RunOptions
 
 if TYPE_CHECKING:
     from lipaudit.report.topics import Topic
@@ -38,8 +39,9 @@ WIDEST = 100
 @cache
 def list_explanations() -> tuple[Topic, ...]:
     """Return all topics of `explain`: results, options and commands."""
+    from lipaudit.measures import option_types
     from lipaudit.report.topics import list_options, list_topics
-    from lipaudit.settings import Recipe, Settings, option_types
+    from lipaudit.settings import Recipe, Settings
 
     groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}

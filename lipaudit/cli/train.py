@@ -16,8 +16,8 @@ from lipaudit.cli.app import command
 from lipaudit.cli.measure import require_alone, typed_command
 from lipaudit.cli.options import Lines, ModelArgument, Plain, Terminal
 from lipaudit.errors import UsageError
+from lipaudit.measures.audit import DEMO_EPS
 from lipaudit.settings import Recipe, RunOptions
-from lipaudit.settings.audit import DEMO_EPS
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch

@@ -14,7 +14,8 @@ from lipaudit.cli.measure import MEASURING, require_alone, require_whole
 from lipaudit.cli.options import BY_MEASURE, Extent, Output, Terminal
 from lipaudit.cli.streams import say
 from lipaudit.errors import InputError, LipauditError, explain_error
-from lipaudit.settings import AuditOptions, RunOptions, Settings, option
+from lipaudit.measures import AuditOptions
+from lipaudit.settings import RunOptions, Settings, option
 from lipaudit.settings.option import Need
 from lipaudit.settings.parsing import Names
 

@@ -22,13 +22,12 @@ from lipaudit.engine.provenance import (
 )
 from lipaudit.engine.shards import make_shard, merge, summarise
 from lipaudit.errors import EvaluationError, find_user_error, out_of_memory
-from lipaudit.measures import MEASURES, Part
+from lipaudit.measures import MeasureOptions, Part, load_measures
 from lipaudit.measures.measure import in_order, listening, sample_ids
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
 from lipaudit.schema import dumps, loads
-from lipaudit.settings import MeasureOptions
 from lipaudit.settings.parsing import write_duration
 from lipaudit.tables import Note, Report, Section
 from lipaudit.tables.summary import steepest
@@ -171,7 +170,7 @@ class Measurement:
 
     def __init__(self, job: Job, name: str, options: MeasureOptions, observer: Observer) -> None:
         self.job, self.name, self.options, self.observer = job, name, options, observer
-        self.measure = MEASURES[name]
+        self.measure = load_measures()[name]
         self.batches = job.batches(name)
         self.ids = tuple(chain.from_iterable(batch.ids for batch in self.batches))
 

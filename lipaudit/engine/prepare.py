@@ -14,7 +14,7 @@ from lipaudit.data.samples import LabelError
 from lipaudit.engine.files import require_writable
 from lipaudit.engine.launcher import Place, share_run
 from lipaudit.errors import InputError, LipauditError, UsageError
-from lipaudit.measures import MEASURES
+from lipaudit.measures import MeasureOptions, load_measures
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import (
@@ -24,7 +24,7 @@ from lipaudit.models.requirements import (
 )
 from lipaudit.models.scoring import score_continuations
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.settings import MeasureOptions, RunOptions
+from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 
 LEFT_OUT = "left-out"
@@ -95,11 +95,11 @@ class Job:
 
     def size(self, name: str) -> int:
         """Return the number of samples of a measure that are on the device at a time."""
-        return self.request.run.batch_size or MEASURES[name].batch
+        return self.request.run.batch_size or load_measures()[name].batch
 
     def cut(self, name: str) -> int:
         """Return the number of samples of a measure that make one part."""
-        return MEASURES[name].chunk or self.size(name)
+        return load_measures()[name].chunk or self.size(name)
 
     def first(self, name: str) -> Batch:
         """Return the first batch of a measure, also if another process measures it."""
@@ -115,7 +115,7 @@ class Job:
         """
         number, of = self.request.run.shard or (1, 1)
         whole, size = self.samples.batch[: self.counts[name]], self.cut(name)
-        cut = whole.split(size) if MEASURES[name].chunk else whole.by_length(size)
+        cut = whole.split(size) if load_measures()[name].chunk else whole.by_length(size)
         return [*cut][number - 1 :: of]
 
 
@@ -233,8 +233,10 @@ def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> Measur
     """
     if options.labelled and net.classes is not None and batch.y is None:
         raise _make_label_error(name)
-    MEASURES[name].check(net, batch, options)
-    if MEASURES[name].chunk and batch.mask is not None:  # others get texts of one length at a time
+    load_measures()[name].check(net, batch, options)
+    if (
+        load_measures()[name].chunk and batch.mask is not None
+    ):  # others get texts of one length at a time
         with eager(), exact_arithmetic(net.device):
             require_padding_is_unread(net, batch)
     return options

@@ -14,7 +14,7 @@ from lipaudit.data.samples import LabelError
 from lipaudit.engine.prepare import LEFT_OUT, Job, Request, load_options, prepare
 from lipaudit.engine.provenance import list_origins
 from lipaudit.errors import LipauditError, find_user_error, out_of_memory
-from lipaudit.measures import MEASURES, Measure
+from lipaudit.measures import CertifyOptions, Measure, MeasureOptions, load_measures
 from lipaudit.measures.by_layer import choose_layers, note_unread
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import NoHeadsError, find_layers
@@ -22,7 +22,6 @@ from lipaudit.models.memory import Footprint, Held, find_free_memory, read_used_
 from lipaudit.models.precision import eager, exact_arithmetic, seed_device
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import UnknownInputError
-from lipaudit.settings import CertifyOptions, MeasureOptions
 
 SHOWN = 5
 """Number of samples shown."""
@@ -69,7 +68,7 @@ def preview(request: Request) -> dict[str, Any]:
         measures = {name: _plan_measure(job, name) for name in job.counts if name not in needs}
         try:  # an audit has certificates on request
             options = CertifyOptions.checked({"eps": "1/255"}).suited(net.kind)
-            MEASURES["certify"].check(net, first, options)
+            load_measures()["certify"].check(net, first, options)
         except LipauditError as error:
             needs["certify"] = _write_sentence(error)
     unread: Counter[str] = Counter()
@@ -180,7 +179,7 @@ def footprint(job: Job, name: str) -> Footprint | None:
     shorter = options.shorten({site.index: site.closed_form for site in chosen})
     if shorter is None:
         return None
-    one, two = (_find_peak(job, MEASURES[name], shorter, samples) for samples in (1, 2))
+    one, two = (_find_peak(job, load_measures()[name], shorter, samples) for samples in (1, 2))
     # The second sample adds the memory of one sample; the rest is fixed.
     sample = max(two - one, 0)
     return Footprint(max(one - sample, 0), sample)

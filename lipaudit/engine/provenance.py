@@ -18,8 +18,8 @@ from lipaudit.data.hub import Commit
 from lipaudit.data.loading import Samples
 from lipaudit.engine.prepare import Job
 from lipaudit.errors import explain_error
-from lipaudit.settings import layouts
-from lipaudit.settings.registry import GROUP as MEASURES
+from lipaudit.measures import layouts
+from lipaudit.measures.registry import GROUP as MEASURES
 from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.columns import Cell
 from lipaudit.tables.report import Failure, Shard

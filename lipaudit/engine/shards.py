@@ -12,9 +12,8 @@ from lipaudit.engine.journal import pack_parts, unpack_parts
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import make_report
 from lipaudit.errors import InputError
-from lipaudit.measures import MEASURES, Part
+from lipaudit.measures import MeasureOptions, Part, layouts, load_measures, option_types
 from lipaudit.measures.measure import in_order, sample_ids
-from lipaudit.settings import MeasureOptions, layouts, option_types
 from lipaudit.tables import Note, Report, Section
 from lipaudit.tables.report import Shard
 from lipaudit.tables.summary import steepest
@@ -56,7 +55,7 @@ def summarise(
     if not parts:
         settings = options.model_dump()
         return [layouts()[name].section(settings=settings, notes=notes, unmeasured=unmeasured)]
-    first, *others = MEASURES[name].summarise(parts, options)
+    first, *others = load_measures()[name].summarise(parts, options)
     changes = {"notes": notes + first.notes, "unmeasured": unmeasured}
     return [first.model_copy(update=changes), *others]
 

@@ -12,7 +12,7 @@ from lipaudit.gate.comparable import find_fault
 from lipaudit.gate.judging import read_trusted
 from lipaudit.gate.pairing import ALL_BUT_FEW, find_shared
 from lipaudit.gate.rules import DEFAULT_RULES
-from lipaudit.settings import layouts
+from lipaudit.measures import layouts
 from lipaudit.tables import Report
 
 _SAVE = "Save a baseline with lipaudit baseline save REPORT."

@@ -50,7 +50,7 @@ from lipaudit.gate.statistics import (
     judge_share,
 )
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
-from lipaudit.settings.audit import USUAL
+from lipaudit.measures.audit import USUAL
 from lipaudit.tables import Report, Section
 from lipaudit.tables.trials import FLAGS
 

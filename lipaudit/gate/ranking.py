@@ -14,7 +14,7 @@ from lipaudit.gate.pairing import keep_sections, match_samples, read
 from lipaudit.gate.rules import Rule, no_change, parse_rule
 from lipaudit.gate.statistics import LEVEL
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.settings import layouts
+from lipaudit.measures import layouts
 from lipaudit.tables import Note, Report, model_labels
 from lipaudit.tables.columns import Float, Frozen
 from lipaudit.tables.figures import median_limits

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.settings import layouts
+from lipaudit.measures import layouts
 from lipaudit.tables import Column, Layout, Section
 from lipaudit.tables.columns import Reduction
 from lipaudit.tables.trials import FLAGS

@@ -6,37 +6,181 @@ histograms are kept, so a map of 8192 x 8192 is never in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import numpy as np
-import torch
-from torch import Tensor
+from pydantic import Field, field_validator
 
-from lipaudit.data.batch import Batch, Share, find_first
 from lipaudit.errors import UsageError
-from lipaudit.measures import attention_map, tokens
-from lipaudit.measures.by_layer import Reduced, by_layer, per_sample, sum_windows
 from lipaudit.measures.measure import (
     Measure,
+    MeasureOptions,
     Part,
     Values,
     join_parts,
+    keep_ends,
     notes,
     number_or_none,
     sample_ids,
 )
-from lipaudit.models.attention.capture import Layer
-from lipaudit.models.net import Net
-from lipaudit.models.sources.weights import few
-from lipaudit.settings import ATTENTION_TABLE
-from lipaudit.settings.attention import AttentionOptions
-from lipaudit.settings.parsing import read_head
+from lipaudit.settings.option import needs, option
+from lipaudit.settings.parsing import Layers, read_head
 from lipaudit.tables import Array, Note, Section
-from lipaudit.theory import softmax
-from lipaudit.theory.heads import Heads, rows_in_reach
-from lipaudit.theory.spectral.upper import map_norm
+from lipaudit.tables.columns import Column, Reduction, count_column
+from lipaudit.tables.common import HEAD
+from lipaudit.tables.report import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.data.batch import Batch
+    from lipaudit.measures.by_layer import Reduced
+    from lipaudit.models.attention.capture import Layer
+    from lipaudit.models.net import Net
+    from lipaudit.theory.heads import Heads
+
+
+class AttentionOptions(MeasureOptions):
+    """How each head distributes its attention, and which heads are in the fragile regime.
+
+    A row is intermediate (fragile) when g1 = p(1) (1 - p(1) + p(2)) exceeds gamma.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit attention demo[/]
+      [cyan]lipaudit attention demo --map 1.3 -o map.html[/]
+      [cyan]lipaudit attention ./my-bert --data reviews.csv --map 3.1 --query 0[/]
+    """
+
+    samples: ClassVar[int] = 32
+    reads_heads: ClassVar[bool] = True
+
+    layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")
+    gamma: float = option(
+        0.1, "Rows with g1 above this value count as intermediate (fragile).", gt=0, lt=0.25
+    )
+    k: int = option(10, "k of the columns gk and g1/gk (a number of keys).", gt=1)
+    p_norm_tokens: int = option(2048, "Do not compute ||P|| for more tokens than this.", ge=0)
+    # These two options change no number, so the report does not record them as settings.
+    map: str | None = option(
+        None,
+        "Draw the attention map of LAYER.HEAD for the first sample (on the HTML page).",
+        exclude=True,
+    )
+    query: int | None = option(
+        None,
+        "With --map: draw this row (query) of the map, averaged over the samples.",
+        exclude=True,
+        need=needs("map"),
+        ge=0,
+    )
+
+    candidates: tuple[str, ...] = Field((), exclude=True)
+    """Heads whose maps are stored until it is known which one is drawn."""
+
+    def shorten(self, layers: Mapping[int, bool]) -> Self | None:
+        """Return the options for two of the layers."""
+        ends = keep_ends(layers)
+        return self.model_copy(update={"layers": ends}) if ends else None
+
+    def draw_steepest(self, heads: Sequence[str], *, some: bool) -> Self:
+        """Return options that draw the map of the first head, or store the maps of candidates."""
+        if not heads:
+            return self
+        return self.model_copy(update={"candidates": heads} if some else {"map": heads[0]})
+
+    @field_validator("map")
+    @classmethod
+    def _named(cls, text: str | None) -> str | None:
+        return None if text is None else "{}.{}".format(*read_head(text))
+
+
+OVER_ROWS = "mean over all rows (queries) of all samples"
+OVER_SAMPLES = "mean over a sample's rows, then over samples"
+
+
+ATTENTION_TABLE = Layout(
+    name="attention",
+    title="Heads: attention distributions",
+    fixed={
+        **HEAD,
+        "tokens": count_column("tokens", "Keys of the longest sample."),
+        "top1": Column("p(1)", f"Largest entry of a row; {OVER_ROWS}."),
+        "top2": Column("p(2)", f"Second largest entry of a row; {OVER_ROWS}."),
+        "g1": Column(
+            "g1",
+            f"p(1) (1 - p(1) + p(2)), bounds ||M||; {OVER_ROWS}.",
+            better="lower",
+            reading="0: the row is one-hot or spread over very many keys. 1/2: two keys share the "
+            "row. The norm of the softmax Jacobian is at most g1, and close to it.",
+            reduction=Reduction("mean", "g1", weights="rows"),
+        ),
+        "g1_max": Column("g1 max", "Largest g1 of any row of any sample."),
+        "softmax_norm": Column(
+            "||M||",
+            f"||diag(p) - p p^T|| of a row; {OVER_ROWS}.",
+            better="lower",
+            reduction=Reduction("mean", "softmax_norm", weights="rows"),
+        ),
+        "softmax_norm_max": Column("||M|| max", "Largest ||M|| of any row of any sample."),
+        "g1_ratio": Column("g1/||M||", f"How tight g1 is (1 is exact); {OVER_ROWS}."),
+        "gk_ratio": Column(
+            "g1/gk",
+            f"g1 / g_k; {OVER_ROWS}.",
+            reading="Ratio of g1 to gk. JaSMin training with k > 1 pushes it towards 1.",
+        ),
+        "entropy": Column("entropy", f"Shannon entropy of a row; {OVER_ROWS}.", unit="nat"),
+        "entropy_normalized": Column(
+            "entropy/log n", f"Entropy over its largest value; {OVER_ROWS}."
+        ),
+        "support": Column(
+            "support",
+            f"exp(entropy), the effective number of keys; {OVER_ROWS}.",
+            reading="Number of keys that would give the same entropy with equal weights.",
+        ),
+        "sink_first": Column(
+            "sink first", f"Share of attention on the first key; {OVER_SAMPLES}."
+        ),
+        "sink_max": Column(
+            "sink max",
+            f"Share of attention on a sample's most attended key; {OVER_SAMPLES}.",
+            reading="Share of all attention that goes to one key. Sinks are normal in "
+            "language models; a change of the sink token reaches every other token.",
+        ),
+        "sink_token": Column(
+            "sink at",
+            "Position of the most attended key (in its window), in most samples.",
+            format="d",
+        ),
+        "uniform": Column(
+            "uniform", "Share of the rows of all samples that are close to uniform.", format=".1%"
+        ),
+        "intermediate": Column(
+            "intermediate",
+            "Share of the rows of all samples in the fragile regime, g1 > gamma.",
+            better="lower",
+            format=".1%",
+            reading="Rows that are neither near uniform nor near one-hot: small changes of the "
+            "logits move much attention. A high share is what JaSMin training lowers; by itself "
+            "it is no vulnerability.",
+            reduction=Reduction("mean", "intermediate", weights="long_rows"),
+        ),
+        "categorical": Column(
+            "categorical",
+            "Share of the rows of all samples that are close to one-hot.",
+            format=".1%",
+        ),
+        "short_rows": count_column(
+            "short rows", "Rows with fewer than 3 keys; the shares leave them out."
+        ),
+        "p_norm": Column(
+            "||P||",
+            "Spectral norm of a sample's attention matrix (the largest over windows); mean "
+            "over samples.",
+        ),
+    },
+)
+
 
 MEANS = (
     "top1",
@@ -48,7 +192,9 @@ MEANS = (
     "entropy",
     "entropy_normalized",
     "support",
-    *softmax.SHARES,
+    "uniform",
+    "intermediate",
+    "categorical",
 )
 BINS = 50
 RATIO = (1.0, 1.5)
@@ -63,6 +209,13 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     Raises:
         UsageError: the model has no such head to draw.
     """
+    import torch
+
+    from lipaudit.data.batch import Share, find_first
+    from lipaudit.measures import attention_map, tokens
+    from lipaudit.measures.by_layer import by_layer
+    from lipaudit.models.sources.weights import few
+
     # The head named by --map, else those that may be the steepest, on the first sample of the run.
     names = options.candidates if options.map is None else (options.map,)
     asked = {name: read_head(name) for name in names}
@@ -75,7 +228,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
                 maps[name] = attention_map.draw(layer, head, options.query)
         if len(layer.attention.q) > layer.samples:
             windowed[layer.site.index] = None
-        return layer_statistics(layer, options)
+        with torch.inference_mode():
+            return layer_statistics(layer, options)
 
     how: dict[str, Any] = {"layers": options.layers, "projections": False}
     first: Batch | None = None
@@ -107,9 +261,13 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
             yield Part(part.ids, values, facts, remarks)
 
 
-@torch.inference_mode()
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     """Return sums, maxima and histograms of a layer, per (sample, head)."""
+    import torch
+
+    from lipaudit.measures.by_layer import per_sample, sum_windows
+    from lipaudit.theory import softmax
+
     heads, samples = layer.attention, layer.samples
     batch, count, queries = heads.q.shape[:3]
     size = max(1, ENTRIES // (batch * queries * heads.k.shape[2]))
@@ -141,6 +299,12 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
 
 def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     """Compute P in chunks of rows: the `RowProfile`, the attention on each key, and ||P||."""
+    import torch
+
+    from lipaudit.theory import softmax
+    from lipaudit.theory.heads import rows_in_reach
+    from lipaudit.theory.spectral.upper import map_norm
+
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]
     mass = heads.q.new_zeros(batch, count, keys)
@@ -167,6 +331,10 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
 
 def _reduce_rows(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
     """Reduce statistics per row, (batch, heads, statistics, rows), to sums and histograms."""
+    import torch
+
+    from lipaudit.measures.by_layer import per_sample, sum_windows
+
     column = dict(zip(MEANS, rows.unbind(2), strict=True))
     counts = ~rows.isnan()
     first, second, ratio = (column[name] for name in ("top1", "top2", "g1_ratio"))
@@ -190,6 +358,8 @@ def _reduce_rows(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
 
 def _histogram(position: Tensor, counts: Tensor, bins: int) -> Tensor:
     """Count positions per (batch, head): (batch, heads, rows) to (batch, heads, bins)."""
+    import torch
+
     index = position.nan_to_num(0.0).long().clamp(0, bins - 1)
     empty = torch.zeros(*position.shape[:2], bins, dtype=torch.float64, device=position.device)
     return empty.scatter_add_(2, index, counts.to(empty.dtype))
@@ -197,6 +367,10 @@ def _histogram(position: Tensor, counts: Tensor, bins: int) -> Tensor:
 
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:
     """Make the section `attention`: a row per head, histograms over all rows."""
+    import numpy as np
+
+    from lipaudit.measures import attention_map
+
     total, count = join_parts(parts, "total").sum(0), join_parts(parts, "count").sum(0)
     with np.errstate(invalid="ignore"):
         means = np.where(count > 0, total / count, np.nan)
@@ -249,6 +423,8 @@ def _average_samples(parts: Sequence[Part]) -> dict[str, Array]:
 
     The number of rows is left out if all samples have the same.
     """
+    import numpy as np
+
     total, count = join_parts(parts, "total"), join_parts(parts, "count")
     with np.errstate(invalid="ignore"):
         means = np.where(count > 0, total / count, np.nan)
@@ -262,4 +438,11 @@ def _average_samples(parts: Sequence[Part]) -> dict[str, Array]:
     return {name: Array.of(values.T) for name, values in (compared | varying).items()}
 
 
-MEASURE = Measure(measure, summarise, batch=8)
+ATTENTION = Measure(
+    name="attention",
+    tables=(ATTENTION_TABLE,),
+    options=AttentionOptions,
+    parts=measure,
+    summarise=summarise,
+    batch=8,
+)

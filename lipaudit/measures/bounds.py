@@ -3,48 +3,167 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from lipaudit.data.batch import Batch
-from lipaudit.measures.balls import COLUMNS, make_ball_section, measure_balls
-from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, per_sample
-from lipaudit.measures.guard import (
-    below_by_rounding,
-    name_head,
+from lipaudit.measures.balls import (
+    BALLS_TABLE,
+    COLUMNS,
+    make_ball_section,
+    measure_balls,
     require_balls_hold,
-    require_bounds_hold,
 )
 from lipaudit.measures.measure import (
     Measure,
+    NormOptions,
     Part,
     Values,
     join_parts,
+    keep_ends,
     lower_estimates,
     notes,
     reduce_known,
     sample_ids,
     seed_of,
 )
-from lipaudit.models.attention.capture import Layer
-from lipaudit.models.attention.numeric import compute_numeric_norms
-from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
-from lipaudit.models.net import Net
-from lipaudit.settings import BOUNDS_TABLE, LAYERS_TABLE
-from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.settings.option import Need, option
+from lipaudit.settings.parsing import Balls, Layers
 from lipaudit.tables import Array, Note, Row, Section
+from lipaudit.tables.columns import Column, Reduction, count_column, text_column
+from lipaudit.tables.common import HEAD_NORMS, WITHIN_COLUMN, norm_of
+from lipaudit.tables.report import Layout
 from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.head_bounds import head_bounds
-from lipaudit.theory.bounds.ingredients import KnownWeights, Weights
-from lipaudit.theory.condition import forward_error
-from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
-from lipaudit.theory.heads import Heads
-from lipaudit.theory.policy import POLICY
-from lipaudit.theory.spectral.lanczos import Norms
-from lipaudit.theory.spectral.upper import spectral_norm
+from lipaudit.theory.policy import LAYER_WITHIN, POLICY
+from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipaudit.data.batch import Batch
+    from lipaudit.measures.by_layer import Facts, HeadName, Reduced
+    from lipaudit.models.attention.capture import Layer
+    from lipaudit.models.attention.sites import Site
+    from lipaudit.models.net import Net
+    from lipaudit.theory.bounds.ingredients import Weights
+    from lipaudit.theory.heads import Heads
+    from lipaudit.theory.spectral.lanczos import Norms
+
+
+class BoundsOptions(NormOptions):
+    """Lipschitz bounds of every attention head beside its exact Jacobian norm.
+
+    For each head: the exact norm ||J|| of its Jacobian on each sample, and upper bounds. These
+    are the bounds of Hu 2024, Castin 2024 and Yudin 2025, and lipaudit's own, far tighter one
+    (sharp).
+
+    --radius also covers the ball of that radius around the tokens X of a layer. Every head gets
+    a certified Lipschitz constant there, and the largest norm that gradient ascent finds.
+
+    --input module computes the norms with respect to the input of the surrounding module:
+    numerically, and without bounds.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit bounds demo[/]
+      [cyan]lipaudit bounds demo --radius 0.01,0.03,0.1[/]
+      [cyan]lipaudit bounds timm:vit_base_patch16_224 --data photos/ --samples 16[/]
+      [cyan]lipaudit bounds ./my-bert --data reviews.csv --layers 0,5-7 -o bounds.json[/]
+    """
+
+    reads_heads: ClassVar[bool] = True
+
+    once: ClassVar[Mapping[str, Any]] = {
+        "concat": True,
+        "layer_within": PROVEN_WITHIN,
+        "splitting": True,
+    }
+
+    radius: Balls = option(
+        (),
+        "Also bound the norms within distance r of the tokens (||X' - X||_F <= r): 0.03 or "
+        "0.01,0.03.",
+        need=Need("--input projections", lambda options: options.input == "projections"),
+    )
+    layers: Layers = option(None, "Measure only these attention layers, e.g. 0,5-7.")
+    input: Literal["projections", "module"] = option(
+        "projections",
+        "Input of the norms: what the projections read, or the input of the "
+        "whole attention module.",
+    )
+    concat: bool = option(
+        False, "Also compute norms of each layer's concatenated heads, before W_O."
+    )
+    splitting: bool = option(
+        False, "Also compute how much the norm of each head grows if tokens are duplicated."
+    )
+    layer_within: float = option(
+        LAYER_WITHIN,
+        "Proven relative accuracy of layer norms (probability 99.9 %).",
+        gt=0,
+        allow_inf_nan=False,
+    )
+
+    def shorten(self, layers: Mapping[int, bool]) -> Self | None:
+        """Return the options for two of the layers with a closed form."""
+        ends = keep_ends(layer for layer, closed in layers.items() if closed)
+        return self.model_copy(update={"layers": ends}) if ends else None
+
+    @property
+    def layer_accuracy(self) -> dict[str, Any]:
+        """What the solver is asked for where a norm is that of a layer."""
+        return self.accuracy | {"within": self.layer_within}
+
+
+def _list_bounds() -> dict[str, Column]:
+    """Return the columns of every bound, those of the logarithms last."""
+    pairs = [pair for bound in load_bounds().values() for pair in bound.columns().items()]
+    return dict(sorted(pairs, key=lambda pair: pair[0].startswith("log10_")))
+
+
+BOUNDS_TABLE = Layout(
+    name="bounds",
+    title="Heads: exact norms and bounds",
+    sample_columns={
+        "exact_max": Column("largest head", "Largest head norm of the sample.", better="lower")
+    },
+    fixed=HEAD_NORMS,
+    behind="exact_max",
+    declared=_list_bounds,
+)
+
+
+LAYERS_TABLE = Layout(
+    name="bounds.layers",
+    title="Layers",
+    fixed={
+        "layer": count_column("layer", "Attention layer, in the order of execution.", needed=True),
+        "module": text_column("module", "Module that computes the attention."),
+        "exact": Column(
+            "exact",
+            "Norm with the heads concatenated, before W_O (--concat).",
+            better="lower",
+            reading=norm_of("the layer's input", "the outputs of its heads"),
+            reduction=Reduction("median", "exact"),
+        ),
+        "exact_out": Column(
+            "with W_O",
+            "Norm after the output projection.",
+            better="lower",
+            reduction=Reduction("median", "exact_out"),
+        ),
+        "within": WITHIN_COLUMN,
+        "sharp_sum": Column(
+            "||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds.", status="bound"
+        ),
+        "sharp_rss": Column(
+            "||W_O|| rss", "||W_O|| times the root of the sum of squares of sharp.", status="bound"
+        ),
+        "theorem3_sum": Column(
+            "theorem 3 sum",
+            "||W_O|| times the sum of the heads' Theorem 3 bounds.",
+            status="bound",
+        ),
+    },
+)
+
 
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 NOTABLE = 1e-4
@@ -55,6 +174,13 @@ NUMERICAL = "numerical"
 
 def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
     """Yield the norms and bounds of every head, per sample."""
+    import torch
+
+    from lipaudit.measures.by_layer import by_layer
+    from lipaudit.measures.guard import require_bounds_hold
+    from lipaudit.models.attention.sites import APART, MODULE_INPUT
+    from lipaudit.theory.bounds.ingredients import KnownWeights
+
     # What depends on weights alone is computed once for each layer.
     weights, out_norms = KnownWeights(), dict[int, float]()
 
@@ -92,6 +218,10 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
 
 def _measure_out_norm(heads: Heads) -> float:
     """Return ||W_O||, NaN without an output projection."""
+    import torch
+
+    from lipaudit.theory.spectral.upper import spectral_norm
+
     out = heads.out
     return torch.nan if out is None else float(spectral_norm(out.double().flatten(0, 1)))
 
@@ -105,6 +235,13 @@ def _measure_heads(
     heads: Heads, seeds: Sequence[int], options: BoundsOptions, weights: Weights | None
 ) -> Reduced:
     """Return all figures of a layer with a closed form, per (sample, head) or (sample, 1)."""
+    import torch
+
+    from lipaudit.measures.by_layer import per_sample
+    from lipaudit.theory.bounds.head_bounds import head_bounds
+    from lipaudit.theory.condition import forward_error
+    from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
+
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
     reduced = head_bounds(heads, weights=weights) | _read_norms(exact)
     nothing = torch.full_like(exact.norm, torch.nan)
@@ -144,6 +281,12 @@ def _measure_numerically(layer: Layer, seeds: Sequence[int], options: BoundsOpti
 
     NaN if the survey found a closed form and the module cannot run on its own.
     """
+    import torch
+
+    from lipaudit.measures.by_layer import per_sample
+    from lipaudit.models.attention.numeric import compute_numeric_norms
+    from lipaudit.theory.condition import forward_error
+
     reduced = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     open_head = torch.full_like(reduced["exact"], torch.nan)
     reduced |= dict.fromkeys((*load_bounds(), *INGREDIENTS, "g1_max", "splitting_gain"), open_head)
@@ -162,6 +305,10 @@ def _measure_numerically(layer: Layer, seeds: Sequence[int], options: BoundsOpti
 
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     """Make the sections `bounds`, `bounds.layers` and, with radii, `bounds.ball`."""
+    import numpy as np
+
+    from lipaudit.measures.guard import below_by_rounding, name_head
+
     facts = parts[0].facts
     measured = {name: join_parts(parts, name) for name in parts[0].values}
     # Where a head lost its closed form on some sample, its structure depends on the data. So no
@@ -200,6 +347,10 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
 
 def _make_row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:
     """Reduce one head over the samples: medians, and maxima for columns named so."""
+    import numpy as np
+
+    from lipaudit.models.attention.sites import MODULE_INPUT
+
     medians = {
         name: reduce_known(measured[name], np.median) for name in (*load_bounds(), *INGREDIENTS)
     }
@@ -240,6 +391,10 @@ def _make_layer_section(
     options: BoundsOptions,
     ids: tuple[str, ...],
 ) -> Section:
+    import numpy as np
+
+    from lipaudit.measures.guard import below_by_rounding
+
     layer_of = np.array([head.layer for head in facts["heads"]])
     rows, limits = [], np.full_like(measured["layer_out"], np.nan)
     for i, (layer, module) in enumerate(facts["layers"]):
@@ -286,6 +441,8 @@ def _write_notes(
     measured: dict[str, Values], apart: Sequence[int], options: BoundsOptions
 ) -> tuple[Note, ...]:
     """Note what is missing, what did not converge, and which norms have another input."""
+    import numpy as np
+
     remarks = [*lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))]
     if measured["limited"].any():  # a proof would take more memory than the map
         text = (
@@ -329,4 +486,11 @@ def _write_notes(
     return tuple(remarks)
 
 
-MEASURE = Measure(measure, summarise, batch=4)
+BOUNDS = Measure(
+    name="bounds",
+    tables=(BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE),
+    options=BoundsOptions,
+    parts=measure,
+    summarise=summarise,
+    batch=4,
+)

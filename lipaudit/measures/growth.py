@@ -32,7 +32,7 @@ from lipaudit.theory.growth.worst_tokens import (
 from lipaudit.theory.heads import Heads
 
 if TYPE_CHECKING:
-    from lipaudit.settings.scaling import ScalingOptions
+    from lipaudit.measures.scaling import ScalingOptions
 
 SEARCHED = 64
 """Largest number of tokens of a masked search, which has no closed form for copies."""

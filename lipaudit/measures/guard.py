@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
@@ -14,14 +14,11 @@ from lipaudit.measures.by_layer import HeadName, per_sample
 from lipaudit.measures.measure import Values
 from lipaudit.models.attention.sites import Site
 from lipaudit.tables import Note
-from lipaudit.tables.trials import Radius
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
-from lipaudit.theory.condition import ball_error, bound_error
+from lipaudit.theory.condition import bound_error
 from lipaudit.theory.heads import Heads
 
-CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")
-"""Columns of balls that bound `ball_norm`."""
 DOUBLE = torch.float64
 """Precision in which norms are confirmed and bounds computed, independent of --dtype."""
 
@@ -52,7 +49,7 @@ def require_bounds_hold(
         return per_sample(error.cpu(), heads.sample)
 
     for name, bound in load_bounds().items():
-        _require(name, values[name], exact, site, ids, advice=bound.remedy, slack=slack)
+        require_bound(name, values[name], exact, site, ids, advice=bound.remedy, slack=slack)
     out_norm, sharp = values["out_norm"], values["sharp"]
 
     def layer_slack() -> Tensor:
@@ -62,7 +59,7 @@ def require_bounds_hold(
         share = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * torch.finfo(DOUBLE).eps
         return out_norm * (root_sum(slack()) + share * root_sum(sharp))
 
-    _require(
+    require_bound(
         "sharp_rss",
         out_norm * root_sum(sharp),
         values["layer_out"],
@@ -71,38 +68,6 @@ def require_bounds_hold(
         advice=SHARP.remedy,
         slack=layer_slack,
     )
-
-
-def require_balls_hold(
-    site: Site,
-    ids: Sequence[str],
-    values: Mapping[str, Tensor],
-    radii: Sequence[Radius],
-    heads: Heads,
-) -> None:
-    """Stop the run if a constant of a head on a ball is below a norm found in that ball.
-
-    Args:
-        site: the layer.
-        ids: ids of the samples.
-        values: `exact` and the columns of `measure_balls`, (samples, heads, radii).
-        radii: radii of the balls.
-        heads: the heads behind the values.
-
-    Raises:
-        EvaluationError: a constant is below a norm; the message names head and constant.
-    """
-
-    def slack(r: float) -> Tensor:
-        double = heads.to(torch.float64)
-        error = ball_error(double, r) + bound_error(double, values["exact"][heads.sample.cpu()])
-        return per_sample(error.cpu(), heads.sample)
-
-    for name in CERTIFIED:
-        for k, radius in enumerate(radii):
-            found, bound = (values[f"at_r_{each}"][..., k] for each in ("ball_norm", name))
-            text, excuse = f"{name} at r = {radius.text}", partial(slack, float(radius))
-            _require(text, bound, found, site, ids, advice=SHARP.remedy, slack=excuse)
 
 
 def below_by_rounding(
@@ -149,7 +114,7 @@ def root_sum(values: Tensor) -> Tensor:
     return values.square().sum(1, keepdim=True).sqrt()
 
 
-def _require(
+def require_bound(
     name: str,
     bound: Tensor,
     exact: Tensor,
@@ -159,6 +124,11 @@ def _require(
     advice: str,
     slack: Callable[[], Tensor],
 ) -> None:
+    """Stop the run if a bound, (samples, heads or 1), is below a norm by more than its slack.
+
+    Raises:
+        EvaluationError: the message names the first such head or layer.
+    """
     if not (bound < exact).any():  # nearly always; rounding is estimated only otherwise
         return
     below = (bound < exact - slack().nan_to_num(0.0)).nonzero()

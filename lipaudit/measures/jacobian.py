@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-import numpy as np
-import torch
+from pydantic import AfterValidator, model_validator
 
-from lipaudit.data.batch import Batch, find_first
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures import tokens
 from lipaudit.measures.measure import (
     Measure,
+    NormOptions,
     Part,
     Values,
-    distinct,
     lower_estimates,
+    mark_unique,
     moved,
     notes,
     number_or_none,
@@ -24,17 +22,168 @@ from lipaudit.measures.measure import (
     sample_ids,
     seed_of,
 )
-from lipaudit.models.attention.residual import Residual, compute_residual_norms, find_residuals
-from lipaudit.models.attention.routing import Routing
-from lipaudit.models.attention.survey import find_layers
-from lipaudit.models.derivative.endpoints import find_places, make_sample_function, resolve_target
-from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import compute_jacobian_norms, compute_margins
-from lipaudit.models.net import Net
-from lipaudit.models.requirements import require_padding_is_ignored
-from lipaudit.settings import JACOBIAN_TABLE
-from lipaudit.settings.jacobian import JacobianOptions, Target
+from lipaudit.models.derivative.target import ENDS, PLACED, StartPoint, Target
+from lipaudit.settings.option import Need, option
 from lipaudit.tables import Array, Note, Row, Section
+from lipaudit.tables.columns import Column, Reduction, count_column, text_column
+from lipaudit.tables.common import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
+from lipaudit.tables.report import Layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from lipaudit.data.batch import Batch
+    from lipaudit.models.attention.residual import Residual
+    from lipaudit.models.net import Net
+
+
+FEW_STEPS = 2
+"""Number of Lanczos steps whose memory is tried."""
+
+EndPoint = Annotated[str, AfterValidator(lambda text: Target.parse(text).text)]
+"""Output of a Jacobian, as `Target` reads it."""
+
+
+def _decides(options: JacobianOptions) -> bool:
+    what, where = Target.parse(options.target or "logits")
+    return what == "logits" and where != "all"
+
+
+OF_CLASSES = Need("--to logits", _decides)
+
+
+class JacobianOptions(NormOptions):
+    """The exact norm of the whole model's Jacobian, sample by sample.
+
+    With class scores also, per sample, the margin and the first-order radius: indicative at a
+    point, never a certificate.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit jacobian demo[/]
+      [cyan]lipaudit jacobian demo --per-layer[/]
+      [cyan]lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings[/]
+      [cyan]lipaudit jacobian ./my-bert --data reviews.csv --to features[/]
+      [cyan]lipaudit jacobian ./qwen --data book.txt --to loss[/]
+      [cyan]lipaudit jacobian ./qwen --data book.txt --to logits:all[/]
+    """
+
+    samples: ClassVar[int] = 64
+    scores = "asked"
+
+    start: StartPoint | None = option(
+        None, "Input of the Jacobian: pixels or embeddings (for text: embeddings).", "--from"
+    )
+    target: EndPoint | None = option(
+        None,
+        "Output of the Jacobian: logits, probabilities, loss, hidden, features or tokens. At "
+        "a text position: logits:5.",
+        "--to",
+        values=lambda: (*ENDS, *(f"{end}:all" for end in PLACED)),
+    )
+    norm: Literal["2", "inf"] = option(
+        "2", "Norm of the Jacobian: 2 (spectral) or inf (largest L1 row norm)."
+    )
+    rivals: int = option(
+        16,
+        "Largest number of other classes to consider for the first-order radius.",
+        need=OF_CLASSES,
+        ge=1,
+    )
+    per_layer: bool = option(
+        False, "Also compute the norm of every block, from its input to its output."
+    )
+
+    def shorten(self, layers: Mapping[int, bool]) -> Self:
+        """Return options with few steps at one place: each step adds one vector."""
+        end = self.target and self.target.replace(":all", ":last")  # as many at a time
+        quick = {"max_steps": FEW_STEPS, "per_layer": False, "target": end}
+        return self.model_copy(update=quick)
+
+    @model_validator(mode="after")
+    def _spectral(self) -> JacobianOptions:
+        if self.per_layer and self.norm != "2":
+            raise UsageError(
+                "the norms of blocks are spectral", "Leave out --norm or --per-layer."
+            )
+        return self
+
+
+JACOBIAN_TABLE = Layout(
+    name="jacobian",
+    title="Jacobian norms",
+    sample_columns={
+        "norm": Column("||J||", "Norm of the sample's Jacobian.", better="lower", reading=NORM),
+        "norm_median": Column("median ||J||", "Median of the norms at all positions of the text."),
+        "position": Column(
+            "position",
+            "Position in the text where the norm is largest: the token index from 0, without "
+            "padding.",
+            format="d",
+            domain="",
+        ),
+        "loss": Column(
+            "loss",
+            "Cross-entropy loss: of the class, or the mean over the next tokens of a text.",
+            unit="nat",
+            better="lower",
+        ),
+        "upper": Column(
+            "upper", "Probabilistic upper limit of norm.", status="estimate", reading=UPPER
+        ),
+        "products": Column("products", "Products used.", format="d"),
+        "converged": Column("converged", f"{STOPPED}.", format="", reading=CONVERGED),
+        "margin": Column(
+            "margin",
+            "f_y - max_(j != y) f_j.",
+            better="higher",
+            reading="Lead of the true class over the next best (for a language model: of the "
+            "predicted next token). Misclassified samples have no radius.",
+        ),
+        "radius_first_order": Column(
+            "first-order radius",
+            "First-order distance to another class: min_j (f_y - f_j) / ||grad(f_y - f_j)||. "
+            "A lower limit of it if `complete` is no. Not a certificate.",
+            better="higher",
+            status="estimate",
+            reading="Distance to the nearest class if the model were linear. An attack may "
+            "succeed within it, or fail beyond it.",
+        ),
+        "rivals": Column(
+            "rivals", "Number of other classes j considered for the radius.", format="d"
+        ),
+        "complete": Column(
+            "complete",
+            "Whether no other class can be nearer.",
+            format="",
+            reading="Classes are considered in the order of their margin. The search ends when no "
+            "further class can be nearer (probability 99.9 %) or after --rivals classes. In the "
+            "second case, complete is no and the radius is a lower limit.",
+        ),
+        "correct": Column("correct", "Whether the prediction is right.", format=""),
+    },
+    fixed={
+        "from": text_column("from", "Input of the Jacobian."),
+        "to": text_column("to", "Output of the Jacobian."),
+        "module": text_column("module", "Block that is differentiated; empty: the whole model."),
+        "norm": text_column("norm", "2 (spectral) or inf (largest L1 row norm).", default="2"),
+        "samples": count_column("samples", "Number of samples."),
+        "mean": Column("mean", "Mean norm.", better="lower", reduction=Reduction("mean", "norm")),
+        "median": Column(
+            "median", "Median norm.", better="lower", reduction=Reduction("median", "norm")
+        ),
+        "p95": Column(
+            "p95", "95th percentile.", better="lower", reduction=Reduction("p95", "norm")
+        ),
+        "max": Column("max", "Largest norm.", better="lower", reduction=Reduction("max", "norm")),
+        "method": text_column("method", "Method of the norm: dense VJPs or Lanczos."),
+        "tol": Column("tol", "Requested relative accuracy (estimated).", domain=""),
+        "within": WITHIN_COLUMN,
+        "products": Column("products", "Mean number of Jacobian products per sample.", domain=""),
+        "converged": count_column("converged", f"{STOPPED}: samples.", reading=CONVERGED),
+    },
+)
+
 
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
 """Columns that accompany every norm, with their types."""
@@ -44,6 +193,15 @@ CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of b
 
 def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
     """Yield the norms, margins and first-order radii of every sample."""
+    import numpy as np
+    import torch
+
+    from lipaudit.data.batch import find_first
+    from lipaudit.models.attention.residual import compute_residual_norms, find_residuals
+    from lipaudit.models.attention.routing import Routing
+    from lipaudit.models.attention.survey import find_layers
+    from lipaudit.models.requirements import require_padding_is_ignored
+
     blocks: tuple[Residual, ...] | None = None
     remarks: tuple[Note, ...] = ()
     routing = Routing()
@@ -73,25 +231,30 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
         yield Part(batch.ids, values, facts, remarks + routing.notes())
 
 
-Measured = tuple[dict[str, Values], dict[str, Any]]
-"""Figures per sample, and the names of the Jacobian's input and output."""
-
-
 def _find_columns(net: Net, batch: Batch, end: Target) -> torch.Tensor | None:
     """Return the columns of each text's position, (samples, 1 or more); None without positions.
 
     -1 marks a position that the text lacks. A text has a loss from its second token on.
     """
+    from lipaudit.models.derivative.endpoints import find_places
+
     if end.what == "loss" and net.classes is None:
         return find_places(batch, "1")
     return find_places(batch, end.where) if end.where else None
 
 
-def _measure_batch(net: Net, batch: Batch, options: JacobianOptions) -> Measured:
+def _measure_batch(
+    net: Net, batch: Batch, options: JacobianOptions
+) -> tuple[dict[str, Values], dict[str, Any]]:
     """Return the figures of the samples of a batch, at the position or positions asked for.
 
     The array `outside` marks samples that were left out, as they lack the position.
     """
+    import numpy as np
+    import torch
+
+    from lipaudit.models.derivative.endpoints import resolve_target
+
     end = resolve_target(net, batch, options.target)
     columns = _find_columns(net, batch, end)
     if columns is None:
@@ -135,8 +298,15 @@ def _measure_outputs(
     options: JacobianOptions,
     end: Target,
     place: torch.Tensor | None,
-) -> Measured:
+) -> tuple[dict[str, Values], dict[str, Any]]:
     """Return norms and margins of the model per sample, and the names of input and output."""
+    import torch
+
+    from lipaudit.measures import tokens
+    from lipaudit.models.derivative.endpoints import make_sample_function
+    from lipaudit.models.derivative.linearize import linearize
+    from lipaudit.models.derivative.model_norms import compute_jacobian_norms, compute_margins
+
     at = make_sample_function(net, batch, start=options.start, target=end.text, place=place)
     linear = linearize(at.f, at.x)
     every = end.where == "all"
@@ -187,6 +357,8 @@ def _spread(values: Values, where: Values) -> Values:
 
 
 def _make_blank(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Values:
+    import numpy as np
+
     return np.full(shape, {"f": np.nan, "b": True}.get(dtype.kind, 0), dtype)
 
 
@@ -207,6 +379,8 @@ def _join_ragged(parts: Sequence[Part], name: str) -> Values:
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`: one row, and a column per quantity and sample."""
+    import numpy as np
+
     facts = next((part.facts for part in parts if part.facts.get("method")), parts[0].facts)
     names = dict.fromkeys(name for part in parts for name in part.values)
     arrays = {name: _join_ragged(parts, name) for name in names}
@@ -224,7 +398,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             empty = outside & (name != "converged")
             columns[name] = tuple(None if e else c for c, e in zip(cells, empty, strict=True))
     ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
-    once = distinct(parts)  # a repeated sample counts once, as in every comparison
+    once = mark_unique(parts)  # a repeated sample counts once, as in every comparison
     counted = once & ~outside
     rows = [_make_row(options, {name: values[counted] for name, values in whole.items()}, ends)]
     for i, module in enumerate(facts.get("blocks", ())):
@@ -253,6 +427,8 @@ def _make_row(
     options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[str, str]
 ) -> Row:
     """Reduce the norms of one map over the samples."""
+    import numpy as np
+
     norm = values["norm"].astype(float)
     if not len(norm):  # the texts of a shard may all be too short
         return JACOBIAN_TABLE.row(**ends, norm=options.norm, samples=0, tol=options.tol)
@@ -275,6 +451,8 @@ def _write_notes(
     end: str, parts: Sequence[Part], arrays: Mapping[str, Values], outside: Values
 ) -> tuple[Note, ...]:
     """Note what the figures refer to, what is missing, and how accurate they are."""
+    import numpy as np
+
     remarks: list[Note] = []
 
     def remark(level: Literal["info", "warning"], code: str, text: str) -> None:
@@ -319,6 +497,8 @@ def _write_notes(
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     """Refuse an output that the model lacks, `--per-layer` of several texts, or no text."""
+    from lipaudit.models.derivative.endpoints import find_places, resolve_target
+
     if net.scored and options.per_layer:
         raise UsageError(
             "--per-layer does not work with --score: every continuation of a prompt has its "
@@ -336,4 +516,12 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
         )
 
 
-MEASURE = Measure(measure, summarise, batch=16, check=_check)
+JACOBIAN = Measure(
+    name="jacobian",
+    tables=(JACOBIAN_TABLE,),
+    options=JacobianOptions,
+    parts=measure,
+    summarise=summarise,
+    batch=16,
+    check=_check,
+)

@@ -1,4 +1,8 @@
-"""A measure: a generator of Parts, and a pure function that summarises them."""
+"""What a measure is: its options, its tables, a generator of Parts, and their summary.
+
+A measure's file is imported by commands that only read reports: it imports torch, numpy and what
+computes with them inside of functions.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,135 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
-import numpy as np
-
-from lipaudit.data.batch import Batch
-from lipaudit.models.net import Net
+from lipaudit.settings.option import Settings, option
+from lipaudit.settings.parsing import Layers
 from lipaudit.tables import Note, Section
-from lipaudit.tables.trials import is_repeat
+from lipaudit.tables.report import Layout
+from lipaudit.tables.trials import COUNTED, Norm, is_repeat
+from lipaudit.theory.policy import TOL
+from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 
-Values = np.ndarray[Any, np.dtype[Any]]
+if TYPE_CHECKING:
+    import numpy as np
+
+    from lipaudit.data.batch import Batch
+    from lipaudit.models.net import Net
+
+Values: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+class MeasureOptions(Settings):
+    """Options of a measure; they become the section's `settings`.
+
+    The docstring of a subclass is the help of its command.
+
+    Attributes:
+        seed: of everything random.
+        layers: which attention layers; None is all.
+    """
+
+    samples: ClassVar[int] = 8
+    """Default number of samples."""
+    once: ClassVar[Mapping[str, Any]] = {}
+    """Values of newer options for older reports that do not have them."""
+    labelled: ClassVar[bool] = False
+    """Whether the measure needs labels."""
+    reads_heads: ClassVar[bool] = False
+    """Whether the measure needs attention heads."""
+    scores: ClassVar[Literal["never", "asked", "always"]] = "never"
+    """When it has a language model score continuations: it may read texts alone, do so where
+    --score is given, or have no other way to measure one."""
+
+    seed: int = 0
+    layers: Layers = None
+
+    @property
+    def tokens(self) -> int | None:
+        """Return the number of tokens that texts need, if the measure needs long ones."""
+        return None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that the measure writes in addition to the report."""
+        return ()
+
+    def suited(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
+        """Return the options for a kind of model: image, tokens or text.
+
+        Args:
+            kind: kind of the model.
+            changes: the units of its texts that can be changed: words, characters.
+            why: why other units cannot be changed.
+
+        Raises:
+            UsageError: the options do not suit such a model.
+        """
+        return self
+
+    def unkept(self) -> dict[str, Any]:
+        """Return the options that can be typed but are not settings of the report."""
+        return {n: getattr(self, n) for n in self.options() if n not in self.model_dump()}
+
+    def outline(self, samples: int) -> str:
+        """Describe before the run what will be measured, if that is not obvious."""
+        return ""
+
+    def shorten(self, layers: Mapping[int, bool]) -> Self | None:
+        """Return options with the same memory and a small part of the time; None if impossible.
+
+        Args:
+            layers: the layers to measure, each with whether it has a closed form.
+        """
+        return None
+
+    def draw_steepest(self, heads: Sequence[str], *, some: bool) -> Self:
+        """Return options that draw the maps of the heads with the largest norms.
+
+        Args:
+            heads: as LAYER.HEAD, the largest norm first.
+            some: whether only a part of the samples is measured; another head may then be the
+                first.
+        """
+        return self
+
+
+class NormOptions(MeasureOptions):
+    """Options of a measure that takes norms by Lanczos steps.
+
+    Attributes:
+        tol: relative accuracy of the norms, estimated.
+        max_steps: most Lanczos steps per norm.
+        within: proven relative error: how far the probabilistic limit may be above a norm.
+    """
+
+    tol: float = option(
+        TOL, "Relative accuracy at which the iteration stops (estimated, not proven).", gt=0, lt=1
+    )
+    max_steps: int = 300
+    within: float = option(
+        PROVEN_WITHIN,
+        "Proven relative accuracy of the norms (probability 99.9 %).",
+        gt=0,
+        allow_inf_nan=False,
+    )
+
+    @property
+    def accuracy(self) -> dict[str, Any]:
+        """Return the accuracy for the solver."""
+        return {"tol": self.tol, "max_steps": self.max_steps, "within": self.within}
+
+
+def keep_ends(layers: Iterable[int]) -> tuple[int, ...]:
+    """Return the first and the last layer: layers between them need no more memory.
+
+    >>> keep_ends([3, 4, 7]), keep_ends([])
+    ((3, 7), ())
+    """
+    known = sorted(layers)
+    return tuple(dict.fromkeys([*known[:1], *known[-1:]]))
 
 
 @dataclass(frozen=True)
@@ -36,11 +159,14 @@ class Part:
     notes: tuple[Note, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measure:
-    """The computation of one sub-command.
+    """A measure, as every command, the gate and the report know it.
 
     Attributes:
+        name: name of its command and its section.
+        tables: layouts of its sections: first the section NAME, then those called NAME.SOMETHING.
+        options: class of its options; the docstring is the help of its command.
         parts: yields a Part per batch.
         summarise: makes the sections from all parts, without side effects.
         batch: default number of samples at a time.
@@ -52,6 +178,9 @@ class Measure:
         check: refuses unsuitable models, samples or options before anything is measured.
     """
 
+    name: str
+    tables: tuple[Layout, ...]
+    options: type[MeasureOptions]
     parts: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
     summarise: Callable[[Sequence[Part], Any], list[Section]]
     batch: int
@@ -86,6 +215,8 @@ def moved(samples: float) -> None:
 
 def join_parts(parts: Sequence[Part], name: str) -> Values:
     """Concatenate one array of all parts along the samples."""
+    import numpy as np
+
     return np.concatenate([part.values[name] for part in parts])
 
 
@@ -119,14 +250,16 @@ def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
     return sorted(pieces, key=lambda piece: place[piece.ids[0]])
 
 
-def distinct(parts: Sequence[Part]) -> Values:
+def mark_unique(parts: Sequence[Part]) -> Values:
     """Return for each sample whether it is no repeat; shares and limits count only these."""
+    import numpy as np
+
     return np.array([not is_repeat(name) for name in sample_ids(parts)])
 
 
 def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
     """Warn if samples repeat others."""
-    first = distinct(parts)
+    first = mark_unique(parts)
     text = (
         f"{sum(~first)} of {len(first)} samples are duplicates: accuracies and confidence "
         "limits leave them out"
@@ -164,10 +297,14 @@ def lower_estimates(within: float) -> tuple[Note, ...]:
 
 def number_or_none(value: float) -> float | None:
     """Return a plain float, None for NaN (not computed)."""
+    import numpy as np
+
     return None if np.isnan(value) else float(value)
 
 
 def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | None:
     """Return a statistic of the values that are not NaN, None if all are."""
+    import numpy as np
+
     known = values[~np.isnan(values)]
     return float(statistic(known)) if len(known) else None

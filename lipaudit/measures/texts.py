@@ -17,11 +17,10 @@ from lipaudit.attacks.oracle import ByRow
 from lipaudit.attacks.plan import Trial
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Lexicon, Reader
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, escape_controls
 from lipaudit.measures.measure import Part, Values
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
-from lipaudit.schema import escape_controls
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COSTS, COUNTED, parse_column
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from lipaudit import schema
-from lipaudit.errors import visible
+from lipaudit.errors import escape_controls, visible
 from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
     if isinstance(record, Report):
         return schema.dumps(record).encode()
     text = to_json(record, indent=2, inf_nan_mode="strings").decode()
-    return schema.escape_controls(text).encode() + b"\n"
+    return escape_controls(text).encode() + b"\n"
 
 
 def write_csv(rows: Iterable[Cells]) -> bytes:

@@ -132,11 +132,11 @@ def strip_name(name: str) -> str:
 
 
 def _list_measures() -> Iterator[Topic]:
+    from lipaudit.measures import layouts, load_measures, option_types
     from lipaudit.report.page.chapters import find_plan
-    from lipaudit.settings import layouts, measures, option_types
 
     group = "Measures and sections"
-    for name in measures():
+    for name in load_measures():
         first, *others = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
         texts = (p.replace("\n", " ") for p in others if not p.startswith("[dim]"))
         yield Topic(group, name, name, first.replace("\n", " "), " ".join(texts))
@@ -148,8 +148,8 @@ def _list_measures() -> Iterator[Topic]:
 
 def _list_columns() -> Iterator[Topic]:
     """Yield every column, by row and then by sample; bounds are separate."""
+    from lipaudit.measures import layouts
     from lipaudit.report.cells import LIMITS, STATUS, UNMEASURED
-    from lipaudit.settings import layouts
 
     columns = [
         *((name, "", layout.columns) for name, layout in layouts().items()),

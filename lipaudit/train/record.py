@@ -13,7 +13,7 @@ from lipaudit import __version__
 from lipaudit.engine.files import ordinary_mode, require_folder, write
 from lipaudit.engine.provenance import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
-from lipaudit.schema import read_json
+from lipaudit.models.sources.weights import read_json
 
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples

@@ -10,7 +10,7 @@ from lipaudit.attacks.plan import (
     read_plan,
 )
 from lipaudit.errors import UsageError
-from lipaudit.settings import AttackOptions
+from lipaudit.measures import AttackOptions
 from lipaudit.tables.trials import parse_budget, parse_radius
 
 

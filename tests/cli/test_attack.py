@@ -14,10 +14,10 @@ import transformers
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
+from lipaudit.measures import AttackOptions
 from lipaudit.measures.attack import check
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.texts import read_lexicon
-from lipaudit.settings import AttackOptions
 from tests.commands import invoke, refuse
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lipaudit.measures import MEASURES
-from lipaudit.settings import JacobianOptions
+from lipaudit.measures import JacobianOptions, load_measures
 from tests.commands import invoke, refuse, replace_parts
 from tests.engine.test_fitting import MODEL
 
@@ -18,7 +17,7 @@ from tests.engine.test_fitting import MODEL
 @pytest.fixture(autouse=True)
 def _little_is_measured(monkeypatch):
     """A measure is tried on two samples at most, in two layers or steps."""
-    for name, measure in MEASURES.items():
+    for name, measure in load_measures().items():
         replace_parts(monkeypatch, name, partial(_tried, measure))
 
 

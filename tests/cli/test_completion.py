@@ -11,8 +11,9 @@ from typer.main import get_command
 from lipaudit.cli.commands import build
 from lipaudit.cli.options import complete_words
 from lipaudit.gate.rules import metrics
+from lipaudit.measures import option_types
 from lipaudit.models.sources.names import timm_names
-from lipaudit.settings import Recipe, RunOptions, option_types
+from lipaudit.settings import Recipe, RunOptions
 
 PROGRAM = f"#!{sys.executable}\nfrom lipaudit.cli import main\nmain()\n"
 HEAVY = "\nassert not {'torch', 'timm', 'transformers', 'matplotlib'} & set(sys.modules)\n"

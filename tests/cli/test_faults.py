@@ -17,7 +17,7 @@ from torch import nn
 import lipaudit
 from lipaudit import schema
 from lipaudit.errors import EvaluationError, UsageError, find_user_error, of_machine, out_of_memory
-from lipaudit.measures import MEASURES
+from lipaudit.measures import load_measures
 from lipaudit.models.sources import assembly
 from lipaudit.settings import RunOptions
 from tests.commands import invoke, refuse, replace_parts
@@ -140,7 +140,7 @@ def test_memory_that_runs_out_in_training(monkeypatch):
 
 
 def test_memory_of_the_host_that_runs_out_halves_the_batch_too(monkeypatch):
-    whole, sizes = MEASURES["jacobian"], []
+    whole, sizes = load_measures()["jacobian"], []
 
     def parts(net, batches, options):
         for batch in batches:

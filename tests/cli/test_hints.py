@@ -10,7 +10,8 @@ from typer.main import get_command
 import lipaudit
 from lipaudit.cli.commands import build
 from lipaudit.errors import UsageError
-from lipaudit.settings import AuditOptions, Recipe, RunOptions, option_types
+from lipaudit.measures import AuditOptions, option_types
+from lipaudit.settings import Recipe, RunOptions
 
 OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*\b")
 TYPED = re.compile(r"(?:^|[`\]:] ?|bin/)lipaudit ([a-z]+)(?: ([a-z]+))?([^`\[;]*)")

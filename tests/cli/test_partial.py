@@ -8,7 +8,7 @@ import torch
 
 import lipaudit
 from lipaudit.errors import EvaluationError, InputError
-from lipaudit.measures import MEASURES
+from lipaudit.measures import load_measures
 from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
 from tests.commands import break_measure, invoke, refuse
@@ -97,7 +97,7 @@ def test_an_interrupted_audit_keeps_what_is_measured(monkeypatch):
 )
 def test_what_can_be_checked_is_checked_before_the_first_measurement(monkeypatch, line, says):
     Path("file").touch()
-    for name in MEASURES:
+    for name in load_measures():
         break_measure(monkeypatch, name, AssertionError("something was measured"))
     said = refuse(2, says, *AUDIT, *line.split())
     assert "audit of" not in said

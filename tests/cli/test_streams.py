@@ -6,15 +6,15 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from lipaudit import schema
 from lipaudit.cli import progress
 from lipaudit.cli.commands import build
 from lipaudit.cli.progress import OnStderr
 from lipaudit.cli.streams import Unheeded, make_printable
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import InputError
-from lipaudit.settings import AttackOptions, RunOptions
+from lipaudit.errors import InputError, escape_controls
+from lipaudit.measures import AttackOptions
+from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 
 HOSTILE = "a\x1b]0;t\x07\x9b2J\x7f\u202e\u2028[red]"
@@ -56,7 +56,7 @@ def test_errors_show_control_characters():
 
 def test_json_escapes_what_a_terminal_would_obey():
     text = json.dumps({"a": HOSTILE}, ensure_ascii=False)
-    escaped = schema.escape_controls(text)
+    escaped = escape_controls(text)
     assert json.loads(escaped) == {"a": HOSTILE}
     assert escaped.isprintable()
 

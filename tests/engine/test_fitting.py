@@ -9,11 +9,12 @@ import transformers
 from lipaudit import measure
 from lipaudit.engine import preview
 from lipaudit.engine.prepare import Request, prepare
+from lipaudit.measures import JacobianOptions
 from lipaudit.models import lifting
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.spec import LoadOptions
-from lipaudit.settings import JacobianOptions, RunOptions
+from lipaudit.settings import RunOptions
 from tests.commands import replace_parts
 
 PASSES_OF_SURVEY = 5

@@ -23,11 +23,10 @@ from lipaudit.engine.journal import (
     unpack_parts,
 )
 from lipaudit.errors import EvaluationError
-from lipaudit.measures import MEASURES
+from lipaudit.measures import load_measures, option_types
 from lipaudit.measures.by_layer import HeadName
 from lipaudit.measures.measure import Part, sample_ids
 from lipaudit.models.sources.loading import load_net
-from lipaudit.settings import option_types
 from lipaudit.tables import Note
 from tests import processes
 
@@ -93,10 +92,10 @@ def test_a_stopped_run_says_how_to_go_on(by, code, tmp_path):
     assert not kept(tmp_path)
 
 
-@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize("name", load_measures())
 def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     net = load_net("demo")
-    measure = MEASURES[name]
+    measure = load_measures()[name]
     size = measure.chunk or 2
     batch = load_data("demo", net, DataOptions(samples=size + 2)).batch
     options = option_types()[name].checked(SMALL.get(name, {}))

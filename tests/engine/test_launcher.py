@@ -15,7 +15,7 @@ import torch
 from lipaudit.engine import launcher
 from lipaudit.engine.launcher import Place, find_place, join_processes
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.measures import MEASURES
+from lipaudit.measures import load_measures
 from lipaudit.schema import load
 from tests import processes
 from tests.commands import invoke, read_figures
@@ -141,7 +141,7 @@ def test_an_error_of_one_process_ends_all(tmp_path):
 def fail_attention_of_first() -> None:
     """Let a measure fail in rank 0 alone."""
     if os.environ["RANK"] == "0":
-        MEASURES["attention"] = replace(MEASURES["attention"], parts=raise_error)
+        load_measures()["attention"] = replace(load_measures()["attention"], parts=raise_error)
 
 
 def raise_error(*_args):

@@ -11,9 +11,9 @@ import torch
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
+from lipaudit.measures import load_measures
+from lipaudit.measures.registry import OWN
 from lipaudit.models.sources.loading import load_net
-from lipaudit.settings import MeasureOptions, MeasureRecord, measures
-from lipaudit.settings.registry import OWN
 from tests import processes
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
@@ -122,14 +122,8 @@ BOUNDS = OWN["bounds"]
 )
 def test_a_bad_record_is_refused(monkeypatch, name, record, says):
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point(name, record)])
-    measures.cache_clear()
+    load_measures.cache_clear()
     with pytest.raises(UsageError, match=says):
-        measures()
+        load_measures()
     monkeypatch.undo()
-    measures.cache_clear()
-
-
-def test_what_a_record_names_must_be_there():
-    record = MeasureRecord(name="other", tables=(), options=MeasureOptions, runs="nowhere:RUN")
-    with pytest.raises(UsageError, match="nowhere:RUN cannot be loaded"):
-        record.load()
+    load_measures.cache_clear()

@@ -12,9 +12,9 @@ from lipaudit.data.batch import Share
 from lipaudit.engine.execute import advise_on_memory, execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.engine.preview import footprint
-from lipaudit.measures import MEASURES
+from lipaudit.measures import AuditOptions, load_measures
 from lipaudit.models.memory import Footprint, Held, find_free_memory
-from lipaudit.settings import AuditOptions, RunOptions
+from lipaudit.settings import RunOptions
 from tests.commands import break_measure, replace_parts
 from tests.live import Live
 
@@ -104,7 +104,7 @@ def test_a_sample_that_is_tried_tells_what_many_take(name):
     size = min(asked.size(name), 8)
     weights = sum(p.nbytes for p in asked.net.module.parameters())
     with Live() as counted:  # weights among the rest
-        next(iter(MEASURES[name].parts(
+        next(iter(load_measures()[name].parts(
             asked.net, iter([asked.samples.batch[:size]]), asked.request.measures[name]
         )))  # fmt: skip
     assert (counted.most - weights) / 2 < known.of(size) < 2 * counted.most
@@ -121,7 +121,7 @@ def test_batches_are_halved_until_they_fit_and_nothing_is_measured_twice(monkeyp
     options = {name: asked.request.measures[name]}
     asked = replace(asked, counts={name: 5}, request=replace(asked.request, measures=options))
     whole, sizes = execute(asked), []
-    measure = MEASURES[name]
+    measure = load_measures()[name]
 
     def parts(net, batches, options):
         for part in measure.parts(net, Share(batches.first, fit(batches, options)), options):

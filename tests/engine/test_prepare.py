@@ -8,9 +8,9 @@ import pytest
 
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError
-from lipaudit.measures import MEASURES
+from lipaudit.measures import AttackOptions, BoundsOptions, JacobianOptions, load_measures
 from lipaudit.models.sources.loading import load_net
-from lipaudit.settings import AttackOptions, BoundsOptions, JacobianOptions, RunOptions
+from lipaudit.settings import RunOptions
 
 ATTACK = {"attack": AttackOptions(attack="fgsm", eps=("0.1",))}
 
@@ -39,7 +39,7 @@ def test_a_measure_is_refused_for_its_own_samples_only(monkeypatch):
     for name in ("bounds", "attack"):
         looked = partial(seen.setdefault, name)
         check = lambda _net, batch, _options, looked=looked: looked(len(batch))  # noqa: E731
-        monkeypatch.setitem(MEASURES, name, replace(MEASURES[name], check=check))
+        monkeypatch.setitem(load_measures(), name, replace(load_measures()[name], check=check))
     prepare(
         Request("demo", {"bounds": BoundsOptions()} | ATTACK, counts={"bounds": 1, "attack": 3})
     )

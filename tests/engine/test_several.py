@@ -9,8 +9,9 @@ from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.engine.several import make_failed_report, outline_job, require_shared
 from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.measures import JacobianOptions
 from lipaudit.schema import dumps, loads
-from lipaudit.settings import JacobianOptions, RunOptions
+from lipaudit.settings import RunOptions
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,11 @@ from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.journal import pack_parts
 from lipaudit.errors import EvaluationError, InputError, UsageError
-from lipaudit.measures import MEASURES
+from lipaudit.measures import AttentionOptions, JacobianOptions, load_measures
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.sources.loading import load_net
 from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
-from lipaudit.settings import AttentionOptions, JacobianOptions
 from lipaudit.tables import Report
 from tests.commands import break_measure, invoke, read_figures, replace_parts
 from tests.simulated.conftest import MODELS, samples
@@ -72,7 +71,7 @@ def test_merged_shards_are_the_report_of_one_process(case):
 
 
 def test_every_measure_is_merged_here():
-    assert {name for _, name, _, _ in CASES.values()} == MEASURES.keys()
+    assert {name for _, name, _, _ in CASES.values()} == load_measures().keys()
 
 
 def test_a_shard_measures_whole_batches_of_its_own():
@@ -88,15 +87,15 @@ def test_a_model_is_surveyed_at_the_first_batch_of_the_run(monkeypatch):
     net = load_net("demo")
     first, second = load_data("demo", net, DataOptions(samples=4)).batch.split(2)
     places = []
-    for module in ("by_layer", "jacobian"):
-        path = f"lipaudit.measures.{module}.find_layers"
+    for module in ("measures.by_layer", "models.attention.survey"):
+        path = f"lipaudit.{module}.find_layers"
         monkeypatch.setattr(path, _noting(places, find_layers))
     whole = Share(first, [second])
     for name, options in {
         "attention": AttentionOptions(),
         "jacobian": JacobianOptions(per_layer=True),
     }.items():
-        (part,) = MEASURES[name].parts(net, whole, options)
+        (part,) = load_measures()[name].parts(net, whole, options)
         assert part.ids == second.ids
     assert places == [first.ids, first.ids]
 
@@ -283,7 +282,7 @@ def test_what_one_process_does_is_not_shared_out(command, monkeypatch, args):
 
 def test_a_shard_goes_on_where_it_was_stopped_and_not_where_another_was(command, monkeypatch):
     args = ("jacobian", "demo", "-n", "8", "--batch-size", "2", "-o", "a.json")
-    compute, asked = MEASURES["jacobian"].parts, []
+    compute, asked = load_measures()["jacobian"].parts, []
 
     def stop_after_one(net, batches, options):
         yield next(compute(net, batches, options))

@@ -13,7 +13,7 @@ from lipaudit.data.batch import Share
 from lipaudit.engine import execute
 from lipaudit.errors import UsageError
 from lipaudit.gate.comparable import find_fault
-from lipaudit.measures import MEASURES
+from lipaudit.measures import load_measures
 from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
 from lipaudit.settings import RunOptions
@@ -57,7 +57,7 @@ def test_what_is_measured_in_time_is_reported_and_the_rest_is_measured_later(mon
 
 def listed(monkeypatch, name: str) -> list[str]:
     """The samples that a measure is given from now on."""
-    compute, ids = MEASURES[name].parts, list[str]()
+    compute, ids = load_measures()[name].parts, list[str]()
 
     def parts(net, batches, options):
         def taken():

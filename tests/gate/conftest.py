@@ -3,7 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from lipaudit.settings import ATTACK_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, layouts
+from lipaudit.measures import ATTACK_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, layouts
 from lipaudit.tables import Array, Data, Model, Report, Run
 
 

@@ -9,7 +9,7 @@ from lipaudit.gate import compare
 from lipaudit.gate.comparable import require_same_conditions
 from lipaudit.gate.comparison import compute_head_changes
 from lipaudit.gate.judging import TOLERANCE
-from lipaudit.settings import ATTENTION_TABLE, CERTIFY_TABLE, layouts
+from lipaudit.measures import ATTENTION_TABLE, CERTIFY_TABLE, layouts
 from lipaudit.tables import Array
 from lipaudit.tables.report import Failure
 

@@ -3,7 +3,7 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import judge, parse_rule
-from lipaudit.settings import BALLS_TABLE, layouts
+from lipaudit.measures import BALLS_TABLE, layouts
 from lipaudit.tables import Note
 
 RNG = np.random.default_rng(11)

@@ -9,7 +9,7 @@ import lipaudit
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
 from lipaudit.gate.rules import STATS, metrics
-from lipaudit.settings import layouts
+from lipaudit.measures import layouts
 from lipaudit.tables.trials import FLAGS
 
 PLAN = {

@@ -9,7 +9,7 @@ from scipy import stats
 from lipaudit.errors import UsageError
 from lipaudit.gate import rank
 from lipaudit.gate.statistics import judge_share
-from lipaudit.settings import layouts
+from lipaudit.measures import layouts
 from lipaudit.tables.figures import median_limits, wilson
 from lipaudit.tables.report import Failure
 

@@ -5,8 +5,8 @@ import pytest
 from scipy import stats
 
 from lipaudit.gate import compare, judge, parse_rule
+from lipaudit.measures import ATTENTION_TABLE, layouts
 from lipaudit.report.page import samples
-from lipaudit.settings import ATTENTION_TABLE, layouts
 from lipaudit.tables import Array
 from lipaudit.tables.figures import wilson
 

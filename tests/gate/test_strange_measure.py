@@ -7,7 +7,7 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
-from lipaudit.settings import layouts
+from lipaudit.measures import layouts
 from tests.strangers import HEAT, SPREAD, register
 from tests.strangers import registry as registry
 

@@ -14,6 +14,7 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
+from lipaudit.measures import ATTENTION_TABLE
 from lipaudit.measures.attention import (
     ENTRIES,
     MEANS,
@@ -27,7 +28,6 @@ from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.settings import ATTENTION_TABLE
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.softmax import profile_rows, row_statistics
 from tests.live import Live

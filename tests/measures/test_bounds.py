@@ -6,10 +6,11 @@ import torch
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.measures import balls, bounds
+from lipaudit.measures import bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.growth import ascent
 from lipaudit.theory.policy import Policy
 from tests.nets import own_batch, own_net
 
@@ -215,7 +216,7 @@ def test_balls_change_nothing_at_the_samples(demo, on_balls):
 
 def test_a_constant_below_what_was_found_stops_the_run(demo, monkeypatch):
     net, batch = demo
-    monkeypatch.setattr(balls, "ball_norm", lambda heads, r, seeds: torch.full((3, 4), 1e6))
+    monkeypatch.setattr(ascent, "ball_norm", lambda heads, r, seeds: torch.full((3, 4), 1e6))
     with pytest.raises(EvaluationError, match=r"ball_sharp at r = 1/100 of head 0\.0"):
         list(measure(net, [batch], BoundsOptions(radius="1/100")))
 

@@ -18,12 +18,12 @@ from lipaudit.certify.form import NoRuleError
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import InputError, UsageError
 from lipaudit.gate import compare, judge
+from lipaudit.measures import CertifyOptions
 from lipaudit.measures.certify import check
 from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate, require_room, require_rules
 from lipaudit.models.sources.own import borrow
 from lipaudit.models.spec import LoadOptions
-from lipaudit.settings import CertifyOptions
 from lipaudit.tables import Note
 from tests.simulated.conftest import MODELS
 
@@ -335,7 +335,7 @@ def test_there_is_room_for_the_longest_sample_too_not_only_for_the_first(monkeyp
         if sample.x.shape[1] > 9:
             raise InputError("no room")
 
-    monkeypatch.setattr("lipaudit.measures.certify.require_room", require_short)
+    monkeypatch.setattr("lipaudit.models.certificate.require_room", require_short)
     options, ids = CertifyOptions(eps=("0.01",)), torch.full((3, 12), 5)
     mask = torch.arange(12) < torch.tensor([[9], [12], [7]])
     batch = Batch(ids, torch.zeros(3, dtype=torch.long), ("0", "1", "2"), mask)

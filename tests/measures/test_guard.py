@@ -6,13 +6,14 @@ import torch
 from lipaudit import measure
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
-from lipaudit.measures import balls, bounds
+from lipaudit.measures import bounds
 from lipaudit.measures.measure import seed_of
 from lipaudit.models.sources.loading import load_net
+from lipaudit.theory.bounds import ball, ingredients
 from lipaudit.theory.bounds import head_bounds as theory
-from lipaudit.theory.bounds import ingredients
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.spectral import upper
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def test_a_bound_below_the_norm_ends_the_run(demo, monkeypatch, name):
         values[name][1, 2] *= 1e-7
         return values
 
-    monkeypatch.setattr(bounds, "head_bounds", wrong)
+    monkeypatch.setattr(theory, "head_bounds", wrong)
     with pytest.raises(
         EvaluationError, match=rf"{name} of head 0\.2 \(blocks\.0\.attn\)"
     ) as caught:
@@ -59,7 +60,7 @@ def test_rounding_excuses_what_it_can_do_and_no_more(demo, monkeypatch, share, p
     """The slack of a trained head is some 1e-12, and the report names what was excused."""
     wrong, ids = shortened(share)
     ids.extend(demo[1].ids)
-    monkeypatch.setattr(bounds, "head_bounds", wrong)
+    monkeypatch.setattr(theory, "head_bounds", wrong)
     options = bounds.BoundsOptions(layers=(0,))
     if not passes:
         with pytest.raises(EvaluationError, match=r"sharp of head 0\.2"):
@@ -76,14 +77,14 @@ def test_a_constant_of_a_ball_that_rounding_excuses_is_named(demo, monkeypatch, 
     options = bounds.BoundsOptions(layers=(0,), radius="1/100")
     (part,) = bounds.measure(*demo_parts(demo), options)
     found = torch.as_tensor(part.values["at_r_ball_norm"])[..., 0]
-    ball_sharp = balls.ball_sharp
+    ball_sharp = ball.ball_sharp
 
     def wrong(heads, r, **more):
         values = ball_sharp(heads, r, **more).clone()
         values[1, 2] = (1 - share) * found[1, 2]
         return values
 
-    monkeypatch.setattr(balls, "ball_sharp", wrong)
+    monkeypatch.setattr(ball, "ball_sharp", wrong)
     assert_excused(demo, options, passes, "ball_sharp of head 0.2 (blocks.0.attn) at r = 1/100")
 
 
@@ -93,7 +94,7 @@ def test_a_layer_that_rounding_excuses_is_named(demo, monkeypatch, share, passes
     (part,) = bounds.measure(*demo_parts(demo), options)
     sharp, norms = (torch.as_tensor(part.values[name]) for name in ("sharp", "layer_out"))
     least = (norms[:, 0] / sharp.square().sum(1).sqrt()).max() * (1 - share)
-    monkeypatch.setattr(bounds, "spectral_norm", lambda a: least)
+    monkeypatch.setattr(upper, "spectral_norm", lambda a: least)
     assert_excused(demo, options, passes, "sharp_rss of layer 0 (blocks.0.attn)")
 
 
@@ -146,7 +147,7 @@ def test_ill_conditioned_heads_pass(name, factors):
 
 
 def test_a_layer_above_the_sum_of_its_heads_ends_the_run(demo, monkeypatch):
-    monkeypatch.setattr(bounds, "spectral_norm", lambda a: torch.tensor(1e-9))
+    monkeypatch.setattr(upper, "spectral_norm", lambda a: torch.tensor(1e-9))
     with pytest.raises(EvaluationError, match=r"sharp_rss of layer 0"):
         list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
 

@@ -14,15 +14,15 @@ from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.engine.shards import merge
 from lipaudit.errors import InputError
-from lipaudit.measures import MEASURES
-from lipaudit.schema import dumps, loads
-from lipaudit.settings import (
+from lipaudit.measures import (
     AttackOptions,
     AttentionOptions,
     BoundsOptions,
     JacobianOptions,
-    RunOptions,
+    load_measures,
 )
+from lipaudit.schema import dumps, loads
+from lipaudit.settings import RunOptions
 
 WORDS = ["<pad>", "<unk>", *"bcdefgh"]
 LONG = " ".join("bcdefgh"[i * i % 7] for i in range(34))
@@ -134,7 +134,7 @@ def test_a_run_goes_on_with_batches_of_another_size(tmp_path, monkeypatch):
         run = RunOptions(data=data, samples=len(MIXED), device="cpu", batch_size=size, resume=True)
         return prepare(Request(str(tmp_path / "model"), {"jacobian": JacobianOptions()}, run))
 
-    own, taken = MEASURES["jacobian"], list[str]()
+    own, taken = load_measures()["jacobian"], list[str]()
 
     def parts(net, batches, options):
         for batch in batches:
@@ -143,7 +143,7 @@ def test_a_run_goes_on_with_batches_of_another_size(tmp_path, monkeypatch):
             if len(taken) == 6:
                 raise KeyboardInterrupt
 
-    monkeypatch.setitem(MEASURES, "jacobian", replace(own, parts=parts))
+    monkeypatch.setitem(load_measures(), "jacobian", replace(own, parts=parts))
     with pytest.raises(KeyboardInterrupt):
         execute(job(2))
     (section,) = execute(job(3)).sections

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.jacobian import MEASURE, JacobianOptions, measure, summarise
+from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions, measure, summarise
 from lipaudit.models.derivative import endpoints
 from lipaudit.models.spec import NextToken
 from tests.attacks.text_folders import InDouble
@@ -82,7 +82,7 @@ def dense(function, z):
 
 def norms_of(net, batch, target, **how):
     options = JacobianOptions(target=target, tol=1e-10, within=1e-9, **how)
-    MEASURE.check(net, batch, options)
+    JACOBIAN.check(net, batch, options)
     return summarise(list(measure(net, [batch], options)), options)[0]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures import scaling
+from lipaudit.measures import growth
 from lipaudit.measures.growth import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise
 from lipaudit.models.attention import survey
@@ -275,7 +275,7 @@ def test_vision_transformers_of_one_size_take_every_length():
 
 
 def test_models_of_one_size_are_refused_before_the_worst_case(monkeypatch):
-    monkeypatch.setattr(scaling, "worst_case", lambda *at: pytest.fail("it was begun"))
+    monkeypatch.setattr(growth, "worst_case", lambda *at: pytest.fail("it was begun"))
     net = of_timm("cait_xxs24_224")
     with pytest.raises(InputError, match="does not take 8 tokens") as refusal:
         list(measure(net, [PIXELS], ScalingOptions(lengths=(8, 16))))

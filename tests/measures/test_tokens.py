@@ -19,12 +19,12 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import EvaluationError
+from lipaudit.measures import AttackOptions, AttentionOptions, tokens
 from lipaudit.measures import attack as attacked
 from lipaudit.measures import attention as by_head
-from lipaudit.measures import tokens
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.settings import AttackOptions, AttentionOptions, RunOptions
+from lipaudit.settings import RunOptions
 from lipaudit.tables.worst import worst
 from tests.nets import own_batch, own_net
 

@@ -11,12 +11,13 @@ from torch.backends import cuda, cudnn, mkldnn
 import lipaudit
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
+from lipaudit.measures import option_types
 from lipaudit.models.derivative.trail import Trail
 from lipaudit.models.memory import Held
 from lipaudit.models.precision import EagerMode, exact_arithmetic
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.spec import LoadOptions
-from lipaudit.settings import RunOptions, option_types
+from lipaudit.settings import RunOptions
 
 MATMUL = torch.set_float32_matmul_precision
 CPU = torch.device("cpu")

@@ -3,9 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from lipaudit.report import html, of_reports, render
-from lipaudit.report.page.document import make_page
-from lipaudit.settings import (
+from lipaudit.measures import (
     ATTACK_TABLE,
     ATTENTION_TABLE,
     BALLS_TABLE,
@@ -18,6 +16,8 @@ from lipaudit.settings import (
     SCALING_TABLE,
     layouts,
 )
+from lipaudit.report import html, of_reports, render
+from lipaudit.report.page.document import make_page
 from lipaudit.tables import Array, Data, Model, Note, Report, Row, Run, Section
 from lipaudit.tables.report import Shard
 

@@ -10,12 +10,12 @@ from PIL import Image
 
 from lipaudit import schema
 from lipaudit.errors import InputError
+from lipaudit.measures import layouts
 from lipaudit.report import render
 from lipaudit.report.blocks import Passage
 from lipaudit.report.charts import draw_svg
 from lipaudit.report.page.attention import draw_attention
 from lipaudit.report.pictures import Curve, Density
-from lipaudit.settings import layouts
 from lipaudit.tables import Array, Section
 from lipaudit.tables.report import Attended
 from tests.report.conftest import keep

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from lipaudit.measures import layouts
 from lipaudit.report import cells
-from lipaudit.settings import layouts
 from lipaudit.tables import Column
 
 

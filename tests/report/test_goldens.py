@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lipaudit.measures import layouts
 from lipaudit.report import markdown, records, terminal
 from lipaudit.report.page.chapters import find_plan
 from lipaudit.report.page.document import make_page
-from lipaudit.settings import layouts
 
 GOLDENS = Path(__file__).parent / "goldens"
 FORMATS = {

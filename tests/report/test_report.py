@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lipaudit.measures import layouts
 from lipaudit.report import RENDERERS, REPORT, of_reports, render
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.chapters import PLANS, find_plan
@@ -14,7 +15,6 @@ from lipaudit.report.pictures import (
     Histogram,
     Scatter,
 )
-from lipaudit.settings import layouts
 from lipaudit.tables import Array, model_labels
 from tests.report.conftest import keep
 

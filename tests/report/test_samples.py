@@ -8,11 +8,11 @@ import pytest
 
 from lipaudit import schema
 from lipaudit.errors import InputError, UsageError
+from lipaudit.measures import layouts
 from lipaudit.report import of_sample, render, terminal
 from lipaudit.report.blocks import Table
 from lipaudit.report.page import samples
 from lipaudit.report.page.document import make_page
-from lipaudit.settings import layouts
 from lipaudit.tables.report import Example, Gradient
 from lipaudit.tables.trials import FLAGS
 from lipaudit.tables.worst import worst

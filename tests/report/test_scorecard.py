@@ -9,11 +9,11 @@ import pytest
 from scipy.stats import binom
 
 from lipaudit.gate import judge
+from lipaudit.measures import ATTENTION_TABLE, CERTIFY_TABLE, layouts
 from lipaudit.report import of_judgement, of_reports, render
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.document import make_page, make_screen
 from lipaudit.report.page.scorecard import make_scorecard
-from lipaudit.settings import ATTENTION_TABLE, CERTIFY_TABLE, layouts
 from lipaudit.tables.figures import median_limits, wilson
 from lipaudit.tables.summary import summary
 from tests.report.conftest import keep

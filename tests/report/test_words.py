@@ -10,10 +10,11 @@ from lipaudit.cli.tools import list_explanations
 from lipaudit.gate import compare, judge
 from lipaudit.gate.rules import DEFAULT_RULES, STATS, metrics
 from lipaudit.gate.verdicts import VerdictStatus
+from lipaudit.measures import layouts, load_measures, option_types
 from lipaudit.report import of_comparison, of_judgement, topics
 from lipaudit.report.cells import describe_standing, list_footnotes, write_math
 from lipaudit.report.page.document import make_page
-from lipaudit.settings import Recipe, RunOptions, layouts, measures, option_types
+from lipaudit.settings import Recipe, RunOptions
 from lipaudit.tables import Column
 from lipaudit.tables.columns import Status
 from lipaudit.tables.trials import Norm
@@ -48,7 +49,7 @@ def test_every_column_by_its_names_and_its_heading():
 def test_every_name_of_a_record():
     options = [o for kind in (*option_types().values(), Recipe, RunOptions)
                for o in kind.options().values()]  # fmt: skip
-    names = [*measures(), *layouts(), *load_bounds(), *attack_kinds(), *RESERVED, *STATS]
+    names = [*load_measures(), *layouts(), *load_bounds(), *attack_kinds(), *RESERVED, *STATS]
     names += [*get_args(Status), *get_args(Norm), *get_args(VerdictStatus)]
     names += [name for o in options for name in (o.name, *o.flags, *o.values())]
     names += [bound.domain for bound in load_bounds().values()]

@@ -8,8 +8,9 @@ import typer.main
 
 from lipaudit.cli.commands import build
 from lipaudit.errors import UsageError
-from lipaudit.settings import AuditOptions, Recipe, RunOptions, option_types
-from lipaudit.settings.page import page
+from lipaudit.measures import AuditOptions, option_types
+from lipaudit.measures.page import page
+from lipaudit.settings import Recipe, RunOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
 GROUPS = option_types() | {"audit": AuditOptions, "train": Recipe}

@@ -8,11 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from lipaudit.gate.rules import metrics, parse_rule
+from lipaudit.measures import BOUNDS_TABLE, FITS_TABLE, SCALING_TABLE, layouts
 from lipaudit.report.blocks import Table
 from lipaudit.report.cells import STATUS, write_math
 from lipaudit.report.page.document import show_section
 from lipaudit.report.pictures import Scatter
-from lipaudit.settings import BOUNDS_TABLE, FITS_TABLE, SCALING_TABLE, layouts
 from lipaudit.tables import Section
 from lipaudit.theory.bounds.catalogue import OWN, load_bounds
 from lipaudit.theory.bounds.record import AT_X, EVERYWHERE, Bound

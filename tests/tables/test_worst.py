@@ -2,7 +2,7 @@
 
 import pytest
 
-from lipaudit.settings import layouts
+from lipaudit.measures import layouts
 from lipaudit.tables.report import Data, Model, Report, Run
 from lipaudit.tables.summary import summary
 from lipaudit.tables.trials import parse_column

@@ -32,9 +32,9 @@ from lipaudit.models.sources.weights import (
     few,
     list_weight_files,
     note_half_precision,
+    read_json,
 )
 from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
-from lipaudit.schema import read_json
 from lipaudit.tables import Note
 
 SETTINGS = (".json", ".txt", ".model")

@@ -16,10 +16,9 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import load_demo
 from lipaudit.models.sources.names import DEMOS, FORMS, similar_models
 from lipaudit.models.sources.offload import find_device
-from lipaudit.models.sources.weights import SUFFIXES
+from lipaudit.models.sources.weights import SUFFIXES, read_json
 from lipaudit.models.spec import LoadOptions as LoadOptions
 from lipaudit.models.spec import ModelSpec as ModelSpec
-from lipaudit.schema import read_json
 
 SEED = 0
 """Seed of random weights, so that they are always the same."""

@@ -26,8 +26,7 @@ from lipaudit.errors import (
     out_of_memory,
     suggestion,
 )
-from lipaudit.models.sources.weights import few
-from lipaudit.schema import read_json
+from lipaudit.models.sources.weights import few, read_json
 from lipaudit.tables import Note
 
 PLANNED = ("auto", "balanced")

@@ -27,8 +27,8 @@ from lipaudit.data.samples import warning
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import NO_DECISION
 from lipaudit.models.sources.timm import list_synsets
+from lipaudit.models.sources.weights import read_json
 from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.schema import read_json
 
 Pooling = Callable[[Any, Tensor | None], Tensor]
 

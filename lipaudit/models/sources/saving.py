@@ -12,8 +12,8 @@ from safetensors.torch import save
 from lipaudit.models.net import Net
 from lipaudit.models.sources.demo import AS_TIMM, DigitsViT
 from lipaudit.models.sources.huggingface import silence_transformers
+from lipaudit.models.sources.weights import read_json
 from lipaudit.models.spec import LoadOptions
-from lipaudit.schema import read_json
 
 WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.h5", "*.onnx", "*.msgpack", "*.ckpt*")
 

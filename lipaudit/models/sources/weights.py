@@ -14,6 +14,7 @@ from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
+from pydantic_core import from_json
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -235,3 +236,15 @@ def hash_weights(module: nn.Module) -> str:
         for piece in value.reshape(-1).split(HASHED):
             digest.update(piece.to(dtype).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a model or a run.
+
+    Raises:
+        InputError: the file is unreadable, not JSON, or nested too deeply.
+    """
+    try:
+        return from_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not JSON ({error})", "Copy or download it again.") from error

@@ -16,6 +16,7 @@ from lipaudit.gate.comparison import (
     Pair,
 )
 from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
+from lipaudit.measures.registry import find_column
 from lipaudit.report.blocks import (
     Banner,
     Block,
@@ -33,7 +34,6 @@ from lipaudit.report.page.facts import CHARACTERS, merge_notes
 from lipaudit.report.page.samples import list_names
 from lipaudit.report.page.scorecard import name_accuracy
 from lipaudit.report.page.views import FIT, HEAD, TOP, map_heads
-from lipaudit.settings.registry import find_column
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.summary import KINDS
 from lipaudit.tables.trials import TrialKey

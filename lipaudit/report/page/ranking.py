@@ -9,6 +9,7 @@ from typing import Any
 
 from lipaudit.gate.ranking import Ranking
 from lipaudit.gate.verdicts import Verdict, amount
+from lipaudit.measures import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE
 from lipaudit.report.blocks import (
     Block,
     Chapter,
@@ -20,7 +21,6 @@ from lipaudit.report.blocks import (
 from lipaudit.report.cells import format_significant, format_value, format_with_limits
 from lipaudit.report.page.scorecard import make_scorecard, name_accuracy
 from lipaudit.report.page.views import MODEL
-from lipaudit.settings import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE
 from lipaudit.tables import Column, Report
 from lipaudit.tables.summary import KINDS
 

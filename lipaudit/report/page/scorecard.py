@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lipaudit.measures import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, RADII_TABLE
 from lipaudit.report.blocks import Banner, Line, Scorecard
 from lipaudit.report.cells import (
     describe_standing,
@@ -18,7 +19,6 @@ from lipaudit.report.page.facts import (
     find_places,
     name_sample,
 )
-from lipaudit.settings import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, RADII_TABLE
 from lipaudit.tables import Column, Report
 from lipaudit.tables.figures import order
 from lipaudit.tables.summary import KINDS, Accuracy, Summary, summary

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from benchmarks.reference import truth
 from benchmarks.reference.loaded import alone
 from benchmarks.reference.mechanisms import MECHANISMS, load, row, texts
-from lipaudit.measures import MEASURES
+from lipaudit.measures import load_measures, option_types
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.sites import list_blocks_without_attention
 from lipaudit.models.attention.survey import survey
-from lipaudit.settings import option_types
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian
@@ -61,7 +60,7 @@ def test_blocks_without_attention_are_named(name, left_out):
     net = load(name)
     batch = texts(net)
     assert list_blocks_without_attention(net.module, survey(net, batch)) == left_out
-    (part,) = MEASURES["bounds"].parts(net, [batch], option_types()["bounds"]())
+    (part,) = load_measures()["bounds"].parts(net, [batch], option_types()["bounds"]())
     said = [note.text for note in part.notes if note.code == "no-attention"]
     assert len(said) == len(left_out)
     assert all(f"({block})" in text for block, text in zip(left_out, said, strict=True))

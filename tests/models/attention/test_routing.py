@@ -8,16 +8,15 @@ from benchmarks.reference import truth
 from benchmarks.reference.loaded import alone
 from benchmarks.reference.mechanisms import load, texts
 from lipaudit.data.batch import Batch
-from lipaudit.measures import MEASURES
+from lipaudit.measures import load_measures, option_types
 from lipaudit.models.attention.routing import Routing
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.settings import option_types
 
 
 def measured(net: Net, batch: Batch):
     options = option_types()["jacobian"](tol=1e-10, within=1e-6)
-    (part,) = MEASURES["jacobian"].parts(net, [batch], options)
+    (part,) = load_measures()["jacobian"].parts(net, [batch], options)
     return part
 
 

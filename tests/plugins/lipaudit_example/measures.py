@@ -1,11 +1,18 @@
-"""A measure of one's own: its table, its options and its record. Nothing here needs torch."""
+"""A measure of one's own, in one file. Nothing here needs torch before it measures."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
-from lipaudit.settings import MeasureOptions, MeasureRecord, option
-from lipaudit.tables import Column, Layout
+from lipaudit.measures import Measure, MeasureOptions, Part
+from lipaudit.measures.measure import join_parts, sample_ids
+from lipaudit.settings import option
+from lipaudit.tables import Column, Layout, Section
+
+if TYPE_CHECKING:
+    from lipaudit.data.batch import Batch
+    from lipaudit.models.net import Net
 
 TABLE = Layout(
     name="confidence",
@@ -29,9 +36,31 @@ class ConfidenceOptions(MeasureOptions):
     temperature: float = option(1.0, "Divide the logits by it.", gt=0)
 
 
-CONFIDENCE = MeasureRecord(
+def measure(net: Net, batches: Iterable[Batch], options: ConfidenceOptions) -> Iterator[Part]:
+    """Yield the confidence of every sample."""
+    import torch
+
+    for batch in batches:
+        with torch.no_grad():
+            p = (net.output(batch) / options.temperature).double().softmax(1)
+        yield Part(batch.ids, {"confidence": p.amax(1).cpu().numpy()})
+
+
+def summarise(parts: Sequence[Part], options: ConfidenceOptions) -> list[Section]:
+    """Make the section."""
+    values = join_parts(parts, "confidence")
+    row = TABLE.row(
+        temperature=options.temperature, mean=float(values.mean()), low=float(values.min())
+    )
+    samples = {"ids": sample_ids(parts), "confidence": tuple(values.tolist())}
+    return [TABLE.section(settings=options.model_dump(), rows=(row,), samples=samples)]
+
+
+CONFIDENCE = Measure(
     name="confidence",
     tables=(TABLE,),
     options=ConfidenceOptions,
-    runs="lipaudit_example.softmax:MEASURE",
+    parts=measure,
+    summarise=summarise,
+    batch=16,
 )

@@ -9,15 +9,15 @@ from typing import Any, get_args
 from pydantic import field_validator, model_validator
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.settings.attack import AttackOptions
-from lipaudit.settings.attention import AttentionOptions
-from lipaudit.settings.bounds import BoundsOptions
-from lipaudit.settings.certify import BallNorm, CertifyOptions
-from lipaudit.settings.jacobian import JacobianOptions
-from lipaudit.settings.measure import MeasureOptions
+from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attention import AttentionOptions
+from lipaudit.measures.bounds import BoundsOptions
+from lipaudit.measures.certify import BallNorm, CertifyOptions
+from lipaudit.measures.jacobian import JacobianOptions
+from lipaudit.measures.measure import MeasureOptions
+from lipaudit.measures.registry import load_measures
 from lipaudit.settings.option import Need, Settings, option
 from lipaudit.settings.parsing import Names
-from lipaudit.settings.registry import measures
 from lipaudit.theory.policy import NODES
 
 QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64, "certify": 4}
@@ -63,8 +63,10 @@ class AuditOptions(Settings):
     @classmethod
     def _known(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for name in names or ():
-            if name not in measures():
-                raise UsageError(f"there is no measure {name!r}", suggestion(name, measures()))
+            if name not in load_measures():
+                raise UsageError(
+                    f"there is no measure {name!r}", suggestion(name, load_measures())
+                )
         return names
 
     @model_validator(mode="after")
@@ -81,7 +83,7 @@ class AuditOptions(Settings):
         """Return the requested measures, in order."""
         wanted = {*(USUAL if self.only is None else self.only)}
         wanted |= {"certify"} if self.certify else set()
-        return tuple(name for name in measures() if name in wanted - {*(self.skip or ())})
+        return tuple(name for name in load_measures() if name in wanted - {*(self.skip or ())})
 
     @property
     def required(self) -> frozenset[str]:
@@ -98,7 +100,7 @@ class AuditOptions(Settings):
         given = {name: value for name in OF_ATTACK if (value := getattr(self, name)) is not None}
         usual = audit_options(given, demo=demo, quick=self.small(demo=demo))
         others = (name for name in self.names if name not in usual)
-        usual |= {name: measures()[name].options() for name in others}
+        usual |= {name: load_measures()[name].options() for name in others}
         return {name: usual[name] for name in self.names}
 
     def small(self, *, demo: bool) -> bool:

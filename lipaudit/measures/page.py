@@ -1,12 +1,13 @@
-"""Every option as a page: `python -m lipaudit.settings.page > docs/options.md`."""
+"""Every option as a page: `python -m lipaudit.measures.page > docs/options.md`."""
 
 from __future__ import annotations
 
-from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, option_types
+from lipaudit.measures import AuditOptions, option_types
+from lipaudit.settings import Recipe, RunOptions, Settings
 
 HEAD = """# Options
 
-Generated from the code by `python -m lipaudit.settings.page`. In Python, an option has the name of
+Generated from the code by `python -m lipaudit.measures.page`. In Python, an option has the name of
 its flag with underscores: `lipaudit.measure("demo", "bounds", max_tokens=64)`.
 Options that all measures share can be set in [a file](configuration.md).
 """

@@ -114,9 +114,14 @@ class ScalingOptions(MeasureOptions):
         return "; ".join(filter(None, parts))
 
 
+def _list_followed() -> list[str]:
+    """Return the bounds that are measured over the length."""
+    return [name for name, bound in load_bounds().items() if bound.scaling]
+
+
 def _follow_bounds(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str, Column]:
     """Return columns of the bounds that are measured over the length."""
-    followed = (bound for bound in load_bounds().values() if bound.scaling)
+    followed = (load_bounds()[name] for name in _list_followed())
     return {name: column for bound in followed for name, column in columns_of(bound).items()}
 
 
@@ -200,8 +205,7 @@ FITS_TABLE = Layout(
 )
 
 
-FOLLOWED = tuple(name for name, bound in load_bounds().items() if bound.scaling)
-OF_HEADS = ("exact", "radius", "tokens", *FOLLOWED)
+OF_HEADS = ("exact", "radius", "tokens")
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 WELL_UNDER = 10
 """The sqrt n law is fitted for n up to n_max divided by this."""
@@ -262,7 +266,9 @@ def _measure_lengths(
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
     of_heads = BoundsOptions(layers=options.layers, **how)
     parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))
-    at_lengths = [{n: part.values[n] for n in (*OF_HEADS, *OF_LAYERS)} for part in parts]
+    at_lengths = [
+        {n: part.values[n] for n in (*OF_HEADS, *_list_followed(), *OF_LAYERS)} for part in parts
+    ]
     facts = dict(parts[0].facts)
     missed = sum(int(part.values["missed"].sum()) for part in parts)
     within = [part.values[name] for part in parts for name in ("within", "layer_within")]
@@ -363,14 +369,14 @@ def _make_curves(
             values["tokens"][:, :, heads[0]],
             np.where(has_out, out, concat),
             values["radius"][:, :, heads[0]],
-            {n: factor * np.sqrt((values[n][:, :, heads] ** 2).sum(2)) for n in FOLLOWED},
+            {n: factor * np.sqrt((values[n][:, :, heads] ** 2).sum(2)) for n in _list_followed()},
         )
     wanted = set(options.heads or ())
     for i, head in enumerate(names):
         if wanted & {"all", f"{head.layer}.{head.head}"}:
             at = {name: values[name][:, :, i] for name in OF_HEADS}
             of_head = {"mode": "real", **head._asdict()}
-            limits = {name: at[name] for name in FOLLOWED}
+            limits = {name: values[name][:, :, i] for name in _list_followed()}
             yield NormCurve(of_head, at["tokens"], at["exact"], at["radius"], limits)
     model = values["model"][:, :, 0]
     n = np.nanmax(values["tokens"], 2, initial=0)

@@ -12,7 +12,6 @@ from lipaudit.gate.comparable import find_fault
 from lipaudit.gate.judging import read_trusted
 from lipaudit.gate.pairing import ALL_BUT_FEW, find_shared
 from lipaudit.gate.rules import DEFAULT_RULES
-from lipaudit.measures import layouts
 from lipaudit.tables import Report
 
 _SAVE = "Save a baseline with lipaudit baseline save REPORT."
@@ -54,10 +53,9 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
 
 
 def promote(report: Report, reason: str) -> Report:
-    """Turn a report into a baseline: only the figures that the gate reads, in a fixed order.
+    """Turn a report into a baseline: the figures that the gate reads, without wall times.
 
-    Wall times and arrays that no rule reads (histograms, maps) are left out. Sections, settings
-    and versions are sorted, so that two baselines differ only in their figures.
+    Arrays that no rule reads (histograms, maps) are left out.
 
     Args:
         report: a finished report.
@@ -83,21 +81,9 @@ def promote(report: Report, reason: str) -> Report:
         rows = section.rows
         if "seconds" in columns:
             rows = tuple(row.replace(seconds=None) for row in rows)
-        update = {
-            "rows": rows,
-            "settings": dict(sorted(section.settings.items())),
-            "arrays": {n: a for n, a in sorted(section.arrays.items()) if n in kept},
-        }
-        sections.append(section.model_copy(update=update))
-    order = {name: place for place, name in enumerate(layouts())}
-    sections.sort(key=lambda section: order.get(section.measure, len(order)))
-    run = report.run
-    update = {
-        "reason": reason.strip(),
-        "versions": dict(sorted(run.versions.items())),
-        "preprocess": dict(sorted(run.preprocess.items())),
-    }
-    run = run.model_copy(update=update)
+        arrays = {name: array for name, array in section.arrays.items() if name in kept}
+        sections.append(section.model_copy(update={"rows": rows, "arrays": arrays}))
+    run = report.run.model_copy(update={"reason": reason.strip()})
     return report.model_copy(update={"run": run, "sections": tuple(sections)})
 
 

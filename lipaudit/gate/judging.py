@@ -1,7 +1,9 @@
 """Judge the changes between two reports: one contrast for each row or column of a rule.
 
-`judge` tests whether the limit of a rule is exceeded, `judge_change` whether there is a change at
-all. Both use the same contrasts, so a change has one interval.
+The gate, a comparison and a ranking all take this way: a rule names a column and a statistic,
+`examine` contrasts the values of two reports on their shared samples, and a verdict says what the
+test of the contrast proves. `decide` asks whether the limit of a rule is exceeded, `judge_alone`
+whether there is a change at all; both read the same contrast, so a change has one interval.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate.comparable import (
+    BINDING,
     REPEAT,
     find_fault,
     find_obstacle,
@@ -23,16 +26,16 @@ from lipaudit.gate.comparable import (
     has_same_weights,
     list_differences,
     list_warnings,
-    require_same_conditions,
 )
 from lipaudit.gate.pairing import (
     ALL_BUT_FEW,
+    Key,
     RuleValues,
-    align_sections,
+    find_shared,
+    find_unsettled,
     is_mean,
-    keep_known,
+    name_rows,
     read,
-    spell_radii_as,
 )
 from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
 from lipaudit.gate.statistics import (
@@ -60,10 +63,11 @@ MOVED = 3
 """Number of most-changed samples that are named."""
 ROUNDING = 1e-6
 """Rounding error of a difference (a margin), as a share of the larger value."""
-SHOWN = parse_rule("attack.correct >= -0pp")
+CLEAN = parse_rule("attack.correct >= -0pp")
+NONE = np.zeros(0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Contrast:
     """The comparison that a rule makes for one row or column.
 
@@ -72,8 +76,10 @@ class Contrast:
         old: the baseline's value; None for absolute limits.
         new: the current value.
         evidence: statistics of the change; None if the values are compared without a test.
-        changes: the paired change for the worse of each sample; None without a test.
-        moved: the few samples that changed most for the worse, the worst first.
+        before: the baseline's values, sample by sample; empty without a test.
+        now: the current values.
+        changes: the paired changes for the worse.
+        ids: the samples; empty if the values belong to none.
         same: whether weights and values equal the baseline's within their accuracy, and the rule
             requires no improvement. For attacks with other random starts the weights decide.
     """
@@ -82,8 +88,10 @@ class Contrast:
     old: float | None
     new: float
     evidence: Evidence | None = None
-    changes: Values | None = field(default=None, compare=False, repr=False)
-    moved: tuple[str, ...] = ()
+    before: Values = field(default_factory=NONE.copy)
+    now: Values = field(default_factory=NONE.copy)
+    changes: Values = field(default_factory=NONE.copy)
+    ids: tuple[str, ...] = ()
     same: bool = False
 
 
@@ -115,117 +123,74 @@ def judge(
     """
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must be between 0 and 1, not {alpha}")
-    chosen = tuple(rules)
-    if not rules:
-        known = {section.measure for report in (current, baseline) for section in report.sections}
-        chosen = tuple(rule for rule in DEFAULT_RULES if rule.measure in known)
-        if not chosen:
-            named = ", ".join(sorted(known)) or "an empty report"
-            raise UsageError(f"no default rule exists for {named}", _suggest_rule(current))
-    examinations = [_examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
-    usual = () if rules else (rule for rule in DEFAULT_RULES if rule.measure in USUAL)
+    known = {section.measure for report in (current, baseline) for section in report.sections}
+    chosen = tuple(rules) or tuple(rule for rule in DEFAULT_RULES if rule.measure in known)
+    if not chosen:
+        named = ", ".join(sorted(known)) or "an empty report"
+        advice = "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name."
+        raise UsageError(f"no default rule exists for {named}", advice)
+    examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     verdicts = tuple(_decide(chosen, examinations, alpha))
-    moved = {sample for verdict in verdicts for sample in verdict.moved}
+    dropped = () if rules else set(DEFAULT_RULES) - set(chosen)
+    notes = [
+        f"not judged, because neither report has its section: {rule.text}"
+        for rule in DEFAULT_RULES
+        if rule in dropped and rule.measure in USUAL
+    ]
+    # Clean accuracy is shown if both reports have it.
+    sections = [report.section(CLEAN.measure) for report in (current, baseline)]
+    shown = all(section and CLEAN.column in section.samples for section in sections)
+    clean = examine(CLEAN, current, baseline, alone=True) if shown else []
+    for contrast in clean if isinstance(clean, list) else ():
+        verdict = judge_alone(CLEAN, contrast)
+        notes.append(f"clean accuracy, which never fails: {verdict.figures}")
     places = baseline.found("place") | current.found("place")
-    # Clean accuracies are shown if both reports have them.
-    sections = [report.section(SHOWN.measure) for report in (current, baseline)]
-    shown = all(section and SHOWN.column in section.samples for section in sections)
-    clean = _examine(SHOWN, current, baseline, alone=True) if shown else []
+    moved = {sample for verdict in verdicts for sample in verdict.moved}
     return Judgement(
         current=current.run.model.spec,
         baseline=baseline.run.model.spec,
         alpha=alpha,
         strict=strict,
         verdicts=verdicts,
-        places={sample: places[sample] for sample in sorted(moved & places.keys())},
-        shown=tuple(_make_verdict(SHOWN, c, LEVEL) for c in clean if isinstance(c, Contrast)),
-        notes=(
-            *(
-                f"not judged, because neither report has its section: {rule.text}"
-                for rule in usual
-                if rule not in chosen
-            ),
-            *list_differences(current, baseline).values(),
-        ),
+        notes=(*notes, *list_differences(current, baseline).values()),
         warnings=list_warnings(current, baseline),
+        places={sample: places[sample] for sample in sorted(moved & places.keys())},
     )
-
-
-def judge_change(
-    rule: Rule, current: Report, baseline: Report, level: float = LEVEL
-) -> list[Verdict]:
-    """Return for each row of a rule without a margin whether it changed, at its own level.
-
-    Precision and preprocessing may differ, and few shared samples suffice.
-    """
-    examined = _examine(rule, current, baseline, alone=True)
-    if isinstance(examined, Verdict):
-        return [examined.model_copy(update={"rule": rule.metric})]
-    verdicts = []
-    for contrast in examined:
-        verdict = _make_verdict(rule, contrast, level)
-        ends = [verdict.change] if verdict.low is None else [verdict.low, verdict.high]
-        none = ("change_status", "change_low", "change_high", "detectable", "samples_needed")
-        fields = dict.fromkeys(none) | {"rule": verdict.metric}
-        fields["status"] = _reword(verdict.status, ends, verdict.unit)
-        verdicts.append(verdict.model_copy(update=fields))
-    return verdicts
-
-
-def _suggest_rule(report: Report) -> str:
-    """Write a rule for a section that the report has."""
-    rules = (
-        f"Such as --fail-on '{section.measure}.{name} {sign}5%'; "
-        for section in report.sections
-        for name, column in section.columns.items()
-        if column.better and name not in FLAGS
-        for sign in ["<= +" if column.better == "lower" else ">= -"]
-    )
-    measure = report.sections[0].measure if report.sections else "rules"
-    return f"{next(rules, '')}lipaudit explain {measure} lists what a rule can name."
-
-
-def _examine(
-    rule: Rule, current: Report, baseline: Report, *, alone: bool = False, typed: bool = False
-) -> list[Contrast] | Verdict:
-    """Return the contrasts of a rule, or a verdict that it cannot be judged.
-
-    Raises:
-        UsageError: a rule of the user matches nothing, or does not suit its metric.
-    """
-    try:
-        if alone:
-            return contrast_values(rule, current, baseline, least=0.0)
-        changes = contrast_values(rule, current, baseline)
-        if rule.limit.kind != "absolute":
-            require_same_conditions(current.run, baseline.run)
-        return changes
-    except EvaluationError as error:
-        return refuse(rule, error.message, "error")
-    except (BaselineError, UsageError) as error:
-        if typed and isinstance(error, UsageError):
-            raise
-        return refuse(rule, error.message)
-
-
-def refuse(rule: Rule, reason: str, status: VerdictStatus = "not comparable") -> Verdict:
-    """Return the verdict on a rule that cannot be judged."""
-    return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=reason)
 
 
 # What a rule contrasts
 
 
-def contrast_values(
-    rule: Rule, current: Report, baseline: Report, least: float = ALL_BUT_FEW
-) -> list[Contrast]:
-    """Return the contrasts of a rule over the shared samples, in the order of the baseline.
+def examine(
+    rule: Rule, current: Report, baseline: Report, *, alone: bool = False, typed: bool = False
+) -> list[Contrast] | Verdict:
+    """Return the contrasts of a rule, or the verdict that it cannot be judged.
 
     Args:
         rule: the rule.
         current: the report to judge.
         baseline: the report to compare it with.
-        least: smallest share of the baseline's samples that both reports need.
+        alone: for a comparison: precision and preprocessing may differ, few shared samples
+            suffice, and what did not converge is left out. A gate refuses such reports.
+        typed: whether the user wrote the rule; a rule that suits no figure is then an error.
+
+    Raises:
+        UsageError: a rule of the user matches nothing, or does not suit its metric.
+    """
+    try:
+        return _contrast_reports(rule, current, baseline, alone)
+    except (BaselineError, EvaluationError, UsageError) as error:
+        if typed and isinstance(error, UsageError):
+            raise
+        wrong = isinstance(error, EvaluationError)
+        status: VerdictStatus = "error" if wrong else "not comparable"
+        return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=error.message)
+
+
+def _contrast_reports(
+    rule: Rule, current: Report, baseline: Report, alone: bool
+) -> list[Contrast]:
+    """Return the contrasts of a rule over the shared samples, in the order of the baseline.
 
     Raises:
         EvaluationError: the current report is not complete, finite and converged.
@@ -241,60 +206,97 @@ def contrast_values(
         raise BaselineError(
             find_fault(current, new), "Merge all shards with lipaudit merge first."
         )
-    if not least and old is not None:
-        new, old = keep_known(rule, new, old)
-    reading = read_trusted(rule, current, new)
+    points = read_trusted(rule, current, new, alone=alone).points
     if rule.limit.kind == "absolute":
-        return [Contrast(name, None, value) for name, value in reading.points.items()]
+        return [Contrast(str(name), None, value) for name, value in points.items()]
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}", "Save a new baseline.")
     try:
-        read_trusted(rule, baseline, old)
+        read_trusted(rule, baseline, old, alone=alone)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
     if obstacle := find_obstacle(current, baseline, new, old):
         raise BaselineError(obstacle, REPEAT)
-    restarted = has_other_starts(new, old) and rule.column not in ("clean", "correct")
-    new, old = align_sections(rule, new, old, least)
-    same = compute_margin(rule) >= 0 and has_same_weights(current, baseline)
-    before = read(rule, old)
-    after = spell_radii_as(read(rule, new), before)
+    differences = {} if alone else list_differences(current, baseline)
+    if changes := [text for name, text in differences.items() if name.split()[0] in BINDING]:
+        raise BaselineError("; ".join(changes), REPEAT)
+    after, before, ids = _read_shared(rule, new, old, alone)
     missing = [name for name in before.names if name not in after.names]
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in after.names if name not in before.names]
     if missing:
-        which = "; ".join(missing[:8]) + ("; ..." if len(missing) > 8 else "")
+        which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
         raise BaselineError(f"{rule.metric}: only one of the reports has {which}", REPEAT)
+    restarted = has_other_starts(new, old) and rule.column not in ("clean", "correct")
+    same = _compute_margin(rule) >= 0 and has_same_weights(current, baseline)
     tol = new.settings.get("tol")
     tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
-    changes = (_contrast(rule, name, before, after, tol) for name in before.points)
-    return [replace(c, same=same and (c.same or restarted)) for c in changes]
+    contrasts = (_contrast(rule, name, before, after, ids, tol) for name in before.points)
+    return [replace(c, same=same and (c.same or restarted)) for c in contrasts]
 
 
-def read_trusted(rule: Rule, report: Report, section: Section) -> RuleValues:
+def read_trusted(
+    rule: Rule, report: Report, section: Section, *, alone: bool = False
+) -> RuleValues:
     """Read the values of a rule from a report's section; refuse unreliable ones.
 
     Raises:
         EvaluationError: the values are not complete, finite and converged.
         UsageError: the rule matches nothing.
     """
-    if reason := find_fault(report, section):
+    if reason := find_fault(report, section, alone=alone):
         raise EvaluationError(reason, "Let the run finish, or raise --tol.")
     reading = read(rule, section)
-    for name, point in reading.points.items():
-        values = reading.pairs.get(name, np.array([point]))
-        bad = int((~np.isfinite(values)).sum()) or int(not math.isfinite(point))
-        if bad:
-            where = f" ({name})" if name else ""
-            count = "1 value is" if bad == 1 else f"{bad} values are"
-            raise EvaluationError(
-                f"{rule.metric}{where}: {count} not finite",
-                "Fix the model: NaN and infinite values cannot be judged.",
-            )
+    if not alone:
+        _require_finite(rule, reading)
     return reading
 
 
-def _contrast(rule: Rule, name: str, old: RuleValues, new: RuleValues, tol: float) -> Contrast:
+def _require_finite(rule: Rule, reading: RuleValues) -> None:
+    if bad := reading.count_nonfinite():
+        count = "1 value is" if bad == 1 else f"{bad} values are"
+        raise EvaluationError(
+            f"{rule.metric}: {count} not finite",
+            "Fix the model: NaN and infinite values cannot be judged.",
+        )
+
+
+def _read_shared(
+    rule: Rule, new: Section, old: Section, alone: bool
+) -> tuple[RuleValues, RuleValues, tuple[str, ...]]:
+    """Read both sections on their shared samples, in the old section's order.
+
+    Rows are computed again from their samples if the two sections have others.
+
+    Raises:
+        BaselineError: too few samples are shared, or the reports lack the values per sample.
+        EvaluationError: in a comparison, nothing converged, or a value is not finite.
+    """
+    column = rule.column if rule.per_sample else ""
+    rows, samples = find_unsettled((new, old), column) if alone else (set(), set())
+    if rows and (rule.per_sample or rows >= set(name_rows(old))):
+        raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge", REPEAT)
+    if samples and samples >= set(new.ids) & set(old.ids):
+        raise BaselineError(
+            f"{rule.measure}: {len(samples)} samples did not converge, or have no value", REPEAT
+        )
+    takes: tuple[list[int] | None, list[int] | None] = None, None
+    if new.ids and old.ids:  # without ids, `find_obstacle` has refused other samples
+        known = [name if name not in samples else "" for name in old.ids]
+        takes = find_shared(rule.measure, new.ids, known, 0.0 if alone else ALL_BUT_FEW)
+    again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
+    after, before = (
+        read(rule, section, take, again=again, skipped=rows)
+        for section, take in zip((new, old), takes, strict=True)
+    )
+    for reading in (after, before):
+        _require_finite(rule, reading)
+    return after, before, tuple(old.ids[i] for i in takes[1] or ())
+
+
+def _contrast(
+    rule: Rule, name: Key, old: RuleValues, new: RuleValues, ids: tuple[str, ...], tol: float
+) -> Contrast:
     """Compare a row or column: by its samples, else by their medians, else without a test."""
     first, last = old.points[name], new.points[name]
     before, now = np.array([first]), np.array([last])
@@ -316,15 +318,14 @@ def _contrast(rule: Rule, name: str, old: RuleValues, new: RuleValues, tol: floa
         both = [(line, new.pairs[row]) for row, line in old.pairs.items() if row in new.pairs]
         known = [lines for lines in both if np.isfinite(lines).all()]
         if not known:
-            return Contrast(name, first, last, same=same)
+            return Contrast(str(name), first, last, same=same)
         before, now = (np.median(np.stack(lines), axis=0) for lines in zip(*known, strict=True))
         _require_positive(rule, before, now)
         evidence = judge_mean(_compute_change(rule, before, now))
     worse = _compute_change(rule, before, now)
-    # If a stored array belongs to no samples, no sample is named.
-    most = np.argsort(-worse, kind="stable")[:MOVED] if worse.size == len(old.ids) else ()
-    moved = tuple(old.ids[i] for i in most if worse[i] > 0)
-    return Contrast(name, first, last, evidence, changes=worse, moved=moved, same=same)
+    # Stored arrays without ids name no sample.
+    named = ids if worse.size == len(ids) else ()
+    return Contrast(str(name), first, last, evidence, before, now, worse, named, same)
 
 
 def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
@@ -374,23 +375,23 @@ def _require_positive(rule: Rule, *values: Values) -> None:
 # Verdicts
 
 
-def compute_margin(rule: Rule) -> float:
+def _compute_margin(rule: Rule) -> float:
     """Return the largest change for the worse that a rule allows, in the scale of `Evidence`."""
     limit = float(rule.limit.value)
     value = math.log1p(limit) if rule.limit.kind == "relative" else limit
     return round(rule.worse * value, DIGITS)
 
 
-def express_change(rule: Rule, worse: float) -> float:
+def _express_change(rule: Rule, worse: float) -> float:
     """Return a change in the printed form: new over old minus 1, or new minus old."""
     value = rule.worse * worse
     with np.errstate(over="ignore"):
         return float(np.expm1(value)) if rule.limit.kind == "relative" else value
 
 
-def express_limits(rule: Rule, evidence: Evidence, level: float = LEVEL) -> tuple[float, float]:
+def _express_limits(rule: Rule, evidence: Evidence, level: float) -> tuple[float, float]:
     """Return the limits of a change in the printed form, the lower one first."""
-    low, high = sorted(express_change(rule, limit) for limit in evidence.limits(level))
+    low, high = sorted(_express_change(rule, limit) for limit in evidence.limits(level))
     return low, high
 
 
@@ -399,7 +400,7 @@ def _decide(
 ) -> Iterator[Verdict]:
     """Correct for many rules, then within each rule for many rows, both by Holm's procedure."""
     rows = [
-        {c.name: c.evidence.p(compute_margin(rule)) for c in found if c.evidence and not c.same}
+        {c.name: c.evidence.p(_compute_margin(rule)) for c in found if c.evidence and not c.same}
         if isinstance(found, list)
         else {}
         for rule, found in zip(rules, examinations, strict=True)
@@ -420,6 +421,15 @@ def _decide(
             yield _make_verdict(rule, contrast, row_level, adjusted)
 
 
+def judge_alone(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdict:
+    """Say whether there is a change at all: the verdict on a rule without a margin."""
+    verdict = _make_verdict(rule, contrast, level)
+    ends = [verdict.change] if verdict.low is None else [verdict.low, verdict.high]
+    none = ("change_status", "change_low", "change_high", "detectable", "samples_needed")
+    status = _reword(verdict.status, ends, verdict.unit)
+    return verdict.model_copy(update=dict.fromkeys(none) | {"status": status})
+
+
 def _make_verdict(
     rule: Rule, contrast: Contrast, level: float, adjusted: float | None = None
 ) -> Verdict:
@@ -427,6 +437,10 @@ def _make_verdict(
     evidence, old, new = contrast.evidence, contrast.old, contrast.new
     known: dict[str, Any] = {"rule": rule.text, "metric": rule.metric, "name": contrast.name}
     known |= {"old": old, "new": new, "unit": rule.limit.unit}
+    worse = contrast.changes
+    if evidence is not None and evidence.mcnemar is not None:
+        known |= {"lost": int((worse > 0).sum()), "gained": int((worse < 0).sum())}
+        known["mcnemar"] = evidence.mcnemar
     if evidence is None or contrast.same:
         status: VerdictStatus = "pass"
         if contrast.same:
@@ -436,18 +450,19 @@ def _make_verdict(
         elif old is not None and _compare_to_limit(rule, old, new) > 0:
             status = "improved"
         return Verdict(status=status, **known)
-    bound, alone = compute_margin(rule), express_limits(rule, evidence)
-    low, high = express_limits(rule, evidence, level)
+    bound, alone = _compute_margin(rule), _express_limits(rule, evidence, LEVEL)
+    low, high = _express_limits(rule, evidence, level)
     status, lowest, needed = _read_status(evidence, level, bound), evidence.limits(level)[0], None
     if status == "inconclusive" and math.isfinite(lowest):
         # The distance to the limit shrinks with the root of the number of samples.
         ratio = (evidence.estimate - lowest) / (evidence.estimate - bound)
         needed = math.ceil(evidence.samples * ratio**2)
     reach = evidence.reach(bound, level)
-    detectable = express_change(rule, reach) if math.isfinite(reach) else rule.worse * math.inf
+    detectable = _express_change(rule, reach) if math.isfinite(reach) else rule.worse * math.inf
+    most = np.argsort(-worse, kind="stable")[:MOVED] if contrast.ids else ()
     return Verdict(
         status=status,
-        paired=express_change(rule, evidence.estimate),
+        paired=_express_change(rule, evidence.estimate),
         low=low,
         high=high,
         p=evidence.p(bound),
@@ -456,10 +471,9 @@ def _make_verdict(
         change_status=_reword(_read_status(evidence, LEVEL, 0.0), alone, rule.limit.unit),
         change_low=alone[0],
         change_high=alone[1],
-        mcnemar=evidence.mcnemar,
         samples=evidence.samples,
         detectable=None if math.isnan(reach) else detectable,
-        moved=contrast.moved,
+        moved=tuple(contrast.ids[i] for i in most if worse[i] > 0),
         samples_needed=needed,
         **known,
     )

@@ -139,7 +139,7 @@ def no_change(
     share = column.format.endswith("%") or rule.column in FLAGS
     limit = "+0pp" if share else "+0%" if all(value >= 0 for value in values) else "+0"
     op: Literal["<=", ">="] = "<=" if column.better == "lower" else ">="
-    return replace(rule, text=metric, op=op, limit=_limit(limit, metric))
+    return replace(rule, text=rule.metric, op=op, limit=_limit(limit, metric))
 
 
 def configure(

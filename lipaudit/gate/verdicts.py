@@ -32,13 +32,13 @@ UNPROVEN: frozenset[VerdictStatus] = frozenset({"inconclusive", "pass (not prove
 
 
 class Verdict(Frozen):
-    """The verdict on one rule for one row or column.
+    """The verdict on one change: of a row or column, under a rule or under none.
 
     Changes and limits use the unit of the rule's limit: a share of the baseline's value
     (unit "%"), percentage points as a share (unit "pp"), or a difference (unit "").
 
     Attributes:
-        rule: the rule as the user wrote it.
+        rule: the rule as the user wrote it; in a comparison the metric.
         metric: its metric in full, e.g. `bounds.exact:each`.
         name: the row or column, e.g. `layer 3 head 1`; empty if there is only one.
         status: the verdict.
@@ -56,7 +56,9 @@ class Verdict(Frozen):
             `compare`; None without a test.
         change_low: lower 95 % limit of the paired change alone, as in `compare`.
         change_high: upper 95 % limit, as in `compare`.
-        mcnemar: exact two-sided p-value of "no change" for shares, for information.
+        lost: number of samples that changed from yes to no, for shares.
+        gained: number of samples that changed from no to yes, for shares.
+        mcnemar: exact two-sided p-value of "lost and gained are equally likely", for information.
         samples: number of pairs behind the verdict; 0 without a test.
         detectable: smallest paired change that this run would have called a regression; infinite
             if the samples are too few for any, None if unknown.
@@ -81,6 +83,8 @@ class Verdict(Frozen):
     change_status: VerdictStatus | None = None
     change_low: Float | None = None
     change_high: Float | None = None
+    lost: int | None = None
+    gained: int | None = None
     mcnemar: Float | None = None
     samples: int = 0
     detectable: Float | None = None
@@ -102,24 +106,19 @@ class Verdict(Frozen):
     def line(self) -> str:
         """Return the verdict as one line, with what would settle an inconclusive change."""
         where = f" {self.name}" if self.name else ""
-        start = f"{self.status}: {self.rule}{where}: "
-        if self.reason or self.detectable is None:
-            return start + (self.reason or self.figures)
-        reach = f"detectable from {amount(self.detectable, self.unit)}"
-        if math.isinf(self.detectable):
-            reach = "too few samples to detect any change"
-        parts = [self.figures, reach]
-        if self.samples_needed:
-            edge = self.low if ">=" in self.rule else self.high
-            ways = (
-                f"about {self.samples_needed} samples would decide it (this run has "
-                f"{self.samples}), or a limit beyond {amount(edge, self.unit)}"
+        parts = [f"{self.status}: {self.rule}{where}: {self.reason or self.figures}"]
+        if self.detectable is not None:
+            few, least = math.isinf(self.detectable), amount(self.detectable, self.unit)
+            parts.append(
+                "too few samples to detect any change" if few else f"detectable from {least}"
             )
-            metric, _, stat = self.metric.rpartition(":")
-            if self.unit != "pp" and stat != "median":
-                ways += f", or a rule on the median ({metric}:median)"
-            parts.append(ways)
-        return start + "; ".join(parts)
+        if self.samples_needed:
+            edge = amount(self.low if ">=" in self.rule else self.high, self.unit)
+            parts.append(
+                f"about {self.samples_needed} samples would decide it (this run has "
+                f"{self.samples}), or a limit beyond {edge}"
+            )
+        return "; ".join(parts)
 
     @property
     def figures(self) -> str:
@@ -162,8 +161,8 @@ class Judgement(Frozen):
         alpha: the chance of flagging any rule that holds.
         strict: whether verdicts that are not proven fail.
         verdicts: one per rule and row, in the order of the rules.
-        shown: figures that are shown but never fail (clean accuracy).
-        notes: differences that permit the comparison, and dropped rules.
+        notes: differences that permit the comparison, dropped rules, and the clean accuracy,
+            which never fails.
         warnings: warnings of the current report, which affect its figures.
         places: places in the data of the samples named by verdicts, by id.
         baseline_file: path of the baseline as given; empty if unknown.
@@ -174,7 +173,6 @@ class Judgement(Frozen):
     alpha: float
     strict: bool
     verdicts: tuple[Verdict, ...]
-    shown: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     places: dict[str, str] = {}

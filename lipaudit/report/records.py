@@ -17,8 +17,8 @@ from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
     from lipaudit.gate import Judgement
-    from lipaudit.gate.comparison import Comparison
-    from lipaudit.gate.ranking import Ranking
+    from lipaudit.gate.changes import Comparison
+    from lipaudit.gate.standings import Ranking
 
 
 def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
@@ -116,7 +116,7 @@ def list_cells(report: Report) -> Iterator[Cells]:
         start: dict[str, Any] = {"model": report.run.model.spec, "measure": section.measure}
         start |= dict.fromkeys(("row", "layer", "head", "sample", "place"))
         for name, row in zip(name_rows(section), section.rows, strict=True):
-            about = start | {"row": name, "layer": row.get("layer"), "head": row.get("head")}
+            about = start | {"row": str(name), "layer": row.get("layer"), "head": row.get("head")}
             for key in (key for key in row if key not in ("layer", "head")):
                 yield about | _describe_cell(key, row[key], section.columns[key])
         for key, values in section.samples.items():
@@ -139,24 +139,15 @@ def _describe_cell(name: str, value: Any, column: Column) -> Cells:
 
 
 def list_samples(comparison: Comparison) -> Iterator[Cells]:
-    """Return a row per sample and pair of models: figures and states, `.old` and `.new`."""
+    """Return a row per sample and pair of models: figures in both, `.old` and `.new`."""
     for pair in comparison.pairs:
         for sample in pair.samples:
-            figures = sample.states | sample.figures
-            yield {
-                "old": pair.old,
-                "new": pair.new,
-                "sample": sample.id,
-                "place": sample.place or None,
-                "lost": len(sample.lost),
-                "gained": len(sample.gained),
-                **{
-                    f"{k}.{end}": both[end == "new"] for k, both in figures.items() for end in ENDS
-                },
-            }
-
-
-ENDS = ("old", "new")
+            cells: Cells = {"old": pair.old, "new": pair.new, "sample": sample.id}
+            cells |= {"place": sample.place or None}
+            cells |= {"lost": len(sample.lost), "gained": len(sample.gained)}
+            for name, (old, new) in sample.figures.items():
+                cells |= {f"{name}.old": old, f"{name}.new": new}
+            yield cells
 
 
 def list_models(ranking: Ranking) -> Iterator[Cells]:
@@ -166,12 +157,13 @@ def list_models(ranking: Ranking) -> Iterator[Cells]:
         for name in ("paired", "low", "high", "unit", "p", "samples"):
             key = "difference" if name == "paired" else f"difference_{name}"
             row[key] = model.difference and getattr(model.difference, name)
-        for each in model.accuracy:
+        for each in model.summary.accuracy:
             ball = f"@{each.norm},{each.eps}" if each.norm else ""
             ends = {"": "share", "_low": "low", "_high": "high", "_samples": "samples"}
             row |= {f"{each.kind}{k}{ball}": getattr(each, name) for k, name in ends.items()}
+        norms, heads, fragile = (getattr(model.summary, n) for n in ("norms", "heads", "fragile"))
         for name in ("median", "low", "high", "p95", "samples"):
-            row[f"norm_{name}"] = model.norm and getattr(model.norm, name)
-        row["head"] = model.head and f"{model.head.layer}.{model.head.head}"
-        row["head_norm"] = model.head and model.head.exact
-        yield row | {"fragile": model.fragile, "reason": model.reason}
+            row[f"norm_{name}"] = norms and getattr(norms, name)
+        row["head"] = heads and f"{heads.steepest[0].layer}.{heads.steepest[0].head}"
+        row["head_norm"] = heads and heads.steepest[0].exact
+        yield row | {"fragile": fragile and fragile.share, "reason": model.reason}

@@ -79,12 +79,17 @@ class Radii(Frozen):
 
 
 class ModelNorms(Frozen):
-    """The Jacobian norms of the model over the samples; `sample` has the largest."""
+    """The Jacobian norms of the model over the samples; `sample` has the largest.
+
+    `low` and `high` are 95 % limits of the median (order statistics); None with too few samples.
+    """
 
     start: str
     end: str
     norm: str
     median: Float | None
+    low: Float | None
+    high: Float | None
     p95: Float | None
     max: Float | None
     sample: str
@@ -298,7 +303,10 @@ def _make_norms(section: Section | None) -> ModelNorms | None:
     sample = max(known, key=lambda pair: pair[0], default=(0.0, ""))[1]
     names = ("norm", "median", "p95", "max", "samples", "converged")
     figures = {name: rows[0][name] for name in names}
-    return ModelNorms(start=rows[0].from_, end=rows[0].to, sample=sample, **figures)
+    low, high = median_limits(norms) or (None, None)
+    return ModelNorms(
+        start=rows[0].from_, end=rows[0].to, sample=sample, low=low, high=high, **figures
+    )
 
 
 def _make_heads(rows: Sequence[Row]) -> SteepestHeads | None:

@@ -93,7 +93,7 @@ with np.errstate(all="ignore"):
             ("eps lacks 2/255", new(attack(ROBUST, eps=("4/255",))), ATTACKED),
             ("steps 100 became 10", new(attack(ROBUST, steps=10)), ATTACKED),
             (
-                "also ran square,linf,2/255",
+                "weaker than the baseline: square,linf,2/255",
                 NEW_ATTACKED,
                 report(attack(ROBUST, attacks=("apgd-ce", "square"))),
             ),
@@ -107,17 +107,17 @@ with np.errstate(all="ignore"):
             ("only one of the reports has layer 1 head 1", new(bounds(EXACT[:3])), HEADS),
             ("baseline: bounds: 4 rows", NEW_HEADS, STUCK_HEADS),
             (
-                "dtype changed from float32 to bfloat16",
+                "dtype: float32 became bfloat16",
                 report(jacobian(NORMS), dtype="bfloat16"),
                 STEEP,
             ),
             (
-                "mean [0.5] became [0.485]",
+                "preprocess mean: [0.5] became [0.485]",
                 report(jacobian(NORMS), preprocess={"mean": (0.485,), "std": [0.5]}),
                 STEEP,
             ),
             (
-                "--score changed from sum to mean",
+                "score: sum became mean",
                 report(jacobian(NORMS), options={"score": "mean"}),
                 report(jacobian(NORMS), options={"score": "sum"}),
             ),

@@ -37,22 +37,13 @@ def test_a_baseline_is_an_ordinary_report_that_judges_like_the_original(tmp_path
     assert judge(full, baseline).verdicts == judge(full, full).verdicts
 
 
-def test_it_is_small_canonical_and_holds_one_time_stamp(full):
+def test_it_is_small_and_has_one_time_stamp(full):
     text = schema.dumps(promote(full, "why"))
     assert len(text) < 2**17
     assert "\r" not in text
     assert "g1_ratio_hist" not in text
     assert '"seconds": 1.25' not in text
     assert text.count("2026-") == 1
-    shuffled = full.model_copy(
-        update={
-            "sections": full.sections[::-1],
-            "run": full.run.model_copy(
-                update={"versions": dict(reversed(full.run.versions.items()))}
-            ),
-        }
-    )
-    assert schema.dumps(promote(shuffled, "why")) == text
     assert promote(promote(full, "why"), "why") == promote(full, "why")
 
 

@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lipaudit.errors import BaselineError
-from lipaudit.gate import compare
-from lipaudit.gate.comparable import require_same_conditions
-from lipaudit.gate.comparison import compute_head_changes
+from lipaudit.gate import compare, judge
 from lipaudit.gate.judging import TOLERANCE
 from lipaudit.measures import ATTENTION_TABLE, CERTIFY_TABLE, layouts
 from lipaudit.tables import Array
@@ -22,27 +19,31 @@ def pair_of(old, new):
     return compare([old, new]).pairs[0]
 
 
+def exact_heads(pair):
+    return [head for head in pair.heads if head.metric == "bounds.exact:each"]
+
+
 @pytest.fixture
 def heads(report, bounds):
     """Every head of a model against the same with other norms."""
 
     def changes(norms, old=EXACT):
         pair = pair_of(report(bounds(old)), report(bounds(norms), weights="b"))
-        return {changes.metric: changes for changes in pair.heads}
+        return exact_heads(pair)
 
     return changes
 
 
 def test_a_head_changes_by_the_geometric_mean_with_the_limits_of_student(heads):
     factors = np.array([[1.0, 1.02, 0.9, 1.5, 1.0, 0.97]]).T * np.exp(NOISE)
-    exact = heads(EXACT * factors)["bounds.exact"]
-    assert (exact.unit, exact.samples) == ("%", 8)
+    exact = heads(EXACT * factors)
+    assert {(head.unit, head.samples) for head in exact} == {("%", 8)}
     stored = np.array([[float(f"{v:.6g}") for v in line] for line in EXACT * factors])
     ratios = np.log(stored) - np.log([[float(f"{v:.6g}") for v in line] for line in EXACT])
-    for head, line in zip(exact.heads, ratios, strict=True):
+    for head, line in zip(exact, ratios, strict=True):
         low, high = stats.ttest_1samp(line, 0).confidence_interval(0.95)
         expected = np.expm1([line.mean(), low, high])
-        assert [head.change, head.low, head.high] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert [head.paired, head.low, head.high] == pytest.approx(expected, rel=1e-6, abs=1e-9)
         ps = (
             stats.ttest_1samp(line, TOLERANCE, alternative="greater").pvalue,
             stats.ttest_1samp(line, -TOLERANCE, alternative="less").pvalue,
@@ -52,7 +53,7 @@ def test_a_head_changes_by_the_geometric_mean_with_the_limits_of_student(heads):
 
 def test_what_stands_is_corrected_for_all_heads_by_holm(heads):
     factors = np.array([[1.0, 1.05, 1.07, 1.5, 0.94, 1.0]]).T * np.exp(NOISE)
-    changes = heads(EXACT * factors)["bounds.exact"].heads
+    changes = heads(EXACT * factors)
     ps = sorted(head.p for head in changes)
     adjusted = np.maximum.accumulate([min(1.0, p * (6 - i)) for i, p in enumerate(ps)])
     by_p = sorted(changes, key=lambda head: head.p)
@@ -67,12 +68,12 @@ def test_heads_that_have_not_changed_are_hardly_ever_named(report, bounds):
     old, named = report(bounds(EXACT)), 0
     for each in noise:
         new = report(bounds(EXACT * np.exp(each)), weights="b")
-        named += any(head.stands for head in compute_head_changes("bounds.exact", old, new).heads)
+        named += any(head.stands for head in exact_heads(pair_of(old, new)))
     assert 0 < named <= 21
 
 
 def test_a_change_below_the_accuracy_of_norms_never_stands(heads):
-    for head in heads(EXACT * (1 + 5e-5))["bounds.exact"].heads:
+    for head in heads(EXACT * (1 + 5e-5)):
         assert (head.p, head.stands) == (1.0, False)
 
 
@@ -81,12 +82,10 @@ def test_heads_over_the_shared_samples_in_any_order(report, bounds, ids):
     names = ids(8)
     old = report(bounds(EXACT, ids=names))
     part = bounds(1.2 * EXACT[:, order], ids=tuple(names[i] for i in order))
-    changes = next(
-        c for c in pair_of(old, report(part, weights="b")).heads if c.metric == "bounds.exact"
-    )
-    assert changes.samples == 5
-    for head, line in zip(changes.heads, EXACT[:, order], strict=True):
-        assert [head.change, head.low, head.high] == pytest.approx([0.2] * 3, rel=1e-4)
+    changes = exact_heads(pair_of(old, report(part, weights="b")))
+    for head, line in zip(changes, EXACT[:, order], strict=True):
+        assert head.samples == 5
+        assert [head.paired, head.low, head.high] == pytest.approx([0.2] * 3, rel=1e-4)
         assert head.old == pytest.approx(np.median(line), rel=1e-5)
 
 
@@ -110,29 +109,37 @@ def attacked(report, attack):
     return one
 
 
+CLEAN, BALL = "attack.correct", "attack.robust@worst,linf,2/255"
+
+
+def shares(pair):
+    return [v for v in pair.verdicts if v.mcnemar is not None]
+
+
 def test_samples_that_changed_sides(attacked, ids):
     pair = pair_of(attacked(0), attacked(1))
     named = dict(zip(ids(len(FLAGS)), FLAGS, strict=True))
-    became = {
-        named[s.id]: {k: v for k, v in s.states.items() if v[0] != v[1]} for s in pair.samples
+    turned = {named[s.id]: (s.lost, s.gained) for s in pair.samples}
+    assert turned == {
+        "stays": ((), ()),
+        "breaks": ((BALL,), ()),
+        "mends": ((), (BALL,)),
+        "goes wrong": ((CLEAN, BALL), ()),
+        "comes right": ((), (CLEAN,)),
+        "heals": ((), (CLEAN, BALL)),
+        "is wrong": ((), ()),
     }
-    assert became == {
-        "stays": {},
-        "breaks": {"linf 2/255": ("robust", "broken")},
-        "mends": {"linf 2/255": ("broken", "robust")},
-        "goes wrong": {"clean": ("right", "wrong"), "linf 2/255": ("robust", "wrong")},
-        "comes right": {"clean": ("wrong", "right"), "linf 2/255": ("wrong", "broken")},
-        "heals": {"clean": ("wrong", "right"), "linf 2/255": ("wrong", "robust")},
-        "is wrong": {},
-    }
-    clean, ball = pair.outcomes
-    assert (clean.name, clean.old, clean.new, clean.lost, clean.gained) == ("clean", 4, 5, 1, 2)
-    assert (ball.name, ball.old, ball.new, ball.lost, ball.gained) == ("linf 2/255", 3, 3, 2, 2)
+    for sample in pair.samples:
+        (_, robust), (_, after) = FLAGS[named[sample.id]]
+        assert sample.figures[BALL] == (robust, after)
+    clean, ball = shares(pair)
+    assert (clean.old, clean.new, clean.lost, clean.gained) == (4 / 7, 5 / 7, 1, 2)
+    assert (ball.name, ball.old, ball.new, ball.lost, ball.gained) == (
+        *("worst,linf,2/255", 3 / 7, 3 / 7),
+        *(2, 2),
+    )
     assert clean.mcnemar == pytest.approx(stats.binomtest(1, 3).pvalue)
-    assert named[pair.samples[0].id] == "goes wrong"
-    assert named[pair.samples[1].id] == "breaks"
-    assert named[pair.samples[-1].id] == "heals"
-    assert [s.flipped for s in pair.samples] == [bool(became[named[s.id]]) for s in pair.samples]
+    assert [named[pair.samples[i].id] for i in (0, 1, -1)] == ["goes wrong", "breaks", "heals"]
 
 
 def test_back_is_the_mirror_of_forth(attacked):
@@ -146,7 +153,7 @@ def test_nobody_flips_under_a_weaker_attack(attacked, bounds):
     pair = pair_of(
         *(r.model_copy(update={"sections": (*r.sections, bounds(EXACT))}) for r in (strong, weak))
     )
-    assert pair.outcomes == ()
+    assert shares(pair) == []
     assert any("weaker" in v.reason for v in pair.verdicts if v.metric == "attack.robust:mean")
 
 
@@ -171,10 +178,10 @@ def test_samples_without_an_answer_stand_on_no_side(report):
     unknown = {name: (*flags[:2], None) for name, flags in new.samples.items() if name != "ids"}
     new = new.model_copy(update={"samples": new.samples | unknown})
     pair = pair_of(report(old), report(new, weights="b"))
-    assert [(o.samples, o.old, o.new, o.lost, o.gained) for o in pair.outcomes] == [
-        (2, 2, 2, 0, 0),
-        (2, 1, 2, 0, 1),
-        (2, 1, 2, 0, 1),
+    assert [(v.samples, v.old, v.new, v.lost, v.gained) for v in shares(pair)] == [
+        (2, 1, 1, 0, 0),
+        (2, 0.5, 1, 0, 1),
+        (2, 0.5, 1, 0, 1),
     ]
 
 
@@ -182,18 +189,13 @@ def test_certificates_that_are_lost_and_gained(report):
     old = certified(["certified", "undecided", "broken", "certified"])
     new = certified(["undecided", "certified", "undecided", "wrong"])
     pair = pair_of(report(old), report(new, weights="b"))
-    assert [(o.name, o.lost, o.gained) for o in pair.outcomes] == [
-        ("clean", 1, 0),
-        ("linf 0.01", 1, 1),
-        ("certified linf 0.01", 2, 1),
+    assert [(v.metric, v.lost, v.gained) for v in shares(pair)] == [
+        ("certify.correct:mean", 1, 0),
+        ("certify.robust:mean", 1, 1),
+        ("certify.certified:mean", 2, 1),
     ]
-    states = {s.id: s.states["certified linf 0.01"] for s in pair.samples}
-    assert states == {
-        "s0": ("certified", "undecided"),
-        "s1": ("undecided", "certified"),
-        "s2": ("broken", "undecided"),
-        "s3": ("certified", "wrong"),
-    }
+    figures = {s.id: s.figures["certify.certified@linf,0.01"] for s in pair.samples}
+    assert figures == {"s0": (1, 0), "s1": (0, 1), "s2": (0, 0), "s3": (1, 0)}
     assert pair.samples[0].id == "s3"
 
 
@@ -214,14 +216,14 @@ def test_figures_of_a_sample_before_and_after(report, jacobian, norms):
 def test_norms_that_are_not_to_be_trusted_are_not_shown(report, jacobian, attack, norms):
     stuck = jacobian(norms, converged=[False] * 64)
     pair = pair_of(report(jacobian(norms), attack([1])), report(stuck, attack([1]), weights="b"))
-    assert all(sample.figures == {} for sample in pair.samples)
+    assert all("jacobian.norm" not in sample.figures for sample in pair.samples)
 
 
 @pytest.mark.parametrize(
     ("run", "said"),
     [
         ({"dtype": "float64"}, "dtype: float32 became float64"),
-        ({"preprocess": {"mean": [0.0]}}, "preprocess: "),
+        ({"preprocess": {"mean": [0.0], "std": [0.5]}}, "preprocess mean: [0.5] became [0.0]"),
     ],
 )
 def test_what_spoils_a_comparison_is_a_warning(report, jacobian, norms, run, said):
@@ -234,10 +236,11 @@ def test_a_resizing_that_one_report_alone_states_spoils_nothing(report, jacobian
     fine = {"mean": [0.5], "std": [0.5], "interpolation": "bicubic", "crop_pct": 0.875}
     old, new = report(jacobian(norms)), report(jacobian(norms), weights="b", preprocess=fine)
     assert pair_of(old, new).warnings == ()
-    require_same_conditions(new.run, old.run)
-    nearest = old.run.model_copy(update={"preprocess": fine | {"interpolation": "nearest"}})
-    with pytest.raises(BaselineError, match="interpolation nearest became bicubic"):
-        require_same_conditions(new.run, nearest)
+    assert judge(new, old).exit_code == 0
+    nearest = report(jacobian(norms), preprocess=fine | {"interpolation": "nearest"})
+    judged = judge(new, nearest)
+    assert judged.exit_code == 5
+    assert "preprocess interpolation: nearest became bicubic" in judged.reason
 
 
 def test_what_does_not_is_a_note(report, jacobian, norms):
@@ -280,15 +283,15 @@ def test_a_head_that_did_not_converge_is_left_out_and_named(report, bounds, swap
     assert pair.warnings == (
         ("left out, because not converged in one report: layer 1 head 1 of bounds"),
     )
-    exact = next(changes for changes in pair.heads if changes.metric == "bounds.exact")
-    assert [(h.layer, h.head, h.change) for h in exact.heads] == [
+    assert [(h.layer, h.head, h.change) for h in exact_heads(pair)] == [
         (layer, head, 0.0) for layer in range(3) for head in range(2) if (layer, head) != (1, 1)
     ]
     judged = {v.metric: v for v in pair.verdicts}
     assert judged["bounds.exact:median"].old == np.median(
         np.median(EXACT[[0, 1, 2, 4, 5]], axis=1)
     )
-    assert "bounds.exact_max:median" not in judged  # over all heads of a sample, the stuck one too
+    # over all heads of a sample, the stuck one too
+    assert "1 rows did not converge" in judged["bounds.exact_max:median"].reason
 
 
 def test_samples_that_did_not_converge_are_left_out_and_counted(report, jacobian, norms):
@@ -318,10 +321,9 @@ def test_a_sample_that_did_not_converge_is_left_out_of_every_head(report, bounds
     loud = 1.2 * EXACT
     loud[:, 5] *= 100
     pair = pair_of(report(unsure(EXACT, 2)), report(unsure(loud, 5), weights="b"))
-    exact = next(changes for changes in pair.heads if changes.metric == "bounds.exact")
-    assert exact.samples == 6
-    for head in exact.heads:
-        assert [head.change, head.low, head.high] == pytest.approx([0.2] * 3, rel=1e-4)
+    for head in exact_heads(pair):
+        assert head.samples == 6
+        assert [head.paired, head.low, head.high] == pytest.approx([0.2] * 3, rel=1e-4)
 
 
 def test_a_section_of_which_nothing_converged_is_refused(report, jacobian, bounds, norms):

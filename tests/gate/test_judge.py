@@ -143,11 +143,8 @@ def test_an_inconclusive_verdict_says_what_would_settle_it(pair):
     assert verdict.samples_needed > verdict.samples == 128
     needed = f"about {verdict.samples_needed} samples would decide it (this run has 128)"
     assert f"{needed}, or a limit beyond {100 * verdict.low:+.3g}pp" in verdict.line
-    assert "median" not in verdict.line
     wider = rules(f"attack.robust >= {100 * verdict.low - 0.1:.1f}pp")
     assert only(judge(build(lost=6), baseline, wider)).status == "pass"
-    heads = verdict.model_copy(update={"metric": "bounds.exact:each", "unit": "%"})
-    assert heads.line.endswith("or a rule on the median (bounds.exact:median)")
     # What it calls detectable is detected, one sample less is not.
     least = round(-verdict.detectable * 128)
     for lost, status in ((least, "regressed"), (least - 1, "inconclusive")):
@@ -333,9 +330,9 @@ def test_samples_are_paired_by_identity_not_by_place(report, jacobian, ids, norm
 def test_clean_accuracy_is_shown_but_never_fails(report, attack):
     worse = report(attack(flags(60), correct=flags(64)), weights="b")
     judgement = judge(worse, report(attack(flags(60), correct=flags(120))))
-    (shown,) = judgement.shown
-    assert (shown.old, shown.new) == (120 / 128, 0.5)
-    assert shown.mcnemar < 1e-9
+    assert judgement.notes[-1].startswith(
+        "clean accuracy, which never fails: 0.9375 -> 0.5 (-43.8pp, limits "
+    )
     assert judgement.exit_code == 0
 
 
@@ -347,7 +344,7 @@ def test_what_differs_without_harm_is_noted(pair):
     current = current.model_copy(update={"sections": (*current.sections[:-1], *sections)})
     judgement = judge(current, baseline)
     assert judgement.exit_code == 0
-    assert judgement.notes == (
+    assert judgement.notes[1:] == (
         "seed: 0 became 1",
         "device: cpu became cuda",
         "torch: 2.6.0 became 2.7.0",

@@ -129,12 +129,12 @@ def test_limits_are_corrected_for_the_models_compared_with_the_best(steep):
 
 @pytest.mark.parametrize("unit", [1.0, 1e-13])
 def test_limits_of_the_median_are_exact_order_statistics(steep, unit):
-    assert rank([steep("few", RNG.lognormal(size=5))]).models[0].norm.low is None
+    assert rank([steep("few", RNG.lognormal(size=5))]).models[0].summary.norms.low is None
     values = unit * RNG.lognormal(size=64)
     k = int(stats.binom(64, 0.5).ppf(0.025))
     while stats.binom(64, 0.5).cdf(k - 1) > 0.025:
         k -= 1
-    ordered, norm = np.sort(values), rank([steep("a", values)]).models[0].norm
+    ordered, norm = np.sort(values), rank([steep("a", values)]).models[0].summary.norms
     assert (norm.low, norm.high) == (ordered[k - 1], ordered[64 - k])
 
 
@@ -143,11 +143,11 @@ def test_a_row_says_what_the_report_does(report, jacobian, attack, bounds, norms
     one = report(bounds(exact), jacobian(norms), attack(HALF), spec="a")
     two = report(bounds(exact), jacobian(2 * norms), attack(HALF), spec="b", weights="b")
     row = rank([one, two]).models[0]
-    assert row.norm.median == np.median(norms)
-    assert (row.norm.low, row.norm.high) == median_limits(norms)
-    assert row.norm.p95 == np.quantile(norms, 0.95)
-    assert [each.kind for each in row.accuracy] == ["clean", "attacked"]
-    assert row.head.exact == np.median(exact, 1).max()
+    assert row.summary.norms.median == np.median(norms)
+    assert (row.summary.norms.low, row.summary.norms.high) == median_limits(norms)
+    assert row.summary.norms.p95 == np.quantile(norms, 0.95)
+    assert [each.kind for each in row.summary.accuracy] == ["clean", "attacked"]
+    assert row.summary.heads.steepest[0].exact == np.median(exact, 1).max()
 
 
 def test_the_smallest_ball_that_most_have_decides(attacked):
@@ -220,7 +220,7 @@ def test_equal_medians_are_not_equal_models(steep):
     norms = np.arange(1.0, 32.0)
     worse = np.where(norms == 16.0, 1.0, 1.01) * norms
     ranking = rank([steep("b", worse), steep("a", norms)])
-    assert [model.norm.median for model in ranking.models] == [16.0, 16.0]
+    assert [model.summary.norms.median for model in ranking.models] == [16.0, 16.0]
     assert outcomes(ranking) == {"a": (1, "best"), "b": (2, "behind the best")}
 
 
@@ -293,7 +293,7 @@ def test_inputs_in_another_form_are_paired_by_their_place(steep, norms, place, t
     )
     ranking = rank([first, other])
     assert ("paired-by-place" in {note.code for note in ranking.notes}) == paired
-    assert math.isfinite(ranking.models[0].norm.median)
+    assert math.isfinite(ranking.models[0].summary.norms.median)
     if paired:
         assert outcomes(ranking)["b"] == (2, "behind the best")
         assert ranking.models[1].difference.paired == pytest.approx(1.0)

@@ -118,9 +118,9 @@ def test_a_head_has_one_interval(report, bounds, metric):
     after = OVER_HEADS["a little steeper"]
     old, new = report(make(HEADS)), report(make(after), weights="b")
     gate = judge(new, old, (parse_rule(f"{metric}:each <= +5%"),)).verdicts
-    (heads,) = (h for h in compare([old, new]).pairs[0].heads if h.metric == metric)
-    assert [(v.change_low, v.change_high) for v in gate] == [(h.low, h.high) for h in heads.heads]
-    assert [(v.old, v.new) for v in gate] == [(h.old, h.new) for h in heads.heads]
+    heads = [h for h in compare([old, new]).pairs[0].heads if h.metric == f"{metric}:each"]
+    assert [(v.change_low, v.change_high) for v in gate] == [(h.low, h.high) for h in heads]
+    assert [(v.name, v.old, v.new) for v in gate] == [(h.name, h.old, h.new) for h in heads]
 
 
 def test_a_share_is_the_same_in_every_command(report, attack, jacobian):

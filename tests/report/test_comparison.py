@@ -9,7 +9,7 @@ import pytest
 
 from lipaudit.errors import BaselineError
 from lipaudit.gate import compare
-from lipaudit.gate.comparison import HeadChange
+from lipaudit.gate.verdicts import Verdict
 from lipaudit.report import of_comparison, render, terminal
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.comparison import format_change_limits
@@ -135,9 +135,13 @@ def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
     assert len(flipped.columns) == 5  # the steepest head is known of 8 samples
     first, last = flipped.rows[0], flipped.rows[-1]
     worst = max(range(3), key=lambda i: NORMS[i])
-    assert first[:3] == (f"{worst:016x}"[:12], f"index {worst}", "linf 0.1: robust → broken")
+    assert first[:3] == (
+        f"{worst:016x}"[:12],
+        f"index {worst}",
+        "robust accuracy, linf 0.1: yes → no",
+    )
     assert first[3:5] == pytest.approx((NORMS[worst], NORMS[worst] / 2))
-    assert last[2] == "linf 0.1: broken → robust"
+    assert last[2] == "robust accuracy, linf 0.1: no → yes"
     assert len(flipped.rows) == 13
 
 
@@ -202,9 +206,9 @@ def test_csv_has_a_row_for_every_sample(subject):
         row = by_place[f"index {i}"]
         assert float(row["jacobian.norm.old"]) == NORMS[i]
         assert float(row["jacobian.norm.new"]) == NORMS[i] / 2
-    assert by_place["index 0"]["linf 0.1.old"] == "robust"
+    assert by_place["index 0"]["attack.robust@worst,linf,0.1.old"] == "1.0"
     assert (by_place["index 0"]["lost"], by_place["index 0"]["gained"]) == ("1", "0")
-    assert by_place["index 31"]["linf 0.1.new"] == "robust"
+    assert by_place["index 31"]["attack.robust@worst,linf,0.1.new"] == "1.0"
 
 
 def test_every_other_report_stands_against_the_first(before, after):
@@ -265,10 +269,10 @@ def test_what_regressed_is_called_by_its_words(subject):
 
 def test_limits_without_an_upper_end_are_none_only_where_there_is_no_lower_one_either():
     """A norm that was 0 in a sample grew without end: that is seen, not unknown."""
-    head = HeadChange(layer=0, head=0, old=0.1, new=1.0, change=2.0, low=0.5, high=float("inf"))
-    assert format_change_limits(head, "%") == "+50% to +inf"
-    unknown = head.model_copy(update={"low": -1.0})
-    assert format_change_limits(unknown, "%") == "too few samples"
+    words = {"rule": "", "metric": "bounds.exact:each", "status": "regressed", "unit": "%"}
+    head = Verdict(**words, low=0.5, high=float("inf"))
+    assert format_change_limits(head) == "+50% to +inf"
+    assert format_change_limits(head.model_copy(update={"low": -1.0})) == "too few samples"
 
 
 def test_a_finding_leads_to_its_chapter_by_its_name_in_the_contents(before, after):

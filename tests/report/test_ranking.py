@@ -66,12 +66,12 @@ def test_the_outcome_is_said_in_words(ranking, report):
 
 def test_limits_stand_behind_their_figures(ranking):
     block, model = tabulate_ranking(ranking), ranking.models[2]
-    attacked = next(each for each in model.accuracy if each.kind == "attacked")
+    attacked = next(each for each in model.summary.accuracy if each.kind == "attacked")
     limits = f"({100 * attacked.low:.1f} to {100 * attacked.high:.1f}%)"
     assert cell(block, 2, f"robust accuracy, {attacked.ball}") == f"{attacked.share:.1%} {limits}"
     assert cell(block, 2, "difference") == "-25pp (-40 to -12.5pp)"
     assert cell(block, 0, "difference") is None
-    norm = model.norm
+    norm = model.summary.norms
     shown = [format_significant(value) for value in (norm.median, norm.low, norm.high)]
     assert cell(block, 2, "median ||J||") == f"{shown[0]} ({shown[1]} to {shown[2]})"
     # What is proven is said of each figure, and a page sorts columns of numbers by them.

@@ -101,9 +101,9 @@ def test_several_reports_are_a_row_a_model(report, other):
     assert [line["model"] for line in lines] == [model.model for model in ranking.models]
     for line, model in zip(lines, ranking.models, strict=True):
         assert line["outcome"] == model.outcome
-        assert float(line["norm_median"]) == model.norm.median
-        for each in model.accuracy:
+        assert float(line["norm_median"]) == model.summary.norms.median
+        for each in model.summary.accuracy:
             ball = f"@{each.norm},{each.eps}" if each.norm else ""
             assert float(line[f"{each.kind}{ball}"]) == each.share
             assert line[f"{each.kind}_low{ball}"] == ("" if each.low is None else str(each.low))
-        assert float(line["head_norm"]) == model.head.exact
+        assert float(line["head_norm"]) == model.summary.heads.steepest[0].exact

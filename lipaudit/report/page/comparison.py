@@ -8,13 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lipaudit.gate.comparison import (
-    ABSENT,
-    Comparison,
-    HeadChange,
-    HeadChanges,
-    Pair,
-)
+from lipaudit.gate.changes import Comparison, HeadChange, Pair
 from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
 from lipaudit.measures.registry import find_column
 from lipaudit.report.blocks import (
@@ -112,7 +106,7 @@ def _number_pair(comparison: Comparison, index: int) -> str:
 
 def _list_refused(pair: Pair) -> list[Verdict]:
     """Return the figures that both reports have, but under different conditions."""
-    return [v for v in pair.verdicts if v.reason and not v.reason.endswith(ABSENT)]
+    return [verdict for verdict in pair.verdicts if verdict.reason]
 
 
 # Figures
@@ -137,7 +131,7 @@ def _list_lines(comparison: Comparison) -> Iterator[Line]:
         old, new = (format_value(value, column) for value in (verdict.old, verdict.new))
         differs = texts["paired"] not in ("", texts["change"])
         known = [f"paired {texts['paired']}"] if differs else []
-        known += filter(None, [format_change_limits(verdict, verdict.unit)])
+        known += filter(None, [format_change_limits(verdict)])
         between = f" ({': '.join(known)})" if known else ""
         text = f"{verdict.status} {old} → {new}{between}"
         yield Line(label + of, texts["change"] or "0", column, text)
@@ -152,13 +146,20 @@ def _name_figure(metric: str, name: str = "") -> str:
     return HEADLINES.get(metric, ", ".join(filter(None, parts)))
 
 
-def format_change_limits(change: HeadChange | Verdict, unit: str) -> str:
+def format_change_limits(change: Verdict) -> str:
     """Format the limits of a paired change, or the reason why there are none."""
-    if change.low is None or change.high is None:
-        return ""
     if change.high == math.inf and change.low in (-1.0, -math.inf):
         return "too few samples"
-    return f"{amount(change.low, unit)} to {amount(change.high, unit)}"
+    return change.texts["limits"]
+
+
+def list_shares(pair: Pair) -> dict[str, Verdict]:
+    """Return the verdicts on accuracies by label; of equal labels, the first counts."""
+    found: dict[str, Verdict] = {}
+    for verdict in pair.verdicts:
+        if verdict.mcnemar is not None:
+            found.setdefault(_name_figure(verdict.metric, verdict.name), verdict)
+    return found
 
 
 # Sentences
@@ -166,22 +167,36 @@ def format_change_limits(change: HeadChange | Verdict, unit: str) -> str:
 
 def _list_findings(pair: Pair) -> Iterator[tuple[str, str]]:
     """Yield the findings on a pair, each with its chapter: lost and gained samples, heads."""
-    turned = [outcome for outcome in pair.outcomes if outcome.lost or outcome.gained]
-    turned.sort(key=lambda outcome: (-outcome.lost, -outcome.gained))
-    for outcome in turned[:NAMED]:
-        lost = [s.place or s.id[:CHARACTERS] for s in pair.samples if outcome.name in s.lost]
+    shares = list_shares(pair)
+    turned = [(label, share) for label, share in shares.items() if share.lost or share.gained]
+    turned.sort(key=lambda each: (-(each[1].lost or 0), -(each[1].gained or 0)))
+    for label, share in turned[:NAMED]:
+        name = _name_sample_column(share)
+        lost = [s.place or s.id[:CHARACTERS] for s in pair.samples if name in s.lost]
         which = f": {_name_first(lost)}" if lost else ""
-        name = name_accuracy(outcome.kind, outcome.ball)
         yield (
-            f"{name[0].upper()}{name[1:]}: {outcome.gained} of {outcome.samples} samples gained, "
-            f"{outcome.lost} lost (exact McNemar p = {format_number(outcome.mcnemar, '.2g')})"
+            f"{label[0].upper()}{label[1:]}: {share.gained} of {share.samples} samples gained, "
+            f"{share.lost} lost (exact McNemar p = {format_number(share.mcnemar or 0.0, '.2g')})"
             f"{which}.",
             "samples",
         )
-    if pair.outcomes and not turned:
+    if shares and not turned:
         yield "No sample changed its result.", "samples"
-    if pair.heads:
-        yield _describe_heads(pair.heads[0]), "heads"
+    for heads in _group_heads(pair)[:1]:
+        yield _describe_heads(heads), "heads"
+
+
+def _name_sample_column(verdict: Verdict) -> str:
+    """Name the figures of samples behind a verdict: `attack.robust@worst,linf,2/255`."""
+    return "@".join(filter(None, (verdict.metric.rpartition(":")[0], verdict.name)))
+
+
+def _group_heads(pair: Pair) -> list[list[HeadChange]]:
+    """Return the changes of heads column by column."""
+    groups: dict[str, list[HeadChange]] = {}
+    for head in pair.heads:
+        groups.setdefault(head.metric, []).append(head)
+    return list(groups.values())
 
 
 def _count_verdicts(pair: Pair) -> str:
@@ -202,23 +217,32 @@ def _name_first(names: Sequence[str], between: str = ", ") -> str:
     return between.join(names[:NAMED]) + more
 
 
-def _describe_heads(changes: HeadChanges) -> str:
+def _describe_heads(changes: Sequence[HeadChange]) -> str:
     """Name the heads that moved most, beyond chance if samples are known."""
-    order, what = rank_heads(changes), f"Heads, {find_column(changes.metric).label}"
+    order, what = rank_heads(changes), f"Heads, {find_column(changes[0].metric).label}"
     proven = [head for head in order if head.stands]
     named = ", ".join(
-        f"{head.layer}.{head.head} {amount(head.change, changes.unit)}"
-        + (f" ({limits})" if (limits := format_change_limits(head, changes.unit)) else "")
+        f"{head.layer}.{head.head} {_format_change(head)}"
+        + (f" ({limits})" if (limits := format_change_limits(head)) else "")
         for head in (proven or order)[:NAMED]
     )
-    if not changes.samples:
+    if all(head.p is None for head in changes):
         return f"{what}, without limits: {named}."
-    many = f"of {len(changes.heads)} changes are proven (Holm's correction over heads)"
+    many = f"of {len(changes)} changes are proven (Holm's correction over heads)"
     if not proven:
         return f"{what}: none {many}."
-    up = sum((head.change or 0) > 0 for head in proven)
+    up = sum((_read_change(head) or 0) > 0 for head in proven)
     down = len(proven) - up
     return f"{what}: {len(proven)} {many}, {up} up and {down} down, most of all {named}."
+
+
+def _read_change(head: HeadChange) -> float | None:
+    """Return the paired change of a head, else the change of its two figures."""
+    return head.change if head.paired is None else head.paired
+
+
+def _format_change(head: HeadChange) -> str:
+    return amount(_read_change(head), head.unit)
 
 
 # Chapters
@@ -285,96 +309,96 @@ def _show_figures(pair: Pair) -> list[Block]:
     judged = [verdict for verdict in pair.verdicts if not verdict.reason]
     rows = []
     for verdict in judged:
-        texts = verdict.texts | {"limits": format_change_limits(verdict, verdict.unit)}
+        texts = verdict.texts | {"limits": format_change_limits(verdict)}
         metric = f"{verdict.metric} {verdict.name}".rstrip()
         rows.append((metric, verdict.status, *(text or None for text in texts.values())))
     moved = frozenset(i for i, v in enumerate(judged) if v.status in ("regressed", "improved"))
     columns = tuple(Column(label=k, meaning="", format=how) for k, how in FIGURES.items())
-    remarks = [("differs", text) for text in pair.notes]
-    remarks += [
-        ("not-compared", f"not compared, {v.reason}: {v.metric}")
-        for v in pair.verdicts
-        if v.reason.endswith(ABSENT)
-    ]
-    notes = merge_notes(Note(level="info", code=code, text=text) for code, text in remarks)
+    notes = merge_notes(Note(level="info", code="differs", text=text) for text in pair.notes)
     table = Table("", columns, tuple(rows), strong=moved)
     return [Paragraph(HOW), table, *([Notes(notes)] if notes else [])]
 
 
-def rank_heads(changes: HeadChanges) -> list[HeadChange]:
+def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
     """Return the heads that moved, the largest change first; ratios up and down count equally."""
 
-    def size(change: HeadChange) -> float:
-        value = change.change
+    def size(head: HeadChange) -> float:
+        value = _read_change(head)
         if value is None or math.isnan(value):
             return -1.0
         # Halved and doubled heads moved equally far.
-        return abs(math.log1p(value)) if changes.unit == "%" and value > -1 else abs(value)
+        return abs(math.log1p(value)) if head.unit == "%" and value > -1 else abs(value)
 
-    return [head for head in sorted(changes.heads, key=size, reverse=True) if size(head) >= 0]
+    return [head for head in sorted(changes, key=size, reverse=True) if size(head) >= 0]
 
 
 def _show_heads(pair: Pair) -> list[Block]:
     """Show the heads that moved most, and the changes of all as maps."""
-    if not pair.heads:
+    groups = _group_heads(pair)
+    if not groups:
         return []
-    ranked, unit = rank_heads(pair.heads[0]), pair.heads[0].unit
+    ranked = rank_heads(groups[0])
     shown = ranked if len(ranked) <= FIT else ranked[:TOP]
-    limits = [format_change_limits(head, unit) or None for head in shown]
+    limits = [format_change_limits(head) or None for head in shown]
     cells: list[tuple[Column, list[Any]]] = [
         (HEAD, [f"{head.layer}.{head.head}" for head in shown]),
-        (Column("change", "", format=""), [amount(head.change, unit) for head in shown]),
+        (Column("change", "", format=""), [_format_change(head) for head in shown]),
         (Column("95 % limits", "", format=""), limits),
         (ADJUSTED, [head.p_adjusted for head in shown]),
         (STANDS, [None if head.p_adjusted is None else head.stands for head in shown]),
     ]
     maps = []
-    for changes in pair.heads:
-        column = find_column(changes.metric)
-        heads = {(head.layer, head.head): head for head in changes.heads}
+    for changes in groups:
+        metric, unit = changes[0].metric.rpartition(":")[0], changes[0].unit
+        column, heads = find_column(metric), {(head.layer, head.head): head for head in changes}
         both = [heads.get((head.layer, head.head)) for head in shown]
         for when in ("old", "new"):
             label = f"{column.label}, {when}"
             cells.append((replace(column, label=label), [h and getattr(h, when) for h in both]))
-        times, how = {"%": (1.0, "+.1%"), "pp": (100.0, "+.1f"), "": (1.0, "+.3g")}[changes.unit]
-        values = {k: None if h.change is None else h.change * times for k, h in heads.items()}
-        meaning, sign = "New value over old value, sample by sample.", changes.unit.strip("%")
-        change = Column("change", meaning, sign, how, status=column.status)
-        title = f"{changes.metric}: change of every head"
-        maps.append(map_heads(title, values, change, centre=0.0))
+        times, how = {"%": (1.0, "+.1%"), "pp": (100.0, "+.1f"), "": (1.0, "+.3g")}[unit]
+        known = {place: _read_change(head) for place, head in heads.items()}
+        values = {k: None if value is None else value * times for k, value in known.items()}
+        meaning = "New value over old value, sample by sample."
+        change = Column("change", meaning, unit.strip("%"), how, status=column.status)
+        maps.append(map_heads(f"{metric}: change of every head", values, change, centre=0.0))
     part = f" ({len(shown)} of {len(ranked)})" if len(shown) < len(ranked) else ""
-    title = f"Heads that moved most{part}, by {pair.heads[0].metric}"
+    title = f"Heads that moved most{part}, by {groups[0][0].metric.rpartition(':')[0]}"
     strong = frozenset(i for i, head in enumerate(shown) if head.stands)
     return [Paragraph(PROVEN), make_table(title, cells, strong=strong), *maps]
 
 
 def _show_samples(pair: Pair, places: Mapping[str, str]) -> Iterator[Block]:
-    """Show the samples whose verdict changed, with their figures before and after."""
-    if pair.outcomes:
+    """Show the samples whose result changed, with their figures before and after."""
+    shares = list_shares(pair)
+    if shares:
         columns = (Column(k, "", format=how, domain="") for k, how in OUTCOMES.items())
-        rows = []
-        for o in pair.outcomes:
-            shares = o.old / o.samples, o.new / o.samples
-            name = name_accuracy(o.kind, o.ball)
-            rows.append((name, o.samples, *shares, o.lost, o.gained, o.mcnemar))
+        rows = [
+            (label, v.samples, v.old, v.new, v.lost, v.gained, v.mcnemar)
+            for label, v in shares.items()
+        ]
         # 5 %, the level of all other figures of the page.
-        strong = frozenset(i for i, o in enumerate(pair.outcomes) if o.mcnemar <= 0.05)
+        strong = frozenset(i for i, v in enumerate(shares.values()) if (v.mcnemar or 0) <= 0.05)
         yield Paragraph(FLIPS)
         yield Table("", (ASKED, *columns), tuple(rows), strong=strong)
-    flipped = [sample for sample in pair.samples if sample.flipped]
+    labels = {_name_sample_column(share): label for label, share in shares.items()}
+    flipped = [sample for sample in pair.samples if sample.lost or sample.gained]
     many = f"The first {FIT} of {len(flipped)} samples that changed"
     title = many if len(flipped) > FIT else "Samples that changed"
     shown = flipped[:FIT]
-    became = []
-    for sample in shown:
-        states = ((name, *both) for name, both in sample.states.items())
-        texts = [f"{name}: {old} → {new}" for name, old, new in states if old != new]
-        became.append("; ".join(texts) or None)
+    became = [
+        "; ".join(
+            f"{labels[name]}: {change}"
+            for names, change in ((sample.lost, "yes → no"), (sample.gained, "no → yes"))
+            for name in names
+        )
+        for sample in shown
+    ]
     cells: list[tuple[Column, list[Any]]] = [
         *list_names([sample.id for sample in shown], places),
         (BECAME, became),
     ]
-    counts = Counter(metric for sample in pair.samples for metric in sample.figures)
+    figures = (metric for sample in pair.samples for metric in sample.figures)
+    counts = Counter(metric for metric in figures if metric not in labels)
     # Columns with most samples come first; norms come before others.
     for metric in sorted(counts, key=lambda metric: (-counts[metric], metric != NORM)):
         both = [sample.figures.get(metric, (None, None)) for sample in shown]

@@ -70,7 +70,6 @@ def list_lines(judgement: Judgement) -> list[str]:
         for status, count in (cut + others).items():
             where = "; -f table lists them" if status in cut else ""
             lines.append(f"  {rule}: {count} {'more ' * bool(first)}rows {status}{where}")
-    lines += [f"  shown, never failing: {_write_figures(verdict)}" for verdict in judgement.shown]
     lines += [f"  note: {note}" for note in judgement.notes]
     return [*lines, "", f"{judgement.reason} (exit code {judgement.exit_code})"]
 
@@ -85,8 +84,7 @@ def make_judgement_page(judgement: Judgement) -> Document:
     else:
         state: State = "open" if UNPROVEN.intersection(statuses) else "kept"
         outcome = Banner(f"PASSED: {counts}", state)
-    texts = [*map(_write_figures, judgement.shown), *judgement.notes]
-    notes = tuple(Note(level="info", code="note", text=text) for text in texts)
+    notes = tuple(Note(level="info", code="note", text=text) for text in judgement.notes)
     warnings = (Note(level="warning", code="spoils", text=text) for text in judgement.warnings)
     remarks: list[Block] = [Notes(notes)] if notes else []
     verdicts = (_tabulate(judgement), Paragraph(PAIRED), *remarks)
@@ -139,13 +137,6 @@ def _sort_verdicts(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequenc
 
 def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
     return "✗" if judgement.fails(verdict) else MARKS.get(verdict.status, "~")
-
-
-def _write_figures(verdict: Verdict) -> str:
-    texts = verdict.texts
-    chance = "" if verdict.mcnemar is None else f", exact McNemar p = {verdict.mcnemar:.3g}"
-    values = f"{texts['baseline']} -> {texts['current']}"
-    return f"{verdict.metric}: {values} ({texts['change']}{chance})"
 
 
 def _tabulate(judgement: Judgement) -> Table:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lipaudit.gate.ranking import Ranking
+from lipaudit.gate.standings import Ranking
 from lipaudit.gate.verdicts import Verdict, amount
 from lipaudit.measures import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE
 from lipaudit.report.blocks import (
@@ -83,29 +83,30 @@ def tabulate_ranking(ranking: Ranking) -> Table:
         cells.insert(0, (RANK, [model.rank for model in models]))
         cells.append((OUTCOME, [SHORT.get(m.outcome, m.outcome) for m in models]))
         cells.append((DIFFERENCE, [_format_difference(model.difference) for model in models]))
-    for kind, ball in dict.fromkeys((a.kind, a.ball) for model in models for a in model.accuracy):
+    summaries = [model.summary for model in models]
+    for kind, ball in dict.fromkeys((a.kind, a.ball) for each in summaries for a in each.accuracy):
         column = replace(KINDS[kind][1], label=name_accuracy(kind, ball))
         shares = [
-            next((a for a in model.accuracy if (a.kind, a.ball) == (kind, ball)), None)
-            for model in models
+            next((a for a in each.accuracy if (a.kind, a.ball) == (kind, ball)), None)
+            for each in summaries
         ]
         limits = [a and format_with_limits(a.share, a.low, a.high, column) for a in shares]
         cells.append((column, limits))
-    norms, columns = [model.norm for model in models], JACOBIAN_TABLE.columns
+    norms, columns = [each.norms for each in summaries], JACOBIAN_TABLE.columns
     if any(norms):
         median = replace(columns["median"], label="median ||J||")
         limits = [n and format_with_limits(n.median, n.low, n.high, median) for n in norms]
         cells.append((median, limits))
         cells.append((replace(columns["p95"], label="p95 ||J||"), [n and n.p95 for n in norms]))
-    heads = [model.head for model in models]
+    heads = [each.heads and each.heads.steepest[0] for each in summaries]
     if any(heads):
         column = replace(BOUNDS_TABLE.columns["exact"], label="steepest head")
         names = [h and f"{format_significant(h.exact)} ({h.layer}.{h.head})" for h in heads]
         cells.append((column, names))
-    if any(model.fragile is not None for model in models):
+    if any(each.fragile for each in summaries):
         intermediate = ATTENTION_TABLE.columns["intermediate"]
         column = replace(intermediate, label="fragile", format=".0%")
-        cells.append((column, [model.fragile for model in models]))
+        cells.append((column, [each.fragile and each.fragile.share for each in summaries]))
     return make_table("", cells, keys=1 + ranked)
 
 

@@ -109,12 +109,13 @@ def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
     units: list[tuple[Tensor, ...]] = []
     for depth, unit in reversed(list(enumerate(symbols.units))):
         births = unit.first + torch.arange(len(unit.slope), device=device)
-        own = reached[births]
-        births, generators = births[own], unit.generators[:, own]
+        read = reached[births]
+        births, generators = births[read], unit.generators[:, read]
         reached[: len(generators)] |= (generators != 0).any(1)
         depths = torch.full_like(births, depth)
-        units.insert(0, (births, unit.slope[own], unit.offset[own], depths))
-        rows.insert(1, (unit.centre[own], generators, unit.slack[own]))
+        # Backwards: a ReLU counts if what is already kept depends on its error symbol.
+        units.insert(0, (births, unit.slope[read], unit.offset[read], depths))
+        rows.insert(1, (unit.centre[read], generators, unit.slack[read]))
     births, slope, offset, depths = (torch.cat(each) for each in zip(*units, strict=True))
     # Columns for the input, the ReLUs, and the largest other errors, as many as fit. The products
     # of the input's symbols are bounded together.
@@ -124,6 +125,7 @@ def problem_of(margins: Form, numbers: int = NUMBERS) -> Problem:
     always = torch.cat([torch.arange(symbols.n, device=device), births])
     size[symbols.n : symbols.first_error] = 0
     size[always] = 0
+    # A column costs one number for every row of margins and ReLUs.
     room = numbers // sum(g.shape[1] for _, g, _ in rows) - len(always)
     kept = torch.zeros(symbols.count, dtype=torch.bool, device=device)
     kept[always] = True
@@ -159,6 +161,8 @@ def restrict_to_face(
     less than that on the box: what is claimed is evaluated without.
     """
     low, high = t.amin(0), t.amax(0)
+    # firm > 0 where the coefficient has one sign at all given multipliers, by its distance from
+    # 0. Symbols of an L2 ball and of ReLUs always stay.
     firm = torch.maximum(low, -high) / problem.reach
     inputs = 0 if problem.norm == "linf" else problem.inputs
     firm[:inputs] = -torch.inf
@@ -258,12 +262,12 @@ def start(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
     y = problem.slope.new_zeros(2, len(which), k)
     state = torch.zeros(len(which), k, dtype=torch.long, device=y.device)
     for depth in sorted(set(problem.depth.tolist()), reverse=True):
-        own = (problem.depth == depth).nonzero()[:, 0]
+        layer = (problem.depth == depth).nonzero()[:, 0]
         _, t = bound(problem, Nodes(which, state, y))
-        cancel = t[:, problem.columns[own]].clamp_min(0) / problem.offset[own]
-        flat = problem.slope[own] < 0.5
-        y[0, :, own] = torch.where(flat, cancel, 0.0)
-        y[1, :, own] = torch.where(flat, 0.0, cancel)
+        cancel = t[:, problem.columns[layer]].clamp_min(0) / problem.offset[layer]
+        flat = problem.slope[layer] < 0.5
+        y[0, :, layer] = torch.where(flat, cancel, 0.0)
+        y[1, :, layer] = torch.where(flat, 0.0, cancel)
     return Nodes(which, state, y)
 
 
@@ -374,12 +378,14 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
     """
     deadline = time.monotonic() + seconds
     low = margins.range()[0].nan_to_num(nan=-torch.inf)
+    # Margins that the forms prove need no search: only the open ones are branched on.
     whole, is_open = float(low.min()), (low <= 0).nonzero()[:, 0]
     if not len(is_open) or not margins.symbols.units or whole == -float("inf"):
         return Decision(whole > 0, whole, whole, whole, 0, 0, "" if whole > 0 else "signs")
     exact = problem_of(margins)
     rough = exact.to(torch.float32)
     roots = start(rough, is_open)
+    # Multipliers differ in size between models: the rate is relative to those of the start.
     rate = RATE * float(roots.y.sum() / (roots.y > 0).sum().clamp_min(1))
     _, roots = ascend(rough, roots, steps=ROOT_STEPS, rate=rate, until=deadline)
     bounds = torch.maximum(proven(exact, roots), low[is_open])
@@ -417,6 +423,7 @@ class _Search:
         while len(queue):
             if self.nodes >= self.most:
                 return "nodes", float(worth.min())
+            # Worst first: so the least bound of all parts, which is reported, rises fastest.
             if time.monotonic() > self.deadline:
                 return "seconds", float(worth.min())
             order = worth.argsort()

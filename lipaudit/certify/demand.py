@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lipaudit.certify.form import Form, forms_of
 from lipaudit.certify.rules.moves import MOVES
@@ -49,8 +50,7 @@ class Node:
     read: Tensor
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of the trial run, with nodes in the place of forms.
 
     Attributes:
@@ -92,13 +92,12 @@ class TrialRun:
 
     def trial(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """Run a call."""
-        numbers, named = (_replace_kind(each, Form, lambda f: f.centre) for each in (args, kwargs))
-        nodes, keyed = (_replace_kind(each, Form, lambda f: f.node) for each in (args, kwargs))
+        numbers, named = tree_map_only(Form, lambda f: f.centre, (args, kwargs))
+        nodes, keyed = tree_map_only(Form, lambda f: f.node, (args, kwargs))
         out = func(*numbers, **named)
         out = numbers[0] if out is None else list(out) if isinstance(out, Iterator) else out
         constant = name.endswith("_like") or name.startswith("new_")
-        constant = constant and "empty" not in name  # a call may write to these: forms
-        result = out if constant else _replace_kind(out, Tensor, self.start)
+        result = out if constant else tree_map_only(Tensor, self.start, out)
         self.calls.append(Call(func, name, nodes, keyed, [f.node for f in forms_of(result)]))
         return iter(result) if name == "iter" else result
 
@@ -156,7 +155,7 @@ def _demand(call: Call) -> Cut | None:
         # The rearrangement of the entries' indices tells which of them are read.
         node = call.args[0]
         at = torch.arange(node.read.numel(), device=node.read.device).view(node.read.shape)
-        args = _replace_kind(call.args[1:], Node, lambda other: other.read)
+        args = tree_map_only(Node, lambda other: other.read, call.args[1:])
         out = call.func(at, *args, **call.kwargs)
         outs = [out] if len(call.results) == 1 else out
         for result, places in zip(call.results, outs, strict=True):
@@ -166,6 +165,7 @@ def _demand(call: Call) -> Cut | None:
     inner = call.args if cut and call.name in ENTRIES else call.args[:1] if cut else ()
     for node in inner:
         if isinstance(node, Node) and cut and node.read.ndim >= -cut[0]:
+            # An argument of size 1 along the axis is broadcast: all of it is read.
             place = 0 if node.read.shape[cut[0]] == 1 else cut[1]
             node.read.narrow(cut[0], place, 1)[...] = True
         elif isinstance(node, Node):
@@ -235,6 +235,7 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     def wide(t: Tensor) -> Tensor:
         return t.expand(*[-1] * (t.ndim - len(shape)), *shape)
 
+    # NaN where nothing was computed: a range that reads it is not finite, and proves nothing.
     slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
     slack.narrow(axis, at, 1).copy_(form.slack)
     blocks = [replace(b, rows=wide(b.rows), group=wide(b.group)) for b in form.blocks]
@@ -248,17 +249,4 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
 
 
 def _nodes(values: Any) -> list[Node]:
-    held: list[Node] = []
-    _replace_kind(values, Node, held.append)
-    return held
-
-
-def _replace_kind(values: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """Replace values of a type, also inside containers."""
-    if isinstance(values, kind):
-        return by(values)
-    if isinstance(values, dict):
-        return {key: _replace_kind(value, kind, by) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(_replace_kind(value, kind, by) for value in values)
-    return values
+    return [value for value in tree_leaves(values) if isinstance(value, Node)]

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from lipaudit.certify.blocks import ErrorBlock
+from lipaudit.certify.error_blocks import ErrorBlock
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, tiny, up
 from lipaudit.certify.symbols import Sizes, Symbols
 from lipaudit.errors import EvaluationError, InputError
@@ -31,13 +32,17 @@ METADATA = frozenset(
 )
 """Attributes of a tensor that do not depend on its values."""
 
+REARRANGEMENTS = (
+    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
+    *("reshape", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
+    *("narrow", "select"),
+)
+"""Tensor methods that rearrange entries without copying them."""
+
 VIEWS = frozenset(
     (
-        *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
-        *("reshape", "view", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
-        *("narrow", "select", "getitem", "expand", "expand_as", "T", "mT", "data", "real"),
-        "broadcast_to",
-        *("view_as", "reshape_as", "unfold", "type"),
+        *(*REARRANGEMENTS, "view", "getitem", "expand", "expand_as", "T", "mT", "data", "real"),
+        *("broadcast_to", "view_as", "reshape_as", "unfold", "type"),
         *("contiguous", "to", "float", "double", "type_as", "detach", "dropout"),
     )
 )
@@ -127,7 +132,6 @@ class Form(Tensor):
 
     memory: Memory
     seen: int
-    origin: tuple[Form, Any] | None
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -136,7 +140,7 @@ class Form(Tensor):
         shell: Form = Tensor._make_wrapper_subclass(
             cls, centre.shape, dtype=symbols.shown, device=centre.device
         )
-        shell.memory, shell.seen, shell.origin = Memory(), 0, None
+        shell.memory, shell.seen = Memory(), 0
         return shell
 
     def __init__(
@@ -190,6 +194,7 @@ class Form(Tensor):
         if self.blocks:
             stack = self.dense.new_empty(self.count, *self.shape)
             stack[: len(self.dense)] = self.dense
+            # new_empty and two writes: zeroing all rows first would touch memory twice.
             stack[len(self.dense) :] = 0
             for block in self.blocks:
                 block.add_to(stack)
@@ -237,13 +242,14 @@ class Form(Tensor):
         return self.symbols.quadratic_range(self.dense)
 
     @property
-    def rest(self) -> Tensor:
+    def remainder(self) -> Tensor:
         """Return a radius of everything not linear in the input, with slack; float64."""
         low, high = self.quadratic_range
         return up(torch.maximum(-low, high) + self.sizes.errors + self.slack)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """Return the ends of a range that holds every value, (*shape) each, float64."""
+        # The linear and the quadratic part share e, but their ranges add up to a valid one.
         sizes, (low, high) = self.sizes, self.quadratic_range
         radius = up(sizes.linear + sizes.errors + self.slack)
         # The rounding of a few float64 sums of terms that are no larger than this size.
@@ -263,10 +269,11 @@ class Form(Tensor):
 
     def hold(self, result: Form) -> None:
         """Take over the numbers of a result written into this form."""
-        memory, origin = self.memory, self.origin
+        memory = self.memory
+        # Cached sizes and ranges belong to the old numbers: they go with them.
         self.__dict__.clear()
         self.__dict__.update(result.__dict__)
-        self.memory, self.seen, self.origin = memory, memory.writes, origin
+        self.memory, self.seen = memory, memory.writes
 
     def uncertain(self, roundings: int) -> Tensor:
         """Return by how much entries are off, seen by a map with weights of so many roundings.
@@ -291,6 +298,7 @@ class Form(Tensor):
         large = self.slack > limit
         if not large.any():
             return self
+        # A symbol may be larger than the slack that it replaces, never smaller.
         radius = cast_up(self.slack * large, self.symbols.dtype)
         errors = up(self.sizes.errors + radius)
         self.sizes = Sizes(self.sizes.linear, self.sizes.quadratic, errors)
@@ -311,21 +319,16 @@ class Form(Tensor):
         if name in METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = forms_of((args, kwargs))
+        # Forms of two passes, or a view of what was overwritten, have no common meaning.
         if any(form.stale or form.symbols is not forms[0].symbols for form in forms):
             raise NoRuleError(f"{name} of a tensor that was changed in place elsewhere")
-        writes = name == "setitem" or name.endswith("_") or kwargs.get("inplace")
+        writes = name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")
         result = _apply_rule(forms[0].symbols, func, name, args, kwargs)
         if writes:
             return _write_back(name, args[0], result)
-        index = args[1] if name == "getitem" else ()
-        parts = index if isinstance(index, tuple) else (index,)
-        # Tensors and lists of indices copy; a tensor without axes counts as a number.
-        copied = any(isinstance(part, list) or getattr(part, "ndim", 0) for part in parts)
-        for view in forms_of(result) if name in VIEWS and not copied else ():
+        for view in forms_of(result) if name in VIEWS else ():
             view.memory, view.seen = forms[0].memory, forms[0].seen
-            if name == "getitem":
-                view.origin = forms[0], index
         return result
 
     @classmethod
@@ -338,13 +341,7 @@ class Form(Tensor):
 
 def forms_of(values: Any) -> list[Form]:
     """Return the forms among arguments, in order."""
-    if isinstance(values, Form):
-        return [values]
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [form for value in values for form in forms_of(value)]
+    return [value for value in tree_leaves(values) if isinstance(value, Form)]
 
 
 def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -368,24 +365,13 @@ def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) 
 
 
 def _write_back(name: str, target: Any, result: Form) -> Form:
-    """Write a result into its first argument, and into the tensor that this is a view of.
-
-    Other views of that memory become stale.
-    """
+    """Write a result into its first argument; other names of that memory become stale."""
     if not isinstance(target, Form) or result.shape != target.shape:
         raise NoRuleError(f"{name} into a constant or another shape")
     if result is target:
         return target
     if name in VIEWS:  # of what it is called by, not of what lies in the memory
         raise NoRuleError(f"{name} in place")
-    before = target.memory.writes
     target.memory.writes += 1
     target.hold(result)
-    part = target
-    while part.origin is not None and part.origin[0].seen == before:
-        whole, index = part.origin
-        whole.hold(
-            _apply_rule(whole.symbols, Tensor.__setitem__, "setitem", (whole, index, part), {})
-        )
-        part = whole
     return target

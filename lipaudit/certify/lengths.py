@@ -72,6 +72,7 @@ def _length(stacks: list[Tensor], axis: int, weight: Tensor | None, *, unit: boo
     for part in (each for some in parts for each in some):
         vectors = (part if scale is None else part * scale).movedim(axis + 1, -1)
         vectors = vectors.reshape(len(part), count, k).transpose(0, 1)
+        # s_r = ||h_r||, the choice that is exact for one direction (above).
         if not unit:
             s = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min(tiny(dtype))
             share += s.to(DOUBLE).sum((1, 2))

@@ -14,7 +14,7 @@ from lipaudit.certify.demand import DeviationError, plan
 from lipaudit.certify.form import Form, NoRuleError, forms_of
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, up
 from lipaudit.certify.rules.affine import add, broadcast, is_row, linear_map
-from lipaudit.certify.rules.products import mul
+from lipaudit.certify.rules.bilinear import mul
 from lipaudit.certify.rules.smooth import SQRT, relax
 from lipaudit.certify.rules.table import RULES
 from lipaudit.certify.symbols import SETTLE, Norm, Symbols
@@ -53,8 +53,10 @@ def ball(
     low, high = x - up(torch.full_like(x, eps)), x + up(torch.full_like(x, eps))
     if box is not None and norm == "linf":
         low, high = low.clamp(*box), high.clamp(*box)
+    # The box cuts the L-inf ball to a smaller box: its own centre needs the smaller radius.
     centre = (low + high) / 2 if norm == "linf" else x
     radius = torch.maximum(high - centre, centre - low)
+    # The centre is rounded: the radius covers what that moved.
     radius = radius + gamma(4, DOUBLE) * (x.abs() + radius)
     where = torch.ones_like(x, dtype=torch.bool) if moving is None else moving.expand_as(x)
     places = where.flatten().nonzero()[:, 0]
@@ -135,6 +137,7 @@ def margins(logits: Form, label: int) -> Form:
         return plain
     root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
     constant = mul(_differences(parts.constant, label), broadcast(root, plain.shape))
+    # Both forms have the signs of the margins; the one that proves the larger share is taken.
     times = add(_differences(parts.numerator, label), constant)
     return times if _share(times) > _share(plain) else plain
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.certify.blocks import ErrorBlock, create_errors
+from lipaudit.certify.error_blocks import ErrorBlock, create_errors
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, summed_up, tiny, up
 
 Norm = Literal["linf", "l2"]
@@ -123,6 +123,7 @@ class Symbols:
             moved = up(moved + _one_norm(block.rows))
         if self.norm == "linf":
             return Sizes(_one_norm(linear), _one_norm(quadratic), moved)
+        # Errors stay in a box, whatever the norm of the input: only these two have 2-norms.
         linear, quadratic = (
             up(_sum_rows(rows, torch.square).sqrt()) for rows in (linear, quadratic)
         )
@@ -151,9 +152,9 @@ class Symbols:
         radius = torch.cat(parts).view(q.shape[1:])
         if self.norm == "l2":
             return -radius, radius
-        mixed, own = _one_norm(q[~squares]), q[squares]
-        high = torch.minimum(mixed + _one_norm(own.clamp_min(0)), self.n * radius)
-        low = torch.minimum(mixed + _one_norm(own.clamp_max(0)), self.n * radius)
+        mixed, diagonal = _one_norm(q[~squares]), q[squares]
+        high = torch.minimum(mixed + _one_norm(diagonal.clamp_min(0)), self.n * radius)
+        low = torch.minimum(mixed + _one_norm(diagonal.clamp_max(0)), self.n * radius)
         return -low, high
 
     def pack(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
@@ -175,7 +176,7 @@ class Symbols:
             first += self.n - i
 
     def add_squares(self, rows: Float[Tensor, "rows ..."], x: Tensor, weight: Tensor) -> None:
-        """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack, in place."""
+        """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack: in half of the products."""
         first, double = self.n, 2 * weight * x
         for i in range(self.n):
             rows[first].addcmul_(double[i], x[i], value=0.5)
@@ -206,6 +207,7 @@ def bound_norms(matrices: Float[Tensor, "b n n"], squarings: int) -> Float[Tenso
     n, dtype = matrices.shape[-1], matrices.dtype
     small = n * n * tiny(dtype)
     size = _norm(matrices.flatten(1))
+    # Divided by about its norm, no power of Q overflows or underflows.
     scale = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
     power = matrices / scale[:, None, None]
     size = up(size / scale.to(DOUBLE))

@@ -265,22 +265,6 @@ def test_relus_that_no_margin_depends_on_are_left_out():
     assert torch.equal(problem.offset[problem.depth == 1], last.offset[read])
 
 
-def test_margins_may_depend_on_no_relu_at_all():
-    """One whose result nobody reads."""
-    model, x = nn.Linear(4, 3).requires_grad_(requires_grad=False), torch.randn(1, 4)
-    label = int(model(x).argmax())
-
-    def logits(t):
-        F.relu(t)
-        return model(t)
-
-    form = margins(run(logits, ball(x, 1e3)), label)
-    verdict = decide(form)
-    assert form.symbols.units
-    assert not verdict.certified
-    assert verdict.units == 0
-
-
 def test_errors_that_rows_share_cancel():
     """A column for every symbol says more than a radius of each row."""
     model, x, label = _mixer(2)

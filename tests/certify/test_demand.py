@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lipaudit.certify import prove
-from lipaudit.certify.blocks import create_errors
+from lipaudit.certify.error_blocks import create_errors
 from lipaudit.certify.prove import ball, margins, run
 
 DIM, TOKENS, HEADS = 6, 5, 2

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from lipaudit.certify.form import Form
 from lipaudit.certify.lengths import lengths
 from lipaudit.certify.prove import ball, run
-from lipaudit.certify.rules import attention
+from lipaudit.certify.rules import mixing
 
 N, K, VECTORS, ERRORS = 3, 4, 5, 6
 
@@ -89,7 +89,7 @@ def test_many_errors_are_not_all_large_at_once():
     _, rest = lengths(form, -1)
     signs = (rows[1:] @ rows[1:].mT @ rows[1:].sign()[:, 0]).sign()
     assert torch.linalg.vector_norm(signs @ rows[1:]) <= rest
-    assert rest < 0.25 * torch.linalg.vector_norm(form.rest)
+    assert rest < 0.25 * torch.linalg.vector_norm(form.remainder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
@@ -119,7 +119,7 @@ def test_products_of_long_vectors_gain(order, points, excess):
     e, inputs = points(x, 300)
     assert excess(form, e, product(inputs)) <= 1e-12
     h = run(lambda t: F.gelu(t @ mix[0]) @ mix[1], x)
-    linear, rest = h.sizes.linear, h.rest
+    linear, rest = h.sizes.linear, h.remainder
     plain = linear @ rest.mT + rest @ (linear + rest).mT
     if order == 1:
         plain = plain + linear @ linear.mT
@@ -137,8 +137,8 @@ def test_the_logarithm_of_a_sum_of_exponentials(monkeypatch, order, move, weight
         seen.append(z)
         return relax(z, f, **options)
 
-    relax = attention.relax
-    monkeypatch.setattr(attention, "relax", spied)
+    relax = mixing.relax
+    monkeypatch.setattr(mixing, "relax", spied)
     centre = torch.tensor([[weight, 0.0, 0.0]])
     moving = torch.tensor([[True, False, False]])
     x = ball(centre, move, order=order, moving=moving)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import math
 
 import pytest
 import torch
@@ -131,49 +130,16 @@ def _multi_head(x, **options):
     return torch.cat([result.transpose(0, 1), p @ x], -1)
 
 
-def _written(x):
-    y = x.new_empty(x.shape)
-    y[..., :3] = x[..., 3:]
-    y[..., 3:] = 2 * x[..., :3]
-    y[:, 1] = SCALE.to(x.dtype)
-    return y
-
-
-def _scattered(x):
-    y = x.unflatten(1, (2, 2)).clone()
-    y[:, [1, 0], :, [2, 3]] = 2 * x[:, :2, :2].transpose(0, 1)
-    y[:, 0, 0] = x[None, :, 1]
-    return y
-
-
 FUNCTIONS = {
-    "abs": lambda x: x.abs(),
-    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
-    "prelu": lambda x: F.prelu(x, SCALE[:TOKENS].to(x.dtype)),
-    "maximum": lambda x: torch.maximum(x, x.flip(1)) + torch.minimum(x, SCALE.to(x.dtype)),
-    "clamp": lambda x: x.clamp(-0.3, 0.4) + x.clamp(min=0.1),
-    "relu6": lambda x: F.relu6(9 * x) + F.hardtanh(x),
-    "hardswish": lambda x: F.hardswish(3 * x) + F.hardsigmoid(3 * x),
-    "amax": lambda x: x.amax(1) - x.min(1).values,
-    "max-axes": lambda x: x.amax((1, 2), keepdim=True),
     "max_pool2d": lambda x: F.max_pool2d(_image(x), (3, 2), (2, 1), (1, 0)),
-    "max_pool2d-ceil": lambda x: F.max_pool2d(_image(x), (3, 1), 2, ceil_mode=True),
     "erf": lambda x: torch.erf(x),
-    "log": lambda x: torch.log(1 + x * x),
-    "sine": lambda x: torch.sin(2 * x) + torch.cos(x),
-    "mish": lambda x: F.mish(2 * x),
-    "softplus": lambda x: F.softplus(3 * x, 2.0) + F.logsigmoid(x),
-    "elu": lambda x: F.elu(2 * x) + F.elu(x, 0.7) + F.selu(x),
     "powers": lambda x: x**3 + x.pow(4) - x**1,
     "log_softmax": lambda x: (3 * x).log_softmax(-1),
     "softmax-axis": lambda x: (3 * x).softmax(1),
-    "logsumexp": lambda x: (
-        torch.logsumexp(3 * x, 1, keepdim=True) + torch.logsumexp(x, -1)[..., None]
-    ),
     "einsum": lambda x: torch.einsum("bik,bjk->bij", x, 2 * x + 1),
-    "einsum-weights": lambda x: torch.einsum("...k,jk->...j", x, SQUARE[:2].to(x.dtype)),
-    "einsum-broadcast": lambda x: torch.einsum("b...t,bst->bs...", x[:, :1], x[..., 1:2]),
-    "einsum-inner": lambda x: torch.einsum("bik,bkc,id->bdc", x, x.mT @ x, SQUARE[:4].to(x.dtype)),
+    "einsum-sums": lambda x: torch.einsum(
+        "bikl,jk->bji", x[:, :, None], SQUARE[:2, :1].to(x.dtype)
+    ),
     "matmul-broadcast": lambda x: x[:, None] @ _weights(2, WIDTH, 3).to(x.dtype),
     "matmul-forms-broadcast": lambda x: x[:, None] @ torch.stack([x, 2 * x], 1).mT,
     "matmul-vector": lambda x: x @ SCALE.to(x.dtype),
@@ -181,43 +147,22 @@ FUNCTIONS = {
     "addmm": lambda x: torch.stack(
         [torch.addmm(SCALE.to(x.dtype), t, SQUARE.to(x.dtype), beta=2, alpha=0.5) for t in x]
     ),
-    "addcmul": lambda x: torch.addcmul(x, x, SCALE.to(x.dtype), value=0.5),
     "baddbmm": lambda x: torch.baddbmm(
         x[:, :1], batch1=x, batch2=x.new_ones(len(x), 6, 6), beta=0.3
     ),
-    "interpolate": lambda x: F.interpolate(_image(x), scale_factor=2, mode="bilinear"),
-    "interpolate-size": lambda x: (
-        F.interpolate(_image(x), (5, 3), mode="bicubic", align_corners=True)
-        + F.interpolate(_image(x), (5, 3))
-    ),
-    "interpolate-antialias": lambda x: F.interpolate(
-        _image(x), (7, 3), mode="bilinear", antialias=True
-    ),
-    "cumsum": lambda x: x.cumsum(1),
     "conv1d": lambda x: F.conv1d(x, _weights(2, TOKENS, 3).to(x.dtype), padding=1, stride=2),
-    "conv1d-same": lambda x: F.conv1d(
-        x, _weights(TOKENS, 2, 2).to(x.dtype), padding="same", groups=2
-    ),
-    "conv2d-same": lambda x: F.conv2d(_image(x), _weights(2, 3, 3, 2).to(x.dtype), padding="same"),
     "avg_pool2d": lambda x: F.avg_pool2d(_image(x), 3, 2, 1),
     "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(_image(x), (3, 1)),
     "var": lambda x: x.var(-1, unbiased=False, keepdim=True) + x.var(1, keepdim=True),
-    "std": lambda x: x.std(-1),
-    "all-axes": lambda x: torch.stack(
-        [t.std(False) + t.var(True) + t.sum(()) + t.mean(dim=[]).sum() + t.amax(()) for t in x]
-    ),
+    "all-axes": lambda x: torch.stack([t.var(True) + t.sum(()) + t.mean(dim=[]).sum() for t in x]),
     "empty": lambda x: torch.cat([x[:, :0] * x[:, :0], x], 1),
     "glu": lambda x: F.glu(x) + F.glu(x.mT, 1).mT[..., :3],
     "where": lambda x: (
         torch.where(MASK[:, None], x, SCALE.to(x.dtype)) + torch.where(MASK[:, None], 0.0, x * x)
     ),
-    "written": _written,
-    "scattered": _scattered,
     "pad": lambda x: F.pad(x, (1, 0, 0, 2), value=0.5),
     "reflection": lambda x: F.pad(_image(x), (1, 0, 2, 1), mode="reflect").flatten(1),
     "max-padded": lambda x: F.max_pool2d(F.pad(_image(x), (1, 1), value=-torch.inf), 2, 1),
-    "copied": lambda x: x.new_empty(x.shape).copy_(x[..., :1]) * x,
-    "triangle": lambda x: x.tril() - x.triu(1),
     "gather": lambda x: (
         x.gather(1, PLACES[None, :, None].expand(len(x), -1, WIDTH)) + x[:, PLACES]
     ),
@@ -227,9 +172,7 @@ FUNCTIONS = {
     "like": lambda x: x + torch.ones_like(x) - x.new_zeros(WIDTH).to(x.dtype) * 2,
     "layer_norm-axes": lambda x: F.layer_norm(x, (TOKENS, WIDTH), SQUARE[:4].to(x.dtype)),
     "group_norm": lambda x: F.group_norm(x, 2, SCALE[:4].to(x.dtype), SCALE[:4].to(x.dtype)),
-    "instance_norm": lambda x: F.instance_norm(x),
     "normalize": lambda x: F.normalize(x, dim=-1) + F.normalize(x, dim=1),
-    "norms": lambda x: torch.cat([x.norm(dim=-1), torch.linalg.vector_norm(x, 1, dim=-1)], -1),
     "grouped-queries": _grouped,
     "constant-queries": _constant_queries,
     "heads": _multi_head,
@@ -276,7 +219,7 @@ def test_a_form_shrinks_with_its_ball(name, norm, order):
     for eps, share in ((1e-3, 0.05), (1e-5, 1e-3)):
         x = ball(_weights(1, TOKENS, WIDTH, seed=9) + 3e-3, eps, norm=norm, order=order)
         form = run(OPERATIONS[name], x)
-        assert (form.rest.sum() <= share * form.sizes.linear.sum()).all()
+        assert (form.remainder.sum() <= share * form.sizes.linear.sum()).all()
 
 
 @pytest.mark.parametrize(
@@ -286,8 +229,6 @@ def test_a_form_shrinks_with_its_ball(name, norm, order):
         lambda x: torch.softmax(x.flatten(1), dim=0),
         lambda x: F.layer_norm(x, (TOKENS, WIDTH)),
         lambda x: F.group_norm(x, 2),
-        lambda x: x.cumsum(1),
-        lambda x: x.logsumexp(1, keepdim=True) + x,
         lambda x: F.max_pool2d(_image(x), 2, 1)[:, 0],
         _grouped,
         _multi_head,
@@ -300,28 +241,6 @@ def test_what_mixes_rows_is_read_in_all_of_them(function, points, excess):
     form = run(lambda t: function(t)[:, 0], x)
     truth = torch.cat([function(each[None])[:, 0] for each in inputs])
     assert excess(form, e, truth) <= 1e-13
-
-
-def test_softplus_jumps_at_its_threshold(points, excess):
-    x = ball(_weights(1, TOKENS, WIDTH, seed=9), 0.2)
-    e, inputs = points(x, 60)
-    for threshold in (1, 4.0):
-        truth = F.softplus(3 * inputs, 2, threshold)
-        assert (
-            excess(run(lambda t, end=threshold: F.softplus(3 * t, 2, end), x), e, truth) <= 1e-13
-        )
-
-
-def test_a_matrix_of_more_axes_is_no_stack_of_rows():
-    """Two rows of coefficients beside a stack of two matrices: they must not pair up."""
-    x = ball(_weights(2)[None], 0.1)[0]
-    weight = _weights(2, 2, 3)
-    form = run(lambda t: t @ weight, x)
-    assert form.shape == (2, 3)
-    low, high = form.range()
-    for corner in torch.cartesian_prod(*[torch.tensor([-0.1, 0.1]).double()] * 2):
-        truth = (_weights(2) + corner) @ weight.double()
-        assert ((low <= truth + 1e-8) & (truth - 1e-8 <= high)).all()
 
 
 class Mixed(nn.Module):
@@ -381,12 +300,6 @@ def test_settling_changes_no_range():
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_relus_of_one_sign_bear_no_errors():
-    x = ball(_weights(1, TOKENS, WIDTH), 0.1)
-    assert not F.relu(x + 10).blocks
-    assert F.relu(x).blocks
-
-
 def test_symbols_keep_what_slack_forgets():
     """y - y of an operation with an error is zero in symbols, twice the error in slack."""
     x = ball(_weights(1, TOKENS, WIDTH), 0.1, settle=0.0)
@@ -441,17 +354,18 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
         lambda x: torch.where(torch.eye(WIDTH)[:4] > 0, x, x).masked_fill(x > 0, 0.0),
         lambda x: x ** _weights(WIDTH),
         lambda x: torch.einsum("bii->bi", x[:, :, :4]),
-        lambda x: F.interpolate(x, 3, mode="linear"),
-        lambda x: F.interpolate(_image(x), (7, 1), mode="bilinear", antialias=True),
+        lambda x: torch.einsum("...ik,...jk->...ij", x, x),
+        lambda x: torch.einsum("bik,bjk,bjl->bil", x, x, x),
+        lambda x: F.conv2d(_image(x), _weights(2, 3, 3, 2), padding="same"),
+        lambda x: x.clone().copy_(2 * x),
         lambda x: F.max_pool2d(_image(x), 2, return_indices=True),
         lambda x: F.max_pool2d(_image(x)[0], 2),
         lambda x: x.topk(2),
         lambda x: x.argmax(-1),
-        lambda x: x.norm(3),
+        lambda x: torch.linalg.vector_norm(x, 3),
         lambda x: F.normalize(x, 1),
         lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
         lambda x: nn.MultiheadAttention(WIDTH, 2, dropout=0.1)(x, x, x),
-        lambda x: nn.MultiheadAttention(WIDTH, 2, add_bias_kv=True).eval()(x, x, x),
     ],
 )
 def test_what_is_not_known_is_refused(function):
@@ -464,18 +378,12 @@ def test_what_is_not_known_is_refused(function):
     [
         (lambda x: torch.exp(1e3 * x), _weights(1, TOKENS, WIDTH), 1.0),
         (torch.rsqrt, torch.ones(1, 2), 1.5),
-        (torch.log, torch.zeros(1, 2), 0.5),
         (functools.partial(F.normalize, dim=-1), torch.zeros(1, 2), 0.5),
     ],
 )
 def test_a_ball_without_an_end_says_so(function, centre, eps):
     with pytest.raises(UnboundedError):
         run(function, ball(centre, eps))
-
-
-def test_what_was_never_written_has_no_range():
-    unwritten = run(lambda x: torch.empty_like(x) + x, ball(torch.zeros(1, 2), 0.5))
-    assert math.isnan(unwritten.range()[0][0, 0])
 
 
 def test_the_box_cuts_the_ball():

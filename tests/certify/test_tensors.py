@@ -87,27 +87,10 @@ def _copy_first(x):
     return y * kept
 
 
-def _part_in_place(x):
-    y = x * 2
-    y[:, 1] += x[:, 0]
-    y[0, 2:][:, 1:3].mul_(3)
-    y[..., 0].copy_(x[..., 1])
-    y[torch.tensor(0)].add_(1)
-    return y * x
-
-
-def _places_are_copies(x):
-    y = x * 2
-    some = y[:, [0, 2]]
-    some += 1
-    return torch.cat([y, some], 1)
-
-
 @pytest.mark.parametrize(
     "function",
     [
         *(_shortcut_in_place, _relu_in_place, _after_a_norm, _copy_first),
-        *(_part_in_place, _places_are_copies),
     ],
 )
 @pytest.mark.parametrize("order", [1, 2])
@@ -136,6 +119,25 @@ def _stale_part(x):
     first = y[:, 0]
     y[:, 1].add_(1)
     return first * 2
+
+
+def _places_in_place(x):
+    y = x * 2
+    some = y[:, [0, 2]]
+    some += 1
+    return torch.cat([y, some], 1)
+
+
+def _part_in_place(x):
+    y = x * 2
+    y[:, 1] += x[:, 0]
+    return y
+
+
+def _item_in_place(x):
+    y = x * 2
+    y[:, 1] = 0
+    return y
 
 
 def _stale_copy(x):
@@ -172,12 +174,13 @@ def _constant_target(x):
 @pytest.mark.parametrize(
     "function",
     [
-        *(_stale_view, _stale_base, _stale_part, _constant_target),
+        *(_stale_view, _stale_base, _stale_part, _constant_target, _part_in_place),
+        *(_item_in_place, _places_in_place),
         *(_stale_copy, _stale_cast, _stale_result, _turned_in_place),
     ],
 )
 def test_what_a_change_in_place_leaves_behind_is_refused(function):
-    with pytest.raises(NoRuleError, match="in place|into a constant"):
+    with pytest.raises(NoRuleError, match="in place|into a constant|setitem"):
         run(function, _x())
 
 
@@ -204,7 +207,7 @@ def test_what_another_pass_left_is_refused():
         lambda x: x.to(int),
         lambda x: x.sum(-1, dtype=torch.long),
         lambda x: F.conv2d(x, torch.ones(2, 1, 2, 2)),
-        lambda x: (x * torch.tensor(1 + 2j)).abs(),
+        lambda x: x * torch.tensor(1 + 2j),
         lambda x: x.numpy(),
         lambda x: x > 0,
         lambda x: bool(x.sum() > 0),

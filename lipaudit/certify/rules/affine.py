@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.certify.blocks import join_blocks
+from lipaudit.certify.error_blocks import join_blocks
 from lipaudit.certify.form import Form, NoRuleError, Quotient
 from lipaudit.certify.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.certify.symbols import Sizes
@@ -47,6 +47,7 @@ def linear_map(
     if within != "entries":
         x = x.by_row() if within == "rows" else x.whole()
     symbols, bound = x.symbols, bound or op
+    # The centre runs in float64 with the weights as stored; coefficients in their own dtype.
     exact = [weight.detach().to(DOUBLE) for weight in weights]
     sizes = [weight.abs() for weight in exact]
     centre = op(x.centre[None], *exact)[0]
@@ -104,6 +105,7 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
         centre, slack = x.centre + y.centre, up(x.slack + y.slack)
         dense, blocks = stack_sum(x.dense, y.dense), join_blocks(x.blocks, y.blocks, torch.add)
         total = Form(centre, dense, slack, x.symbols, blocks=blocks)
+        # The sum of each coefficient is rounded once: `uncertain` adds that to the slack.
         total.slack = total.uncertain(0)
         return total
     form, constant = (x, y) if isinstance(x, Form) else (y, x)
@@ -138,8 +140,8 @@ def stack_sum(x: Tensor, y: Tensor) -> Tensor:
 
 def align(x: Form, y: Form) -> None:
     """Dissolve blocks of errors that both forms have but that cannot be added layer by layer."""
-    own = {block.key: block for block in x.blocks}
-    if any(b.key in own and not b.like(own[b.key]) for b in y.blocks):
+    known = {block.key: block for block in x.blocks}
+    if any(b.key in known and not b.like(known[b.key]) for b in y.blocks):
         x.whole()
     for _ in range(2):  # dissolving one may remove a block of the other
         for form in (x, y):
@@ -157,6 +159,7 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
     shape = shape_of(x.shape, other)
     if tuple(x.shape) == tuple(shape):
         return x
+    # One error acts on all copies: as slack each copy would have its own.
     x = x.settle() if x.centre.numel() < torch.Size(shape).numel() else x
 
     def widen(rows: Tensor) -> Tensor:
@@ -177,8 +180,8 @@ def expand(x: Any, *shape: Any) -> Any:
         return x.expand(*shape)
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     missing = len(sizes) - x.ndim
-    own = (*[1] * missing, *x.shape)
-    return broadcast(x, [a if b == -1 else b for a, b in zip(own, sizes, strict=True)])
+    current = (*[1] * missing, *x.shape)
+    return broadcast(x, [a if b == -1 else b for a, b in zip(current, sizes, strict=True)])
 
 
 def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
@@ -210,6 +213,7 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
         return t @ w.mT
 
     roundings, parts = weight.shape[-1] + 1, input.waits
+    # With one root per row weights act on the numerator alone.
     if parts is None or not (is_row(parts.inverse) and is_row(parts.square)):
         x = input.settle()
         return linear_map(x, op, weight, roundings=roundings, constant=bias, within="rows")
@@ -236,20 +240,14 @@ def convolve(
     groups: int = 1,
 ) -> Form:
     """Return a convolution as a product with patches: the library's may round differently."""
-    if input.ndim != weight.ndim:
-        raise NoRuleError("a convolution without a batch axis")
+    if input.ndim != weight.ndim or isinstance(padding, str):
+        raise NoRuleError("a convolution without a batch axis, or with padding by name")
     if weight.ndim == 3:  # over one axis: as one over two, the first of size one
         stride, dilation = ((1, as_pair(v)[1]) for v in (stride, dilation))
-        padding = padding if isinstance(padding, str) else (0, as_pair(padding)[1])
-        wide: Any = input.unsqueeze(-2)
+        wide, padding = cast("Form", input.unsqueeze(-2)), (0, as_pair(padding)[1])
         wide = convolve(wide, weight.unsqueeze(-2), bias, stride, padding, dilation, groups)
         return cast("Form", wide.squeeze(-2))
     gaps, steps = as_pair(dilation), as_pair(stride)
-    x: Any = input
-    if isinstance(padding, str):
-        room = [gap * (size - 1) for gap, size in zip(gaps, weight.shape[-2:], strict=True)]
-        ends = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in room]
-        x, padding = F.pad(x, (*ends[1], *ends[0])), 0
     pads = as_pair(padding)
 
     def op(t: Tensor, w: Tensor) -> Tensor:
@@ -263,7 +261,8 @@ def convolve(
         return out.flatten(1, 2).view(*t.shape[:2], -1, *size)
 
     constant = None if bias is None else bias.view(-1, 1, 1)
-    return linear_map(x.settle(), op, weight, roundings=weight[0].numel() + 1, constant=constant)
+    terms = weight[0].numel()
+    return linear_map(input.settle(), op, weight, roundings=terms + 1, constant=constant)
 
 
 def as_pair(value: Any) -> tuple[int, int]:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.certify.blocks import ErrorBlock, move_stack
-from lipaudit.certify.form import Form, NoRuleError, Quotient
+from lipaudit.certify.error_blocks import ErrorBlock, move_stack
+from lipaudit.certify.form import REARRANGEMENTS, Form, NoRuleError, Quotient
 from lipaudit.certify.rounding import DOUBLE
 from lipaudit.certify.rules.affine import as_constant, broadcast, shape_of, stack_sum
 from lipaudit.certify.symbols import Sizes
@@ -38,6 +38,7 @@ def make_move(function: str | Callable[..., Any]) -> Callable[..., Any]:
         dense = move_stack(move, x.dense)
         per_block = [block.move(move) for block in x.blocks]
         low_high = x.__dict__.get("quadratic_range", ())
+        # Sizes move with the entries: taking them anew would cost a pass over all coefficients.
         known = (x.centre, x.slack, *vars(x.sizes).values(), *low_high)
         parts = dense, *(move(each) for each in known)
         if isinstance(dense, Tensor):
@@ -91,11 +92,7 @@ def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
     return Form(centre, dense, input.slack * keep, input.symbols, blocks=blocks)
 
 
-MOVES = (
-    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
-    *("reshape", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
-    *("narrow", "select", "index_select", "roll", "flip", "repeat"),
-)
+MOVES = (*REARRANGEMENTS, "index_select", "roll", "flip", "repeat")
 """Tensor methods that rearrange entries."""
 
 
@@ -131,30 +128,6 @@ def where(condition: Tensor, input: Any, other: Any) -> Form:
     return Form(torch.where(condition, one.centre, two.centre), generators, slack, one.symbols)
 
 
-def setitem(input: Any, index: Any, value: Any) -> Form:
-    """Return the form with the entries at an index replaced."""
-    if not isinstance(input, Form):
-        raise NoRuleError("setitem into a constant")
-    value = value if isinstance(value, Form) else lift(value, input)
-    at = torch.arange(input.numel(), device=input.device).view(input.shape)[index]
-    part = broadcast(value, at.shape)
-    count, at = max(len(input.generators), len(part.generators)), at.flatten()
-
-    def write(whole: Tensor, rows: Tensor, length: int) -> Tensor:
-        flat = whole.new_zeros(length, input.numel())
-        flat[: len(whole)] = whole.reshape(len(whole), input.numel())
-        flat[:, at] = 0
-        flat[: len(rows), at] = rows.reshape(len(rows), len(at))
-        return flat.view(length, *input.shape)
-
-    centre, slack = (
-        write(whole[None], its[None], 1)[0]
-        for whole, its in ((input.centre, part.centre), (input.slack, part.slack))
-    )
-    generators = write(input.generators, part.generators, count)
-    return Form(centre, generators, slack, input.symbols)
-
-
 def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
     """Add entries at the ends of axes: constants, or copies."""
     if mode != "constant":
@@ -165,16 +138,6 @@ def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None
 
     centre = wide(input.centre, float(value or 0.0))
     return Form(centre, wide(input.generators), wide(input.slack), input.symbols)
-
-
-def make_triangle(name: str) -> Callable[..., Form]:
-    """Return the rule of tril or triu."""
-
-    def rule(input: Form, diagonal: int = 0) -> Form:
-        ones = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device)
-        return where(getattr(ones, name)(diagonal), input, 0.0)
-
-    return rule
 
 
 def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
@@ -192,9 +155,3 @@ def make_constant(name: str) -> Callable[..., Tensor]:
         return make(like, *args, **kwargs)
 
     return rule
-
-
-def make_empty(input: Form, *size: Any, **options: Any) -> Form:
-    """Return a form without numbers, which is written to later."""
-    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    return lift(torch.full(tuple(shape or input.shape), torch.nan, dtype=DOUBLE), input)

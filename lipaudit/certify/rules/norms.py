@@ -18,8 +18,14 @@ from lipaudit.certify.form import Form, NoRuleError, Quotient, UnboundedError
 from lipaudit.certify.lengths import lengths
 from lipaudit.certify.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.certify.rules.affine import add, linear_map, reduce_axes, scale
-from lipaudit.certify.rules.pieces import absolute, amax
-from lipaudit.certify.rules.smooth import RSQRT, SQRT, relax, square, square_rest, worth_squaring
+from lipaudit.certify.rules.smooth import (
+    RSQRT,
+    SQRT,
+    relax,
+    square,
+    square_remainder,
+    worth_squaring,
+)
 
 
 def layer_norm(
@@ -65,6 +71,7 @@ def _read_axes(x: Form, normalized_shape: Any) -> list[int]:
 def _unit(y: Form, eps: float) -> Form:
     """Return y / sqrt(mean y^2 + eps), a quotient."""
     symbols, dtype, n = y.symbols, y.symbols.dtype, y.shape[-1]
+    # The derivative of mean(y^2) at the centre, 2 c / n: the linear part of the square.
     weights = (y.centre * (2 / n)).to(dtype)
     dense, blocks = y.by_row().map_rows(lambda t: (t * weights).sum(-1, keepdim=True))
     moves, size = up(y.mass + y.slack), y.centre.abs()
@@ -95,11 +102,11 @@ def _square(y: Form, moves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     choices = [(whole / 2, whole / 2, none) for whole in wholes]
     if y.symbols.order == 2:
         kept = worth_squaring(y)
-        first, second = square_rest(y.sizes.linear, y.rest)
+        first, second = square_remainder(y.sizes.linear, y.remainder)
         middle = torch.where(kept, second, moves.square()) / 2
         radius = torch.where(kept, first + second / 2, moves.square() / 2)
         choices.append((_mean(middle), _mean(radius), kept))
-        first, second = square_rest(long, rest)
+        first, second = square_remainder(long, rest)
         choices.append((second / n / 2, (first + second / 2) / n, ~none))
     middle, radius, kept = choices[0]
     for other, less, squares in choices[1:]:
@@ -133,33 +140,13 @@ def group_norm(
     return _affine(result, weight, bias)
 
 
-def instance_norm(
-    input: Form,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Form:
-    """Apply LayerNorm to all places of every channel."""
-    if not use_input_stats:
-        raise NoRuleError("instance_norm with running statistics")
-    return group_norm(input, input.shape[1], weight, bias, eps)
-
-
 def vector_norm(
     input: Form, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Form:
-    """Return the 1-, 2- or infinity norm over axes."""
-    if ord in (2, "fro", None):
-        return relax(reduce_axes(square(input), dim, keepdim), SQRT, positive=True)
-    if ord == 1:
-        return reduce_axes(absolute(input), dim, keepdim)
-    if ord == float("inf"):
-        return amax(absolute(input), dim, keepdim)
-    raise NoRuleError(f"a norm of order {ord}")
+    """Return the 2-norm over axes."""
+    if ord not in (2, "fro", None):
+        raise NoRuleError(f"a norm of order {ord}")
+    return relax(reduce_axes(square(input), dim, keepdim), SQRT, positive=True)
 
 
 def normalize(

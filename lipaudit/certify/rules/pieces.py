@@ -6,9 +6,6 @@ convex function. For a rounded a in [0, 1] the largest relu(z) - a z is at an en
 2 m = max(-a l, (1 - a) u). The symbol eps is defined by the equation: on z >= 0 and z <= 0 apart,
 h is z and 0, and what the equation then says of eps is used (`branch`). So eps takes no slack in.
 
-|x| = 2 r(x) - x; max(x, y) = y + r(x - y); a leaky ReLU is s x + (1 - s) r(x); x held to
-[lo, hi] is lo + r(x - lo) - r(x - hi).
-
 The largest of many: for any entry i, max_j x_j - x_i = max_j r(x_j - x_i) lies in [0, h] with h
 the largest end of a difference x_j - x_i. i is the largest at the centre. Where it is the largest
 on the whole ball, h = 0 and nothing is lost.
@@ -16,18 +13,15 @@ on the whole ball, h = 0 and nothing is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lipaudit.certify.form import Form, NoRuleError, UnboundedError
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, tiny, up
-from lipaudit.certify.rules.affine import add, as_pair, neg, scale, sub
+from lipaudit.certify.rules.affine import add, as_pair, sub
 from lipaudit.certify.rules.moves import make_move
-from lipaudit.certify.rules.products import div, mul
 from lipaudit.certify.symbols import Unit
 
 
@@ -62,79 +56,9 @@ def relu(input: Form, inplace: bool = False) -> Form:
     return Form(centre, dense, slack, symbols, blocks=blocks)
 
 
-class Extreme(NamedTuple):
-    """The extremes over an axis; their indices are unknown, because they depend on the input.
-
-    Attributes:
-        values: the extremes.
-        indices: None.
-    """
-
-    values: Form
-    indices: None = None
-
-
-def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -> Form:
-    """Return x where x > 0, else s x; the slope s may be a tensor of constants."""
-    positive = scale(relu(input), 1 - _exact(negative_slope), roundings=2)
-    return add(scale(input, _exact(negative_slope)), positive)
-
-
-def prelu(input: Form, weight: Tensor) -> Form:
-    """Return a leaky ReLU with a slope per channel (axis 1)."""
-    shape = [1] * (input.ndim - 2) if input.ndim > 1 and weight.numel() > 1 else []
-    return leaky_relu(input, weight.view(-1, *shape))
-
-
-def absolute(input: Form) -> Form:
-    """|x|."""
-    return sub(scale(relu(input), 2.0), input)
-
-
-def maximum(input: Any, other: Any) -> Form:
-    """Return the larger of two, entry by entry."""
-    return add(other, relu(sub(input, other)))
-
-
-def minimum(input: Any, other: Any) -> Form:
-    """Return the smaller of two, entry by entry."""
-    return sub(input, relu(sub(input, other)))
-
-
-def clamp(input: Form, min: Any = None, max: Any = None) -> Form:  # noqa: A002
-    """Return x clamped to [min, max]; as in torch, max if max < min."""
-    held = input if min is None else maximum(input, min)
-    return held if max is None else minimum(held, max)
-
-
-def make_clamp(low: float, high: float) -> Callable[..., Form]:
-    """Return the rule of a function that clamps x to a range."""
-    return lambda input, min_val=low, max_val=high, inplace=False: clamp(input, min_val, max_val)
-
-
-def hardsigmoid(input: Form, inplace: bool = False) -> Form:
-    """(x + 3) / 6 held to [0, 1]."""
-    return div(clamp(add(input, 3.0), 0.0, 6.0), 6.0)
-
-
-def hardswish(input: Form, inplace: bool = False) -> Form:
-    """Return x hardsigmoid(x)."""
-    return mul(input, hardsigmoid(input))
-
-
-def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
-    """Return the largest value over axes."""
-    axes = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # no axes means all
-    axes = [axis % input.ndim for axis in axes]
-    others = [axis for axis in range(input.ndim) if axis not in axes]
-    flat = input.permute(*others, *axes).flatten(len(others)) if axes else input[..., None]
-    result = largest(flat)  # type: ignore[arg-type]
-    kept = [1 if axis in axes else size for axis, size in enumerate(input.shape)]
-    return result.reshape(kept) if keepdim else result  # type: ignore[return-value]
-
-
 def largest(x: Form) -> Form:
     """Return the largest value over the last axis."""
+    # x_i + [0, h], i the largest at the centre: exact where i stays the largest on the ball.
     top = x.centre.argmax(-1, keepdim=True)
     chosen = make_move("gather")(x, -1, top)
     _, high = sub(x, chosen).range()
@@ -147,22 +71,6 @@ def largest(x: Form) -> Form:
     return add(centred, above)
 
 
-def make_extreme(pair: Callable[..., Form], over: Callable[..., Form]) -> Callable[..., Any]:
-    """Return the rule of torch.max or min: of all entries, of an axis, or of two tensors."""
-
-    def rule(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
-        if isinstance(dim, Tensor):
-            return pair(input, dim)
-        return over(input) if dim is None else Extreme(over(input, dim, keepdim))
-
-    return rule
-
-
-def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
-    """Return the smallest value over axes."""
-    return neg(amax(neg(input), dim, keepdim))
-
-
 def max_pool2d(
     input: Form,
     kernel_size: Any,
@@ -173,27 +81,14 @@ def max_pool2d(
     return_indices: bool = False,
 ) -> Form:
     """Return the largest value of every window; padding is never the largest."""
-    if return_indices:
-        raise NoRuleError("max_pool2d with indices")
-    if input.ndim != 4:
-        raise NoRuleError("max_pool2d of an image without a batch axis")
+    if input.ndim != 4 or ceil_mode or return_indices:
+        raise NoRuleError("max_pool2d in ceil mode, with indices or without a batch axis")
+    # The places of every window, counted from 1: padding is 0, and stands for another place.
     places = torch.arange(1.0, input[0, 0].numel() + 1, dtype=torch.float64, device=input.device)
     places = places.view(1, 1, *input.shape[-2:])
-    last = F.max_pool2d(places, kernel_size, stride, padding, dilation, ceil_mode)
     steps = kernel_size if stride in (None, []) else stride
     size, pad, gap, step = (as_pair(v) for v in (kernel_size, padding, dilation, steps))
-    # The room that the windows need; past its end lies padding, 0.
-    room = [
-        max(0, (last.shape[i] - 1) * step[i] + gap[i] * (size[i] - 1) + 1 - pad[i] - extent)
-        for i, extent in ((-2, input.shape[-2]), (-1, input.shape[-1]))
-    ]
-    padded = F.pad(places, (pad[1], room[1], pad[0], room[0]))
-    windows = F.unfold(padded, size, dilation=gap, stride=step)[0].mT.long()
+    windows = F.unfold(places, size, gap, pad, step)[0].mT.long()
     windows = torch.where(windows > 0, windows, windows.amax(-1, keepdim=True)) - 1
     pooled: Any = largest(make_move("__getitem__")(input.flatten(2), (..., windows)))
-    return pooled.unflatten(-1, last.shape[-2:])
-
-
-def _exact(slope: Any) -> Any:
-    """Return a constant in float64, so that 1 - s has the smallest possible rounding error."""
-    return slope.detach().double() if isinstance(slope, Tensor) else float(slope)
+    return pooled.unflatten(-1, F.max_pool2d(places, size, step, pad, gap).shape[-2:])

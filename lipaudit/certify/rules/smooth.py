@@ -30,7 +30,6 @@ from torch import Tensor
 
 from lipaudit.certify.form import Form, NoRuleError, UnboundedError
 from lipaudit.certify.rounding import DOUBLE, LIBRARY, gamma, tiny, up
-from lipaudit.certify.rules.affine import add, neg, scale
 
 NODES = 65
 
@@ -107,6 +106,7 @@ def relax(
         raise UnboundedError
     # The extremes of d(x) = f(x) - a (x - c) - b (x - c)^2 at the nodes, rounded outwards.
     least, largest = torch.full_like(low, torch.inf), torch.full_like(low, -torch.inf)
+    # One node at a time: 65 tensors at once would leave the cache.
     for share in torch.linspace(0, 1, NODES, dtype=DOUBLE).tolist():
         x = torch.lerp(low, high, share).clamp(low, high) if share < 1 else high
         value, step = f.value(x), x - c
@@ -133,7 +133,7 @@ def _assemble(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: 
     slack = a.abs() * z.slack + gamma(2, symbols.dtype) * a.abs() * z.mass
     slack = radius + slack + z.count * tiny(symbols.dtype)
     if symbols.order == 2:
-        first, second = square_rest(z.sizes.linear, z.rest)
+        first, second = square_remainder(z.sizes.linear, z.remainder)
         middle = middle + b * second / 2
         slack = slack + b.abs() * (first + second / 2) + gamma(4, DOUBLE) * middle.abs()
         symbols.add_squares(dense, z.dense[: symbols.n], b.to(symbols.dtype))
@@ -148,10 +148,10 @@ def worth_squaring(z: Form) -> Tensor:
 
     Of x^2 the first leaves an error of 2 lin rest + rest^2 / 2, the second (lin + rest)^2 / 2.
     """
-    return z.sizes.linear > 2 * z.rest
+    return z.sizes.linear > 2 * z.remainder
 
 
-def square_rest(lin: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+def square_remainder(lin: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
     """Return f and s: (L + R)^2 - L^2 lies in [-f, f + s] for |L| <= lin and |R| <= rest."""
     return up(2 * lin * rest), up(rest.square())
 
@@ -161,9 +161,8 @@ def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 # The suprema of |f''| and |f'''|: of gelu at 0 and 0.792, of tanh at 0.658 and 0, of sigmoid at
-# 1.317 and 0, of silu at 0 and 1.032, of erf at 0.707 and 0, of softplus those of the sigmoid's
-# first two derivatives, of mish at -0.088 and 0.716; those of exp, of the logarithm and of powers
-# at an end. Tested on a grid with mpmath.
+# 1.317 and 0, of silu at 0 and 1.032, of erf at 0.707 and 0; those of exp and of powers at an end.
+# Tested on a grid with mpmath.
 GELU = Smooth(F.gelu, _constant(0.7979), _constant(0.7789), torch.abs)
 TANH_GELU = Smooth(
     partial(F.gelu, approximate="tanh"), _constant(0.7979), _constant(0.7768), torch.abs
@@ -219,23 +218,7 @@ def make_unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
     return lambda input: relax(input, f, **known)
 
 
-_UNKNOWN = 1e300
-"""Marks an unbounded third derivative: the second derivative jumps (ELU at 0)."""
-
-
 ERF = Smooth(torch.erf, _constant(0.9679), _constant(2.2568))
-SOFTPLUS = Smooth(
-    lambda x: torch.logaddexp(x, torch.zeros_like(x)), _constant(0.25), _constant(0.0963)
-)
-MISH = Smooth(F.mish, _constant(0.6443), _constant(0.5885), torch.abs)
-ELU = Smooth(F.elu, _constant(1.0), _constant(_UNKNOWN), torch.ones_like)
-LOG = Smooth(
-    torch.log,
-    lambda low, high: up(low.square().reciprocal()),
-    lambda low, high: up(2 / low**3),
-)
-SIN = Smooth(torch.sin, _constant(1.0), _constant(1.0))
-COS = Smooth(torch.cos, _constant(1.0), _constant(1.0))
 
 
 def monomial(n: int) -> Smooth:
@@ -262,34 +245,6 @@ def raise_power(input: Any, exponent: Any) -> Form:
     if exponent not in known:
         raise NoRuleError(f"pow with exponent {exponent}")
     return relax(input, known[exponent], positive=True)
-
-
-def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) -> Form:
-    """Return log(1 + e^(beta x)) / beta; like torch, x above the threshold."""
-    z = scale(input, float(beta))
-    result = relax(z, SOFTPLUS)
-    beyond = up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
-    result.slack = up(result.slack + beyond * (z.range()[1] > threshold))
-    return result if beta == 1 else scale(result, 1 / beta, roundings=2)
-
-
-def log_sigmoid(input: Form) -> Form:
-    """Return log sigmoid(x) = -softplus(-x)."""
-    return neg(relax(neg(input), SOFTPLUS))
-
-
-def elu(input: Form, alpha: float | int = 1.0, inplace: bool = False) -> Form:
-    """Return x where x > 0, else alpha (e^x - 1); its slope jumps at 0 unless alpha is 1."""
-    if alpha == 1:
-        return relax(input, ELU)
-    below = relax(cast("Form", input.clamp(None, 0.0)), EXP)
-    return add(F.relu(input), scale(add(below, -1.0), alpha))
-
-
-def selu(input: Form, inplace: bool = False) -> Form:
-    """An ELU, with torch's constants."""
-    alpha, gain = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-    return scale(elu(input, alpha), gain)
 
 
 def glu(input: Form, dim: int = -1) -> Form:

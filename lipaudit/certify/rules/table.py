@@ -8,24 +8,22 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from lipaudit.certify.rules import affine, attention, moves, norms, pieces, products, smooth, sums
+from lipaudit.certify.rules import affine, bilinear, mixing, moves, norms, pieces, smooth, sums
 from lipaudit.certify.rules.moves import make_constant, make_move
 from lipaudit.certify.rules.smooth import make_unary
 
 OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
     *(affine.add, affine.sub, affine.neg, affine.expand, affine.linear, affine.batch_norm),
-    *(affine.dropout, products.matmul, products.mul, products.div),
-    *(moves.cat, moves.stack, moves.where, moves.masked_fill, moves.setitem, moves.pad),
-    *(moves.unfold, sums.einsum, sums.addmm, sums.addcmul, sums.interpolate, sums.cumsum),
-    *(attention.softmax, attention.log_softmax, attention.logsumexp),
-    *(attention.scaled_dot_product_attention, attention.multi_head_attention_forward),
-    *(norms.layer_norm, norms.rms_norm, norms.group_norm, norms.instance_norm),
+    *(affine.dropout, bilinear.matmul, bilinear.mul, bilinear.div),
+    *(moves.cat, moves.stack, moves.where, moves.masked_fill, moves.pad),
+    *(moves.unfold, sums.einsum, sums.addmm),
+    *(mixing.softmax, mixing.log_softmax),
+    *(mixing.scaled_dot_product_attention, mixing.multi_head_attention_forward),
+    *(norms.layer_norm, norms.rms_norm, norms.group_norm),
     *(norms.vector_norm, norms.normalize),
-    *(pieces.relu, pieces.leaky_relu, pieces.prelu, pieces.hardsigmoid, pieces.hardswish),
-    *(pieces.absolute, pieces.maximum, pieces.minimum, pieces.clamp),
-    *(pieces.amax, pieces.amin, pieces.max_pool2d),
-    *(smooth.gelu, smooth.silu, smooth.elu, smooth.selu, smooth.glu, smooth.softplus),
-    *(smooth.log_sigmoid, smooth.square),
+    *(pieces.relu, pieces.max_pool2d),
+    *(smooth.gelu, smooth.silu, smooth.glu),
+    smooth.square,
 )
 """Rules of the operations that have their name."""
 
@@ -44,7 +42,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "sum": affine.reduce_axes,
     "mean": partial(affine.reduce_axes, mean=True),
     "baddbmm": lambda input, batch1, batch2, **how: sums.addmm(input, batch1, batch2, **how),
-    "avg_pool1d": sums.make_pooling(F.avg_pool1d, 1),
     "avg_pool2d": sums.make_pooling(F.avg_pool2d, 2),
     "adaptive_avg_pool1d": sums.make_pooling(F.adaptive_avg_pool1d, 1),
     "adaptive_avg_pool2d": sums.make_pooling(F.adaptive_avg_pool2d, 2),
@@ -58,48 +55,25 @@ RULES: dict[str, Callable[..., Any]] = {
     "iter": lambda x: iter(x.unbind(0)),
     "getitem": make_move("__getitem__"),
     "concat": moves.cat,
-    "copy": lambda input, other, non_blocking=False: moves.setitem(input, ..., other),
-    "tril": moves.make_triangle("tril"),
-    "triu": moves.make_triangle("triu"),
     **{name: make_constant(name) for name in ("zeros_like", "ones_like", "full_like")},
     **{name: make_constant(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
-    **dict.fromkeys(("new_empty", "empty_like"), moves.make_empty),
     # Products.
-    "bmm": products.matmul,
-    "rmatmul": lambda x, other: products.matmul(other, x),
-    **dict.fromkeys(("multiply", "rmul"), products.mul),
-    **dict.fromkeys(("divide", "true_divide", "truediv"), products.div),
-    "rdiv": lambda x, other: products.div(other, x),
+    "bmm": bilinear.matmul,
+    "rmatmul": lambda x, other: bilinear.matmul(other, x),
+    **dict.fromkeys(("multiply", "rmul"), bilinear.mul),
+    **dict.fromkeys(("divide", "true_divide", "truediv"), bilinear.div),
+    "rdiv": lambda x, other: bilinear.div(other, x),
     # Norms and moments.
     "linalg_vector_norm": norms.vector_norm,
-    "norm": lambda input, p="fro", dim=None, keepdim=False, dtype=None: norms.vector_norm(
-        input, p, dim, keepdim
-    ),
     "var": sums.variance,
-    "std": lambda *args, **how: smooth.relax(
-        sums.variance(*args, **how), smooth.SQRT, positive=True
-    ),
     # Functions of each entry, and extremes.
     "exp": make_unary(smooth.EXP),
     "tanh": make_unary(smooth.TANH),
     "sigmoid": make_unary(smooth.SIGMOID),
     "erf": make_unary(smooth.ERF),
-    "sin": make_unary(smooth.SIN),
-    "cos": make_unary(smooth.COS),
     "rsqrt": make_unary(smooth.RSQRT, positive=True),
     "sqrt": make_unary(smooth.SQRT, positive=True),
     "reciprocal": make_unary(smooth.RECIPROCAL, positive=True),
-    "log": make_unary(smooth.LOG, positive=True),
     "pow": smooth.raise_power,
-    "mish": lambda input, inplace=False: smooth.relax(input, smooth.MISH),
-    "logsigmoid": smooth.log_sigmoid,
-    "abs": pieces.absolute,
-    "clip": pieces.clamp,
-    "clamp_min": lambda input, min: pieces.clamp(input, min),
-    "clamp_max": lambda input, max: pieces.clamp(input, None, max),
-    "relu6": pieces.make_clamp(0.0, 6.0),
-    "hardtanh": pieces.make_clamp(-1.0, 1.0),
-    "max": pieces.make_extreme(pieces.maximum, pieces.amax),
-    "min": pieces.make_extreme(pieces.minimum, pieces.amin),
 }
 """Rules of all supported operations, by name."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.certify.blocks import join_blocks
+from lipaudit.certify.error_blocks import join_blocks
 from lipaudit.certify.form import Form
 from lipaudit.certify.lengths import lengths
 from lipaudit.certify.rounding import DOUBLE, gamma, tiny, up
@@ -48,12 +48,15 @@ def matmul(x: Any, y: Any) -> Form:
         if isinstance(x, Form):
             return linear_map(x.settle(), torch.matmul, y, roundings=y.shape[-2] + 1)
         return linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
-    own = x.slack if x.simplex else None
+    # P V: what the rows of P are off by, before that becomes symbols, weighs the median.
+    errors = x.slack if x.simplex else None
     x = x.settle()
     if x.symbols.order == 2:  # at order 1 what y is off by costs more as symbols than it gains
         y = y.settle()
     result = _product(x, y, torch.matmul)
-    return result if own is None else _shift_values(result, x, _weighted_median(y.centre, own))
+    if errors is None:
+        return result
+    return _shift_values(result, x, _weighted_median(y.centre, errors))
 
 
 def mul(x: Any, y: Any) -> Form:
@@ -98,7 +101,7 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
     x_moves, y_moves = up(x.mass + x.slack), up(y.mass + y.slack)
     x_size, y_size = x.centre.abs(), y.centre.abs()
     # dx dy, at order 2 without the product of the linear parts.
-    parts = (x.sizes.linear, x.rest), (y.sizes.linear, y.rest)
+    parts = (x.sizes.linear, x.remainder), (y.sizes.linear, y.remainder)
     longest = (lengths(x, -1), lengths(y, -2)) if matrices else None
     remainder = torch.zeros((), dtype=DOUBLE, device=x.device)
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[symbols.order - 1 :]:
@@ -113,6 +116,7 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
     terms = x.shape[-1] if matrices else 1
     moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
     lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
+    # Underflow: every product of every generator may lose the smallest normal number.
     count = max(x.count, y.count, symbols.first_error)
     under = 8 * count * terms * tiny(dtype) * (1 + _top(x_size) + _top(y_size))
     slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder

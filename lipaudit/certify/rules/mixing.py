@@ -25,9 +25,9 @@ Keys with a weight below e^-1000 (masked ones) are constants.
 
 from __future__ import annotations
 
-import inspect
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +36,9 @@ from torch import Tensor
 from lipaudit.certify.form import Form, NoRuleError, UnboundedError
 from lipaudit.certify.lengths import lengths
 from lipaudit.certify.rounding import DOUBLE, LIBRARY, gamma, up
-from lipaudit.certify.rules.affine import add, linear_map, neg, sub
-from lipaudit.certify.rules.moves import lift, make_move, make_moving, masked_fill
-from lipaudit.certify.rules.smooth import EXP, relax, square_rest
+from lipaudit.certify.rules.affine import add, linear_map, neg
+from lipaudit.certify.rules.moves import make_move, make_moving, masked_fill
+from lipaudit.certify.rules.smooth import EXP, relax, square_remainder
 
 _NEGLIGIBLE = 1000.0
 _LEFT = 1e-300
@@ -48,45 +48,38 @@ def softmax(
     input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
 ) -> Form:
     """Return the softmax over an axis; rows of the last axis are marked to sum to one."""
-    rows, axis = _rows(input, dim)
-    log_p, hidden = _log_softmax(rows)
-    out = relax(log_p, EXP, ceiling=0.0)
-    if hidden.any():
-        out = masked_fill(out, hidden, 0.0)
-        out.slack = out.slack + _LEFT * hidden
-    out.simplex = True
-    return out if axis is None else make_move("transpose")(out, axis, -1)
+
+    def rule(rows: Form) -> Form:
+        log_p, hidden = _log_softmax(rows)
+        out = relax(log_p, EXP, ceiling=0.0)
+        if hidden.any():
+            out = masked_fill(out, hidden, 0.0)
+            out.slack = out.slack + _LEFT * hidden
+        out.simplex = True
+        return out
+
+    return _apply_along(input, dim, rule)
 
 
 def log_softmax(
     input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
 ) -> Form:
     """The logarithm of the softmax over an axis."""
-    rows, axis = _rows(input, dim)
-    log_p, hidden = _log_softmax(rows)
-    out = masked_fill(log_p, hidden, -torch.inf) if hidden.any() else log_p
-    return out if axis is None else make_move("transpose")(out, axis, -1)
+
+    def rule(rows: Form) -> Form:
+        log_p, hidden = _log_softmax(rows)
+        return masked_fill(log_p, hidden, -torch.inf) if hidden.any() else log_p
+
+    return _apply_along(input, dim, rule)
 
 
-def logsumexp(input: Form, dim: int, keepdim: bool = False) -> Form:
-    """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
-    rows, axis = _rows(input, dim)
-    log_p, _ = _log_softmax(rows)
-    top = rows.centre.argmax(-1, keepdim=True)
-    gather = make_move("gather")
-    out: Any = sub(gather(rows, -1, top), gather(log_p, -1, top))
-    out = out if axis is None else out.transpose(axis, -1)
-    return out if keepdim else out.squeeze(dim)
-
-
-def _rows(input: Form, dim: int | None) -> tuple[Form, int | None]:
-    """Return the form with the axis last, and the axis' old place, if it was another."""
+def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> Form:
     if dim is None:
         raise NoRuleError("softmax without an axis")
-    axis = dim % input.ndim
-    if axis == input.ndim - 1:
-        return input, None
-    return make_move("transpose")(input, axis, -1), axis
+    if dim % input.ndim == input.ndim - 1:
+        return rule(input)
+    turn = make_move("transpose")
+    return turn(rule(turn(input, dim, -1)), dim, -1)
 
 
 def _log_softmax(input: Form) -> tuple[Form, Tensor]:
@@ -112,7 +105,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
         bound=lambda t, w: t + (t * w).sum(-1, keepdim=True),
         within="rows",
     )
-    r = up(d.sizes.linear + d.rest)
+    r = up(d.sizes.linear + d.remainder)
     mean_moves = up(_total(p * (z.mass + z.slack)), keys)
     lost = up(share * (_total(p * r) + mean_moves), keys)  # t
     # T and Y, the bounds of C and of y.
@@ -159,13 +152,13 @@ def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Fo
 
 def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tensor) -> Form:
     symbols, keys = d.symbols, p.shape[-1]
-    first, second = (_total(p * each) for each in square_rest(d.sizes.linear, d.rest))
-    others = square_rest(*longest)
+    first, second = (_total(p * each) for each in square_remainder(d.sizes.linear, d.remainder))
+    others = square_remainder(*longest)
     less = others[0] + others[1] / 2 < first + second / 2
     first = torch.where(less, others[0], first)
     second = torch.where(less, others[1], second)
     middle, slack = second / 4, first / 2 + second / 4 + off
-    moves = d.sizes.linear + d.rest
+    moves = d.sizes.linear + d.remainder
     # Products, sums and halves of the quadratic part, and p for the true softmax.
     rounding = gamma(2 * keys + 4 * LIBRARY, symbols.dtype) * _total(p * moves.square())
     e = d.dense[: symbols.n]
@@ -201,58 +194,21 @@ def scaled_dot_product_attention(
     if is_causal:
         size = query.shape[-2], key.shape[-2]
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
+    # Constant q and k: their product is rounded, so one of them becomes a form with slack.
     query, key = make_moving(value, query, key)
     # Multiply the constant with the form first: a product of constants would be rounded.
     scores: Any = (query * scale) @ key.mT if isinstance(query, Form) else query @ key.mT * scale
-    result: Form = mask_scores(scores, attn_mask).softmax(-1) @ value
-    return result
+    if attn_mask is not None:  # a boolean mask selects visible keys, numbers are added
+        hides = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask
+    return cast("Form", scores.softmax(-1) @ value)
 
 
-def mask_scores(logits: Any, mask: Tensor | None) -> Any:
-    """Apply a mask to scores: a boolean mask selects visible keys, numbers are added."""
-    if mask is None:
-        return logits
-    return logits.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else logits + mask
-
-
-_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
-
-
-def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """nn.MultiheadAttention: projections around attention; (L, batch, E) or (L, E)."""
-    bound = _MULTI_HEAD.bind(*args, **kwargs)
-    bound.apply_defaults()
-    of = SimpleNamespace(**bound.arguments)
-    odd = any(each is not None for each in (of.bias_k, of.bias_v, of.static_k, of.static_v))
-    if (of.training and of.dropout_p > 0) or of.add_zero_attn or odd:
-        raise NoRuleError("multi_head_attention_forward with dropout or further keys")
-    batched = of.query.ndim == 3
-    weights: Any = (of.q_proj_weight, of.k_proj_weight, of.v_proj_weight)
-    weights = weights if of.use_separate_proj_weight else of.in_proj_weight.chunk(3)
-    biases: Any = (None,) * 3 if of.in_proj_bias is None else of.in_proj_bias.chunk(3)
-    inputs = (of.query, of.key, of.value)
-    like = next(t for t in inputs if isinstance(t, Form))
-    q, k, v = (
-        _split(F.linear(t if isinstance(t, Form) else lift(t, like), w, b), of.num_heads, batched)
-        for t, w, b in zip(inputs, weights, biases, strict=True)
-    )
-    logits = (q @ k.mT) * q.shape[-1] ** -0.5
-    mask, padding = of.attn_mask, of.key_padding_mask
-    if mask is not None and mask.ndim == 3:  # (batch heads, L, S)
-        mask = mask.unflatten(0, (-1, of.num_heads))
-    if padding is not None:  # (batch, S) or (S)
-        padding = padding.view(-1, 1, 1, padding.shape[-1])
-    for each in (mask, padding):  # boolean masks hide where True
-        hides = each is not None and each.dtype is torch.bool
-        logits = mask_scores(logits, ~each if hides else each)
-    p: Any = logits.softmax(-1)
-    mixed: Any = (p @ v).permute(2, 0, 1, 3).flatten(2)
-    out = F.linear(mixed if batched else mixed[:, 0], of.out_proj_weight, of.out_proj_bias)
-    shown: Any = p.mean(1) if of.average_attn_weights else p
-    return out, (shown if batched else shown[0]) if of.need_weights else None
-
-
-def _split(t: Any, heads: int, batched: bool) -> Any:
-    """(L, batch, E) to (batch, heads, L, E / heads)."""
-    t = t if batched else t[:, None]
-    return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+# Torch's own code for nn.MultiheadAttention, reached past its question whether any argument is a
+# special tensor: every call in it then takes its rule.
+multi_head_attention_forward = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    vars(F) | {"has_torch_function": lambda _: False},
+    "multi_head_attention_forward",
+    F.multi_head_attention_forward.__defaults__,
+)

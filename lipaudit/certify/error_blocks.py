@@ -59,11 +59,13 @@ class ErrorBlock:
         """Return the block with one group per row of the last axis; None if symbols span rows."""
         if bool((self.group == self.group[..., :1]).all()):
             return self
+        # Several groups share a row: give each a layer of its own. That works if all rows have
+        # equally many groups, and no group reaches over two rows.
         ids = self.group.reshape(-1, self.group.shape[-1])
-        own = [torch.unique(row) for row in ids]
-        if len({len(each) for each in own}) > 1:
+        per_row = [torch.unique(row) for row in ids]
+        if len({len(each) for each in per_row}) > 1:
             return None
-        kept = torch.stack(own)  # (rows, m)
+        kept = torch.stack(per_row)  # (rows, m)
         if len(torch.unique(kept)) < kept.numel():
             return None
         place = (ids[..., None] == kept[:, None]).long().argmax(-1).view(self.group.shape)
@@ -79,6 +81,7 @@ class ErrorBlock:
 
     def add_to(self, stack: Tensor) -> None:
         """Add the block to a stack (rows, *shape) with a row for every symbol."""
+        # Entries without a symbol (-1) are zero: adding them to row 0 changes nothing.
         at = self.numbers[:, self.group.flatten()]
         flat = self.rows.flatten(1) if self.rows.ndim > 1 else self.rows[:, None]
         stack.view(len(stack), at.shape[1]).scatter_add_(0, at.clamp_min(0), flat)
@@ -94,8 +97,10 @@ def join_blocks(
     """Return the blocks of two aligned forms; `both` combines the blocks that they share."""
     joined = {block.key: block for block in x}
     for block in y:
-        own = joined.get(block.key)
-        joined[block.key] = block if own is None else replace(own, rows=both(own.rows, block.rows))
+        shared = joined.get(block.key)
+        joined[block.key] = (
+            block if shared is None else replace(shared, rows=both(shared.rows, block.rows))
+        )
     return list(joined.values())
 
 
@@ -103,6 +108,7 @@ def move_stack(move: Callable[[Tensor], Any], rows: Tensor) -> Any:
     """Apply a rearrangement of entries to all rows of a stack."""
     if len(rows):
         return torch.vmap(move)(rows)
+    # vmap takes no empty stack: the shapes of the results come from one row.
     one = move(rows.new_empty(rows.shape[1:]))
     if isinstance(one, Tensor):
         return one[None][:0]
@@ -118,6 +124,7 @@ def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> ErrorBlock:
     flat = radius.reshape(-1, last)
     positive = flat > 0
     row, column = positive.nonzero(as_tuple=True)
+    # The r-th positive entry of a row goes to layer r: as many layers as the fullest row needs.
     layer = (positive.cumsum(1) - 1)[row, column]
     layers = int(positive.sum(1).max()) if len(row) else 0
     rows = torch.zeros(layers, *flat.shape, dtype=dtype, device=radius.device)

@@ -40,8 +40,8 @@ MUTATIONS = (
     Mutation(
         "values are of size one",
         "theory/scale.py",
-        "own = _exponents(weight.abs().amax((1, 2)))",
-        "own = 0 * _exponents(weight.abs().amax((1, 2)))",
+        "by_weight = _exponents(weight.abs().amax((1, 2)))",
+        "by_weight = 0 * _exponents(weight.abs().amax((1, 2)))",
         "tests/theory/test_scale.py",
     ),
     Mutation(
@@ -81,7 +81,7 @@ MUTATIONS = (
     ),
     Mutation(
         "values are not centred beside a sink",
-        "theory/bounds/ingredients.py",
+        "theory/ingredients.py",
         "free = heads.sink is None",
         "free = True",
         "tests/theory/bounds/test_head_bounds.py",

@@ -21,8 +21,8 @@ from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.spec import LoadOptions
-from lipaudit.theory.bounds.ingredients import affine_only
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.ingredients import are_affine_everywhere
 from tests.models.attention import own_modules
 
 TOKENS = 7
@@ -258,8 +258,7 @@ def _cells(case: Mechanism, layer: Layer) -> tuple[str, ...]:
     if not layer.site.closed_form:
         return case.what, case.models, kinds, "", f"numerical: {layer.site.reason}", "none"
     heads = layer.heads()
-    few = affine_only(heads)
-    bounds = "all" if few is None else "sharp, theorem3, theorem3_g1"
+    bounds = "all" if are_affine_everywhere(heads) else "sharp, theorem3, theorem3_g1"
     return case.what, case.models, kinds, _logits(heads), "closed form", bounds
 
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.theory.bounds import ball
+from lipaudit.theory import ball
 from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.growth import ascent
+from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import Heads, affine_heads
 
 ArrayLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]

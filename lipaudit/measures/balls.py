@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lipaudit.measures.bounds import BoundsOptions
     from lipaudit.measures.by_layer import Reduced
     from lipaudit.models.attention.sites import Site
-    from lipaudit.theory.bounds.ingredients import Weights
     from lipaudit.theory.heads import Heads
+    from lipaudit.theory.ingredients import Weights
 
 
 BALLS_TABLE = Layout(
@@ -106,7 +106,7 @@ def measure_balls(
     """
     import torch
 
-    from lipaudit.theory.bounds.ball import ball_sharp, ball_size_bounds
+    from lipaudit.theory.ball import ball_sharp, ball_size_bounds
     from lipaudit.theory.growth.ascent import ball_norm
 
     parts = []

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from lipaudit.models.attention.capture import Layer
     from lipaudit.models.attention.sites import Site
     from lipaudit.models.net import Net
-    from lipaudit.theory.bounds.ingredients import Weights
     from lipaudit.theory.heads import Heads
+    from lipaudit.theory.ingredients import Weights
     from lipaudit.theory.spectral.lanczos import Norms
 
 
@@ -179,7 +179,7 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
     from lipaudit.measures.by_layer import by_layer
     from lipaudit.measures.guard import require_bounds_hold
     from lipaudit.models.attention.sites import APART, MODULE_INPUT
-    from lipaudit.theory.bounds.ingredients import KnownWeights
+    from lipaudit.theory.ingredients import KnownWeights
 
     # What depends on weights alone is computed once for each layer.
     weights, out_norms = KnownWeights(), dict[int, float]()
@@ -238,9 +238,9 @@ def _measure_heads(
     import torch
 
     from lipaudit.measures.by_layer import per_sample
-    from lipaudit.theory.bounds.head_bounds import head_bounds
     from lipaudit.theory.condition import forward_error
     from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
+    from lipaudit.theory.head_bounds import head_bounds
 
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
     reduced = head_bounds(heads, weights=weights) | _read_norms(exact)

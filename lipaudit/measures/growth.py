@@ -19,7 +19,6 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 from lipaudit.tables import Note
-from lipaudit.theory.bounds.ingredients import are_affine
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.growth.ascent import steepest_tokens
 from lipaudit.theory.growth.worst_tokens import (
@@ -30,6 +29,7 @@ from lipaudit.theory.growth.worst_tokens import (
     move_heads,
 )
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.ingredients import are_affine
 
 if TYPE_CHECKING:
     from lipaudit.measures.scaling import ScalingOptions

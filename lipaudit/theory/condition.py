@@ -30,9 +30,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.ingredients import local_map, projections
 from lipaudit.theory.exact.attend import anchor_outputs, largest_gradients, mean_value
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.ingredients import local_map, projections
 
 _PLAIN = "donot_use_mm_for_euclid_dist"  # products would cost distances half of their digits
 

@@ -7,7 +7,7 @@ scale q k^T + bias, or any function of the pairs (q_i, k_j): see `Pairs`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,19 +64,6 @@ class Pairs:
     slope: Float[Tensor, "#batch #heads n m"] | None = None
     with_q: Float[Tensor, "#batch #heads n m d"] | None = None
     with_k: Float[Tensor, "#batch #heads n m d"] | None = None
-
-
-@dataclass
-class _MapCache:
-    """Cached results on the logits of a layer.
-
-    Attributes:
-        maps: P, with the sink as a last key, in each requested precision.
-        causal: whether no query sees a later key.
-    """
-
-    maps: dict[torch.dtype, Tensor] = field(default_factory=dict)
-    causal: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +154,7 @@ class Heads:
 
     def attention(self, *, whole: bool = False) -> Float[Tensor, "batch heads n keys"]:
         """Return P, as `rows` does: batch x heads x n x m numbers while the heads live."""
-        known, logits = self._known.maps, (self.q, self.k, self.scale, self.bias, self.sink)
+        known, logits = self._maps, (self.q, self.k, self.scale, self.bias, self.sink)
         p = known.get(self.q.dtype)
         # A cached P without a graph must not be used if gradients pass through P.
         graph = torch.is_grad_enabled()
@@ -196,8 +183,9 @@ class Heads:
         return torch.cat([self.rows(i, j, whole=True)[..., -1:] for i, j in blocks], 2)
 
     @cached_property
-    def _known(self) -> _MapCache:
-        return _MapCache()
+    def _maps(self) -> dict[torch.dtype, Tensor]:
+        """P, with the sink as a last key, in each precision that was asked for."""
+        return {}
 
     def visible(self, start: int, stop: int) -> Bool[Tensor, "#batch #heads rows m"]:
         """Return which keys the queries start..stop-1 can see, independent of P.
@@ -236,14 +224,12 @@ class Heads:
         """Return whether no query sees a later key: by the flag, or by the masks in the bias.
 
         P is not used: keys with P = 0 at this X are not masked. Without a bias, with keys of
-        another input, or with one token the flag decides; a bias is examined once.
+        another input, or with one token the flag decides.
         """
         if self.causal or self.bias is None or self.x_kv is not None or self.x.shape[1] == 1:
             return self.causal
-        if self._known.causal is None:
-            later = (self.visible(i, j).triu(i + 1).any() for i, j in self.row_blocks())
-            self._known.causal = not any(later)
-        return self._known.causal
+        later = (self.visible(i, j).triu(i + 1).any() for i, j in self.row_blocks())
+        return not any(later)
 
     def _future(self, start: int, stop: int) -> Tensor:
         """Return which keys are later than the queries start..stop-1."""
@@ -255,22 +241,24 @@ class Heads:
         heads: Heads = _cast(self, dtype)
         # A cast to higher precision keeps the logits; a cast to lower precision changes them.
         same = torch.promote_types(self.q.dtype, dtype) == dtype
-        return heads._share_maps(self._known) if same else heads
+        return heads._share_maps(self._maps) if same else heads
 
     def row(self, b: int) -> Heads:
         """Return one batch row (all heads)."""
-        rows = ("x", "x_kv", "q", "k", "v", "scale", "bias", "valid", "to_q", "to_k", "to_v")
-        names, index = (*rows, "pairs", "sink"), slice(b, b + 1)
-        changes: dict[str, Any] = {n: _slice(getattr(self, n), 0, index) for n in names}
-        heads = replace(self, **changes, sample=self.sample[index])
-        return heads._share_maps(self._part_known(index, slice(None)))
+        index = slice(b, b + 1)
+        return self._take(0, index, "x", "x_kv", "valid", sample=self.sample[index])
 
     def pick(self, index: slice) -> Heads:
         """Return some of the heads (all batch rows)."""
-        names = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink")
-        changes: dict[str, Any] = {n: _slice(getattr(self, n), 1, index) for n in names}
-        heads = replace(self, **changes, out=None if self.out is None else self.out[index])
-        return heads._share_maps(self._part_known(slice(None), index))
+        return self._take(1, index, out=None if self.out is None else self.out[index])
+
+    def _take(self, axis: int, index: slice, *names: str, **changes: Any) -> Heads:
+        """Slice what has an axis of rows (0) or of heads (1), and what is known of P."""
+        both = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink")
+        changes |= {n: _slice(getattr(self, n), axis, index) for n in (*both, *names)}
+        where = index if axis == 0 else (slice(None), index)
+        maps = {dtype: p[where].contiguous() for dtype, p in self._maps.items()}
+        return replace(self, **changes)._share_maps(maps)
 
     def with_same_map(self, **changes: Any) -> Heads:
         """Return the heads with other values or projections, on which P does not depend.
@@ -286,16 +274,11 @@ class Heads:
             raise ValueError(
                 f"these can change P: {', '.join(sorted(set(changes) - _BESIDE_MAP))}"
             )
-        return replace(self, **changes)._share_maps(self._known)
+        return replace(self, **changes)._share_maps(self._maps)
 
-    def _share_maps(self, known: _MapCache) -> Heads:
-        self.__dict__["_known"] = known  # the slot of a cached property: not a field, not frozen
+    def _share_maps(self, maps: dict[torch.dtype, Tensor]) -> Heads:
+        self.__dict__["_maps"] = maps  # the slot of a cached property: not a field, not frozen
         return self
-
-    def _part_known(self, rows: slice, heads: slice) -> _MapCache:
-        """Return the cached results for some rows and heads, without causality."""
-        known = self._known.maps.items()
-        return _MapCache({dtype: p[rows, heads].contiguous() for dtype, p in known})
 
 
 _BESIDE_MAP = frozenset(("v", "to_q", "to_k", "to_v", "out"))
@@ -318,8 +301,8 @@ def affine_heads(
     to_q, to_k, to_v = (Projection(weight, None, None, "affine") for weight in (wq, wk, wv))
     absent: dict[str, Any] = dict.fromkeys(("x_kv", "bias", "valid", "out"))
     scale, sample = x.new_full((1, 1), wq.shape[2] ** -0.5), torch.arange(len(x), device=x.device)
-    own: dict[str, Any] = {"to_q": to_q, "to_k": to_k, "to_v": to_v}
-    return Heads(x=x, q=q, k=k, v=v, scale=scale, causal=False, sample=sample, **own, **absent)
+    maps: dict[str, Any] = {"to_q": to_q, "to_k": to_k, "to_v": to_v}
+    return Heads(x=x, q=q, k=k, v=v, scale=scale, causal=False, sample=sample, **maps, **absent)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -336,9 +319,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _slice(value: Any, axis: int, index: slice) -> Any:
     """Slice the batch axis (0) or the head axis (1); an axis of size 1 holds for all of them."""
     if isinstance(value, Projection):
-        local, own = _slice(value.local, axis, index), index if axis else slice(None)
-        bias = None if value.bias is None else value.bias[own]
-        return replace(value, weight=value.weight[own], bias=bias, local=local)
+        local, heads = _slice(value.local, axis, index), index if axis else slice(None)
+        bias = None if value.bias is None else value.bias[heads]
+        return replace(value, weight=value.weight[heads], bias=bias, local=local)
     if isinstance(value, Pairs):
         return Pairs(*(_slice(getattr(value, f.name), axis, index) for f in fields(value)))
     if value is None or value.shape[axis] == 1:
@@ -368,5 +351,5 @@ def rows_in_reach(
         keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
     bias = heads.bias if heads.bias is None or keys.start is None else heads.bias[..., keys]
     k, v = heads.k[:, :, keys], heads.v[:, :, keys, :0]
-    there = replace(heads, k=k, v=v, bias=bias, x_kv=None, to_k=None, to_v=None, out=None)
-    return there.rows(start, stop), keys
+    reached = replace(heads, k=k, v=v, bias=bias, x_kv=None, to_k=None, to_v=None, out=None)
+    return reached.rows(start, stop), keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 TOL = 1e-4
@@ -30,16 +29,15 @@ class Policy:
             the rows are computed again wherever they are read: 128 MB in single precision.
         chunk_entries: numbers that a temporary of heads which are not affine may hold: 32 MB.
         dense_entries: of a head's Jacobian up to which it is formed, and its blocks' norms exact.
-        single_keys: from how many keys on single precision is tried first, and certificates of
-            norms before eigenvalues; on a device whose products keep all its digits, which may
-            take 64 times as long for double.
+        single_keys: from how many keys on single precision is tried first, on a device whose
+            products keep all its digits, and which may take 64 times as long for double.
         single_blocks: the same for the blocks of `sharp`, where products of maps cost more.
         single_loss: share of a bound that single precision may cost; where it costs more the
             bound is computed anew in double.
         cache_entries: numbers that fit, about, into a core's cache.
 
-    >>> [*Policy(chunk_entries=10).chunks(5, 4)]
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
+    >>> Policy(chunk_entries=10).chunks(5, 4)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
 
     tile_bytes: int = 2**20
@@ -52,10 +50,19 @@ class Policy:
     single_loss: float = 0.005
     cache_entries: int = 2**20
 
-    def chunks(self, total: int, entries: int) -> Iterator[slice]:
+    def chunks(self, total: int, entries: int) -> list[slice]:
         """Cut `total` items of `entries` numbers each: `chunk_entries` at a time, or one item."""
-        size = max(1, self.chunk_entries // max(1, entries))
-        return (slice(start, start + size) for start in range(0, total, size))
+        return cut(total, entries, self.chunk_entries)
+
+
+def cut(total: int, entries: int, limit: int) -> list[slice]:
+    """Cut `total` items of `entries` numbers each: up to `limit` at a time, or one item.
+
+    >>> cut(5, 4, 10)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    size = max(1, limit // max(1, entries))
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 POLICY = Policy()

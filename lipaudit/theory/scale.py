@@ -78,16 +78,29 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
         return heads.with_same_map(v=v), powers_of_two(exponents)
     # An expanded weight stays expanded: heads that are normalised together share it.
     weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
-    own = _exponents(weight.abs().amax((1, 2)))
-    weight = shift_exponent(weight, -own[:, None, None]).expand_as(to_v.weight)
-    bias = None if to_v.bias is None else shift_exponent(to_v.bias, -own[:, None])
-    unit, exponents = replace(to_v, weight=weight, bias=bias), own.expand(len(to_v.weight))
+    by_weight = _exponents(weight.abs().amax((1, 2)))
+    weight = shift_exponent(weight, -by_weight[:, None, None]).expand_as(to_v.weight)
+    bias = None if to_v.bias is None else shift_exponent(to_v.bias, -by_weight[:, None])
+    unit, exponents = replace(to_v, weight=weight, bias=bias), by_weight.expand(len(to_v.weight))
     if to_v.local is not None:
         behind = _exponents(to_v.local.abs().amax((0, 2, 3, 4)))
         unit = replace(unit, local=shift_exponent(to_v.local, -behind[:, None, None, None]))
         exponents = exponents + behind
     v = _values(heads, unit, exponents)
     return heads.with_same_map(v=v, to_v=unit), powers_of_two(exponents)
+
+
+def scale_values(heads: Heads, gains: Float[Tensor, " heads"]) -> Heads:
+    """Return the heads with values times a number each, as far as J depends on them.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> heads = affine_heads(torch.ones(1, 2, 3), *torch.ones(3, 2, 3, 4))
+    >>> scale_values(heads, torch.tensor([1.0, 0.5])).to_v.weight[:, 0, 0]
+    tensor([1.0000, 0.5000])
+    """
+    gains = gains.to(heads.v)[:, None, None]
+    to_v = heads.to_v and replace(heads.to_v, weight=gains * heads.to_v.weight, bias=None)
+    return heads.with_same_map(v=gains * heads.v, to_v=to_v)
 
 
 def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "heads n m"], float]:

@@ -257,8 +257,8 @@ def _secular_root(rows: _Ordered) -> Tensor:
     Single precision is enough for the first steps; the last ones, each of which squares the
     error, are taken in that of the rows.
     """
-    rest, gap = rows.p[..., :-1], rows.first - rows.second
-    terms = rest, rows.second[..., None] - rest, rows.first, rows.second, gap
+    tail, gap = rows.p[..., :-1], rows.first - rows.second
+    terms = tail, rows.second[..., None] - tail, rows.first, rows.second, gap
     start = rows.others * gap
     t = _secular_steps([each.float() for each in terms], start.float(), close=1e-2)
     t = _secular_steps(terms, torch.where(t.isfinite(), t.to(start), start), close=1e-6)
@@ -272,10 +272,10 @@ def _secular_steps(terms: Sequence[Tensor], t: Tensor, *, close: float) -> Tenso
     With b = t^2 sum_j r_j (1 + r_j) / lambda the left factor lies above sum_{j>1} r_j(t') and
     touches it at t.
     """
-    rest, below, first, second, gap = terms
+    tail, below, first, second, gap = terms
     for _ in range(_SECULAR_STEPS):
         r = below + t[..., None]
-        torch.div(rest, r, out=r)
+        torch.div(tail, r, out=r)
         total = r.sum(-1)
         slope = torch.linalg.vector_norm(r, dim=-1).square_().add_(total).mul_(t / (second + t))
         c, b = total - slope, slope.mul_(t)

@@ -9,8 +9,8 @@ import torch
 
 import lipaudit
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import POLICY
 from lipaudit.theory.spectral.lanczos import random_starts, spectral_norms

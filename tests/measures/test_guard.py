@@ -9,8 +9,8 @@ from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
 from lipaudit.measures.measure import seed_of
 from lipaudit.models.sources.loading import load_net
-from lipaudit.theory.bounds import ball, ingredients
-from lipaudit.theory.bounds import head_bounds as theory
+from lipaudit.theory import ball, ingredients
+from lipaudit.theory import head_bounds as theory
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.spectral import upper

@@ -13,8 +13,8 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.spec import LoadOptions
 from lipaudit.settings import Recipe
-from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import POLICY
 from lipaudit.theory.spectral import upper

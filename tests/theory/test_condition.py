@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.condition import bound_error, forward_error
 from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
 from lipaudit.theory.exact.products import head_products
+from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import Heads, affine_heads
 
 GAINS = (1.0, 30.0, 300.0, 3e3, 3e4)
@@ -90,7 +90,7 @@ def test_products_are_off_by_no_more_than_derived(gain, tokens):
     """In single precision beside double, from the same q, k, v and P."""
     single = one_hot(gain, tokens)
     double = single.to(torch.float64)
-    double._known.maps[torch.float64] = single.attention().double()
+    double._maps[torch.float64] = single.attention().double()
     u = torch.randn(4, 12 * 8, generator=torch.Generator().manual_seed(4))
     u = u / torch.linalg.vector_norm(u, dim=1, keepdim=True)
     truth = torch.linalg.vector_norm(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lipaudit.theory.penalties import EPS, jasmin, jasmin_rows, over_rows, specformer
+from lipaudit.theory.penalties import EPS, jasmin, jasmin_rows, specformer
 
 
 def maps(*shape: int, spread: float = 2.0, seed: int = 0) -> torch.Tensor:
@@ -86,12 +86,6 @@ def test_k_is_zero_or_more_than_one():
     for k in (1, -1):
         with pytest.raises(ValueError, match="more than 1"):
             jasmin(maps(1, 1, 2, 3), k=k)
-
-
-def test_over_rows_of_nothing_is_zero():
-    values, none = torch.randn(3, 4), torch.zeros(3, 4, dtype=torch.bool)
-    for reduction in ("max", "mean"):
-        assert torch.equal(over_rows(values, none, reduction), torch.zeros(3))
 
 
 def test_specformer_is_the_squared_norm_of_every_head():

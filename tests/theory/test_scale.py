@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
+from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.scale import unit_values
 
 KINDS = ("affine", "biases", "causal", "rotary", "all-norm", "cross-attention", "padding")

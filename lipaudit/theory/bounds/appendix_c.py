@@ -9,19 +9,19 @@ from lipaudit.theory.bounds.record import AFFINE_ONLY, Bound
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.bounds.ingredients import Ingredients
+    from lipaudit.theory.ingredients import Ingredients
 
 
 def appendix_c(known: Ingredients) -> Tensor:
     """Return ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||); NaN unless heads are affine."""
-    from lipaudit.theory.bounds.factors import row_spread
+    from lipaudit.theory.ingredients import bound_token_spread
 
     if not known.affine:
         return known.nothing
     # As Theorem 3, with ||E_i|| <= ||dS_i|| ||M(P_i) X|| ||W_V||. ||X^T M|| <= ||X|| ||M||, so it
     # is never above Theorem 3; the limit of ||X^T M|| that is computed may be.
     x = known.tokens.norm
-    spread = row_spread(known.at, known.tokens.gram, known.policy)
+    spread = bound_token_spread(known.at, known.tokens.gram, known.policy)
     spread = spread.minimum(x * known.softmax_norm_max)
     return known.weights.v * (known.p_norm + 2 * x * known.a_norm * spread)
 
@@ -35,4 +35,5 @@ APPENDIX_C = Bound(
     explanation="theorem3 that counts only the tokens to which a row attends.",
     compute=appendix_c,
     null=AFFINE_ONLY,
+    place=20,
 )

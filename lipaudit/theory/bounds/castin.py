@@ -12,7 +12,7 @@ from lipaudit.theory.bounds.record import AFFINE_ONLY, EVERYWHERE, Bound
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.bounds.ingredients import Ingredients
+    from lipaudit.theory.ingredients import Ingredients
 
 
 def castin(known: Ingredients, r: float = 0.0) -> Tensor:
@@ -45,4 +45,5 @@ CASTIN = Bound(
     null=AFFINE_ONLY,
     log10_label="log10 castin",
     scaling=True,
+    place=60,
 )

@@ -15,7 +15,7 @@ from lipaudit.theory.bounds.record import AFFINE_ONLY, Bound
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.bounds.ingredients import Ingredients
+    from lipaudit.theory.ingredients import Ingredients
 
 
 def hu(known: Ingredients, r: float = 0.0) -> Tensor:
@@ -46,4 +46,5 @@ HU = Bound(
     compute=hu,
     null=f"{AFFINE_ONLY}, and N(N+1) ||X||_F^2 >= sqrt N",
     log10_label="log10 hu",
+    place=80,
 )

@@ -12,8 +12,8 @@ from lipaudit.theory.bounds.record import AFFINE_ONLY, EVERYWHERE, Bound
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.bounds.ingredients import Ingredients
     from lipaudit.theory.heads import Heads
+    from lipaudit.theory.ingredients import Ingredients
 
 
 def mean_field(known: Ingredients, r: float = 0.0) -> Tensor:
@@ -53,4 +53,5 @@ MEAN_FIELD = Bound(
     domain=EVERYWHERE,
     null=AFFINE_ONLY,
     log10_label="log10 m. f.",
+    place=70,
 )

@@ -17,7 +17,7 @@ from lipaudit.tables.columns import Better, Column, Reduction
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.bounds.ingredients import Ingredients
+    from lipaudit.theory.ingredients import Ingredients
 
 AT_X = "at X"
 EVERYWHERE = "all inputs, every ||x_i|| <= R"
@@ -57,6 +57,7 @@ class Bound:
             overflow; empty for no such column.
         scaling: whether `lipaudit scaling` follows it over the length as well.
         stored: whether a report has it for every sample, in an array of its name.
+        place: of our own bounds in tables and pictures: usually the tightest first.
 
     Raises:
         ValueError: the name is not of this form.
@@ -75,6 +76,7 @@ class Bound:
     log10_label: str = ""
     scaling: bool = False
     stored: bool = False
+    place: int = 50
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

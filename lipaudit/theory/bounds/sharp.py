@@ -10,12 +10,12 @@ from lipaudit.theory.bounds.theorem3 import theorem3
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.bounds.ingredients import Ingredients
+    from lipaudit.theory.ingredients import Ingredients
 
 
 def sharp(known: Ingredients) -> Tensor:
     """Return the smaller of `bound_by_blocks` and Theorem 3, for heads of every kind."""
-    from lipaudit.theory.bounds.blocks import bound_by_blocks
+    from lipaudit.theory.block_norms import bound_by_blocks
 
     # The norm of a block matrix G is at most that of a matrix B_il >= ||G_il||:
     # ||G x||^2 = sum_i ||sum_l G_il x_l||^2 <= sum_i (sum_l B_il ||x_l||)^2 <= ||B||^2 ||x||^2.
@@ -36,4 +36,5 @@ SHARP = Bound(
     better="lower",
     scaling=True,
     stored=True,
+    place=10,
 )

@@ -13,7 +13,7 @@ from lipaudit.theory.bounds.record import Bound
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.bounds.ingredients import Ingredients
+    from lipaudit.theory.ingredients import Ingredients
 
 
 def theorem3(known: Ingredients) -> Tensor:
@@ -23,7 +23,7 @@ def theorem3(known: Ingredients) -> Tensor:
 
 def scale_softmax(known: Ingredients, m: Tensor) -> Tensor:
     """Return Theorem 3 with m for max_i ||M(P_i)||."""
-    from lipaudit.theory.bounds.factors import value_and_growth
+    from lipaudit.theory.ingredients import value_and_growth
 
     if known.affine:
         # J dX = P dX W_V + E with rows E_i = dS_i M(P_i) X W_V and dS = dX A X^T + X A dX^T, for
@@ -52,4 +52,5 @@ THEOREM3 = Bound(
     explanation="Multiplies the sensitivity of the softmax by the norms of tokens and weights.",
     compute=theorem3,
     scaling=True,
+    place=30,
 )

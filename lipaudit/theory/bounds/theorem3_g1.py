@@ -10,7 +10,7 @@ from lipaudit.theory.bounds.theorem3 import scale_softmax
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.bounds.ingredients import Ingredients
+    from lipaudit.theory.ingredients import Ingredients
 
 
 def theorem3_g1(known: Ingredients) -> Tensor:
@@ -31,4 +31,5 @@ THEOREM3_G1 = Bound(
     source="Yudin et al. 2025 equation 7",
     explanation="theorem3, computed from the two largest entries of each attention row.",
     compute=theorem3_g1,
+    place=40,
 )

@@ -83,22 +83,23 @@ class PairProducts:
         """Return f_ij ds_ij."""
         return ds if self.slope is None else ds * self.slope
 
-    def pull(self, ds: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return sum_j ds_ij r_ij and sum_i ds_ij t_ij, (problems, tokens, d); None for 0."""
-        return (
-            _times_own(ds, self.with_q, self.sets[0]),
-            _times_own(ds.mT, self.with_k, self.sets[1]),
-        )
+    def pull(self, ds: Tensor) -> dict[str, Tensor]:
+        """Return sum_j ds_ij r_ij (`q`) and sum_i ds_ij t_ij (`k`), where they are not 0."""
+        rows = {}
+        if self.with_q is not None:
+            rows["q"] = _times_sets(ds, self.with_q, self.sets[0])
+        if self.with_k is not None:
+            rows["k"] = _times_sets(ds.mT, self.with_k, self.sets[1])
+        return rows
 
-    def push(self, dq: Tensor | None, dk: Tensor | None) -> list[Tensor]:
-        """Return <r_ij, dq_i> and <t_ij, dk_j>, (problems, n, m), if they are not 0."""
-        r, t = (None if x is None else x.mT for x in (self.with_q, self.with_k))
-        by_query = None if dq is None else _times_own(dq, r, self.sets[0])
-        by_key = None if dk is None else _times_own(dk, t, self.sets[1])
-        return [
-            *([] if by_query is None else [by_query]),
-            *([] if by_key is None else [by_key.mT]),
-        ]
+    def push(self, ds: Tensor, tangents: dict[str, Tensor]) -> Tensor:
+        """Return f_ij ds_ij + <r_ij, dq_i> + <t_ij, dk_j>, (problems, n, m)."""
+        ds = self.scale_logits(ds)
+        if "q" in tangents and self.with_q is not None:
+            ds = ds + _times_sets(tangents["q"], self.with_q.mT, self.sets[0])
+        if "k" in tangents and self.with_k is not None:
+            ds = ds + _times_sets(tangents["k"], self.with_k.mT, self.sets[1]).mT
+        return ds
 
     def select(self, index: Tensor | slice) -> PairProducts:
         """Return the products of some problems."""
@@ -111,21 +112,19 @@ def pair_products(pairs: Pairs, q: Float[Tensor, "batch heads n d"]) -> PairProd
     shape, terms, sets = q.shape[:2], [], []
     for term in (pairs.with_q, None if pairs.with_k is None else pairs.with_k.transpose(2, 3)):
         # The number of each problem's term: rows and heads may share one.
-        own = torch.Size((1, 1)) if term is None else term.shape[:2]
-        number = torch.arange(own.numel(), device=q.device).view(own)
+        sizes = torch.Size((1, 1)) if term is None else term.shape[:2]
+        number = torch.arange(sizes.numel(), device=q.device).view(sizes)
         sets.append(number.expand(shape).flatten())
         terms.append(None if term is None else term.flatten(0, 1))
     slope = None if pairs.slope is None else pairs.slope.expand(*shape, -1, -1).flatten(0, 1)
     return PairProducts(slope, terms[0], terms[1], (sets[0], sets[1]))
 
 
-def _times_own(rows: Tensor, vectors: Tensor | None, sets: Tensor) -> Tensor | None:
+def _times_sets(rows: Tensor, vectors: Tensor, sets: Tensor) -> Tensor:
     """Return rows_i X_i, (problems, tokens, c), where each set of problems has its own X_i.
 
-    One product for each set and token, without copying X; None for 0.
+    One product for each set and token, without copying X.
     """
-    if vectors is None:
-        return None
     used = sorted(set(sets.tolist()))
     parts = [(sets == i).nonzero()[:, 0] for i in used]
     some = [rows] if len(used) == 1 else [rows[part] for part in parts]
@@ -296,8 +295,8 @@ class Attend:
         }
         rows = {name: rules[name]() for name in names}
         if self.pairs is not None:
-            more = zip("qk", self.pairs.pull(ds), strict=True)
-            rows |= {name: rows[name] + r for name, r in more if r is not None and name in rows}
+            more = self.pairs.pull(ds).items()
+            rows |= {name: rows[name] + r for name, r in more if name in rows}
         return rows
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
@@ -318,8 +317,7 @@ class Attend:
         for left, right in others:
             dp.baddbmm_(left, right.mT)
         if self.pairs is not None:
-            more = self.pairs.push(tangents.get("q"), tangents.get("k"))
-            dp = sum(more, start=self.pairs.scale_logits(dp))
+            dp = self.pairs.push(dp, tangents)
         key = self._key(block)
         largest = dp.gather(-1, key)
         dp.mul_(p).scatter_(-1, key, 0.0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lipaudit.theory.exact.attend import anchor_outputs, key_gradients, mean_value, query_gradients
 from lipaudit.theory.exact.products import (
-    ScaledHeads,
-    Through,
+    OutputProducts,
     head_guess,
     head_products,
     layer_guess,
@@ -31,7 +30,7 @@ from lipaudit.theory.exact.products import (
 )
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.policy import LAYER_WITHIN, TOL, WITHIN
-from lipaudit.theory.scale import unit_matrices, unit_values
+from lipaudit.theory.scale import scale_values, unit_matrices, unit_values
 from lipaudit.theory.spectral.lanczos import (
     Norms,
     Solve,
@@ -147,22 +146,26 @@ def layer_norms(
 def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve, *, concat: bool) -> LayerNorms:
     """Solve all batch rows at once."""
     unit, size = unit_values(heads)
-    layer = layer_products(unit)
-    double = cache(lambda: layer_products(unit_values(heads.to(torch.float64))[0]))
 
-    def norms(family: type[ScaledHeads] | type[Through], weights: Tensor) -> Norms:
-        single = family(layer, weights.to(unit.v))
+    def norms(gains: Tensor, weight: Tensor | None) -> Norms:
+        """Return the norms of the heads with a gain each, side by side or behind W_O."""
+
+        def family(part: Heads) -> OutputProducts:
+            wo = None if weight is None else weight.to(part.v)
+            return OutputProducts(layer_products(scale_values(part, gains)), wo)
+
+        single = family(unit)
         start = _starts(heads, seeds, single.channels)
-        families = single.select, lambda: family(double(), weights.to(heads.v.device))
+        families = single.select, lambda: family(unit_values(heads.to(torch.float64))[0])
         return norms_in_double(solve, families, start, layer_guess(single))
 
     before = after = None
     if concat:
         # All values have size about one: scale each head back, relative to the largest.
-        before = norms(ScaledHeads, size / size.amax()).times(size.amax())
+        before = norms(size / size.amax(), None).times(size.amax())
     if heads.out is not None:
         wo, length = unit_matrices(heads.out.double() * size.to(heads.out.device)[:, None, None])
-        after = norms(Through, wo).times(length)
+        after = norms(torch.ones_like(size), wo).times(length)
     return LayerNorms(concat=before, out=after)
 
 

@@ -26,6 +26,7 @@ from torch.nn.functional import normalize
 
 from lipaudit.theory.exact.attend import Attend, derivative
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.policy import cut
 from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
 
 _DEAD = 1e-30  # heads with smaller gradients are zero: float32 ends at 1e-38
@@ -73,29 +74,28 @@ class HeadProducts:
         """Return J J^T u of every problem, (problems, n dv)."""
         # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
         images = []
-        for part, some in self._split(u):
-            rows = part.attend.pull(some.view_as(part.attend.o), _names(part.sides))
+        for part, pulled in self._pull_parts(u):
             tangents: dict[str, Tensor] = {}
-            for side, gram in zip(part.sides, part.grams, strict=True):
-                tangents |= side.push(side.pull(rows) @ gram)
+            for side, y, gram in zip(part.sides, pulled, part.grams, strict=True):
+                tangents |= side.push(y @ gram)
             images.append(part.attend.push(tangents).flatten(1))
         return images[0] if len(images) == 1 else torch.cat(images)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
         """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
         norms = []
-        for part, some in self._split(u):
-            rows = part.attend.pull(some.view_as(part.attend.o), _names(part.sides))
-            pulled = [side.pull(rows) for side in part.sides]
+        for part, pulled in self._pull_parts(u):
             pairs = zip(pulled, part.grams, strict=True)
             squares = [(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]
             norms.append(torch.stack(squares).sum(0).sqrt())
         return torch.cat(norms)
 
-    def _split(self, u: Tensor) -> Iterator[tuple[HeadProducts, Tensor]]:
-        """Pair views of a few problems each, small enough for a core's cache, with their u."""
+    def _pull_parts(self, u: Tensor) -> Iterator[tuple[HeadProducts, list[Tensor]]]:
+        """Yield J_qkv^T u by sides, for a few problems at a time that fit a core's cache."""
         parts = self._parts or [self]
-        return zip(parts, torch.split(u, len(parts[0].attend.q)), strict=True)
+        for part, some in zip(parts, torch.split(u, len(parts[0].attend.q)), strict=True):
+            rows = part.attend.pull(some.view_as(part.attend.o), _names(part.sides))
+            yield part, [side.pull(rows) for side in part.sides]
 
     def select(self, index: Tensor) -> HeadProducts:
         """Return the products of these problems alone."""
@@ -115,10 +115,9 @@ class HeadProducts:
         whole = attend.maps.kept is None or attend.pairs is not None
         if whole or attend.q.device.type != "cpu":
             return []
-        size = max(1, cache // (2 * n * attend.k.shape[1] + 12 * n * d))
-        if size >= count:
-            return []  # a list that holds the object would keep it alive
-        return [self._some(slice(i, i + size)) for i in range(0, count, size)]
+        parts = cut(count, 2 * n * attend.k.shape[1] + 12 * n * d, cache)
+        # A list that holds the object would keep it alive.
+        return [self._some(part) for part in parts] if len(parts) > 1 else []
 
 
 @dataclass(frozen=True)
@@ -189,96 +188,59 @@ class LayerProducts:
 
 
 @dataclass(frozen=True)
-class ScaledHeads:
-    """A layer's heads side by side, each times its gain."""
+class OutputProducts:
+    """A layer's output: sum_h O_h W_O,h, or its heads side by side."""
 
     layer: LayerProducts
-    gains: Tensor  # (heads,)
+    weight: Tensor | None  # W_O, (heads, d_v, D_out); None for heads side by side
 
     @property
     def channels(self) -> int:
         """Return the number of channels of one token's output."""
-        return len(self._gains)
-
-    @property
-    def sizes(self) -> Tensor:
-        """Return the square of each head's gain, (heads,)."""
-        return self.gains.square()
-
-    def __call__(self, u: Tensor) -> Tensor:
-        """Return G A G u, for A on the plain heads."""
-        return self._times(self.layer(self._times(u)))
-
-    def pulled_norm(self, u: Tensor) -> Tensor:
-        """Return ||J^T G u|| of every problem."""
-        return self.layer.pulled_norm(self._times(u))
-
-    def image(self, t: Tensor, tokens: Tensor) -> Tensor:
-        """Return a_h kron g_h t_h side by side: t is (rows, heads, d_v), a (rows, heads, n)."""
-        rows = self.gains[:, None] * t
-        return (tokens.mT[..., None] * rows[:, None]).flatten(1)
-
-    def pull_image(self, t: Tensor, inner: Tensor) -> Tensor:
-        """Return the part of that image that returns to each t, given all <a_h, a_g>."""
-        return (inner.diagonal(0, 1, 2) * self.sizes)[..., None] * t
-
-    def select(self, rows: Tensor) -> ScaledHeads:
-        """Return the products of these batch rows alone."""
-        return replace(self, layer=self.layer.select(rows))
-
-    @property
-    def _gains(self) -> Tensor:
-        return self.gains.repeat_interleave(self.layer.attend.v.shape[2])
-
-    def _times(self, u: Tensor) -> Tensor:
-        return (u.view(len(u), -1, self.channels) * self._gains).flatten(1)
-
-
-@dataclass(frozen=True)
-class Through:
-    """A layer's output, sum_h O_h W_O,h."""
-
-    layer: LayerProducts
-    weight: Tensor  # W_O, (heads, d_v, D_out)
-
-    @property
-    def channels(self) -> int:
-        """Return the number of channels of one token's output."""
+        if self.weight is None:
+            return self.layer.heads * self.layer.attend.v.shape[2]
         return self.weight.shape[2]
 
     @property
     def sizes(self) -> Tensor:
-        """Return ||W_O||_F^2 of each head, (heads,)."""
+        """Return ||W_O||_F^2 of each head, (heads,); 1 for heads side by side."""
+        if self.weight is None:
+            return self.layer.attend.v.new_ones(self.layer.heads)
         return self.weight.square().sum((1, 2))
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return W_O^T A W_O u token by token, for A on the heads side by side."""
-        after = self.layer(self._back(u)).view(len(u), -1, len(self._flat))
-        return (after @ self._flat).flatten(1)
+        after = self.layer(self._pull_output(u))
+        if self.weight is None:
+            return after
+        flat = self.weight.flatten(0, 1)
+        return (after.view(len(u), -1, len(flat)) @ flat).flatten(1)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
         """Return ||J^T W_O u|| of every problem."""
-        return self.layer.pulled_norm(self._back(u))
+        return self.layer.pulled_norm(self._pull_output(u))
 
     def image(self, t: Tensor, tokens: Tensor) -> Tensor:
         """Return sum_h a_h kron W_O,h^T t_h: t is (rows, heads, d_v), a (rows, heads, n)."""
+        if self.weight is None:
+            return (tokens.mT[..., None] * t[:, None]).flatten(1)
         return (tokens.mT @ torch.einsum("bhd,hdo->bho", t, self.weight)).flatten(1)
 
     def pull_image(self, t: Tensor, inner: Tensor) -> Tensor:
         """Return the part of that image that returns to each t, given all <a_h, a_g>."""
+        if self.weight is None:
+            return inner.diagonal(0, 1, 2)[..., None] * t
         after = inner @ torch.einsum("bhd,hdo->bho", t, self.weight)
         return torch.einsum("bho,hdo->bhd", after, self.weight)
 
-    def select(self, rows: Tensor) -> Through:
+    def select(self, rows: Tensor) -> OutputProducts:
         """Return the products of these batch rows alone."""
         return replace(self, layer=self.layer.select(rows))
 
-    @property
-    def _flat(self) -> Tensor:
-        return self.weight.flatten(0, 1)
-
-    def _back(self, u: Tensor) -> Tensor:
-        return (u.view(len(u), -1, self.channels) @ self._flat.mT).flatten(1)
+    def _pull_output(self, u: Tensor) -> Tensor:
+        if self.weight is None:
+            return u
+        return (u.view(len(u), -1, self.channels) @ self.weight.flatten(0, 1).mT).flatten(1)
 
 
 def head_products(heads: Heads) -> HeadProducts:
@@ -342,7 +304,7 @@ def head_guess(products: HeadProducts) -> Tensor:
     return (tokens.mT * channels.repeat(len(tokens) // len(channels), 1)[:, None]).flatten(1)
 
 
-def layer_guess(family: ScaledHeads | Through) -> Tensor:
+def layer_guess(family: OutputProducts) -> Tensor:
     """Return the image under all values of the b kron y that they stretch most, per row, or 0."""
     layer, weight = family.layer, value_weight(family.layer)
     heads, (count, n, dv) = layer.heads, layer.attend.o.shape

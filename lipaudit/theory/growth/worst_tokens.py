@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.ingredients import are_affine_everywhere, projections
 from lipaudit.theory.spectral.upper import spectral_norm
 
 
@@ -226,27 +227,23 @@ def power_law(
     >>> round(fit.constant, 6), round(fit.exponent, 6), round(fit.exponent_se, 6)
     (3.0, 0.5, 0.0)
     """
-    logs = [t.double().log().cpu() for t in ([n] if radius is None else [n, radius])]
-    means = torch.stack([log.mean() for log in logs])
-    columns = torch.stack(logs, 1) - means
-    level = (y := norm.double().log().cpu()).mean()
-    free = len(y) - len(logs) - 1
+    lengths = [n] if radius is None else [n, radius]
+    logs = torch.stack([t.double().log().cpu() for t in lengths], 1)
+    columns, y = logs - logs.mean(0), norm.double().log().cpu()
+    rise, free = y - y.mean(), len(y) - len(lengths) - 1
     # Every column must vary, and none may be a multiple of another one.
     sizes = torch.linalg.vector_norm(columns, dim=0)
     vary = bool((sizes > 1e-6 * len(columns) ** 0.5).all())
     if free < 0 or not vary or not torch.linalg.svdvals(columns / sizes)[-1] > 1e-3:
         return PowerLaw(*[math.nan] * 6)
     inverse = torch.linalg.inv(columns.mT @ columns)
-    slopes = inverse @ columns.mT @ (y - level)
-    residual = float((y - level - columns @ slopes).square().sum())
+    slopes = inverse @ columns.mT @ rise
+    residual, total = (float(t.square().sum()) for t in (rise - columns @ slopes, rise))
     errors = (inverse.diagonal() * (residual / free if free else math.nan)).sqrt()
-    total = float((y - level).square().sum())
-    return PowerLaw(
-        float((level - means @ slopes).exp()),
-        *(float(slopes[0]), float(errors[0])),
-        *((math.nan, math.nan) if radius is None else (float(slopes[1]), float(errors[1]))),
-        1 - residual / total if total else math.nan,
-    )
+    constant = float((y.mean() - logs.mean(0) @ slopes).exp())
+    exponents = [*zip(slopes.tolist(), errors.tolist(), strict=True), (math.nan, math.nan)]
+    r2 = 1 - residual / total if total else math.nan
+    return PowerLaw(constant, *exponents[0], *exponents[1], r2)
 
 
 def affine_projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
@@ -255,8 +252,6 @@ def affine_projections(heads: Heads) -> tuple[Projection, Projection, Projection
     Raises:
         ValueError: the heads are not affine self-attention with plain logits.
     """
-    projections = (heads.to_q, heads.to_k, heads.to_v)
-    plain = [p for p in projections if p is not None and p.local is None]
-    if heads.x_kv is not None or len(plain) < 3 or heads.pairs or heads.sink is not None:
+    if not are_affine_everywhere(heads):
         raise ValueError("worst-case tokens need affine self-attention with plain logits")
-    return plain[0], plain[1], plain[2]
+    return projections(heads)

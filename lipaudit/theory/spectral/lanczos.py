@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -229,7 +229,7 @@ def spectral_norms(
     numbers = torch.zeros(len(start), dtype=torch.float64)
     vector = torch.zeros_like(start) if vectors else None
     norms = Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector)
-    running = _begin(start, guess)
+    running = _Krylov(start, guess)
     products = select(running.index)
     for _ in range(max_steps):
         running.advance(running.image(products))
@@ -248,22 +248,45 @@ def spectral_norms(
     return norms
 
 
-@dataclass
 class _Krylov:
-    """The running problems: one row each in every tensor."""
+    """The running problems: one row each in every tensor.
 
-    index: Tensor  # indices among the caller's problems
-    size: Tensor  # dimension of the space
-    done: Tensor
-    basis: list[Tensor]  # the orthonormal basis U, (problems, _GROWTH, size) each
-    t: Tensor  # T = U^T A U, tridiagonal, lower triangle; on the CPU, float64
-    beta: Tensor  # coupling of the newest basis vector to T
-    coupling: Tensor  # beta once more, (problems, 1, 1), as the basis has it and where that is
-    level: Tensor  # log of beta_1 ... beta_k / delta
-    ritz: Tensor  # eigenvalues of T, ascending
-    shorter: Tensor  # eigenvalues of T one step earlier
-    exponent: Tensor  # A stands for the caller's times 2^exponent, which is even
-    repeated: Tensor  # products that were met again because of their size
+    Attributes:
+        index: indices among the caller's problems.
+        size: dimension of the space.
+        done: which problems have ended.
+        basis: the orthonormal basis U, blocks of (problems, _GROWTH, size).
+        t: T = U^T A U, tridiagonal, lower triangle; on the CPU, float64.
+        beta: coupling of the newest basis vector to T.
+        coupling: beta once more, (problems, 1, 1), in the precision and place of the basis.
+        level: log of beta_1 ... beta_k / delta.
+        ritz: eigenvalues of T, ascending.
+        shorter: eigenvalues of T one step earlier.
+        exponent: A stands for the caller's times 2^exponent, which is even.
+        repeated: number of products that were computed again because of their size.
+    """
+
+    def __init__(self, start: Tensor, guess: Tensor | None) -> None:
+        count, size = start.shape
+        live = start.ne(0).sum(1)
+        block, length = start.new_zeros(count, _GROWTH, size), torch.ones(count).double()
+        block[:, 0] = _normalize(start)
+        # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0
+        # (Anderson, symmetric unimodal density), so delta / |g + h| holds as delta did.
+        if guess is not None:
+            # In one dimension every vector is exact, and the sum of two opposite ones is zero.
+            mixed = block[:, 0] + _normalize(guess) * (live > 1)[:, None]
+            length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
+            block[:, 0] = _normalize(mixed)
+        self.index, self.size = torch.arange(count), live.cpu()
+        self.done = torch.zeros(count, dtype=torch.bool)
+        self.basis, self.coupling = [block], block.new_zeros(count, 1, 1)
+        self.t = torch.zeros(count, 0, 0, dtype=torch.float64)
+        self.beta = torch.zeros(count, dtype=torch.float64)
+        self.ritz = self.shorter = torch.zeros(count, 0, dtype=torch.float64)
+        # Growing by log beta_k with every step: p_k(t) = 1 / delta is log det(t - T) = level.
+        self.level = length.log() - log_delta(self.size, ETA)
+        self.exponent, self.repeated = torch.zeros(2, count, dtype=torch.int64)
 
     @property
     def steps(self) -> int:
@@ -355,42 +378,11 @@ class _Krylov:
         """Remove the other problems."""
         rows = mask.nonzero()[:, 0].to(self.coupling.device)
         self.basis, self.coupling = [block[rows] for block in self.basis], self.coupling[rows]
-        for name in (f.name for f in fields(self) if f.name not in ("basis", "coupling")):
+        for name in vars(self).keys() - {"basis", "coupling"}:
             setattr(self, name, getattr(self, name)[mask])
 
     def _vector(self, k: int) -> Tensor:
         return self.basis[k // _GROWTH][:, k % _GROWTH, None]
-
-
-def _begin(start: Tensor, guess: Tensor | None) -> _Krylov:
-    count, size = start.shape
-    live = start.ne(0).sum(1)
-    dimension = live.cpu()
-    block, length = start.new_zeros(count, _GROWTH, size), torch.ones(count, dtype=torch.float64)
-    block[:, 0] = _normalize(start)
-    # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0 (Anderson,
-    # symmetric unimodal density), so delta / |g + h| holds as delta did.
-    if guess is not None:
-        # In one dimension every vector is exact, and the sum of two opposite ones is zero.
-        mixed = block[:, 0] + _normalize(guess) * (live > 1)[:, None]
-        length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
-        block[:, 0] = _normalize(mixed)
-    empty = torch.zeros(count, 0, dtype=torch.float64)
-    return _Krylov(
-        index=torch.arange(count),
-        size=dimension,
-        done=torch.zeros(count, dtype=torch.bool),
-        basis=[block],
-        t=empty[:, :, None].expand(-1, -1, 0),
-        beta=empty.sum(1),
-        coupling=block.new_zeros(count, 1, 1),
-        # Growing by log beta_k with every step: p_k(t) = 1 / delta is log det(t - T) = level.
-        level=length.log() - log_delta(dimension, ETA),
-        ritz=empty,
-        shorter=empty,
-        exponent=torch.zeros(count, dtype=torch.int64),
-        repeated=torch.zeros(count, dtype=torch.int64),
-    )
 
 
 def _normalize(vectors: Tensor) -> Tensor:
@@ -467,10 +459,8 @@ def norms_in_double(
     if not len(again):
         return norms
     start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))
-    rest = solve(lambda index: family.select(again[index]), start, guess=guess)
-    return Norms(
-        norms.norm.index_put((again,), rest.norm),
-        norms.upper.index_put((again,), rest.upper),
-        norms.products.index_put((again,), rest.products, accumulate=True),
-        norms.converged.index_put((again,), rest.converged),
-    )
+    repeats = solve(lambda index: family.select(again[index]), start, guess=guess)
+    norms.products[again] += repeats.products
+    for name in ("norm", "upper", "converged"):
+        getattr(norms, name)[again] = getattr(repeats, name)
+    return norms

@@ -15,10 +15,10 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
-from lipaudit.theory.bounds.head_bounds import head_bounds
-from lipaudit.theory.bounds.ingredients import KnownWeights
 from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.ingredients import KnownWeights
 from lipaudit.train.penalty import SpecformerPenalty
 
 AFFINE = ("affine", "affine", "affine")

@@ -9,8 +9,8 @@ from lipaudit.theory.bounds.record import Bound
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.bounds.ingredients import Ingredients
     from lipaudit.theory.heads import Projection
+    from lipaudit.theory.ingredients import Ingredients
 
 
 def frobenius(known: Ingredients) -> Tensor:

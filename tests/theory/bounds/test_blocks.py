@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipaudit.theory.bounds.blocks import (
-    KeyBlocks,
+from lipaudit.theory.block_norms import (
     block_norms,
     bound_by_blocks,
     gram_bound,
@@ -15,7 +14,8 @@ from lipaudit.theory.bounds.blocks import (
     row_spread,
     value_key_norm,
 )
-from lipaudit.theory.bounds.ingredients import (
+from lipaudit.theory.heads import Heads, affine_heads
+from lipaudit.theory.ingredients import (
     Centred,
     Ingredients,
     Tokens,
@@ -23,7 +23,6 @@ from lipaudit.theory.bounds.ingredients import (
     centre_heads,
     query_term,
 )
-from lipaudit.theory.heads import Heads, affine_heads
 from lipaudit.theory.policy import Policy
 
 NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attention"]
@@ -61,7 +60,7 @@ def pw_of(at: Centred) -> Tensor:
 def m_of(heads: Heads) -> Tensor:
     at = centre_heads(heads)
     rows, pw = affine_rows(heads, at), pw_of(at)
-    keys = KeyBlocks(pw @ pw.mT, (rows.images @ rows.images.mT).abs())
+    keys = pw @ pw.mT, (rows.images @ rows.images.mT).abs()
     sizes = query_term(at, rows)[0], row_lengths(at, rows, pw)[0]
     return block_norms(at, rows, keys, pw, sizes, joint=heads.x_kv is None)[0, 0]
 

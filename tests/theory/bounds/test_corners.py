@@ -13,12 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lipaudit.theory.bounds.ball import ball_sharp
+from lipaudit.theory.ball import ball_sharp
 from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.condition import bound_error
 from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
 from lipaudit.theory.growth.ascent import ball_norm
+from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import Heads, Projection, affine_heads
 from lipaudit.theory.scale import unit_values
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.bounds import factors, ingredients
+from lipaudit.theory import ingredients
 from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import keeps_single, single_pays
 
@@ -41,7 +41,7 @@ def test_the_squared_spread_lies_between_its_bounds(spread, outlier, dtype):
     values = dense_spread(p, x)
     gram = x @ x.mT
     unit = gram.diagonal(0, -2, -1).amax(-1)[:, None]
-    upper, lower = factors.squared_spread(p.to(dtype), (gram / unit[..., None]).to(dtype))
+    upper, lower = ingredients.squared_spread(p.to(dtype), (gram / unit[..., None]).to(dtype))
     truth = values.pow(4).sum(-1).sqrt().amax(-1) / unit
     assert (lower <= truth).all()
     assert (truth <= upper).all()
@@ -51,17 +51,17 @@ def test_the_squared_spread_lies_between_its_bounds(spread, outlier, dtype):
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 50.0])
 def test_single_precision_costs_no_more_than_its_tolerance(spread, outlier):
     p, x = maps_and_tokens(spread, outlier)
-    double = factors.row_spread(as_centred(p), x @ x.mT)
-    single = factors.row_spread(as_centred(p), x @ x.mT, SINGLE)
+    double = ingredients.bound_token_spread(as_centred(p), x @ x.mT)
+    single = ingredients.bound_token_spread(as_centred(p), x @ x.mT, SINGLE)
     assert (single >= dense_spread(p, x)[..., 0].amax(-1) * (1 - 1e-12)).all()
     assert (single <= double * (1 + POLICY.single_loss)).all()
 
 
 def test_single_precision_is_left_alone_where_products_may_be_rounded_further():
     p, x = maps_and_tokens(1.0, 1.0)
-    single = factors.row_spread(as_centred(p), x @ x.mT, SINGLE)
+    single = ingredients.bound_token_spread(as_centred(p), x @ x.mT, SINGLE)
     with torch.autocast("cpu"):
-        double = factors.row_spread(as_centred(p), x @ x.mT, SINGLE)
+        double = ingredients.bound_token_spread(as_centred(p), x @ x.mT, SINGLE)
     assert (double < single).all()
 
 
@@ -100,15 +100,3 @@ def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer):
     )
     for name in load_bounds():
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-9, atol=0)
-
-
-def test_the_gram_matrix_of_the_tokens_is_formed_once_for_all_heads(random_layer, monkeypatch):
-    formed, real = [], ingredients.Tokens.gram.func
-
-    def counted(tokens):
-        formed.append(1)
-        return real(tokens)
-
-    monkeypatch.setattr(ingredients.Tokens.gram, "func", counted)
-    head_bounds(random_layer("affine").heads)
-    assert len(formed) == 1

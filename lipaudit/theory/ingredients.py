@@ -14,10 +14,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipaudit.theory.exact.attend import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads, Projection
-from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.policy import POLICY, Policy, cut
 from lipaudit.theory.softmax import row_maxima
-from lipaudit.theory.spectral.upper import gram_norm, gram_root, map_norm, spectral_norm
+from lipaudit.theory.spectral.upper import (
+    gram_root,
+    map_norm,
+    single_pays,
+    spectral_norm,
+)
 
 S = TypeVar("S", bound="Stack")
 T = TypeVar("T")
@@ -125,10 +131,9 @@ def tiles(
     """Cut the maps of a layer into a few at a time: `tile_bytes`, or one that has more."""
     batch, heads, n, m = maps.shape
     size = n * m * maps.element_size()
-    rows, some = (max(1, policy.tile_bytes // each) for each in (heads * size, size))
-    for b in range(0, batch, rows):
-        for h in range(0, heads, some):
-            yield slice(b, b + rows), slice(h, h + some)
+    for b in cut(batch, heads * size, policy.tile_bytes):
+        for h in cut(heads, size, policy.tile_bytes):
+            yield b, h
 
 
 def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
@@ -247,8 +252,8 @@ class KnownWeights:
         """Return those of a layer, in float64; None where its heads are not affine."""
         if not are_affine(heads):
             return None
-        own = [p for p in (heads.to_q, heads.to_k, heads.to_v) if p is not None]
-        parts = [t for p in own for t in (p.weight, p.bias) if t is not None]
+        maps = [p for p in (heads.to_q, heads.to_k, heads.to_v) if p is not None]
+        parts = [t for p in maps for t in (p.weight, p.bias) if t is not None]
         if any(t.is_inference() for t in parts):  # they keep no record of changes
             return weights_of(heads)
         memory = [(t.data_ptr(), t._version, t.shape, t.stride()) for t in parts]
@@ -332,14 +337,11 @@ class Tokens:
         x, read = heads.x, (heads.to_q, heads.to_k, heads.to_v)
         bias = any(to is not None and to.bias is not None for to in read)
         valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
-        self._one, self._x, self._valid, self._policy = int(bias), x, valid, heads.policy
-        self._long = len(heads.row_blocks()) > 1 and x.shape[1] > x.shape[2]
+        self._x = torch.cat([x, valid], -1) if bias else x
         self.count = valid.sum(-2)
-        self._mean = x.sum(1, keepdim=True) / self.count[..., None].clamp_min(1.0)
-        self.off = x - self._mean if heads.valid is None else (x - self._mean) * valid
-        squares = x.square().sum(-1)
-        lengths = (squares + self._one * valid[..., 0]).sqrt()
-        self.radius = squares.amax(-1, keepdim=True).sqrt()
+        self.off = valid * (x - x.sum(1, keepdim=True) / self.count[..., None].clamp_min(1.0))
+        lengths = torch.linalg.vector_norm(self._x, dim=-1)
+        self.radius = torch.linalg.vector_norm(x, dim=-1).amax(-1, keepdim=True)
         self.longest = lengths.amax(-1, keepdim=True)
         self.frobenius = torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
 
@@ -351,39 +353,16 @@ class Tokens:
     @cached_property
     def norm(self) -> Float[Tensor, "batch 1"]:
         """||X||."""
-        valid = self._valid
-        if self._long:
-            rows = torch.cat([self._x, self._one * valid], -1)
-            return gram_norm(rows.mT @ rows, policy=self._policy)[:, None]
-        # <x_i, x_j> = <off_i, off_j> + b_i + b_j with b_i = <off_i, mean> + ||mean||^2 / 2
-        square = self._mean.square().sum(-1, keepdim=True) + self._one
-        beside = self.off @ self._mean.mT + 0.5 * square * valid
-        ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
-        gram = torch.baddbmm(self.gram, ends[0], ends[1].mT)
-        return gram_norm(gram, policy=self._policy)[:, None]
+        return spectral_norm(self._x)[:, None]
 
 
-def affine_only(heads: Heads) -> str | None:
-    """Return why the bounds for affine self-attention are missing, or None where they apply.
+def are_affine_everywhere(heads: Heads) -> bool:
+    """Whether hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3 apply.
 
-    They are hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3.
+    They need self-attention whose queries, keys and values all are affine in the tokens.
     """
-    if heads.pairs is not None:
-        return "the logits are not linear in q k^T"
-    if heads.sink is not None:
-        return "a sink takes a part of the attention"
-    if heads.x_kv is not None:
-        return "keys and values come from another input than the queries"
-    for name, projection in (
-        ("queries", heads.to_q),
-        ("keys", heads.to_k),
-        ("values", heads.to_v),
-    ):
-        if projection is None:
-            return f"the {name} are constant"
-        if projection.local is not None:
-            return f"the {name} are not affine in the tokens ({projection.kind})"
-    return None
+    constant = heads.to_q is None or heads.to_k is None or heads.to_v is None
+    return not constant and heads.x_kv is None and are_affine(heads)
 
 
 def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
@@ -399,12 +378,12 @@ class Ingredients:
         heads: in float64, W_V of each of about size one.
         tokens: what all heads of the layer share.
         weights: norms of the weights, of heads with affine projections alone.
-        affine: whether the bounds for affine self-attention apply: see `affine_only`.
+        affine: whether the bounds for affine self-attention apply: see `are_affine_everywhere`.
     """
 
     def __init__(self, heads: Heads, tokens: Tokens, weights: Weights | None = None) -> None:
         self.heads, self.tokens, self.policy = heads, tokens, heads.policy
-        self.affine = weights is not None and affine_only(heads) is None
+        self.affine = weights is not None and are_affine_everywhere(heads)
         self.weights = cast("Weights", weights)
         self._computed: dict[Callable[..., Any], Any] = {}
 
@@ -460,3 +439,130 @@ class Ingredients:
     def reach(self, r: float) -> Float[Tensor, "batch heads"]:
         """Return ||A|| (R + r)^2, which no logit of tokens of norm R + r exceeds."""
         return self.a_norm * (self.tokens.longest + r).square()
+
+
+def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
+    """Return the factors of ||P|| and of max_i ||M(P_i)|| in `theorem3` for heads of every kind.
+
+    They are max_j ||Phi^v_j|| and ||V_c|| (max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||). For
+    plain logits every A_i is s K_c, the keys less their mean, and every B_j is s Q.
+    """
+    heads, at, policy = known.heads, known.at, known.policy
+    to_q, to_k, _ = projections(heads)
+    queries, keys = at.p.sum(-1) > 0, at.seen[..., 0] > 0
+    values = (value_norms(heads) * keys).amax(-1)
+    if heads.pairs is None:
+        reach = _largest_image(heads.q * queries[..., None], to_k, keys, policy)
+        reach = heads.scale.abs() * (reach + _largest_image(at.k, to_q, queries, policy))
+        return values, spectral_norm(at.v) * reach
+    p, d = at.p, heads.q.shape[-1]
+    by_query, by_key = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0, :])
+    for i in policy.chunks(p.shape[2], 2 * by_key.numel() * d):  # unseen pairs do not count
+        rows = (p[:, :, i] > 0)[..., None] * key_gradients(heads, i)
+        by_query[..., i] = _images_norm(rows, to_q, i)
+    for j in policy.chunks(p.shape[3], 2 * by_query.numel() * d):
+        rows = (p[..., j] > 0).mT[..., None] * query_gradients(heads, j)
+        by_key[..., j] = _images_norm(rows, to_k, j)
+    reach = (by_query * queries).amax(-1) + (by_key * keys).amax(-1)
+    return values, spectral_norm(at.v) * reach
+
+
+def _images_norm(rows: Tensor, projection: Projection, tokens: slice) -> Tensor:
+    """Return ||rows_i Phi_i|| of some tokens i, each with its own rows."""
+    local = local_map(projection)
+    local = local if local.shape[2] == 1 else local[:, :, tokens]
+    return spectral_norm(rows @ (local @ factor(projection).mT))
+
+
+def sum_spread(
+    p: Float[Tensor, "*batch n m"], gram: Float[Tensor, "*batch m m"], c: Tensor
+) -> Float[Tensor, "five *batch n"]:
+    """Return the sums whose combination is ||X^T M(P_i)|| in the Schatten-4 norm, to its power.
+
+    With w_j = P_ij^2 and g the Gram matrix of X the power is
+    sum_jl w_j w_l (g_jl - c_j - c_l)^2 = A - 4 B + 2 W C + 2 R^2, c_j = <x_j, m> - ||m||^2 / 2.
+
+    Returns:
+        A = sum_jl w_j w_l g_jl^2, B = sum_jl w_j w_l c_j g_jl, C = sum_j w_j c_j^2,
+        R = sum_j w_j c_j and W = sum_j w_j.
+    """
+    w = p.square()
+    wc = w * c
+    a, b = (w @ gram.square()).mul_(w).sum(-1), (w @ gram).mul_(wc).sum(-1)
+    return torch.stack([a, b, c.mul_(wc).sum(-1), wc.sum(-1), w.sum(-1)])
+
+
+def bound_token_spread(
+    at: Centred, gram: Tensor, policy: Policy = POLICY
+) -> Float[Tensor, "batch heads"]:
+    """Bound max_i ||X^T M(P_i)||, with the Gram matrix of the tokens less their mean.
+
+    Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. Its Schatten-4 norm takes three
+    products with the Gram matrix for all rows (`sum_spread`), and is within 1 % of the spectral
+    norm on trained heads. Where it pays, single precision is tried first; rows where its rounding
+    costs more than `single_loss` are computed again.
+    """
+    # With entries at most 1 the allowance for c below is one number, and nothing overflows.
+    largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
+    unit = gram / largest[:, None, None]
+    if not single_pays(at.p, policy):
+        square = squared_spread(at.p, unit, policy)[0]
+    else:
+        square, below = squared_spread(at.single.p, unit.float(), policy)
+        # Both ends hold: below <= truth <= square. Apart from a share, double precision decides.
+        apart = square > (1 + policy.single_loss) ** 2 * below
+        if apart.any():
+            square = torch.where(apart, squared_spread(at.p, unit, policy)[0], square)
+    return (square * largest[:, None]).sqrt()
+
+
+def squared_spread(p: Tensor, gram: Tensor, policy: Policy = POLICY) -> tuple[Tensor, Tensor]:
+    """Bound the largest root of the power S of `sum_spread` from both sides; gram <= 1.
+
+    B^2 <= A W C and R^2 <= W C. Sums of N terms of sums have relative errors of at most e / 2,
+    e = 2 (N + 16) eps, so that of S is below 3 e (A + 2 W C); that of c is below e / 2, which
+    moves the root of S by at most e W.
+    """
+    sums = p.new_empty(5, *p.shape[:3])
+    for tile in tiles(p, policy):
+        flat, g = p[tile].flatten(1, 2), gram[tile[0]]
+        # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
+        c = flat @ g
+        c -= 0.5 * (flat * c).sum(-1, keepdim=True)
+        sums[:, *tile] = sum_spread(flat, g, c).view(5, len(flat), -1, p.shape[2])
+    a, b, q, r, total = sums.double()
+    # (g - c_j - c_l)^2 = g^2 - 2 g (c_j + c_l) + c_j^2 + c_l^2 + 2 c_j c_l, summed with w_j w_l.
+    # |terms| add up to A + 4 |B| + 2 C + 2 R^2 <= 3 (A + 2 C), each off by e / 2 = 2 (N + 16) u 2.
+    e = 2 * (p.shape[-1] + 16) * torch.finfo(p.dtype).eps
+    fourth, error = a - 4 * b + 2 * total * q + 2 * r.square(), 3 * e * (a + 2 * total * q)
+    # S^1/2 is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: it moves by 2 (e / 2) sum_j w_j.
+    upper = (1 + e) * ((fourth + error).clamp_min(0.0).sqrt() + e * total)
+    lower = (fourth - error).clamp_min(0.0).sqrt() - e * total
+    return upper.amax(-1), lower.amax(-1)
+
+
+def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: Policy) -> Tensor:
+    """Return max_i ||rows Phi_i|| over the tokens that are used, some at a time.
+
+    E = (rows Phi_i)(rows Phi_i)^T has ||E^2||_F / ||E||_F <= ||E|| <= ||E^2||_F^(1/2): eigenvalues
+    are computed only for tokens whose upper limit reaches every lower one.
+    """
+    small = torch.linalg.qr(rows, mode="r").R[:, :, None]
+    tokens, weight = local_map(projection), factor(projection).mT
+    total = tokens.shape[2]
+    entries = len(rows) * rows.shape[1] * rows.shape[3] * weight.shape[-1]
+    together = total * entries <= policy.map_limit
+    parts = []
+    for i in [slice(None)] if together else policy.chunks(total, entries):
+        images = small @ tokens[:, :, i] @ weight
+        if projection.local is not None:
+            images = images * used[..., i, None, None]
+        # ||E^2||_F <= ||E|| ||E||_F, and ||E||^2 = ||E^2|| <= ||E^2||_F.
+        e = images @ images.mT
+        sizes, upper = (torch.linalg.matrix_norm(power) for power in (e, e @ e))
+        lower = (upper / sizes).nan_to_num(0.0).amax(-1, keepdim=True)
+        norm = upper.sqrt()
+        left = norm >= lower * (1 - 1e-9)
+        norm[left] = torch.linalg.eigvalsh(e[left])[..., -1].clamp_min(0.0)
+        parts.append(norm.amax(-1))
+    return torch.stack(parts).amax(0).sqrt()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError, LipauditError, of_machine
 from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.ingredients import (
+from lipaudit.theory.bounds.record import Bound
+from lipaudit.theory.heads import Heads
+from lipaudit.theory.ingredients import (
     Ingredients,
     Tokens,
     Weights,
     are_affine,
     weights_of,
 )
-from lipaudit.theory.bounds.record import Bound
-from lipaudit.theory.heads import Heads
+from lipaudit.theory.policy import cut
 from lipaudit.theory.scale import unit_values
 
 ROUNDING = 1e-12
@@ -96,26 +97,27 @@ def head_bounds(
     return whole | {bound.name: whole[bound.name] * size for bound in records}
 
 
-def chunks(heads: Heads) -> Iterator[slice]:
-    """Some heads at a time, so that a temporary stays near `map_entries` numbers."""
+def chunks(heads: Heads) -> list[slice]:
+    """Cut the heads of a layer, so that a temporary stays near `map_entries` numbers."""
     (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
     per_head = batch * (n * m if are_affine(heads) else max(n * m, n * d * d, m * d * dv))
-    size = max(1, heads.policy.map_entries // per_head)
-    return (slice(start, start + size) for start in range(0, count, size))
+    return cut(count, per_head, heads.policy.map_entries)
 
 
 def _compute(bound: Bound, known: Ingredients) -> Tensor:
     shape = known.heads.q.shape[:2]
     try:
         values = known.once(bound.compute)
+        fits = isinstance(values, Tensor) and values.shape == shape
+        if not fits or not values.is_floating_point():
+            is_now = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise TypeError(
+                f"returned {is_now}, not floats of shape {tuple(shape)} (batch, heads)"
+            )
     except Exception as error:
         file = isinstance(error, OSError)  # of the plug-in's own
         if isinstance(error, LipauditError) or (of_machine(error) and not file):
             raise
         reason = f"{type(error).__name__}: {error}"
         raise EvaluationError(f"the bound {bound.name} failed: {reason}", bound.remedy) from error
-    if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():
-        is_now = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        reason = f"returned {is_now}, not floats of shape {tuple(shape)} (batch, heads)"
-        raise EvaluationError(f"the bound {bound.name} {reason}", bound.remedy)
     return values.to(torch.float64)

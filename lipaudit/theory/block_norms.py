@@ -14,25 +14,10 @@ rounding error. u in comments on rounding is the unit roundoff, eps / 2.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.ingredients import (
-    AffineRows,
-    Centred,
-    Ingredients,
-    are_affine,
-    factor,
-    local_map,
-    projections,
-    query_term,
-    rounding,
-    tiles,
-    value_norms,
-)
 from lipaudit.theory.exact.attend import (
     Anchored,
     anchor_outputs,
@@ -42,11 +27,26 @@ from lipaudit.theory.exact.attend import (
 )
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.ingredients import (
+    AffineRows,
+    Centred,
+    Ingredients,
+    are_affine,
+    factor,
+    local_map,
+    projections,
+    query_term,
+    rounding,
+    sum_spread,
+    tiles,
+    value_norms,
+)
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import (
     keeps_single,
     nonnegative_norm,
     nonnegative_pair,
+    product_rounding,
     spectral_norm,
 )
 
@@ -102,7 +102,7 @@ def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
 # Block (i, l) of A A^T is (P P^T)_il Phi Phi^T; that of B B^T is <u_i, u_l> F_i F_l^T, where
 # ||F_i F_l^T|| is at most ||F_i|| ||F_l|| and at most sum_j P_ij ||w_ij|| P_lj ||w_lj||; C C^T is
 # block diagonal; that of (A + B) C^T is P_il (Phi + w_il u_i^T) X (s T_l R^T)^T, where W_Q = X R
-# with ||X|| <= 1. M is the matrix of what these norms add up to, and A B^T is bounded as a whole:
+# with ||X|| <= 1. M is the matrix of what index norms add up to, and A B^T is bounded as a whole:
 #
 #     ||J||^2 <= ||M|| + 2 ||A B^T||.
 #
@@ -124,8 +124,8 @@ def gram_bound(
     # `square` to it. Negated, so that NaN (an overflow) counts as apart.
     apart = ~((square <= (1 + policy.single_loss) ** 2 * least) & (square > FAINT))
     if apart.any():
-        these = (*apart.nonzero(as_tuple=True), None)
-        square[apart] = _limits(at.pick(these), rows.pick(these), joint, policy)[0][:, 0]
+        index = (*apart.nonzero(as_tuple=True), None)
+        square[apart] = _limits(at.pick(index), rows.pick(index), joint, policy)[0][:, 0]
     return square.sqrt()
 
 
@@ -143,15 +143,15 @@ def _tile_limits(at: Centred, rows: AffineRows, joint: bool) -> tuple[Tensor, Te
     # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
     turns = (rows.images @ rows.images.mT).abs_()
     turns.addcmul_(rounding(rows.images) * rows.u, rows.u.mT)
-    keys = KeyBlocks(pw @ pw.mT, turns)
-    matrix = block_norms(at, rows, keys, pw, (t, f), joint=joint)
+    common = pw @ pw.mT
+    matrix = block_norms(at, rows, (common, turns), pw, (t, f), joint=joint)
     # In units of its largest entry no square of M overflows.
     largest = matrix.amax((-2, -1)).clamp_min(torch.finfo(matrix.dtype).tiny)
     norm, z = nonnegative_pair(matrix.div_(largest[..., None, None]), STEPS)
     z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     cross, less_cross = value_key_norm(at, rows, (f, less_f), z)
     # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
-    share = 2 * _sums(at.p)
+    share = 2 * product_rounding(at.p)
     square = (1 + share) * (norm * largest).double() + 2 * cross
     if matrix.dtype == torch.float64:
         return square, square  # where there is nothing to fall back on
@@ -161,8 +161,8 @@ def _tile_limits(at: Centred, rows: AffineRows, joint: bool) -> tuple[Tensor, Te
     length, less = torch.linalg.vector_norm(pw, dim=-1)[..., None], _less_of_lengths(at)[..., None]
     most, least = f[..., None], (f - less_f)[..., None]
     # Cauchy and Schwarz, and x y - (x - a)(y - b) <= x b + a y.
-    common = keys.common - length * less.mT - less * length.mT
-    lost = torch.minimum(keys.common, most * most.mT) - torch.minimum(common, least * least.mT)
+    lower = common - length * less.mT - less * length.mT
+    lost = torch.minimum(common, most * most.mT) - torch.minimum(lower, least * least.mT)
     excess = ((z @ lost.mul_(turns)) * z).sum((-2, -1))
     turned = (z * (rows.u * most).mT).sum((-2, -1)).square()
     excess += 2 * rounding(rows.images) * turned
@@ -178,30 +178,28 @@ def _tile_limits(at: Centred, rows: AffineRows, joint: bool) -> tuple[Tensor, Te
     return square, below.double() + 2 * (cross - less_cross)
 
 
-def _sums(p: Tensor) -> float:
-    """Return more than the relative error of sums over tokens, twice, of numbers >= 0."""
-    return (sum(p.shape[-2:]) + 16) * torch.finfo(p.dtype).eps
-
-
-class KeyBlocks(NamedTuple):
-    """Limits of the two factors of the blocks of B B^T, (batch, heads, n, n) each."""
-
-    common: Tensor  # sum_j P_ij ||w_ij|| P_lj ||w_lj||
-    turns: Tensor  # |<u_i, u_l>|
-
-
 def block_norms(
     at: Centred,
     rows: AffineRows,
-    keys: KeyBlocks,
+    keys: tuple[Tensor, Tensor],
     pw: Float[Tensor, "batch heads n m"],
     sizes: tuple[Rows, Rows],
     *,
     joint: bool,
 ) -> Float[Tensor, "batch heads n n"]:
-    """Return M, given P_ij ||w_ij|| and the limits of s ||T_i W_Q^T|| and of ||F_i||."""
-    t, f = (size[..., None] for size in sizes)
-    matrix = torch.minimum(keys.common, f * f.mT).mul_(keys.turns)
+    """Return M from its parts.
+
+    Args:
+        at: maps and values.
+        rows: what the projections make of queries and keys.
+        keys: limits of both factors of the blocks of B B^T, (batch, heads, n, n) each:
+            sum_j P_ij ||w_ij|| P_lj ||w_lj|| and |<u_i, u_l>|.
+        pw: P_ij ||w_ij||.
+        sizes: limits of s ||T_i W_Q^T|| and of ||F_i||.
+        joint: whether queries and keys read one input.
+    """
+    (common, turns), (t, f) = keys, (size[..., None] for size in sizes)
+    matrix = torch.minimum(common, f * f.mT).mul_(turns)
     value = rows.wv * at.p
     matrix += value @ value.mT
     matrix.diagonal(0, -2, -1).add_(t[..., 0].square())
@@ -226,8 +224,8 @@ def row_lengths(
     values = rows.wv[..., 0, 0].square() * at.p.sum(-2).square().sum(-1) / at.p.shape[-2]
     matter = ~(keys <= KEYS_MATTER * values)
     if matter.any():
-        these = (*matter.nonzero(as_tuple=True), None)
-        f, gap = row_spread(at.pick(these), length[these], less[these])
+        index = (*matter.nonzero(as_tuple=True), None)
+        f, gap = row_spread(at.pick(index), length[index], less[index])
         length[matter], less[matter] = f[:, 0], gap[:, 0]
     return length, less
 
@@ -235,23 +233,19 @@ def row_lengths(
 def row_spread(at: Centred, length: Rows, less: Rows) -> tuple[Rows, Rows]:
     """Bound ||F_i||, and by how much it can be less, given both of the Frobenius norm.
 
-    With q_j = P_ij^2, c_j = <v_j, o_i> - ||o_i||^2 / 2 the fourth power of the Schatten-4 norm is
-    sum_jl q_j q_l (<v_j, v_l> - c_j - c_l)^2 = A - 4 B + 2 C sum_j q_j + 2 R^2,
-    A = sum_jl q_j q_l g_jl^2, B = sum_jl q_j q_l c_j g_jl, C = sum_j q_j c_j^2, R = sum_j q_j c_j.
+    By the Schatten-4 norm of F_i = V^T M(P_i), as in `sum_spread`: what stands there for the
+    tokens x_j holds for the values v_j, and m is o_i.
     """
-    q, tiny = at.p.square(), torch.finfo(at.p.dtype).tiny
+    tiny = torch.finfo(at.p.dtype).tiny
     c = (at.v2.mT - at.w2).mul_(0.5)
-    qc = q * c
-    b = (q @ at.gram).mul_(qc).sum(-1)
-    a = (q @ at.gram.square()).mul_(q).sum(-1)
-    total, r, cc = q.sum(-1), qc.sum(-1), c.mul_(qc).sum(-1)
+    a, b, cc, r, total = sum_spread(at.p, at.gram, c)
     fourth = a - 4 * b + 2 * total * cc + 2 * r.square()
-    # B^2 <= A C sum q and R^2 <= C sum q, so terms add up to at most 3 (A + 2 C sum q); each is a
-    # sum of m terms of sums of m, off by at most (2 m + 32) u, 4 times which is allowed for the 3
-    # and what A, C and sum q are off by themselves. What underflows is below the smallest number.
+    # B^2 <= A W C and R^2 <= W C, so terms add up to at most 3 (A + 2 W C); each is a sum of m
+    # terms of sums of m, off by at most (2 m + 32) u, 4 times which is allowed for the 3 and what
+    # A, C and W are off by themselves. What underflows is below the smallest number.
     error = 4 * rounding(at.p) * (a + 2 * total * cc) + 8 * at.p.shape[-1] ** 2 * tiny
-    # The root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag q, which moves by at most
-    # (|dg| + 2 |dc|) sum q. In units of ||v||^2 + ||o||^2 at most, g is off by (d_v + 4) u; w2 is
+    # The root is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w, which moves by at most
+    # (|dg| + 2 |dc|) W. In units of ||v||^2 + ||o||^2 at most, g is off by (d_v + 4) u; w2 is
     # raised by and off by less than rounding() each, c by half of that and a few u.
     reach = at.v2.amax(-2) + at.o2[..., 0]
     moved = 3 * rounding(at.v) * total * reach
@@ -281,7 +275,7 @@ def value_key_norm(
     e and y = P^T e it is P = e y^T + P', e^T P' = 0: rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2.
     Any e >= 0 will do; near the leading singular vector P' is small.
     """
-    (f, less_f), p, share = spread, at.p, _sums(at.p)
+    (f, less_f), p, share = spread, at.p, product_rounding(at.p)
     e = (e @ p) @ p.mT
     e = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
     y = e @ p
@@ -290,9 +284,9 @@ def value_key_norm(
     # y is off by (n + 4) u, relatively, sums over keys by (m + 6) u of sum_j P_ij y_j ||w_ij||.
     off = 2 * share * py[..., 0] * (at.v2.amax(-2) + at.o2.amax(-2)).mul_(2.0).sqrt()
     part = e.mT @ y
-    rest = nonnegative_norm((p - part).abs_().add_(part, alpha=share), 3)[..., None]
-    rho = (1 + share) * torch.hypot(image + off, rest * f)
-    less = 2 * off + rest * less_f + 2 * share * rho
+    others = nonnegative_norm((p - part).abs_().add_(part, alpha=share), 3)[..., None]
+    rho = (1 + share) * torch.hypot(image + off, others * f)
+    less = 2 * off + others * less_f + 2 * share * rho
     # ||diag(rho) a|| is at most its Schatten-8 norm, in double precision.
     scaled = (rho[..., None] * rows.a).double()
     gram = scaled.mT @ scaled
@@ -346,9 +340,9 @@ def _local_beta(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
             b = query_gradients(heads, j).mT
             u, a = (m @ b for m in (along, turn))
         # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
-        own = rows.key.mT == torch.arange(at.v.shape[2], device=at.v.device)[j, None]
+        anchored = rows.key.mT == torch.arange(at.v.shape[2], device=at.v.device)[j, None]
         w = at.v[..., j, :, None] - rows.o.mT[:, :, None]
-        w = torch.where(own[:, :, :, None], rows.gap.mT[:, :, None], w)
+        w = torch.where(anchored[:, :, :, None], rows.gap.mT[:, :, None], w)
         # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is
         # at most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split`
         # and `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
@@ -382,11 +376,11 @@ def _local_query_term(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
     # T_i = sum_j P_ij (v_j - o_i) k_j^T = c_ia k_a^T + sum_{j != a} P_ij v_j k_j^T
     # - o_i (sum_{j != a} P_ij k_j)^T.
     outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
-    own = at.k.gather(2, rows.key.expand(-1, -1, -1, d))
+    anchor_keys = at.k.gather(2, rows.key.expand(-1, -1, -1, d))
     for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * max(2 * outer.shape[-1], m)):
         others = at.p[:, :, i].scatter(-1, rows.key[:, :, i], 0.0)
         offset = rows.o[..., i, :, None] * (others @ at.k)[..., None, :]
-        offset -= rows.c[..., i, :, None] * own[..., i, None, :]
+        offset -= rows.c[..., i, :, None] * anchor_keys[..., i, None, :]
         products = (others @ outer).reshape(offset.shape) - offset
         images = products @ _some(phi, i)
         # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.

@@ -30,9 +30,12 @@ from torch import Tensor
 
 from lipaudit.errors import UsageError
 from lipaudit.theory.bounds.castin import castin
-from lipaudit.theory.bounds.head_bounds import ROUNDING, chunks, head_bounds
 from lipaudit.theory.bounds.hu import hu
-from lipaudit.theory.bounds.ingredients import (
+from lipaudit.theory.bounds.mean_field import mean_field
+from lipaudit.theory.bounds.sharp import SHARP
+from lipaudit.theory.head_bounds import ROUNDING, chunks, head_bounds
+from lipaudit.theory.heads import Heads
+from lipaudit.theory.ingredients import (
     Ingredients,
     Tokens,
     Weights,
@@ -44,9 +47,6 @@ from lipaudit.theory.bounds.ingredients import (
     squared_distances,
     weights_of,
 )
-from lipaudit.theory.bounds.mean_field import mean_field
-from lipaudit.theory.bounds.sharp import SHARP
-from lipaudit.theory.heads import Heads
 from lipaudit.theory.scale import unit_values
 from lipaudit.theory.spectral.upper import spectral_norm
 
@@ -177,11 +177,11 @@ def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """
     i = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
     others = _others(p)
-    own = p.diagonal(0, -2, -1)[..., None] * (1 - i) + others * i  # |c_i|
+    c_i = p.diagonal(0, -2, -1)[..., None] * (1 - i) + others * i  # |c_i|
     square = others.square() + _others(p.square())  # sum_l c_l^2
-    slope = (z.square() + u.square() * square + 2 * z * u * own).sqrt()
+    slope = (z.square() + u.square() * square + 2 * z * u * c_i).sqrt()
     # The largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]], h^2 = square - c_i^2.
-    return slope, 0.5 * (own + square.sqrt())
+    return slope, 0.5 * (c_i + square.sqrt())
 
 
 def _others(p: Tensor) -> Tensor:
@@ -230,11 +230,11 @@ def bound_curvature(at: BallPoint, on: BallLimits) -> Float[Tensor, "batch heads
     uneven, holds = bound_weights(at.p, on.p, at.w)
     weighted = torch.where(holds, uneven, torch.maximum(uneven, even))
     columns = columns + on.u.square() * torch.where(at.uneven, weighted, even)
-    own = longest * on.z.square()
+    diagonal = longest * on.z.square()
     limits = []
     for t in BALANCES:  # 2 x_i^1/2 y_i^1/2 <= t x_i + y_i / t for every t
         h = columns + mixed / t * on.spread
-        h.diagonal(0, -2, -1).add_((own + t * mixed)[..., 0])
+        h.diagonal(0, -2, -1).add_((diagonal + t * mixed)[..., 0])
         limits.append(torch.linalg.vector_norm(h, dim=-2).amax(-1))  # its longest column
     return torch.stack(limits).amin(0)
 

@@ -345,7 +345,7 @@ def forms_of(values: Any) -> list[Form]:
 
 
 def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Apply the rule of an operation, or what stands in its place in a pass with a plan."""
+    """Apply the rule of an operation, or what a trial or a plan does in place of it."""
     rule = symbols.rules.get(name)
     if rule is None:
         raise NoRuleError(name)
@@ -370,7 +370,7 @@ def _write_back(name: str, target: Any, result: Form) -> Form:
         raise NoRuleError(f"{name} into a constant or another shape")
     if result is target:
         return target
-    if name in VIEWS:  # of what it is called by, not of what lies in the memory
+    if name in VIEWS:  # a view of another shape would need the memory to change its shape
         raise NoRuleError(f"{name} in place")
     target.memory.writes += 1
     target.hold(result)

@@ -105,7 +105,7 @@ def bound_growth(heads: Heads, weights: Weights, r: float) -> Tensor:
         (bound_curvature(point, bound_moves(point, rho)) for rho in ends),
         torch.zeros_like(point.a[..., 0, 0]),
     )
-    # inf - inf or 0 inf stands where a number is beyond the largest one.
+    # inf - inf or 0 inf appears where a number overflows.
     return (r / PANELS * total).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 

@@ -4,7 +4,7 @@ The norm of a block matrix is at most that of the matrix of its blocks' norms. T
 
 * of small heads of every kind: those of J J^T, exact;
 * of affine heads: those of J J^T, bounded, where what moves through values, keys and queries
-  hardly meets (`gram_bound`);
+  hardly overlaps (`gram_bound`);
 * of large heads of other kinds: those of J, bounded (`_bound_local_blocks`).
 
 Keys and values stand less their mean over the keys that are seen: M(P_i) 1 = 0, so no constant
@@ -107,7 +107,7 @@ def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
 #     ||J||^2 <= ||M|| + 2 ||A B^T||.
 #
 # Block by block, what moves through keys would be as large as if all w_ij were parallel; and the
-# paths hardly meet in J J^T, while in J their norms add.
+# paths hardly overlap in J J^T, while in J their norms add.
 
 
 def gram_bound(
@@ -115,7 +115,7 @@ def gram_bound(
 ) -> Float[Tensor, "batch heads"]:
     """Bound ||J||; in single precision first where that pays, and again where it costs.
 
-    `joint`: queries and keys read one input. Where they read two, C meets neither A nor B.
+    `joint`: queries and keys read one input. Where they read two, C overlaps with neither A nor B.
     """
     if at.p.shape[-1] < policy.single_blocks or not keeps_single(at.p.device):
         return _limits(at, rows, joint, policy)[0].sqrt()
@@ -233,7 +233,7 @@ def row_lengths(
 def row_spread(at: Centred, length: Rows, less: Rows) -> tuple[Rows, Rows]:
     """Bound ||F_i||, and by how much it can be less, given both of the Frobenius norm.
 
-    By the Schatten-4 norm of F_i = V^T M(P_i), as in `sum_spread`: what stands there for the
+    By the Schatten-4 norm of F_i = V^T M(P_i), as in `sum_spread`: what is said there of the
     tokens x_j holds for the values v_j, and m is o_i.
     """
     tiny = torch.finfo(at.p.dtype).tiny

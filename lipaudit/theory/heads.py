@@ -52,8 +52,8 @@ class Pairs:
     """The derivatives of logits S_ij(q_i, k_j) other than s <q_i, k_j> plus a constant.
 
     dS_ij = <a_ij, dq_i> + <b_ij, dk_j>, a_ij = f_ij s k_j + r_ij, b_ij = f_ij s q_i + t_ij. A
-    soft cap S = c tanh(s q.k / c) has its slope as f; relative positions that meet the queries
-    (the keys) are r (t).
+    soft cap S = c tanh(s q.k / c) has its slope as f; relative positions times the queries (keys)
+    are r (t).
 
     Attributes:
         slope: f; None where it is 1.

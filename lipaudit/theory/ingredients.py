@@ -222,7 +222,7 @@ def weights_of(heads: Heads) -> Weights:
     wide, narrow = to_q.weight.shape[-2:]
     eps = torch.finfo(basis.dtype).eps
     left = narrow**1.5 * eps / ((wide + narrow) * eps) ** 0.5
-    if heads.x_kv is not None:  # queries move with another input, and meet no key or value
+    if heads.x_kv is not None:  # queries read another input: they share no direction with keys
         basis = torch.zeros_like(to_k.weight[..., :1])
     return Weights(
         q=spectral_norm(q),
@@ -243,7 +243,7 @@ def weights_of(heads: Heads) -> Weights:
 
 
 class KnownWeights:
-    """Weights of a model's layers, met once for as long as they are the same memory, unchanged."""
+    """Norms of a model's weights, computed once while their memory stays the same, unchanged."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[list[Tensor], list[Any], Weights]] = {}

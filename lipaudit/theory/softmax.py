@@ -157,7 +157,7 @@ def profile_rows(
     rows = _sort_rows(p, k)
     kth, following = rows.p[..., -k], rows.p[..., -k - 1]
     norm = _secular_root(rows)
-    keys = rows.keys if keys is None else keys
+    keys = p.count_nonzero(-1) if keys is None else keys
     return RowProfile(rows.first, rows.second, kth, following, rows.others, norm, entropy(p), keys)
 
 
@@ -232,12 +232,6 @@ class _Ordered(NamedTuple):
     @property
     def g1(self) -> Tensor:
         return _g(self.first, self.others, self.second)
-
-    @property
-    def keys(self) -> Tensor:
-        """Return the number of entries that are not zero."""
-        zero = self.p.new_zeros(*self.p.shape[:-1], 1)
-        return self.p.shape[-1] - torch.searchsorted(self.p, zero, right=True)[..., 0]
 
 
 def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:

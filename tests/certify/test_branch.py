@@ -240,18 +240,6 @@ def test_margins_without_relus_need_no_search():
     assert not large.certified
 
 
-def test_states_sharpen_bounds():
-    """What is known can only help: the signs of a point raise the bound of the whole ball."""
-    model, x, label = _mixer(2)
-    problem = problem_of(_pass(model, x, label, 0.2, "l2")[1])
-    whole = start(problem, torch.arange(3))
-    value, whole = ascend(problem, whole, steps=200, rate=3e-3)
-    assert (value >= bound(problem, start(problem, torch.arange(3)))[0]).all()
-    state = torch.randint(0, 2, whole.state.shape) * 2 - 1
-    better, _ = ascend(problem, Nodes(whole.which, state, whole.y), steps=200, rate=3e-3)
-    assert (better > value).all()
-
-
 def test_relus_that_no_margin_depends_on_are_left_out():
     model, x, label = _mixer(0)
     model.down.weight[:, ::2] = 0

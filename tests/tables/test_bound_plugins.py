@@ -162,7 +162,7 @@ def test_a_bound_below_the_norm_ends_the_run_by_its_name(strangers):
     assert done.stdout == ""
     assert "strange of head 0.0 (blocks.0.attn) is" in done.stderr
     assert "below the exact norm" in done.stderr
-    assert "a bug in the plug-in strange_record:low. Report it to its authors" in done.stderr
+    assert "a bug in strange_record:low. Report it to its authors" in done.stderr
     assert "bug in lipaudit" not in done.stderr
 
 

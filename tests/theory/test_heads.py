@@ -9,7 +9,6 @@ from torch import Tensor
 from lipaudit.measures.by_layer import per_sample
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import Policy
 
 
@@ -29,12 +28,6 @@ def test_attention_gives_the_outputs_of_plain_softmax_attention(layer):
         for h in range(out.shape[1]):
             truth = layer.output(b, h, heads.x[b], x_kv[b])
             torch.testing.assert_close(out[b, h], truth, rtol=1e-12, atol=1e-12)
-
-
-def test_chunks_of_rows_make_the_whole_map(layer):
-    heads, n = layer.heads, layer.heads.q.shape[2]
-    chunks = [heads.rows(i, min(i + 2, n)) for i in range(0, n, 2)]
-    torch.testing.assert_close(torch.cat(chunks, 2), heads.attention(), rtol=1e-13, atol=0)
 
 
 def test_a_row_without_keys_is_zero(random_layer):
@@ -86,16 +79,6 @@ def test_per_sample_takes_the_largest_window(random_layer):
     assert worst[1].isnan()
     missed = torch.tensor([False, True, False, False])
     assert per_sample(missed, heads.sample).tolist() == [True, False]
-
-
-def test_affine_heads_apply_the_weights():
-    gen = torch.Generator().manual_seed(0)
-    x, wq, wk = (torch.randn(2, 4, 3, generator=gen, dtype=torch.float64) for _ in range(3))
-    wq, wk, wv = wq[:, :3], wk[:, :3], torch.randn(2, 3, 5, generator=gen, dtype=torch.float64)
-    heads = affine_heads(x, wq, wk, wv)
-    logits = x[1] @ wq[0] @ (x[1] @ wk[0]).T / 3**0.5
-    torch.testing.assert_close(heads.attention()[1, 0], logits.softmax(-1))
-    torch.testing.assert_close(heads.v[0, 1], x[0] @ wv[1])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ What is off beside the first three terms is dx dy and slack. With dx = L_x + R_x
 input, order 2 puts L_x L_y into the quadratic part; what is left are L_x R_y, R_x L_y and R_x R_y.
 Each is bounded by the product of the radii, summed over what is contracted, or by that of the
 lengths of the contracted vectors (Cauchy-Schwarz, `lengths`), whichever is less: where many
-errors meet, entries of a vector are not at their largest all at once.
+errors add up, entries of a vector are not at their largest all at once.
 
 Rows of an attention map sum to one, so that P V = P (V - k) + k for any constant k of each row and
 channel. As P is off by an error of its own in every entry, sum_j err_j |v_j - k| is least for the

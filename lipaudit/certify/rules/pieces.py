@@ -83,7 +83,7 @@ def max_pool2d(
     """Return the largest value of every window; padding is never the largest."""
     if input.ndim != 4 or ceil_mode or return_indices:
         raise NoRuleError("max_pool2d in ceil mode, with indices or without a batch axis")
-    # The places of every window, counted from 1: padding is 0, and stands for another place.
+    # The places of every window, counted from 1: padding is 0, and becomes another place.
     places = torch.arange(1.0, input[0, 0].numel() + 1, dtype=torch.float64, device=input.device)
     places = places.view(1, 1, *input.shape[-2:])
     steps = kernel_size if stride in (None, []) else stride

@@ -95,14 +95,11 @@ class Bound:
     @property
     def remedy(self) -> str:
         """What to do if the bound is wrong: tell us, or the authors of the plug-in."""
-        module = self.compute.__module__
-        if module.partition(".")[0] == __name__.partition(".")[0]:
-            return (
-                "This is a bug in lipaudit. Please report it with the model, the data and this "
-                "line."
-            )
-        place = f"{module}:{self.compute.__qualname__}"
-        return f"This is a bug in the plug-in {place}. Report it to its authors, or uninstall it."
+        place = f"{self.compute.__module__}:{self.compute.__qualname__}"
+        return (
+            f"This is a bug in {place}. Report it to its authors with the model, the data and "
+            "this line."
+        )
 
     def column(self) -> Column:
         """Return how its column reads."""

@@ -122,11 +122,12 @@ class _Memory:
             shares.append(weight * _dot(step, move))
             move = move - shares[-1] * fall
         # The length scale is that of the last step; of a first one by convention.
-        steepness = slope.norm(dim=1, keepdim=True).clamp_min(_tiny(slope))
+        tiny = torch.finfo(slope.dtype).tiny
+        steepness = slope.norm(dim=1, keepdim=True).clamp_min(tiny)
         size = _FIRST / steepness
         if self.pairs:
             _, fall, weight = self.pairs[-1]
-            last = 1 / (weight * _dot(fall, fall)).clamp_min(_tiny(fall))
+            last = 1 / (weight * _dot(fall, fall)).clamp_min(tiny)
             size = torch.where(weight > 0, last, size)
         move = size * move
         for (step, fall, weight), share in zip(self.pairs, reversed(shares), strict=True):
@@ -137,10 +138,6 @@ class _Memory:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(1, keepdim=True)
-
-
-def _tiny(x: Tensor) -> float:
-    return float(torch.finfo(x.dtype).tiny)
 
 
 SEARCHES = 4

@@ -25,7 +25,7 @@ times as many vectors and saves only the eta in delta, which is the smaller part
 
 Only products A u = J (J^T u) are needed, in the space of outputs. Vectors live in the precision of
 the products, fully reorthogonalised; the small tridiagonal algebra is float64 on the CPU. Powers
-of two keep A near one, so that norms of any size are met alike.
+of two keep A near one, so that norms of any size are computed alike.
 
 A norm is always a lower estimate. A problem ends when the estimate of its error is at most `tol`
 and what can be proven, that with probability 1 - ETA the truth is at most `upper`, is at most

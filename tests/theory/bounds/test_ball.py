@@ -286,19 +286,6 @@ def test_the_bound_is_homogeneous_in_the_values(random_layer, size):
     torch.testing.assert_close(ball_sharp(scaled, 0.1), expected, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("size", [1e-9, 1e-3, 1e3, 1e6])
-def test_only_the_size_of_moves_beside_tokens_counts(random_layer, size):
-    """c X with W_Q / c and W_K / c has the same attention; a head there moves as c E does."""
-    heads = random_layer("affine").heads
-    scaled = {
-        name: replace(projection, weight=projection.weight / size)
-        for name, projection in (("to_q", heads.to_q), ("to_k", heads.to_k), ("to_v", heads.to_v))
-    }
-    grown = replace(heads, x=size * heads.x, **scaled)
-    expected = ball_sharp(heads, 0.1) / size
-    torch.testing.assert_close(ball_sharp(grown, 0.1 * size), expected, rtol=1e-6, atol=0)
-
-
 def test_what_is_beyond_every_number_is_infinite(random_layer):
     heads = random_layer("affine", samples=1).heads
     bound = ball_sharp(heads, 1e160)

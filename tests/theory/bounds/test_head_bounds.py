@@ -261,7 +261,7 @@ def test_what_is_no_bound_is_refused_by_its_name(compute, function, says):
     with pytest.raises(EvaluationError) as caught:
         compute(function)
     assert says in caught.value.message
-    assert f"a bug in the plug-in {function.__module__}:<lambda>" in caught.value.advice
+    assert f"a bug in {function.__module__}:<lambda>" in caught.value.advice
 
 
 def test_an_error_that_a_user_can_act_on_is_passed_on(compute):

@@ -159,14 +159,6 @@ def test_a_small_ball_holds_what_the_gradient_promises(random_layer, name):
         assert float(found[b, h]) == pytest.approx(norm + r * steepest, rel=1e-4)
 
 
-def test_each_sample_and_head_is_searched_on_its_own(random_layer):
-    heads = random_layer("padding").heads
-    together = ball_norm(heads, 0.1, seeds=[3, 4])
-    for b in range(2):
-        alone = ball_norm(heads.row(b).pick(slice(1, 2)), 0.1, seeds=[3, 4])
-        torch.testing.assert_close(alone, together[b : b + 1, 1:2])
-
-
 def test_heads_that_are_not_affine_have_none(random_layer):
     heads = random_layer("rotary").heads
     assert ball_norm(heads, 0.1, seeds=[0, 1]).isnan().all()

@@ -123,16 +123,6 @@ def test_the_worst_case_grows_like_root_n_then_peaks_and_falls(seed):
     assert near > far[0] > far[1]
 
 
-def test_two_points_grow_exponentially_in_the_squared_radius():
-    heads = random_head(2, biases=False)
-    worst = adversary(heads)
-    squares = torch.linspace(20.0, 100.0, 9, dtype=torch.float64) / worst.gamma
-    norms = [mean_field_norm(heads, worst, float(r2) ** 0.5)[0] for r2 in squares]
-    slopes = np.diff(np.log(norms) - np.log(squares.numpy())) / np.diff(squares.numpy())
-    # log(norm / R^2) = gamma R^2 + constant
-    np.testing.assert_allclose(slopes, worst.gamma, rtol=0.02)
-
-
 def test_the_mean_field_norm_is_the_plateau_over_all_multiplicities():
     heads = random_head(5, gain=2.0)
     worst = adversary(heads)

@@ -133,6 +133,7 @@ def _compare_two(old: Report, new: Report, names: tuple[str, str], by_place: str
     warnings = [text for name, text in differing.items() if name.split()[0] in SPOILING]
     warnings += [by_place] if by_place else []
     warnings += ["both reports are of the same weights"] if has_same_weights(new, old) else []
+    # Sections and columns of one report alone, and whether it is the first.
     alone = [(name, name in measured[0]) for name in measured[0].keys() ^ measured[1].keys()]
     verdicts, heads = list[Verdict](), list[HeadChange]()
     sampled = list[tuple[Rule, Contrast]]()
@@ -218,6 +219,7 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     examined, section = examine(rule, new, old, alone=True), new.section(rule.measure)
     if isinstance(examined, Verdict) or section is None:
         return
+    # Two-sided, and beyond the accuracy of norms: a head may move either way.
     tests = {
         contrast.name: compute_two_sided(contrast.changes, TOLERANCE)
         for contrast in examined

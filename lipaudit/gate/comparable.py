@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lipaudit.tables import Note, Report, Section
+from lipaudit.tables import Report, Section
 from lipaudit.tables.trials import is_repeat, parse_budget
 
 FREE = frozenset(
@@ -135,24 +135,6 @@ def list_differences(current: Report, baseline: Report) -> dict[str, str]:
         if names.get(number, name) != name
     }
     return texts | ({"classes": ", ".join(renamed.values())} if renamed else {})
-
-
-def list_warnings(current: Report, baseline: Report) -> tuple[str, ...]:
-    """Return the warnings of the current report, and whether the baseline has them, too.
-
-    Each names the sections that it affects.
-    """
-    affected: dict[Note, list[str]] = {}
-    for section in current.sections:
-        for note in section.notes:
-            if note.level == "warning":
-                affected.setdefault(note, []).append(section.measure)
-    known = {n.code for s in baseline.sections for n in s.notes if n.level == "warning"}
-    return tuple(
-        f"{', '.join(where)}: {note.text}"
-        + ("" if note.code in known else " (not in the baseline)")
-        for note, where in affected.items()
-    )
 
 
 def _list_changed_settings(current: Section, baseline: Section) -> str:

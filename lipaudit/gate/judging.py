@@ -25,7 +25,6 @@ from lipaudit.gate.comparable import (
     has_other_starts,
     has_same_weights,
     list_differences,
-    list_warnings,
 )
 from lipaudit.gate.pairing import (
     ALL_BUT_FEW,
@@ -55,6 +54,7 @@ from lipaudit.gate.statistics import (
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.measures.audit import USUAL
 from lipaudit.tables import Report, Section
+from lipaudit.tables.summary import summary
 from lipaudit.tables.trials import FLAGS
 
 TOLERANCE = 1e-4
@@ -64,6 +64,7 @@ MOVED = 3
 ROUNDING = 1e-6
 """Rounding error of a difference (a margin), as a share of the larger value."""
 CLEAN = parse_rule("attack.correct >= -0pp")
+"""Clean accuracy is shown beside the verdicts, if both reports have it."""
 NONE = np.zeros(0)
 
 
@@ -131,19 +132,15 @@ def judge(
         raise UsageError(f"no default rule exists for {named}", advice)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     verdicts = tuple(_decide(chosen, examinations, alpha))
-    dropped = () if rules else set(DEFAULT_RULES) - set(chosen)
     notes = [
         f"not judged, because neither report has its section: {rule.text}"
         for rule in DEFAULT_RULES
-        if rule in dropped and rule.measure in USUAL
+        if not rules and rule not in chosen and rule.measure in USUAL
     ]
-    # Clean accuracy is shown if both reports have it.
-    sections = [report.section(CLEAN.measure) for report in (current, baseline)]
-    shown = all(section and CLEAN.column in section.samples for section in sections)
-    clean = examine(CLEAN, current, baseline, alone=True) if shown else []
+    clean = examine(CLEAN, current, baseline, alone=True)
     for contrast in clean if isinstance(clean, list) else ():
-        verdict = judge_alone(CLEAN, contrast)
-        notes.append(f"clean accuracy, which never fails: {verdict.figures}")
+        figures = judge_alone(CLEAN, contrast).figures
+        notes.append(f"clean accuracy, which never fails: {figures}")
     places = baseline.found("place") | current.found("place")
     moved = {sample for verdict in verdicts for sample in verdict.moved}
     return Judgement(
@@ -153,7 +150,7 @@ def judge(
         strict=strict,
         verdicts=verdicts,
         notes=(*notes, *list_differences(current, baseline).values()),
-        warnings=list_warnings(current, baseline),
+        warnings=tuple(note.text for note in summary(current).warnings),
         places={sample: places[sample] for sample in sorted(moved & places.keys())},
     )
 
@@ -206,6 +203,7 @@ def _contrast_reports(
         raise BaselineError(
             find_fault(current, new), "Merge all shards with lipaudit merge first."
         )
+    # The current report comes first: a run that failed is an error, whatever the baseline is.
     points = read_trusted(rule, current, new, alone=alone).points
     if rule.limit.kind == "absolute":
         return [Contrast(str(name), None, value) for name, value in points.items()]
@@ -221,12 +219,15 @@ def _contrast_reports(
     if changes := [text for name, text in differences.items() if name.split()[0] in BINDING]:
         raise BaselineError("; ".join(changes), REPEAT)
     after, before, ids = _read_shared(rule, new, old, alone)
+    # A head that is gone may be the one that got worse. A new one has nothing to compare with, but
+    # it changes a median over all heads.
     missing = [name for name in before.names if name not in after.names]
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in after.names if name not in before.names]
     if missing:
         which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
         raise BaselineError(f"{rule.metric}: only one of the reports has {which}", REPEAT)
+    # Other starts break other samples of the same model, which is no change of the model.
     restarted = has_other_starts(new, old) and rule.column not in ("clean", "correct")
     same = _compute_margin(rule) >= 0 and has_same_weights(current, baseline)
     tol = new.settings.get("tol")
@@ -273,10 +274,12 @@ def _read_shared(
         EvaluationError: in a comparison, nothing converged, or a value is not finite.
     """
     column = rule.column if rule.per_sample else ""
+    # Norms that did not converge may be far too low, in either report: neither may be compared.
     rows, samples = find_unsettled((new, old), column) if alone else (set(), set())
     if rows and (rule.per_sample or rows >= set(name_rows(old))):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge", REPEAT)
-    if samples and samples >= set(new.ids) & set(old.ids):
+    shared = set(new.ids) & set(old.ids)
+    if shared and shared <= samples:
         raise BaselineError(
             f"{rule.measure}: {len(samples)} samples did not converge, or have no value", REPEAT
         )
@@ -303,6 +306,7 @@ def _contrast(
     paired, evidence = name in old.pairs and name in new.pairs, None
     if paired:
         before, now = old.pairs[name], new.pairs[name]
+        # Medians of exactly the tested samples, so that figures and their change agree.
         if rule.stat == "each" and not is_mean(rule):
             first, last = float(np.median(before)), float(np.median(now))
         evidence = _test_change(rule, before, now)
@@ -405,6 +409,7 @@ def _decide(
         else {}
         for rule, found in zip(rules, examinations, strict=True)
     ]
+    # By the union bound, whatever the dependence between rows.
     smallest = [min(1.0, len(ps) * min(ps.values())) for ps in rows if ps]
     corrected = zip(*correct_by_holm(smallest, alpha), strict=True)
     for rule, examined, ps in zip(rules, examinations, rows, strict=True):
@@ -417,6 +422,7 @@ def _decide(
         )
         for contrast in examined:
             p, row_level = of_rows.get(contrast.name, (None, alpha))
+            # Rejected at its own level exactly when the adjusted one is at most alpha.
             adjusted = None if p is None else min(1.0, max(of_rule, p * alpha / level))
             yield _make_verdict(rule, contrast, row_level, adjusted)
 

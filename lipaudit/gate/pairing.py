@@ -108,6 +108,7 @@ def read(
                 for key in points
                 if not is_mean(rule) or np.isfinite(lines[key]).all()
             }
+        # Without a reduction, rows that are tested sample by sample need no figure of their own.
         if again and points and not (rule.reduction is None and rule.stat == "each" and pairs):
             reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
             points = {key: reduced[key] for key in points}
@@ -115,6 +116,8 @@ def read(
         columns = [name for name in section.samples if parse_column(name)[0] == rule.column]
         some = "; ".join([*map(str, columns or rows)][:8])
         advice = f"{'Columns' if columns else 'Rows'}: {some or 'none'}."
+        if left := [note.text for note in section.notes if note.code == "left-out"]:
+            advice = f"Left out: {'; '.join(left)}. {advice}"
         raise UsageError(f"{rule.text!r} matches nothing in section {section.measure}", advice)
     names = tuple(points)
     if not rule.per_sample and rule.stat != "each":
@@ -257,6 +260,7 @@ def find_shared(
     Raises:
         BaselineError: no sample is shared, or less than the share `least` of the known ones.
     """
+    # Repeats would count one sample several times, and limits would be too narrow.
     place = {name: i for i, name in enumerate(ids)}
     distinct = [(i, name) for i, name in enumerate(known) if not is_repeat(name)]
     pairs = [(place[name], i) for i, name in distinct if name in place]

@@ -22,9 +22,8 @@ _RULE = re.compile(
     r"(?P<metric>[\w.]+)\s*(?:@(?P<selector>[^:<>]*?))?\s*(?::\s*(?P<stat>\w+))?\s*"
     r"(?P<op><=|>=)\s*(?P<limit>\S+)"
 )
-_LIMIT = re.compile(
-    r"(?P<sign>[+-]?)(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?P<unit>%|pp|x|)"
-)
+# No infinity, underscore or fraction, which Fraction() would take.
+_LIMIT = re.compile(r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)(?P<unit>%|pp|)")
 _EXAMPLE = "Write a rule like jacobian.norm:median <= +5% or attack.robust@linf,2/255 >= -2pp."
 
 
@@ -153,24 +152,17 @@ def configure(
     Raises:
         UsageError: a key is unknown, a value has the wrong type, or a rule cannot be read.
     """
-    kinds = {
-        "rules": (list, "list of strings"),
-        "alpha": (float, "number"),
-        "strict": (bool, "truth value"),
-    }
+    usual: dict[str, Any] = {"rules": [], "alpha": 0.05, "strict": False}
     for key, value in table.items():
-        if key not in kinds:
+        if key not in usual:
             message = f"unknown key {key!r} in [tool.lipaudit.gate]"
-            raise UsageError(message, suggestion(key, kinds))
-        kind, name = kinds[key]
-        if not isinstance(value, kind):
-            raise UsageError(f"{key} = {value!r} in [tool.lipaudit.gate] is not a {name}")
-    texts = list(fail_on) or table.get("rules", [])
-    return {
-        "rules": tuple(parse_rule(str(text), sections) for text in texts),
-        "alpha": table.get("alpha", 0.05),
-        "strict": table.get("strict", False),
-    }
+            raise UsageError(message, suggestion(key, usual))
+        if not isinstance(value, kind := type(usual[key])):
+            message = f"{key} = {value!r} in [tool.lipaudit.gate] is not of type {kind.__name__}"
+            raise UsageError(message, "Such as rules = [...], alpha = 0.05, strict = true.")
+    given = usual | table
+    texts = fail_on or given["rules"]
+    return given | {"rules": tuple(parse_rule(str(text), sections) for text in texts)}
 
 
 def metrics() -> tuple[str, ...]:
@@ -202,23 +194,17 @@ def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
 
 
 def _limit(text: str, rule: str) -> Limit:
-    match = _LIMIT.fullmatch(text)
-    if match is None:
-        raise UsageError(f"{text!r} is not a limit (in {rule!r})", _EXAMPLE)
-    value = Fraction(match["number"]) * (-1 if match["sign"] == "-" else 1)
-    signed, unit = bool(match["sign"]), match["unit"]
-    if unit == "x" and not signed and value > 0:
-        return Limit("relative", value - 1, "%")
-    if unit == "%" and signed and value > -100:
-        return Limit("relative", value / 100, "%")
-    if unit == "pp" and signed:
-        return Limit("difference", value / 100, "pp")
-    if not unit:
-        return Limit("difference", value) if signed else Limit("absolute", value)
+    if match := _LIMIT.fullmatch(text):
+        value, signed, unit = Fraction(match["number"]), text[0] in "+-", match["unit"]
+        if not unit:
+            return Limit("difference" if signed else "absolute", value)
+        if signed and unit == "pp":
+            return Limit("difference", value / 100, "pp")
+        if signed and value > -100:  # nothing falls by more than 100 %
+            return Limit("relative", value / 100, "%")
     raise UsageError(
         f"{text!r} is not a limit (in {rule!r})",
-        "Write a change with a sign (+5%, -2pp, +0.1), a ratio as 1.05x, an absolute value "
-        "as 0.7.",
+        "Write a change with a sign (+5%, -2pp, +0.1), an absolute value without (0.7).",
     )
 
 

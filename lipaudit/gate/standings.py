@@ -32,7 +32,7 @@ Standing = Literal[
 ORDER = "order"
 """Word in place of a metric: models are not ranked and keep the given order."""
 RANKING = ("attack.robust", "certify.robust", "certify.certified", "jacobian.norm:median")
-"""Metrics that rank models; the first one that most models have decides."""
+"""Metrics that rank models; the first of those that most models have decides."""
 
 
 class Ranked(Frozen):
@@ -112,28 +112,23 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
         for name, report in zip(names, reports, strict=True)
     ]
     notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place.values()]
-    refused: dict[int, dict[str, Any]] = {}
-    for criterion in _list_criteria(reports, by):
-        found = _rank_models(criterion, matched)
-        compared = sum(fields["outcome"] != "not comparable" for fields in found.values()) - 1
-        if compared > 0:
-            others = (i for i in range(len(models)) if i not in found)
-            found |= {i: {"outcome": "not measured"} for i in others}
-            return Ranking(
-                criterion=criterion.rule.metric,
-                ball=criterion.name.ball if isinstance(criterion.name, TrialKey) else "",
-                better="lower" if criterion.rule.worse > 0 else "higher",
-                compared=compared,
-                models=tuple(models[i].model_copy(update=found[i]) for i in found),
-                notes=tuple(notes),
-            )
-        reasons = {i: fields for i, fields in found.items() if fields.get("reason")}
-        refused = refused or reasons
-        for text in dict.fromkeys(fields["reason"] for fields in reasons.values()):
-            text = f"not ranked by {criterion.rule.metric}: {text}"
-            notes.append(Note(level="info", code="not-compared", text=text))
-    rows = (model.model_copy(update=refused.get(i, {})) for i, model in enumerate(models))
-    return Ranking(models=tuple(rows), notes=tuple(notes))
+    criteria = _list_criteria(reports, by)
+    found = _rank_models(criteria[0], matched) if criteria else {}
+    compared = sum("rank" in fields for fields in found.values()) - 1
+    if compared < 1:
+        refused = {i: fields for i, fields in found.items() if "reason" in fields}
+        rows = (model.model_copy(update=refused.get(i, {})) for i, model in enumerate(models))
+        return Ranking(models=tuple(rows), notes=tuple(notes))
+    found |= {i: {"outcome": "not measured"} for i in range(len(models)) if i not in found}
+    criterion = criteria[0]
+    return Ranking(
+        criterion=criterion.rule.metric,
+        ball=criterion.name.ball if isinstance(criterion.name, TrialKey) else "",
+        better="lower" if criterion.rule.worse > 0 else "higher",
+        compared=compared,
+        models=tuple(models[i].model_copy(update=fields) for i, fields in found.items()),
+        notes=tuple(notes),
+    )
 
 
 def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, dict[str, Any]]:
@@ -147,8 +142,11 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
     for i, j in permutations(models, 2):
         if reason := _compare_two(rule, reports[i], reports[j]).reason:
             apart[frozenset((i, j))] = reason
+    # The one that most can be compared with decides who is ranked, or a model with other attacks
+    # and the best figure would leave all others unranked.
     base = min(models, key=lambda i: sum(i in pair for pair in apart))
     ranked = [i for i in models if frozenset((i, base)) not in apart]
+    # Bonferroni, over the comparisons with the best.
     level, best = LEVEL / max(1, len(ranked) - 1), ranked[0]
     for i in ranked:  # the model with the best figure may not be the best sample by sample
         if i != best and _compare_two(rule, reports[i], reports[best], level).status == "improved":
@@ -164,6 +162,7 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
         place = max(2, 1 + ahead) if behind else 1
         found[i] = {"rank": place, "outcome": outcome, "difference": change}
     order = sorted(found, key=lambda i: (i != best, found[i]["rank"]))
+    # Alone, a model is compared with none.
     outside = [i for i in models if i not in ranked or ranked == [i] != models]
     reasons = {i: next(apart[pair] for pair in apart if pair >= {i}) for i in outside}
     unlike = {i: {"outcome": "not comparable", "reason": reasons[i]} for i in outside}

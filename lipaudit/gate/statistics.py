@@ -25,12 +25,15 @@ ALPHA = 0.05
 LEVEL = ALPHA / 2
 """One-sided level of each limit; both limits form a 95 % interval."""
 RESAMPLES = 1999
+"""Draws of a bootstrap: with them (1999 + 1) times a level of 0.025 is a whole rank."""
 LEAST = {"mean": 256, "p95": 512}
 """Samples from which the bootstrap of a statistic keeps twice its level, simulated at the margin
 (docs/theory/gate.md). With fewer, one in ten samples falling to a tenth raises up to 53 % of
 alarms: the few samples that carry the statistic need not show a fall that the population has."""
 DIGITS = 12
+"""Decimals of changes: a change at the limit is not above it by a rounding error."""
 _CHUNK = 2**21
+"""Resampled values at a time: 16 MB an array."""
 _UNKNOWN: Limits = (-math.inf, math.inf)
 
 STATISTICS: dict[str, Callable[..., Any]] = {

@@ -141,19 +141,11 @@ class Tightness(Frozen):
     heads: int
 
 
-class Warned(Frozen):
-    """A warning, and the measure that it affects; empty: all measures."""
-
-    measure: str
-    code: str
-    text: str
-
-
 class Summary(Frozen):
     """The content of a scorecard.
 
     Attributes:
-        warnings: warnings, those on all figures first.
+        warnings: warnings, those on all figures first; others begin with their measure.
         accuracy: clean, then under attack by ball, then certified.
         radii: certified radii.
         norms: norms of the model's Jacobian.
@@ -162,7 +154,7 @@ class Summary(Frozen):
         bounds: tightness of the bounds, in the order of tables.
     """
 
-    warnings: tuple[Warned, ...] = ()
+    warnings: tuple[Note, ...] = ()
     accuracy: tuple[Accuracy, ...] = ()
     radii: Radii | None = None
     norms: ModelNorms | None = None
@@ -207,7 +199,7 @@ def list_shared_notes(report: Report) -> list[Note]:
     return [note for note in first.notes if all(note in section.notes for section in others)]
 
 
-def _list_warnings(report: Report) -> Iterator[Warned]:
+def _list_warnings(report: Report) -> Iterator[Note]:
     known = contradictions(report)
     if known:  # one of the two results is wrong
         sample, ball, trial = known[0]
@@ -217,7 +209,7 @@ def _list_warnings(report: Report) -> Iterator[Warned]:
             f"in {trial.ball} (such samples: {len(known)}). One of the two is wrong: try "
             "--dtype float64, and report this as a bug in lipaudit"
         )
-        yield Warned(measure="", code="contradiction", text=text)
+        yield Note(level="warning", code="contradiction", text=text)
     given = [("", note) for note in list_shared_notes(report)]
     given += [(section.measure, note) for section in report.sections for note in section.notes]
     owners: dict[Note, str] = {}
@@ -225,7 +217,8 @@ def _list_warnings(report: Report) -> Iterator[Warned]:
         if note.level == "warning":
             owners.setdefault(note, measure)
     for note, measure in owners.items():
-        yield Warned(measure=measure, code=note.code, text=note.text)
+        text = f"{measure}: {note.text}" if measure else note.text
+        yield note.model_copy(update={"text": text})
 
 
 def _count_correct(report: Report) -> Iterator[Accuracy]:

@@ -100,12 +100,12 @@ def test_options_of_a_measurement_are_refused_with_a_report(measured, option):
     refuse(2, f"{option[0]} has no effect", "gate", "base.json", "-b", "base.json", *option)
 
 
-def test_without_a_default_rule_one_that_would_apply_is_named():
+def test_without_a_default_rule_one_is_asked_for():
     invoke("attention", "demo", "-n", "2", "-q", "-o", "a.json")
     done = invoke("gate", "a.json", "-b", "a.json", code=2)
     said = " ".join(done.stderr.split())
     assert "no default rule exists for attention" in said
-    assert "--fail-on 'attention.g1 <= +5%'" in said
+    assert "Name a rule with --fail-on; lipaudit explain" in said
     invoke("gate", "a.json", "-b", "a.json", "--fail-on", "attention.g1 <= +5%")
 
 

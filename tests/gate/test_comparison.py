@@ -48,26 +48,12 @@ def test_an_improvement_is_the_mirror_image(louder):
         assert back[key].status == mirror.get(verdict.status, verdict.status)
 
 
-def test_the_heat_map_shows_the_louder_head(louder):
-    heads = compare(louder[:2]).pairs[0].heads
-    exact = [head for head in heads if head.metric == "bounds.exact:each"]
-    assert [(head.layer, head.head) for head in exact] == [
-        (layer, head) for layer in range(3) for head in range(2)
-    ]
-    changes = [head.change for head in exact]
-    assert changes == pytest.approx([0, 0, 0, 0, 0.5, 0], abs=1e-5)
-
-
 def test_what_cannot_be_compared_is_named_beside_what_can(louder, report, jacobian, norms):
     loose = report(*louder[0].sections[:1], jacobian(norms, tol=0.1), weights="b", spec="loose")
     found = verdicts(compare([louder[0], loose]).pairs[0])
     assert found["jacobian.norm:median", ""].status == "not comparable"
     assert "tol" in found["jacobian.norm:median", ""].reason
     assert found["bounds.exact:median", ""].status == "unchanged"
-
-
-def test_models_of_one_name_get_letters(louder):
-    assert compare([louder[0], louder[0]]).models == ("A: old", "B: old")
 
 
 def test_nothing_to_compare(report, jacobian, bounds, ids, norms):
@@ -117,17 +103,6 @@ def test_a_column_is_compared_over_the_samples_that_have_it_in_both(report, jaco
         assert sorted((margin.old, margin.new)) == pytest.approx(
             [np.median(norms[1:-1]), 1.2 * np.median(norms[1:-1])]
         )
-
-
-def test_a_sample_without_a_figure_that_only_one_report_has_is_no_matter(report, jacobian, norms):
-    """32 samples of a run against all 64 of another, of which one that is not shared has none."""
-    few = with_margins(jacobian(norms[:32]), 1.2 * norms[:32])
-    many = with_margins(jacobian(norms), [*norms[:-1], None])
-    assert set(few.ids) < set(many.ids)
-    for sections in ((few, many), (many, few)):
-        pair = compare([report(each, weights=w) for each, w in zip(sections, "ab", strict=True)])
-        margin = verdicts(pair.pairs[0])["jacobian.margin:median", ""]
-        assert (margin.samples, margin.reason) == (32, "")
 
 
 def test_a_column_without_a_sample_in_common_is_named(report, jacobian, norms):

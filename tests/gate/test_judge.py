@@ -61,13 +61,6 @@ def test_one_louder_head_is_found_and_named(pair, noise):
     assert "layer 3 head 1" in judgement.reason
 
 
-def test_one_quieter_head_is_an_improvement(pair):
-    build, baseline = pair
-    judgement = judge(build(head=7, factor=1 / 1.5), baseline)
-    assert statuses(judgement)["bounds.exact:each", "layer 3 head 1"] == "improved"
-    assert judgement.exit_code == 0
-
-
 def test_a_louder_head_is_found_among_144(report, bounds):
     exact = np.random.default_rng(5).lognormal(0, 0.3, (144, 8))
     changed = exact.copy()
@@ -170,12 +163,6 @@ def test_absolute_limits_judge_the_current_run_even_of_the_same_model(pair, rule
     assert verdict.old is None
 
 
-def test_an_absolute_limit_needs_no_comparable_baseline(pair, report):
-    build, _ = pair
-    judgement = judge(build(dtype="float64"), report(), rules("jacobian.norm:median <= 1000"))
-    assert judgement.exit_code == 0
-
-
 @pytest.mark.parametrize(
     ("old", "new", "rule", "status"),
     [
@@ -183,8 +170,8 @@ def test_an_absolute_limit_needs_no_comparable_baseline(pair, report):
         (1.1, 1.1 * 1.05, "bounds.exact:max <= +5%", "pass"),
         (1.1, 1.155001, "bounds.exact:max <= +5%", "regressed"),
         (0.1, 0.1 + 0.2, "bounds.exact:max <= +0.2", "pass"),
-        (3.0, 2.7, "bounds.exact:max >= 0.9x", "pass"),
-        (3.0, 2.69, "bounds.exact:max >= 0.9x", "regressed"),
+        (3.0, 2.7, "bounds.exact:max >= -10%", "pass"),
+        (3.0, 2.69, "bounds.exact:max >= -10%", "regressed"),
         (3.0, 2.0, "bounds.exact:max <= +10%", "improved"),
         (0.0, 0.0, "bounds.exact:max <= +10%", "pass"),
         (0.0, 1e-9, "bounds.exact:max <= +10%", "regressed"),
@@ -210,12 +197,6 @@ def test_a_ratio_exactly_at_its_limit_passes(report, bounds, factor, status):
         report(bounds(exact, heads=1)),
     )
     assert only(judgement).status == status
-
-
-def test_an_unchanged_model_does_not_meet_a_demand_for_improvement(pair):
-    build, baseline = pair
-    judgement = judge(build(weights="a"), baseline, rules("jacobian.norm:median <= -5%"))
-    assert only(judgement).status == "regressed"
 
 
 def test_selectors_pick_rows_and_columns(pair, report, attack):
@@ -262,12 +243,6 @@ def test_selectors_know_a_radius_however_it_is_written(report, attack, word, met
     verdict = only(judge(radii, radii, rules("attack." + metric.format(word))))
     assert verdict.name == "worst,linf,4/255"
     assert verdict.new == pytest.approx(40 / 128 if "robust" in metric else 4 / 255)
-
-
-def test_a_selector_names_an_attack_by_its_own_key(report, attack):
-    radii = report(attack([flags(90)]))
-    with pytest.raises(UsageError, match="matches nothing"):
-        judge(radii, radii, rules("attack.robust@norm=worst >= -2pp"))
 
 
 def test_row_columns_without_samples_are_compared_as_they_are(pair):
@@ -320,13 +295,6 @@ def test_a_default_rule_without_its_section_is_dropped_and_named(report, bounds)
     assert sum("not judged" in note for note in judgement.notes) == 2
 
 
-def test_samples_are_paired_by_identity_not_by_place(report, jacobian, ids, norms):
-    order = np.random.default_rng(3).permutation(norms.size)
-    shuffled = jacobian(norms[order], ids=tuple(np.array(ids(norms.size))[order]))
-    verdict = judge(report(shuffled, weights="b"), report(jacobian(norms))).verdicts[0]
-    assert (verdict.low, verdict.high) == (0.0, 0.0)
-
-
 def test_clean_accuracy_is_shown_but_never_fails(report, attack):
     worse = report(attack(flags(60), correct=flags(64)), weights="b")
     judgement = judge(worse, report(attack(flags(60), correct=flags(120))))
@@ -349,7 +317,7 @@ def test_what_differs_without_harm_is_noted(pair):
         "device: cpu became cuda",
         "torch: 2.6.0 became 2.7.0",
     )
-    assert judgement.warnings == ("attack: 3 samples have no gradient (not in the baseline)",)
+    assert judgement.warnings == ("attack: 3 samples have no gradient",)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, -1.0])

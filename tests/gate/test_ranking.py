@@ -68,17 +68,6 @@ def test_the_best_is_first_and_ties_are_called_ties(attacked):
     assert (tied.unit, tied.samples) == ("pp", 128)
 
 
-def test_the_order_given_decides_nothing_but_exact_ties(attacked):
-    reports = [
-        attacked(n, flipped(HALF, up=u, down=0)) for n, u in zip("abc", (0, 9, 30), strict=True)
-    ]
-    forth, back = rank(reports), rank(reports[::-1])
-    assert forth.models == back.models
-    even = [attacked("x", HALF), attacked("y", HALF)]
-    assert [m.model for m in rank(even[::-1]).models] == ["y", "x"]
-    assert set(outcomes(rank(even)).values()) == {(1, "best")}
-
-
 def test_samples_are_paired_so_that_small_differences_show(attacked):
     # 12 of 128 better and none worse: McNemar's p is 0.0005; independent limits overlap widely.
     ranking = rank([attacked("a", HALF), attacked("b", flipped(HALF, up=12, down=0))])
@@ -201,13 +190,6 @@ def test_a_measure_that_failed_spoils_its_own_figures_alone(attacked, steep, nor
     assert outcomes(ranking)["a"] == (2, "behind the best")
 
 
-def test_a_copy_is_never_told_apart(steep, norms):
-    """Not even where rounding makes every norm a little larger."""
-    ranking = rank([steep("a", norms), steep("b", norms * (1 + 1e-6))])
-    assert outcomes(ranking)["b"] == (1, "not distinguishable from the best")
-    assert ranking.models[1].difference.status == "unchanged"
-
-
 def test_a_model_is_never_told_apart_from_itself(attacked):
     """Not where its attack began elsewhere, and broke others."""
     again = attacked("also", flipped(HALF, up=40, down=0), seed=1)
@@ -222,13 +204,6 @@ def test_equal_medians_are_not_equal_models(steep):
     ranking = rank([steep("b", worse), steep("a", norms)])
     assert [model.summary.norms.median for model in ranking.models] == [16.0, 16.0]
     assert outcomes(ranking) == {"a": (1, "best"), "b": (2, "behind the best")}
-
-
-def test_no_limit_is_beyond_all_samples(attacked):
-    ranking = rank([attacked("a", np.ones(3, int)), attacked("b", np.zeros(3, int))])
-    difference = ranking.models[1].difference
-    assert judge_share(3, 0, 3).limits(0.025)[1] == 1
-    assert (difference.paired, difference.low) == (-1.0, -1.0)
 
 
 def test_models_are_compared_over_the_samples_that_they_share(steep, norms, ids):

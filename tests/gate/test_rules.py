@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
-from lipaudit.gate import DEFAULT_RULES, configure, parse_rule
+from lipaudit.gate import configure, parse_rule
 from lipaudit.gate.rules import Limit
 
 
@@ -14,7 +14,7 @@ from lipaudit.gate.rules import Limit
     ("metric", "limit", "known"),
     [
         ("jacobian.norm:median", " <= +5%", ("relative", "1/20", "%")),
-        ("jacobian.norm", "<=1.05x", ("relative", "1/20", "%")),
+        ("jacobian.norm", "<=+5%", ("relative", "1/20", "%")),
         ("attack.robust@linf,2/255", " >= -2pp", ("difference", "-1/50", "pp")),
         ("bounds.exact:max", " <= 40", ("absolute", "40", "")),
         ("attention.intermediate:mean", " <= +0.05", ("difference", "1/20", "")),
@@ -42,8 +42,7 @@ def test_grammar(metric, limit, known):
         ("jacobian.norm == 5", "not a rule", "attack.robust"),
         ("jacobian.norm <= 5%", "not a limit", "+5%"),
         ("attack.robust >= 2pp", "not a limit", "-2pp"),
-        ("jacobian.norm <= +1.05x", "not a limit", "1.05x"),
-        ("jacobian.norm <= 0x", "not a limit", "1.05x"),
+        ("jacobian.norm <= 1.05x", "not a limit", "+5%"),
         ("jacobian.norm <= -100%", "not a limit", "+5%"),
         ("jacobian.norm <= five", "not a limit", "+5%"),
         ("jacobian.norm:each <= +5%", "one value per sample", "median"),
@@ -77,15 +76,6 @@ def test_any_text_is_a_rule_or_a_usage_error(text):
         assert parse_rule(text).text
 
 
-def test_default_rules_are_those_of_the_guide():
-    assert [rule.text for rule in DEFAULT_RULES] == [
-        "jacobian.norm:median <= +5%",
-        "bounds.exact:each <= +20%",
-        "attack.robust >= -2pp",
-        "certify.certified >= -2pp",
-    ]
-
-
 def test_configuration():
     table = {"rules": ["jacobian.norm <= 40"], "alpha": 0.01, "strict": True}
     assert configure(table)["rules"][0].text == "jacobian.norm <= 40"
@@ -102,8 +92,8 @@ def test_configuration():
     ("table", "message"),
     [
         ({"rule": []}, "unknown key 'rule'"),
-        ({"rules": "jacobian.norm <= 40"}, "not a list of strings"),
-        ({"alpha": "small"}, "not a number"),
+        ({"rules": "jacobian.norm <= 40"}, "not of type list"),
+        ({"alpha": "small"}, "not of type float"),
         ({"rules": ["nothing"]}, "not a rule"),
     ],
 )

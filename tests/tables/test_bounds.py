@@ -80,13 +80,6 @@ def test_every_place_says_the_status_and_domain_of_the_record(bound, place):
         assert said == {(bound.status, write_math(bound.domain))}
 
 
-def test_what_each_bound_is():
-    """hu is taken at r = 0: its ball is X itself."""
-    certified = {bound.name: bound.domain for bound in OWN if bound.status == "certified"}
-    assert certified == dict.fromkeys(("castin", "mean_field"), EVERYWHERE)
-    assert {bound.domain for bound in OWN if bound.status == "bound"} == {AT_X}
-
-
 def test_every_bound_has_its_column_its_rule_and_its_place_on_the_page():
     assert load_bounds().keys() <= BOUNDS_TABLE.columns.keys()
     assert {f"bounds.{name}" for name in load_bounds()} <= set(metrics())
@@ -110,16 +103,6 @@ def test_columns_of_bounds_stand_between_those_of_the_type():
     exponents = ["sharp_exponent", "theorem3_exponent", "castin_exponent"]
     assert list(FITS_TABLE.declared())[:3] == exponents
     assert list(SCALING_TABLE.declared())[:3] == ["bound_sharp", "bound_theorem3", "bound_castin"]
-
-
-def test_the_norm_of_many_copies_is_no_bound():
-    """`scaling` has a column mean_field that is a norm, not the bound of that name."""
-    text = invoke("explain", "scaling.mean_field", code=None).stdout
-    assert "W_V" not in text
-
-
-def test_a_bound_that_is_not_given_is_null():
-    assert BOUNDS_TABLE.row(layer=0, head=0)["castin"] is None
 
 
 def section_of_a_stranger(value):

@@ -81,11 +81,7 @@ def list_top_notes(report: Report) -> list[Note]:
 
 def list_leading_notes(report: Report) -> tuple[Note, ...]:
     """Return every warning, then the notes that all measures share."""
-    warnings = [
-        Note(level="warning", code=w.code, text=f"{w.measure}: {w.text}" if w.measure else w.text)
-        for w in summary(report).warnings
-    ]
-    return merge_notes([*warnings, *list_top_notes(report)])
+    return merge_notes([*summary(report).warnings, *list_top_notes(report)])
 
 
 def merge_notes(notes: Iterable[Note]) -> tuple[Note, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate.comparable import REPEAT, SPOILING, has_same_weights, list_differences
-from lipaudit.gate.judging import TOLERANCE, Contrast, examine, judge_alone
+from lipaudit.gate.judging import TOLERANCE, Contrast, examine, judge_change
 from lipaudit.gate.pairing import find_unsettled, match_samples, name_rows
 from lipaudit.gate.rules import Rule, no_change
 from lipaudit.gate.statistics import ALPHA, compute_two_sided, correct_by_holm
@@ -134,7 +134,7 @@ def _compare_two(old: Report, new: Report, names: tuple[str, str], by_place: str
     warnings += [by_place] if by_place else []
     warnings += ["both reports are of the same weights"] if has_same_weights(new, old) else []
     # Sections and columns of one report alone, and whether it is the first.
-    alone = [(name, name in measured[0]) for name in measured[0].keys() ^ measured[1].keys()]
+    unpaired = [(name, name in measured[0]) for name in measured[0].keys() ^ measured[1].keys()]
     verdicts, heads = list[Verdict](), list[HeadChange]()
     sampled = list[tuple[Rule, Contrast]]()
     for measure in (name for name in measured[0] if name in measured[1]):
@@ -144,18 +144,18 @@ def _compare_two(old: Report, new: Report, names: tuple[str, str], by_place: str
             metric = f"{measure}.{name}"
             figures = [_list_figures(section, name) for section in (before, after)]
             if not all(figures):
-                alone += [(metric, bool(figures[0]))] if any(figures) else []
+                unpaired += [(metric, bool(figures[0]))] if any(figures) else []
                 continue
             stats = ["median"]
             if name in before.sample_columns:
                 stats = ["mean"] if name in FLAGS else ["median", "p95"]
             for stat in stats:
                 rule = no_change(f"{metric}:{stat}", column, chain(*figures), (before, after))
-                examined = examine(rule, new, old, alone=True)
+                examined = examine(rule, new, old, lenient=True)
                 if isinstance(examined, Verdict):
                     verdicts.append(examined)
                     continue
-                verdicts += (judge_alone(rule, contrast) for contrast in examined)
+                verdicts += (judge_change(rule, contrast) for contrast in examined)
                 if rule.per_sample and stat != "p95":  # its samples are those of the median
                     sampled += ((rule, contrast) for contrast in examined)
             if name in MAPPED.get(measure, (name,)) and {"layer", "head"} <= after.columns.keys():
@@ -163,7 +163,7 @@ def _compare_two(old: Report, new: Report, names: tuple[str, str], by_place: str
                 heads += _judge_heads(rule, old, new)
     notes = [
         f"not compared, because only {names[0] if first else names[1]} has it: {name}"
-        for name, first in sorted(alone)
+        for name, first in sorted(unpaired)
     ]
     notes += (text for name, text in differing.items() if name.split()[0] not in SPOILING)
     return Pair(
@@ -216,7 +216,7 @@ def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
 
 def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     """Yield the change of every head in a column; none if the models cannot be compared."""
-    examined, section = examine(rule, new, old, alone=True), new.section(rule.measure)
+    examined, section = examine(rule, new, old, lenient=True), new.section(rule.measure)
     if isinstance(examined, Verdict) or section is None:
         return
     # Two-sided, and beyond the accuracy of norms: a head may move either way.
@@ -229,7 +229,7 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
     rows = dict(zip(name_rows(section), section.rows, strict=True))
     for contrast in examined:
         name = contrast.name
-        fields = dict(judge_alone(rule, contrast))
+        fields = dict(judge_change(rule, contrast))
         fields |= {"p": tests.get(name), "p_adjusted": adjusted.get(name)}
         yield HeadChange(**fields, layer=rows[name]["layer"], head=rows[name]["head"])
 

@@ -22,7 +22,7 @@ FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
 REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
 
 
-def find_fault(report: Report, section: Section, *, alone: bool = False) -> str:
+def find_fault(report: Report, section: Section, *, lenient: bool = False) -> str:
     """Return why figures are not reliable (incomplete, empty, not converged), or nothing.
 
     A shard is incomplete: it has some of the samples.
@@ -30,14 +30,14 @@ def find_fault(report: Report, section: Section, *, alone: bool = False) -> str:
     Args:
         report: the report.
         section: one of its sections.
-        alone: whether only this section counts: others may have failed, and what did not converge
-            is left out elsewhere.
+        lenient: whether only this section counts: others may have failed, and what did not
+            converge is left out elsewhere.
     """
     if report.shard is not None:
         return f"the report is {report.shard.name}: join all shards with lipaudit merge"
     if section.failure is not None:
         return f"{section.measure} failed: {section.failure.reason}"
-    if report.failures and not alone:
+    if report.failures and not lenient:
         return f"the report is partial: {', '.join(report.failures)} failed"
     if report.unmeasured:
         return "the report is partial: the time limit ended its run"
@@ -49,7 +49,7 @@ def find_fault(report: Report, section: Section, *, alone: bool = False) -> str:
     rows = [row.get("converged") for row in section.rows]
     failed = sum(not flag for flag in flags) or sum(flag is False for flag in rows)
     what = "samples" if flags else "rows"
-    return f"{section.measure}: {failed} {what} did not converge" if failed and not alone else ""
+    return f"{section.measure}: {failed} {what} did not converge" if failed and not lenient else ""
 
 
 def find_obstacle(current: Report, baseline: Report, section: Section, before: Section) -> str:

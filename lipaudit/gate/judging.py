@@ -2,7 +2,7 @@
 
 The gate, a comparison and a ranking all take this way: a rule names a column and a statistic,
 `examine` contrasts the values of two reports on their shared samples, and a verdict says what the
-test of the contrast proves. `decide` asks whether the limit of a rule is exceeded, `judge_alone`
+test of the contrast proves. `decide` asks whether the limit of a rule is exceeded, `judge_change`
 whether there is a change at all; both read the same contrast, so a change has one interval.
 """
 
@@ -137,9 +137,9 @@ def judge(
         for rule in DEFAULT_RULES
         if not rules and rule not in chosen and rule.measure in USUAL
     ]
-    clean = examine(CLEAN, current, baseline, alone=True)
+    clean = examine(CLEAN, current, baseline, lenient=True)
     for contrast in clean if isinstance(clean, list) else ():
-        figures = judge_alone(CLEAN, contrast).figures
+        figures = judge_change(CLEAN, contrast).figures
         notes.append(f"clean accuracy, which never fails: {figures}")
     places = baseline.found("place") | current.found("place")
     moved = {sample for verdict in verdicts for sample in verdict.moved}
@@ -159,7 +159,7 @@ def judge(
 
 
 def examine(
-    rule: Rule, current: Report, baseline: Report, *, alone: bool = False, typed: bool = False
+    rule: Rule, current: Report, baseline: Report, *, lenient: bool = False, typed: bool = False
 ) -> list[Contrast] | Verdict:
     """Return the contrasts of a rule, or the verdict that it cannot be judged.
 
@@ -167,7 +167,7 @@ def examine(
         rule: the rule.
         current: the report to judge.
         baseline: the report to compare it with.
-        alone: for a comparison: precision and preprocessing may differ, few shared samples
+        lenient: for a comparison: precision and preprocessing may differ, few shared samples
             suffice, and what did not converge is left out. A gate refuses such reports.
         typed: whether the user wrote the rule; a rule that suits no figure is then an error.
 
@@ -175,7 +175,7 @@ def examine(
         UsageError: a rule of the user matches nothing, or does not suit its metric.
     """
     try:
-        return _contrast_reports(rule, current, baseline, alone)
+        return _contrast_reports(rule, current, baseline, lenient)
     except (BaselineError, EvaluationError, UsageError) as error:
         if typed and isinstance(error, UsageError):
             raise
@@ -185,7 +185,7 @@ def examine(
 
 
 def _contrast_reports(
-    rule: Rule, current: Report, baseline: Report, alone: bool
+    rule: Rule, current: Report, baseline: Report, lenient: bool
 ) -> list[Contrast]:
     """Return the contrasts of a rule over the shared samples, in the order of the baseline.
 
@@ -204,21 +204,21 @@ def _contrast_reports(
             find_fault(current, new), "Merge all shards with lipaudit merge first."
         )
     # The current report comes first: a run that failed is an error, whatever the baseline is.
-    points = read_trusted(rule, current, new, alone=alone).points
+    points = read_trusted(rule, current, new, lenient=lenient).points
     if rule.limit.kind == "absolute":
         return [Contrast(str(name), None, value) for name, value in points.items()]
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}", "Save a new baseline.")
     try:
-        read_trusted(rule, baseline, old, alone=alone)
+        read_trusted(rule, baseline, old, lenient=lenient)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
     if obstacle := find_obstacle(current, baseline, new, old):
         raise BaselineError(obstacle, REPEAT)
-    differences = {} if alone else list_differences(current, baseline)
+    differences = {} if lenient else list_differences(current, baseline)
     if changes := [text for name, text in differences.items() if name.split()[0] in BINDING]:
         raise BaselineError("; ".join(changes), REPEAT)
-    after, before, ids = _read_shared(rule, new, old, alone)
+    after, before, ids = _read_shared(rule, new, old, lenient)
     # A head that is gone may be the one that got worse. A new one has nothing to compare with, but
     # it changes a median over all heads.
     missing = [name for name in before.names if name not in after.names]
@@ -237,7 +237,7 @@ def _contrast_reports(
 
 
 def read_trusted(
-    rule: Rule, report: Report, section: Section, *, alone: bool = False
+    rule: Rule, report: Report, section: Section, *, lenient: bool = False
 ) -> RuleValues:
     """Read the values of a rule from a report's section; refuse unreliable ones.
 
@@ -245,10 +245,10 @@ def read_trusted(
         EvaluationError: the values are not complete, finite and converged.
         UsageError: the rule matches nothing.
     """
-    if reason := find_fault(report, section, alone=alone):
+    if reason := find_fault(report, section, lenient=lenient):
         raise EvaluationError(reason, "Let the run finish, or raise --tol.")
     reading = read(rule, section)
-    if not alone:
+    if not lenient:
         _require_finite(rule, reading)
     return reading
 
@@ -263,7 +263,7 @@ def _require_finite(rule: Rule, reading: RuleValues) -> None:
 
 
 def _read_shared(
-    rule: Rule, new: Section, old: Section, alone: bool
+    rule: Rule, new: Section, old: Section, lenient: bool
 ) -> tuple[RuleValues, RuleValues, tuple[str, ...]]:
     """Read both sections on their shared samples, in the old section's order.
 
@@ -275,7 +275,7 @@ def _read_shared(
     """
     column = rule.column if rule.per_sample else ""
     # Norms that did not converge may be far too low, in either report: neither may be compared.
-    rows, samples = find_unsettled((new, old), column) if alone else (set(), set())
+    rows, samples = find_unsettled((new, old), column) if lenient else (set(), set())
     if rows and (rule.per_sample or rows >= set(name_rows(old))):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge", REPEAT)
     shared = set(new.ids) & set(old.ids)
@@ -286,7 +286,7 @@ def _read_shared(
     takes: tuple[list[int] | None, list[int] | None] = None, None
     if new.ids and old.ids:  # without ids, `find_obstacle` has refused other samples
         known = [name if name not in samples else "" for name in old.ids]
-        takes = find_shared(rule.measure, new.ids, known, 0.0 if alone else ALL_BUT_FEW)
+        takes = find_shared(rule.measure, new.ids, known, 0.0 if lenient else ALL_BUT_FEW)
     again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
     after, before = (
         read(rule, section, take, again=again, skipped=rows)
@@ -427,7 +427,7 @@ def _decide(
             yield _make_verdict(rule, contrast, row_level, adjusted)
 
 
-def judge_alone(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdict:
+def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdict:
     """Say whether there is a change at all: the verdict on a rule without a margin."""
     verdict = _make_verdict(rule, contrast, level)
     ends = [verdict.change] if verdict.low is None else [verdict.low, verdict.high]
@@ -456,7 +456,7 @@ def _make_verdict(
         elif old is not None and _compare_to_limit(rule, old, new) > 0:
             status = "improved"
         return Verdict(status=status, **known)
-    bound, alone = _compute_margin(rule), _express_limits(rule, evidence, LEVEL)
+    bound, ends = _compute_margin(rule), _express_limits(rule, evidence, LEVEL)
     low, high = _express_limits(rule, evidence, level)
     status, lowest, needed = _read_status(evidence, level, bound), evidence.limits(level)[0], None
     if status == "inconclusive" and math.isfinite(lowest):
@@ -474,9 +474,9 @@ def _make_verdict(
         p=evidence.p(bound),
         p_adjusted=adjusted,
         level=level,
-        change_status=_reword(_read_status(evidence, LEVEL, 0.0), alone, rule.limit.unit),
-        change_low=alone[0],
-        change_high=alone[1],
+        change_status=_reword(_read_status(evidence, LEVEL, 0.0), ends, rule.limit.unit),
+        change_low=ends[0],
+        change_high=ends[1],
         samples=evidence.samples,
         detectable=None if math.isnan(reach) else detectable,
         moved=tuple(contrast.ids[i] for i in most if worse[i] > 0),

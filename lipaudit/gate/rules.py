@@ -160,7 +160,7 @@ def configure(
         if not isinstance(value, kind := type(usual[key])):
             message = f"{key} = {value!r} in [tool.lipaudit.gate] is not of type {kind.__name__}"
             raise UsageError(message, "Such as rules = [...], alpha = 0.05, strict = true.")
-    given = usual | table
+    given = {**usual, **table}
     texts = fail_on or given["rules"]
     return given | {"rules": tuple(parse_rule(str(text), sections) for text in texts)}
 

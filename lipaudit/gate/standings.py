@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import Any, Literal
 
 from lipaudit.errors import LipauditError, UsageError
-from lipaudit.gate.judging import examine, judge_alone
+from lipaudit.gate.judging import examine, judge_change
 from lipaudit.gate.pairing import Key, match_samples, read
 from lipaudit.gate.rules import Rule, no_change, parse_rule
 from lipaudit.gate.statistics import LEVEL
@@ -171,8 +171,8 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
 
 def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:
     """Return the change from one model to another, in the words of `compare`."""
-    examined = examine(rule, new, old, alone=True)
-    verdict = examined if isinstance(examined, Verdict) else judge_alone(rule, examined[0], level)
+    examined = examine(rule, new, old, lenient=True)
+    verdict = examined if isinstance(examined, Verdict) else judge_change(rule, examined[0], level)
     if verdict.low is None and verdict.status != "unchanged" and not verdict.reason:
         return verdict.model_copy(update={"reason": "the reports keep it of no sample"})
     return verdict

@@ -134,8 +134,8 @@ class Verdict(Frozen):
             # Beside a verdict that leaves open whether there is a change at all.
             if self.change_status in {"regressed", "improved"} - {self.status}:
                 ends = (amount(end, self.unit) for end in (self.change_low, self.change_high))
-                alone = f"{self.change_status}, 95 % limits {' to '.join(ends)}"
-                change += f"; the change alone: {alone}"
+                word = f"{self.change_status}, 95 % limits {' to '.join(ends)}"
+                change += f"; the change alone: {word}"
         return f"{values} ({change})"
 
     @property

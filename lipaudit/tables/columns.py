@@ -182,7 +182,7 @@ class Row(Mapping[str, Any]):
     __slots__ = ("_cells",)
 
     def __init__(self, cells: Mapping[str, Any]) -> None:
-        object.__setattr__(self, "_cells", dict(cells))
+        self._cells = dict(cells)
 
     def __getitem__(self, name: str) -> Any:
         return self._cells[name]
@@ -198,14 +198,8 @@ class Row(Mapping[str, Any]):
             raise AttributeError(f"the row has no column {name!r}")
         return self._cells[column]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("a row is immutable: use replace()")
-
     def __repr__(self) -> str:
         return f"Row({self._cells})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Row, (self._cells,)
 
     def replace(self, **cells: Any) -> Row:
         """Return the row with some cells replaced."""

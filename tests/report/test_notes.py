@@ -105,6 +105,6 @@ def test_what_a_comparison_leaves_out_is_said_once_for_a_reason(spoiled, report)
     other = keep(report, layers, attention)
     text = render(of_comparison(compare([report, other]), [report, other]), "table").decode()
     words = " ".join(text.split())
-    assert words.count("gamma 0.1 became unset, k 10 became 3") == 1
+    assert words.count("gamma 0.1 became unset; k 10 became 3") == 1
     assert "attention.g1:median, attention.softmax_norm:median, attention.intermediate" in words
     assert "has it: bounds, bounds.ball, jacobian, attack, certify" in words

@@ -1,9 +1,9 @@
-"""What attacks cost: passes per sample, bare passes, our loops, and the package's own.
+"""What attacks cost: passes per sample, bare passes, through lipaudit and with the package alone.
 
     python -m benchmarks attacks demo:robust --samples 16
     python -m benchmarks attacks vit_tiny --samples 2 --eps 0.00001 --scale 50
     python -m benchmarks attacks demo:robust --verdicts --eps 0.08,0.14
-    python -m benchmarks attacks demo:robust --against COMMIT      # our presets, no package
+    python -m benchmarks attacks demo:robust --against COMMIT      # lipaudit alone, no package
 
 The same draws on both sides: our chunk seeds the package, sample by sample the same starts. Each
 figure is CPU time of one thread, medians of interleaved repeats. `floor` is that of as many bare
@@ -36,7 +36,7 @@ from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
 from lipaudit.attacks.plan import CHUNK, Attack, Trial, read_plan
 from lipaudit.tables.trials import parse_radius
 
-PRESET_NAMES = ("standard", "lean")
+PRESET = "standard"
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
 
 
@@ -130,12 +130,10 @@ def costs(spec: str, asked: argparse.Namespace, eps: str) -> None:
     """Print a line per attack and per preset: passes per sample, times, ratios."""
     f, x, y = warm(spec, asked.samples, asked.norm)
     how = of_package(asked.norm, eps)
-    whole = {name: trial_of(name, eps, asked.norm, asked.scale) for name in PRESET_NAMES}
-    parts = [
-        (a.name, replace(whole["standard"], attacks=(a,)))
-        for a in (() if asked.whole else whole["standard"].attacks)
-    ]
-    for name, trial in [*parts, *whole.items()]:
+    whole = trial_of(PRESET, eps, asked.norm, asked.scale)
+    attacks = () if asked.whole else whole.attacks
+    parts = [(attack.name, replace(whole, attacks=(attack,))) for attack in attacks]
+    for name, trial in [*parts, (PRESET, whole)]:
         times: dict[str, list[float]] = {"package": [], "ours": [], "floor": []}
         for _ in range(asked.repeats):
             runs = {
@@ -165,14 +163,15 @@ def costs(spec: str, asked: argparse.Namespace, eps: str) -> None:
 def verdicts(spec: str, asked: argparse.Namespace, eps: str) -> None:
     """Print how many samples stand, and how many verdicts differ from the package's."""
     f, x, y = warm(spec, asked.samples, asked.norm)
-    standard, lean = (trial_of(n, eps, asked.norm, asked.scale) for n in PRESET_NAMES)
-    theirs = package(f, x, y, standard.attacks, of_package(asked.norm, eps))
-    line = f"{spec} {asked.norm} {eps}, {len(x)} samples: package {int(theirs.sum())} stand"
-    for name, trial in (("standard", standard), ("lean", lean)):
-        stands = ours(f, x, y, trial)
-        more, fewer = int((stands & ~theirs).sum()), int((theirs & ~stands).sum())
-        line += f"; {name} {int(stands.sum())} (+{more}, -{fewer})"
-    print(line, flush=True)
+    trial = trial_of(PRESET, eps, asked.norm, asked.scale)
+    theirs = package(f, x, y, trial.attacks, of_package(asked.norm, eps))
+    stands = ours(f, x, y, trial)
+    more, fewer = int((stands & ~theirs).sum()), int((theirs & ~stands).sum())
+    print(
+        f"{spec} {asked.norm} {eps}, {len(x)} samples: package {int(theirs.sum())} stand; "
+        f"lipaudit {int(stands.sum())} (+{more}, -{fewer})",
+        flush=True,
+    )
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -181,18 +180,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eps", default="0.08", help="one, or several by commas")
     parser.add_argument("--norm", default="linf", choices=["linf", "l2"])
     parser.add_argument("--scale", type=int, default=1, help="divide steps and queries by it")
-    parser.add_argument("--whole", action="store_true", help="the presets alone, no single attack")
+    parser.add_argument("--whole", action="store_true", help="the preset alone, no single attack")
     parser.add_argument("--verdicts", action="store_true", help="which samples stand, no times")
 
 
 def subjects(asked: argparse.Namespace) -> dict[str, Subject]:
     """Our presets, beside those of a commit."""
     return {
-        f"{spec}, {name}, {asked.norm} {eps}, {asked.samples} samples": partial(
-            one_round, spec, name, eps, asked
+        f"{spec}, {PRESET}, {asked.norm} {eps}, {asked.samples} samples": partial(
+            one_round, spec, PRESET, eps, asked
         )
         for spec in asked.models
-        for name in PRESET_NAMES
         for eps in asked.eps.split(",")
     }
 

@@ -29,10 +29,9 @@ from lipaudit.attacks.oracle import (
     Oracle,
     Turn,
     logits_and_gradient,
-    margins,
 )
 from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
-from lipaudit.attacks.sanity import Checks, examine, note_resolution, refuse_training
+from lipaudit.attacks.sanity import Checks, examine, note_resolution
 from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.tables import Note
@@ -130,45 +129,32 @@ def evaluate_chunk(
     Args:
         f: x -> logits (batch, classes) in the attacked space, deterministic, in eval mode. A
             `ByRow` also gets the positions of the samples; only fgsm and pgd can use it.
-        chunk: the samples.
-        plan: the trials (see `read_plan`).
+        chunk: the samples, inside the box, with labels that are classes.
+        plan: the trials (see `read_plan`), suitable for the model (see `require_suitable`).
         box: smallest and largest value of the attacked space; None for embeddings.
         seed: seed of all random numbers.
         batch_size: samples per call of f. It limits memory, and changes only the rounding of f.
 
     Raises:
-        UsageError: samples outside the box, labels that are not classes, half-precision samples, a
-            module in training mode, a radius larger than the box, or an unsuitable attack.
+        UsageError: the samples have half precision.
         EvaluationError: f returns no logits, or values that are not finite.
     """
-    _refuse(f, chunk, plan, box)
+    if chunk.x.dtype not in (torch.float32, torch.float64):
+        raise UsageError(
+            f"samples are {chunk.x.dtype}, which is too coarse for small radii",
+            "Use --dtype float32 or float64.",
+        )
     clean, logits = _classify(f, chunk, seed, batch_size)
     yield clean
+    session = _Session(f, chunk, box, seed, batch_size, logits)
     ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
     for trial in sorted(plan, key=lambda trial: trial.radius.value):
-        ball = Ball(trial.norm, float(trial.radius), box, chunk.mask)
-        closest = margins(logits, chunk.y)
-        session = _Session(f, chunk, trial, ball, seed, batch_size, logits, closest)
-        run = _rewrite if trial.norm in COUNTED else _search
+        run = session.rewrite if trial.norm in COUNTED else session.search
         last = ends.get((trial.norm, trial.attacks), clean)
         for attack in trial.attacks:
-            last = run(session, attack, last)
+            last = run(trial, attack, last)
             yield last
         ends[trial.norm, trial.attacks] = last
-
-
-@dataclass(frozen=True)
-class _Session:
-    """A trial on a chunk: its clean logits, and the smallest margin of each sample so far."""
-
-    f: Classifier | ByRow
-    chunk: Chunk
-    trial: Trial
-    ball: Ball
-    seed: int
-    batch_size: int
-    logits: Tensor
-    closest: Tensor
 
 
 def _classify(
@@ -178,18 +164,6 @@ def _classify(
     meter, x, y = Meter(), chunk.x, chunk.y
     oracle = Oracle(f, torch.arange(len(x), device=x.device), batch_size, meter)
     logits = _require_finite(oracle(x), "clean samples", chunk)
-    classes = logits.shape[1]
-    if classes < 2:
-        raise UsageError(
-            "the model has only one class, so an attack cannot change its decision",
-            "Use a classifier with two or more classes.",
-        )
-    if y.dtype != torch.int64 or int(y.min()) < 0 or int(y.max()) >= classes:
-        raise UsageError(
-            f"labels ({y.dtype}, {int(y.min())} to {int(y.max())}) do not fit a model with "
-            f"{classes} classes",
-            "Check --data: every attacked sample needs an integer label.",
-        )
     again, gradient = logits_and_gradient(oracle, x, y)
     clean = _count_passes(
         meter,
@@ -217,91 +191,113 @@ def _count_passes(meter: Meter, **found: Any) -> Outcome:
     )
 
 
-def _search(session: _Session, attack: Attack, last: Outcome) -> Outcome:
-    """Run all turns of one attack, each on the samples that survived the turn before."""
-    meter, chunk, ball = Meter(), session.chunk, session.ball
-    seed = derive_seed(session.seed, attack.name, chunk.number)
-    generator = torch.Generator().manual_seed(seed)
-    fitted, notes = adapt(attack, session.logits.shape[1])
-    notes += note_resolution(chunk.x, ball)
-    function: AttackFunction = fitted.kind.load()
-    robust, x_adv = last.robust.clone(), last.x_adv.clone()
-    number, turns = 0, fitted.turns if ball.eps > 0 else 0
-    while number < turns and bool(robust.any()):
-        rows = robust.nonzero()[:, 0]
-        room = max(CHUNK // len(rows), 1) if fitted.kind.together else 1
-        copies = min(room, turns - number)
-        where = rows.repeat(copies)
-        oracle = Oracle(session.f, where, session.batch_size, meter)
-        start = partial(_draw_starts, chunk.x, ball, generator, rows)
-        known = session.logits[rows], session.closest[rows]
-        turn = Turn(fitted, number, generator, start, copies, *known)
-        x, y, drawn = chunk.x[where], chunk.y[where], generator.get_state()
+@dataclass(frozen=True)
+class _Session:
+    """The attacks on a chunk, whose clean logits are known."""
+
+    f: Classifier | ByRow
+    chunk: Chunk
+    box: tuple[float, float] | None
+    seed: int
+    batch_size: int
+    logits: Tensor
+
+    def search(self, trial: Trial, attack: Attack, last: Outcome) -> Outcome:
+        """Run all turns of one attack, each on the samples that survived the turn before."""
+        meter, chunk = Meter(), self.chunk
+        ball = Ball(trial.norm, float(trial.radius), self.box, chunk.mask)
+        seed = derive_seed(self.seed, attack.name, chunk.number)
+        generator = torch.Generator().manual_seed(seed)
+        fitted, notes = adapt(attack, self.logits.shape[1])
+        notes += note_resolution(chunk.x, ball, single=fitted.kind.single)
+        function: AttackFunction = fitted.kind.load()
+        robust, x_adv = last.robust.clone(), last.x_adv.clone()
+        ranks = self.logits.sort(dim=1)[1]  # from the least likely class to the likeliest
+        number, turns = 0, fitted.turns if ball.eps > 0 else 0
+        while number < turns and bool(robust.any()):
+            rows = robust.nonzero()[:, 0]
+            restart, first = divmod(number, fitted.aims)
+            # Few survivors: several targets share a batch.
+            copies = min(max(CHUNK // len(rows), 1), fitted.aims - first)
+            number += copies
+            where = rows.repeat(copies)
+            aims = [ranks[rows, -2 - i] for i in range(first, first + copies)]
+            start = partial(_draw_starts, chunk.x, ball, generator, rows, copies)
+            turn = Turn(fitted, generator, start, where, torch.cat(aims), restart)
+            z, logits = self._run(function, turn, ball, meter)
+            # Of rows run together, the first one that broke a sample counts, else the last one.
+            stands = (logits.argmax(1) == chunk.y[where]).reshape(copies, -1)
+            robust[rows] = stands.all(0)
+            chosen = torch.where(stands.all(0), copies - 1, (~stands).int().argmax(0))
+            x_adv[rows] = z[chosen * len(rows) + torch.arange(len(rows), device=z.device)]
+        return _count_passes(
+            meter,
+            chunk=chunk.number,
+            trial=trial,
+            attack=attack.name,
+            seed=seed,
+            tried=last.robust if fitted.turns else torch.zeros_like(robust),
+            robust=robust,
+            x_adv=x_adv,
+            distance=distance(x_adv, chunk.x, ball.norm),
+            notes=notes,
+        )
+
+    def _run(
+        self, function: AttackFunction, turn: Turn, ball: Ball, meter: Meter
+    ) -> tuple[Tensor, Tensor]:
+        """Return the points of one turn, checked to be inside the ball, and their logits."""
+        oracle = Oracle(self.f, turn.rows, self.batch_size, meter)
+        x, y, ball = self.chunk.x[turn.rows], self.chunk.y[turn.rows], ball[turn.rows]
+        name, drawn = turn.attack.name, turn.generator.get_state()
         while True:
-            z = function(oracle, x.clone(), y.clone(), ball[where], turn)
-            z = check_inside(z, x, ball[where], fitted.name)
-            logits = _require_finite(oracle(z), f"{fitted.name} samples", chunk)
+            z = function(oracle, x.clone(), y.clone(), ball, turn)
+            z = check_inside(z, x, ball, name)
+            logits = _require_finite(oracle(z), f"{name} samples", self.chunk)
             if meter.mends or not bool(meter.broken > 0):
-                break
+                return z, logits
             meter.mends = True  # again from the same draws, with other values in place of NaN
-            generator.set_state(drawn)
-        nearest = margins(logits, y).reshape(copies, -1).amin(0)
-        session.closest[rows] = torch.minimum(session.closest[rows], nearest)
-        # Of turns run together, the first one that broke a sample counts, else the last one.
-        stands = (logits.argmax(1) == y).reshape(copies, -1)
-        robust[rows] = stands.all(0)
-        first = torch.where(stands.all(0), copies - 1, (~stands).int().argmax(0))
-        x_adv[rows] = z[first * len(rows) + torch.arange(len(rows), device=z.device)]
-        number += copies
-    return _count_passes(
-        meter,
-        chunk=chunk.number,
-        trial=session.trial,
-        attack=attack.name,
-        seed=seed,
-        tried=last.robust if fitted.turns else torch.zeros_like(robust),
-        robust=robust,
-        x_adv=x_adv,
-        distance=distance(x_adv, chunk.x, ball.norm),
-        notes=notes,
-    )
+            turn.generator.set_state(drawn)
+
+    def rewrite(self, trial: Trial, attack: Attack, last: Outcome) -> Outcome:
+        """Let an attack change the texts that are not broken yet, and evaluate the result."""
+        meter, chunk, texts = Meter(), self.chunk, self.chunk.texts
+        assert texts is not None
+        seed = derive_seed(self.seed, attack.name, chunk.number)
+        after, robust = list(last.drafts or texts.drafts), last.robust.clone()
+        rows, budget = robust.nonzero()[:, 0], int(trial.radius.value)
+        if len(rows) and budget > 0:
+            runners_up = self.logits[rows].sort(dim=1)[1][:, -2]
+            generator = torch.Generator().manual_seed(seed)
+            turn = Turn(attack, generator, lambda: chunk.x[rows], rows, runners_up)
+            oracle = TextOracle(texts.reader, self.batch_size, meter)
+            before, y = [texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
+            function: RewriteFunction = attack.kind.load()
+            changed = function(oracle, list(before), y, budget, turn)
+            check_drafts(changed, before, texts.reader.lexicon, budget, attack.name)
+            logits = oracle([texts.reader.read(draft) for draft in changed])
+            robust[rows] = _require_finite(logits, f"{attack.name} texts", chunk).argmax(1) == y
+            for i, draft in zip(rows.tolist(), changed, strict=True):
+                after[i] = draft
+        return _count_passes(
+            meter,
+            chunk=chunk.number,
+            trial=trial,
+            attack=attack.name,
+            seed=seed,
+            tried=last.robust,
+            robust=robust,
+            x_adv=chunk.x,
+            distance=chunk.x.new_tensor([float(len(draft.changed)) for draft in after]),
+            drafts=after,
+        )
 
 
-def _draw_starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> Tensor:
+def _draw_starts(
+    x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor, copies: int
+) -> Tensor:
     """Draw for the whole chunk, so that a sample's start does not depend on the survivors."""
-    return random_start(x, ball, generator)[rows]
-
-
-def _rewrite(session: _Session, attack: Attack, last: Outcome) -> Outcome:
-    """Let an attack change the texts that are not broken yet, and evaluate the result."""
-    meter, chunk, texts = Meter(), session.chunk, session.chunk.texts
-    assert texts is not None  # see _refuse_attack
-    seed = derive_seed(session.seed, attack.name, chunk.number)
-    after, robust = list(last.drafts or texts.drafts), last.robust.clone()
-    rows, budget = robust.nonzero()[:, 0], int(session.trial.radius.value)
-    if len(rows) and budget > 0:
-        turn = Turn(attack, 0, torch.Generator().manual_seed(seed), lambda: chunk.x[rows])
-        oracle = TextOracle(texts.reader, session.batch_size, meter)
-        before, y = [texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
-        function: RewriteFunction = attack.kind.load()
-        changed = function(oracle, list(before), y, budget, turn)
-        check_drafts(changed, before, texts.reader.lexicon, budget, attack.name)
-        logits = oracle([texts.reader.read(draft) for draft in changed])
-        robust[rows] = _require_finite(logits, f"{attack.name} texts", chunk).argmax(1) == y
-        for i, draft in zip(rows.tolist(), changed, strict=True):
-            after[i] = draft
-    return _count_passes(
-        meter,
-        chunk=chunk.number,
-        trial=session.trial,
-        attack=attack.name,
-        seed=seed,
-        tried=last.robust,
-        robust=robust,
-        x_adv=chunk.x,
-        distance=chunk.x.new_tensor([float(len(draft.changed)) for draft in after]),
-        drafts=after,
-    )
+    return torch.cat([random_start(x, ball, generator)[rows] for _ in range(copies)])
 
 
 def derive_seed(seed: int, attack: str, chunk: int) -> int:
@@ -318,29 +314,6 @@ def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
             "Try --dtype float64, or look for overflow in the model.",
         )
     return logits
-
-
-def _refuse(
-    f: Classifier | ByRow, chunk: Chunk, plan: Sequence[Trial], box: tuple[float, float] | None
-) -> None:
-    """Refuse a module in training mode, and inputs that would give wrong numbers."""
-    refuse_training(f)
-    if chunk.x.dtype not in (torch.float32, torch.float64):
-        raise UsageError(
-            f"samples are {chunk.x.dtype}, which is too coarse for small radii",
-            "Use --dtype float32 or float64.",
-        )
-    for trial in plan:
-        require_radius(trial, box, chunk.x.shape[1:])
-        for attack in trial.attacks:
-            _refuse_attack(f, chunk, trial, attack)
-    if box is not None:
-        low, high = float(chunk.x.min()), float(chunk.x.max())
-        if low < box[0] - 1e-6 or high > box[1] + 1e-6:
-            raise UsageError(
-                f"samples have values in [{low:.4g}, {high:.4g}], outside of {list(box)}",
-                "Give pixels in [0, 1], before any normalisation.",
-            )
 
 
 def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequence[int]) -> None:
@@ -364,19 +337,3 @@ def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequenc
             f"the radius {trial.radius.text} is larger than the range of the data {box}{diagonal}",
             "Give radii for pixels in [0, 1]: 8/255, not 8.",
         )
-
-
-def _refuse_attack(f: Classifier | ByRow, chunk: Chunk, trial: Trial, attack: Attack) -> None:
-    """Refuse a model or samples that the attack cannot handle, and an attack that cannot load."""
-    kind, advice = attack.kind, "Use --attack fgsm,pgd."
-    if trial.norm in COUNTED and chunk.texts is None:
-        raise UsageError(f"{attack.name} changes texts, and the samples are not texts", advice)
-    if trial.norm not in kind.norms:
-        known = ", ".join(kind.norms)
-        raise UsageError(f"{attack.name} cannot search {trial.norm} balls, only {known}", advice)
-    if not kind.masked and (chunk.mask is not None or isinstance(f, ByRow)):
-        raise UsageError(
-            f"{attack.name} cannot attack text: it supports no masks and no per-sample inputs",
-            advice,
-        )
-    kind.load()

@@ -28,7 +28,7 @@ class AttackKind:
     - x, y: samples (batch, ...) that are still classified correctly, and their int64 labels.
     - ball: a `balls.Ball`: the norm, radius, box and mask that x_adv must respect.
     - turn: an `oracle.Turn`: the settings (`turn.attack.steps`, ...), a seeded generator, a random
-    start, and for targeted attacks the rank of the target class.
+    start, and for targeted attacks the target class of each row.
 
     The result is checked to be inside the ball, and judged by a fresh evaluation of f.
 
@@ -42,25 +42,25 @@ class AttackKind:
         norms: norms of the balls that it supports.
         masked: whether it respects masked positions, and supports a model that needs to know the
             samples (text).
-        targeted: whether it has a turn per target class.
-        together: whether several turns can run at once, as rows of one batch (`Turn.copies`).
+        targeted: whether it aims at one class after the other, perhaps several in one batch.
         effort: cost of a turn: one gradient, in which case restarts add nothing; `steps`
             gradients; `queries` forward passes; or, for every change of a text (`edits`), a
             gradient and `queries` forward passes, in which case restarts add nothing.
         steps: default iterations; None: those of `Attack`.
         queries: default forward passes; None: those of `Attack`.
         radii: default radii; empty: a radius must be given.
+        single: whether it computes in float32 even if the samples are float64.
     """
 
     function: str
     norms: tuple[Norm, ...] = ("linf", "l2", "token-l2")
     masked: bool = True
     targeted: bool = False
-    together: bool = False
     effort: Literal["gradient", "steps", "queries", "edits"] = "steps"
     steps: int | None = None
     queries: int | None = None
     radii: tuple[str, ...] = ()
+    single: bool = False
 
     @property
     def counts(self) -> Norm | None:
@@ -112,19 +112,17 @@ def _rewriter(name: Norm) -> AttackKind:
 ATTACKS: dict[str, AttackKind] = {
     "fgsm": AttackKind("lipaudit.attacks.steps:fgsm_turn", effort="gradient"),
     "pgd": AttackKind("lipaudit.attacks.steps:pgd_turn", steps=40),
-    "apgd-ce": _auto("autoattack:apgd", together=True),
-    "apgd-dlr": _auto("autoattack:apgd", together=True),
-    "apgd-t": _auto("autoattack:apgd_targeted", targeted=True, together=True),
-    "fab-t": _auto("autoattack:fab_targeted", targeted=True, together=True),
-    "square": _auto("square:square", effort="queries"),
+    "apgd-ce": _auto("autoattack:apgd"),
+    "apgd-dlr": _auto("autoattack:apgd"),
+    "apgd-t": _auto("autoattack:apgd", targeted=True),
+    "fab-t": _auto("autoattack:fab", targeted=True, single=True),
+    "square": _auto("autoattack:square", effort="queries"),
     "words": _rewriter("words"),
     "characters": _rewriter("characters"),
 }
 """lipaudit's own attacks, by the name that --attack takes."""
 
-RESERVED = frozenset(
-    {"autoattack", "clean", "custom", "lean", "paper", "quick", "standard", WORST}
-)
+RESERVED = frozenset({"autoattack", "clean", "custom", "paper", "quick", "standard", WORST})
 """Words of --attack that are not names of attacks, so plug-ins cannot use them."""
 
 

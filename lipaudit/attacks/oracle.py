@@ -210,51 +210,24 @@ def margins(
 
 @dataclass(frozen=True)
 class Turn:
-    """One run of an attack: one start and, for targeted attacks, one target.
+    """One run of an attack: one start per row, and for targeted attacks one target per row.
 
     Attributes:
         attack: the attack and its settings.
-        number: 0, 1, ... below `attack.turns`.
         generator: source of the run's random numbers, on the CPU.
-        start: draws a random point in the ball of each sample.
-        copies: number of turns run together: this one and the next ones; x and y then hold the
-            samples once per turn, turn after turn.
-        logits: logits of the clean samples, if known.
-        closest: smallest margin of each sample over the results of earlier attacks of the trial.
+        start: draws a random point in the ball of each row.
+        rows: position in the chunk of each row's sample; a targeted attack may get several rows of
+            a sample, with different targets.
+        target: the class to aim at in each row; the runner-up unless the attack is targeted.
+        restart: number of earlier starts of these rows.
     """
 
     attack: Attack
-    number: int
     generator: torch.Generator
     start: Callable[[], Tensor]
-    copies: int = 1
-    logits: Float[Tensor, "samples classes"] | None = None
-    closest: Float[Tensor, " samples"] | None = None
-
-    @property
-    def target(self) -> int:
-        """Return the rank of the target class: 2 is the runner-up."""
-        return 2 + self.number // self.attack.restarts
-
-    @property
-    def restart(self) -> int:
-        """Return the number of this target's start, from 0."""
-        return self.number % self.attack.restarts
-
-    def each(self) -> tuple[Turn, ...]:
-        """Return the turns that run together."""
-        numbers = range(self.number, self.number + self.copies)
-        return tuple(replace(self, number=number, copies=1) for number in numbers)
-
-    def hopeless(self, gap: Tensor, progress: Tensor, left: float | Tensor) -> Tensor:
-        """Return which samples to give up.
-
-        Args:
-            gap: remaining distance until a sample is broken.
-            progress: decrease of the gap over the last stretch of steps.
-            left: number of stretches left.
-        """
-        return gap > self.attack.hope * progress * left
+    rows: Int[Tensor, " rows"]
+    target: Int[Tensor, " rows"]
+    restart: int = 0
 
 
 AttackFunction = Callable[[Classifier, Tensor, Tensor, Ball, Turn], Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -26,8 +25,6 @@ class Attack:
         restarts: starts per sample, or per sample and target.
         targets: number of target classes, the likeliest first.
         queries: forward passes per sample and start.
-        hope: give a sample up if even this multiple of its last progress per step would not break
-            it by the end; infinite: never.
     """
 
     name: str
@@ -35,7 +32,6 @@ class Attack:
     restarts: int = 1
     targets: int = 9
     queries: int = 5000
-    hope: float = math.inf
 
     @property
     def kind(self) -> AttackKind:
@@ -43,11 +39,14 @@ class Attack:
         return attack_kinds()[self.name]
 
     @property
+    def aims(self) -> int:
+        """Return the number of classes that each start aims at, one after the other."""
+        return self.targets if self.kind.targeted else 1
+
+    @property
     def turns(self) -> int:
         """Return the number of runs on a sample that is never broken."""
-        if self.kind.effort in ("gradient", "edits"):
-            return 1
-        return self.restarts * (self.targets if self.kind.targeted else 1)
+        return 1 if self.kind.effort in ("gradient", "edits") else self.restarts * self.aims
 
     def passes(self, radius: Radius) -> tuple[int, int]:
         """Return forward passes without and with a gradient, for a sample that is never broken."""
@@ -67,7 +66,6 @@ PRESETS: dict[str, tuple[Attack, ...]] = {
     # The attacks of Yudin et al. (arXiv 2507.07814) differ from radius to radius: `_plan_paper`.
     "paper": (),
     "standard": STANDARD,
-    "lean": tuple(replace(attack, hope=4.0) for attack in STANDARD),
     "quick": (Attack("apgd-ce", steps=20), Attack("apgd-t", steps=20, targets=3)),
 }
 """Lists of attacks with a name (presets)."""
@@ -224,12 +222,7 @@ def _plan_radii(
             f"Give whole numbers: --attack {norm} --eps 1,2. To attack embeddings, use "
             "--attack pgd.",
         )
-    text = (
-        "lean is AutoAttack that stops early on a sample if its progress is too slow to succeed. "
-        "It may miss some breaks; --attack standard takes all steps"
-    )
-    notes = (_make_note("gives-up", text),) if label == "lean" else ()
-    return [Trial(label, norm, radius, attacks, notes) for radius in radii]
+    return [Trial(label, norm, radius, attacks) for radius in radii]
 
 
 def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
@@ -301,6 +294,12 @@ def require_suitable(
             )
         for attack in trial.attacks:
             attack.kind.load()
+            if trial.norm not in attack.kind.norms:
+                raise UsageError(
+                    f"{attack.name} cannot search {trial.norm} balls, only "
+                    f"{', '.join(attack.kind.norms)}",
+                    "Use --attack fgsm,pgd.",
+                )
 
 
 def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, is_resolved
-from lipaudit.errors import UsageError
 from lipaudit.tables import Note
 
 NOISE = 1e-4
@@ -149,32 +147,25 @@ def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
     return (_make_warning("square-beats-gradients", text),)
 
 
-def note_resolution(x: Float[Tensor, " batch *sample"], ball: Ball) -> tuple[Note, ...]:
-    """Warn if rounding of x + delta loses much of delta, because samples are large."""
-    if is_resolved(x, ball):
+def note_resolution(
+    x: Float[Tensor, " batch *sample"], ball: Ball, *, single: bool
+) -> tuple[Note, ...]:
+    """Warn if rounding of x + delta loses much of delta, because samples are large.
+
+    Args:
+        x: the samples.
+        ball: norm and radius.
+        single: whether the attack computes in float32 even if the samples are float64.
+    """
+    if is_resolved(x.float() if single else x, ball):
         return ()
     advice = "use --dtype float64" if x.dtype == torch.float32 else "scale the data down"
-    dtype = str(x.dtype).removeprefix("torch.")
+    dtype = "float32" if single else str(x.dtype).removeprefix("torch.")
     text = (
         f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at the size of these "
         f"data. Attacks miss part of the ball and robust accuracy may be too high: {advice}"
     )
     return (_make_warning("ball-below-resolution", text),)
-
-
-def refuse_training(f: Any) -> None:
-    """Refuse a module, or a method of a module, in training mode.
-
-    Raises:
-        UsageError: a part of the module is in training mode.
-    """
-    owner = getattr(f, "__self__", f)
-    if not isinstance(owner, nn.Module):
-        return
-    for name, module in owner.named_modules():
-        if module.training:
-            what = f"{name or 'the model'} ({type(module).__name__})"
-            raise UsageError(f"{what} is in training mode", "Call model.eval() before the attack.")
 
 
 def _make_warning(code: str, text: str) -> Note:

@@ -96,7 +96,7 @@ class AttackOptions(MeasureOptions):
     )
     attack: str | None = option(
         None,
-        "Comma-separated attacks, or standard, quick, lean, paper, custom:... "
+        "Comma-separated attacks, or standard, quick, paper, custom:... "
         f"Default {IMAGES}; texts {TEXTS}; embeddings {EMBEDDINGS}.",
         values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
     )
@@ -321,9 +321,9 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     """
     from lipaudit.attacks.evaluate import require_radius
 
-    if net.classes is None:
+    if (net.classes or 0) < 2:
         raise InputError(
-            net.lacks_classes,
+            f"{net.architecture} has one class" if net.classes else net.lacks_classes,
             "Attack a classifier with labels, or the scores of a language model (--score sum). "
             + ONE_LOGIT,
         )

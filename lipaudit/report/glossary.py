@@ -20,8 +20,6 @@ ATTACKS: Mapping[str, str] = {
     "autoattack": "The preset standard.",
     "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square, each on the samples that are not "
     "broken yet (Croce and Hein 2020).",
-    "lean": "AutoAttack that stops early on a sample if its progress is too slow to succeed: a "
-    "fraction of the passes, at best as strong.",
     "quick": "apgd-ce and apgd-t with 20 steps and 3 targets: a weaker, faster AutoAttack.",
     "paper": "The attacks of Yudin et al. 2025: fgsm and pgd at 2/255 and 4/255, AutoAttack at "
     "2/255.",

@@ -9,12 +9,7 @@ from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import Chunk, derive_seed, evaluate_chunk
 from lipaudit.attacks.oracle import ByRow
 from lipaudit.attacks.plan import CHUNK, read_plan
-from lipaudit.attacks.sanity import (
-    Checks,
-    note_signs,
-    note_square,
-    refuse_training,
-)
+from lipaudit.attacks.sanity import Checks, note_signs, note_square
 from lipaudit.errors import EvaluationError, UsageError
 
 NORMS = pytest.mark.parametrize("norm", ["linf", "l2"])
@@ -112,7 +107,7 @@ def test_within_a_trial_only_survivors_are_attacked(digits, radius):
     assert torch.equal(apgd.tried, clean.robust)
     assert torch.equal(square.tried, apgd.robust)
     broken = apgd.tried & ~apgd.robust
-    assert 5 * int(apgd.robust.sum()) < apgd.backwards < 5 * int(apgd.tried.sum())
+    assert 6 * int(apgd.robust.sum()) < apgd.backwards < 6 * int(apgd.tried.sum())
     assert 7 * int(apgd.robust.sum()) < apgd.forwards < 7 * int(apgd.tried.sum())
     assert torch.equal(square.x_adv[broken], apgd.x_adv[broken])
 
@@ -235,30 +230,10 @@ def test_text_is_attacked_in_its_embedding_space(radius, norm, batch_size):
     assert 0 < int(outcomes[-1].robust.sum()) < int(outcomes[0].robust.sum()) == 16
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.randn(4, 3)}, r"outside of \[0.0, 1.0\]"),
-        ({"x": torch.rand(4, 3).half()}, "float16"),
-        ({"y": torch.tensor([0, 1, 2, 3])}, "0 to 3"),
-        ({"y": torch.tensor([0, 1, -1, 2])}, "-1 to 2"),
-        ({"y": torch.zeros(4, dtype=torch.int32)}, "int32"),
-        ({"eps": "8"}, "the radius 8 is larger"),
-        ({"f": lambda z: z[:, :1]}, "one class"),
-        ({"f": nn.Sequential(nn.Dropout(0.5))}, "in training mode"),
-    ],
-)
-def test_what_would_give_wrong_numbers_is_refused(radius, change, message):
-    given = {
-        "x": torch.rand(4, 3),
-        "y": torch.tensor([0, 1, 2, 0]),
-        "f": lambda z: z,
-        "eps": "0.1",
-    }
-    given |= change
-    plan = read_plan("custom:fgsm", radii=[radius(given["eps"])])
-    with pytest.raises(UsageError, match=message):
-        list(evaluate(given["f"], given["x"], given["y"], plan))
+def test_samples_in_half_precision_are_refused(radius):
+    plan = read_plan("custom:fgsm", radii=[radius("0.1")])
+    with pytest.raises(UsageError, match="float16"):
+        list(evaluate(lambda z: z, torch.rand(4, 3).half(), torch.tensor([0, 1, 2, 0]), plan))
 
 
 def test_values_that_are_not_finite_stop_the_evaluation(linear, radius):
@@ -315,14 +290,3 @@ def test_square_doing_better_than_gradients_is_a_warning(before, after, samples,
     notes = note_square(before, after, samples)
     assert bool(notes) == flag
     assert all(note.level == "warning" and str(before - after) in note.text for note in notes)
-
-
-def test_a_module_in_training_mode_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval()
-    refuse_training(model)
-    refuse_training(model.forward)
-    refuse_training(lambda z: z)
-    model[1].train()
-    for f in (model, model.forward):
-        with pytest.raises(UsageError, match=r"1 \(Dropout\) is in training mode"):
-            refuse_training(f)

@@ -339,10 +339,9 @@ def far() -> tuple[nn.Module, Tensor, Tensor, float]:
 FAR = {"eps": "0.02", "norm": "linf", "input_shape": (4, 4)}
 
 
-@pytest.mark.parametrize("name", [APGD, "custom:fab-t"])
-def test_a_coordinate_of_1e5_in_float64(name):
+def test_a_coordinate_of_1e5_in_float64():
     model, x, y, truth = far()
-    assert attack(model, x, y, attack=name, dtype="float64", **FAR) == [truth]
+    assert attack(model, x, y, attack=APGD, dtype="float64", **FAR) == [truth]
 
 
 @pytest.mark.parametrize(("dtype", "warned"), [("float32", True), ("float64", False)])

@@ -87,7 +87,7 @@ def test_what_was_changed_is_reported():
 
 
 def test_presets_are_listed():
-    assert set(PRESETS) == {"paper", "standard", "lean", "quick"}
+    assert set(PRESETS) == {"paper", "standard", "quick"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -13,7 +13,7 @@ import torch
 
 from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
 from lipaudit.attacks.kinds import ATTACKS, RESERVED, AttackKind, attack_kinds
-from lipaudit.attacks.plan import PRESETS, read_plan
+from lipaudit.attacks.plan import PRESETS, read_plan, require_suitable
 from lipaudit.errors import EvaluationError, UsageError
 from tests.processes import completed, installed
 
@@ -88,11 +88,10 @@ def test_the_example_is_exact_on_a_linear_model_of_two_classes(example, linear, 
     assert (outcome.forwards, outcome.backwards) == (4 * tried, 3 * tried)  # 3 steps, 1 judgement
 
 
-def test_what_the_example_cannot_do_is_refused(example, linear, radius):
-    model, x, y = linear(3, (4,), samples=2)
+def test_what_the_example_cannot_do_is_refused(example, radius):
     trials = read_plan("custom:mi-fgsm", norm="l2", radii=[radius("0.1")])
     with pytest.raises(UsageError, match="mi-fgsm cannot search l2 balls, only linf"):
-        list(evaluate_chunk(model, Chunk(0, x, y), trials))
+        require_suitable(trials, "image")
 
 
 def outside(_f, x, _y, ball, _turn):
@@ -174,15 +173,14 @@ def test_success_is_our_own_judgement(bad, radius):
     ],
 )
 def test_an_attack_whose_function_is_missing_is_refused_before_it_starts(
-    monkeypatch, linear, radius, function, reason
+    monkeypatch, radius, function, reason
 ):
     kind = replace(ATTACKS["fgsm"], function=function)
     monkeypatch.setitem(ATTACKS, "fgsm", kind)
     attack_kinds.cache_clear()
-    model, x, y = linear(3)
     trials = read_plan("custom:fgsm", radii=[radius("0.1")])
     with pytest.raises(UsageError, match=f"{function} {reason}") as caught:
-        next(evaluate_chunk(model, Chunk(0, x, y), trials))
+        require_suitable(trials, "image")
     attack_kinds.cache_clear()
     assert function.partition(".")[0] in caught.value.advice
 

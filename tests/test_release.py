@@ -61,7 +61,7 @@ PUBLIC = {
     "scripts": ([*PYPROJECT["project"]["scripts"]], "lipaudit"),
     "extras": (
         [*PYPROJECT["project"]["optional-dependencies"]],
-        "accelerate datasets dev mlflow peft tensorboard wandb",
+        "accelerate datasets dev mlflow tensorboard wandb",
     ),
     "inputs of the action": (
         [*ACTION["inputs"]],

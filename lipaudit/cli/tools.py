@@ -290,7 +290,7 @@ SUPPORTED = """\
 MODEL is one of
   demo                      a small vision transformer for digits; also demo:jasmin, demo:robust
   timm:NAME[.TAG]           a model of timm with its pretrained weights
-  hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers, timm or peft)
+  hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers or timm)
   DIRECTORY                 config.json and weights, of transformers or timm
   FILE --arch timm:NAME     .safetensors, .pt, .pth, .bin or .ckpt; or --arch py:FILE:FACTORY
   py:FILE_OR_MODULE:FACTORY a function that returns a torch module or a ModelSpec

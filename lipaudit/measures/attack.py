@@ -258,10 +258,7 @@ ATTACK_TABLE = Layout(
 DRAWN = 512
 """Number of broken samples stored as examples, the worst first."""
 
-ONE_LOGIT = (
-    "For a model with one logit z (samples, 1), give two class names in its ModelSpec "
-    "(labels=('no', 'yes')), or return torch.cat([0 * z, z], 1)."
-)
+ONE_LOGIT = "A model with one logit z, (samples, 1), has to return torch.cat([0 * z, z], 1)."
 """Hint for a binary classifier that returns a single logit."""
 
 

@@ -17,7 +17,6 @@ from lipaudit.models.attention.sites import Site, list_blocks_without_attention
 from lipaudit.models.attention.survey import find_layers, list_unread
 from lipaudit.models.attention.surveyor import HALF
 from lipaudit.models.net import Net
-from lipaudit.models.requirements import require_padding_is_ignored
 from lipaudit.models.sources.weights import few
 from lipaudit.tables import Note
 
@@ -109,7 +108,6 @@ def by_layer(
 
     sites: tuple[Site, ...] = ()
     for batch in batches:
-        require_padding_is_ignored(net, batch)
         if not sites:
             sites = find_layers(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)

@@ -200,13 +200,11 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     from lipaudit.models.attention.residual import compute_residual_norms, find_residuals
     from lipaudit.models.attention.routing import Routing
     from lipaudit.models.attention.survey import find_layers
-    from lipaudit.models.requirements import require_padding_is_ignored
 
     blocks: tuple[Residual, ...] | None = None
     remarks: tuple[Note, ...] = ()
     routing = Routing()
     for batch in batches:
-        require_padding_is_ignored(net, batch)
         with routing.watching(net.module):
             values, facts = _measure_batch(net, batch, options)
         if options.per_layer:

@@ -16,9 +16,10 @@ from lipaudit.models.precision import EagerMode
 
 LARGE = 10**9
 """Sizes from this number of bytes on are shown in GB."""
-_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Memory limit files of control groups, version 2 and version 1."""
-_CACHES = ("inactive_file ", "total_inactive_file ")
+
+
+CGROUP = "sys/fs/cgroup"
+"""Folder of control groups (version 2), which limit the memory of containers."""
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,15 @@ def find_free_memory(device: torch.device, root: Path = Path("/")) -> int | None
         return None
     lines = _read(root / "proc/meminfo").splitlines()
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        place = Path(path.lstrip("/"))
-        # Inside a container its own group is the root, whatever the path says.
-        for group in dict.fromkeys((mount / place, *(mount / p for p in place.parents), mount)):
-            for limit, usage in _LIMITS:
-                allowed, used = _read(group / limit).strip(), _read(group / usage).strip()
-                if allowed.isdigit() and used.isdigit():
-                    # File caches are freed if memory is short.
-                    rows = _read(group / "memory.stat").splitlines()
-                    cached = [int(row.split()[1]) for row in rows if row.startswith(_CACHES)]
-                    free.append(max(0, int(allowed) - int(used) + max(cached, default=0)))
+    # Inside a container its own group is the root, whatever the path says.
+    own, mount = Path(_read(root / "proc/self/cgroup").strip().removeprefix("0::/")), root / CGROUP
+    for group in (mount / own, *(mount / parent for parent in own.parents)):
+        allowed, used = (_read(group / f"memory.{name}").strip() for name in ("max", "current"))
+        if allowed.isdigit() and used.isdigit():
+            rows = _read(group / "memory.stat").splitlines()
+            # File caches are freed if memory is short.
+            cached = (int(row.split()[1]) for row in rows if row.startswith("inactive_file "))
+            free.append(max(0, int(allowed) - int(used) + next(cached, 0)))
     return min(free, default=None)
 
 

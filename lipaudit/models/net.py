@@ -87,14 +87,7 @@ class Net(ModelSpec):
     @property
     def why_unchanged(self) -> str:
         """Return why attacks cannot change its texts."""
-        if self.tokenize is None:
-            return "it has no tokenizer (put its files beside config.json)"
-        if self.lexicon is None:
-            return (
-                "its tokenizer does not give the characters of each token (use a fast "
-                "tokenizer of transformers)"
-            )
-        return "it has no embedding table, which the search for similar words needs"
+        return "this needs an embedding table, and a fast tokenizer beside config.json"
 
     def output(self, batch: Batch) -> Tensor:
         """Run the model on a batch: logits or features, (batch, ...)."""

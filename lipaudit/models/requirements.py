@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,69 +68,26 @@ def compute_output_rows(net: Net, batch: Batch) -> Tensor:
     return output
 
 
-def require_fixed(net: Net, batch: Batch, output: Tensor) -> None:
-    """Check that a second pass gives the same output.
+def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None:
+    """Check that a second pass, and one beside another companion, give a sample's output again.
 
     Raises:
-        InputError: the output differs: the model is random.
+        InputError: the model is random, or its first sample depends on the second one.
     """
-    with torch.no_grad():
-        again = net.output(batch)
-    if not agree(output, again, each=0):
-        where = _find_first_difference(net, batch, batch)
-        raise InputError(
-            "the model is random: two forward passes over the same samples differ, first in "
-            f"{where}",
-            "Switch noise and dropout off.",
-        )
-
-
-def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> None:
-    """Check that the first sample's output does not depend on the second sample.
-
-    Raises:
-        InputError: the output depends on the other sample.
-    """
-    with torch.no_grad():
-        alone = net.output(other)
-    if not agree(output[0], alone[0]):
-        where = _find_first_difference(net, batch, other)
-        raise InputError(
-            f"the output of a sample depends on the other samples of its batch, first in {where}",
-            "Use a model without batch statistics or attention across the batch.",
-        )
-
-
-def require_padding_is_ignored(net: Net, batch: Batch) -> None:
-    """Check that the sample with the most padding gives the same vectors without padding.
-
-    Every module that returns a vector per token is compared: the model's output may hide a
-    difference.
-
-    Raises:
-        InputError: the vectors differ, so figures would depend on the batch.
-    """
-    if batch.mask is None or bool(batch.mask.all()):
-        return
-    i = int(batch.mask.sum(1).argmin())
-    padded = batch[i : i + 1]
-    assert padded.mask is not None
-    real = padded.mask[0]
-    alone = replace(padded, x=padded.x[:, real], mask=None)
-
-    def take_tokens(sample: Batch, out: Tensor) -> Tensor | None:
-        if out.ndim != 3 or out.shape[:2] != sample.x.shape[:2]:
-            return None
-        # A copy: some models scale their embeddings in place.
-        return (out if sample.mask is None else out[:, real]).clone()
-
-    vectors = [_collect_outputs(net, sample, take_tokens) for sample in (padded, alone)]
-    for (name, one), (other, true) in zip(*vectors, strict=False):
-        if name == other and not agree(true, one, AGREES):
-            raise InputError(
-                f"the output of {name} for a text depends on its padding",
-                "Measure one text at a time with --batch-size 1.",
-            )
+    random = (
+        "the model is random: two forward passes over the same samples differ",
+        "Switch noise and dropout off.",
+    )
+    mixed = (
+        "the output of a sample depends on the other samples of its batch",
+        "Use a model without batch statistics or attention across the batch.",
+    )
+    for again, rows, (text, advice) in ((batch, len(output), random), (other, 1, mixed)):
+        with torch.no_grad():
+            result = net.output(again)
+        if not agree(output[:rows], result[:rows], each=0):
+            where = _find_first_difference(net, batch, again)
+            raise InputError(f"{text}, first in {where}", advice)
 
 
 @contextmanager
@@ -164,29 +120,18 @@ def require_same(captured: Tensor, output: Tensor) -> None:
 
 def _find_first_difference(net: Net, first: Batch, second: Batch) -> str:
     """Name the first module whose output for the first sample differs between two batches."""
-
-    def take_first(_batch: Batch, out: Tensor) -> Tensor | None:
-        return out[: len(out) // 2] if out.ndim else None
-
-    outputs = [_collect_outputs(net, batch, take_first) for batch in (first, second)]
-    pairs = zip(*outputs, strict=False)
-    return next((name for (name, x), (_, y) in pairs if not agree(x, y)), "the model's own code")
-
-
-def _collect_outputs(
-    net: Net, batch: Batch, take: Callable[[Batch, Tensor], Tensor | None]
-) -> list[tuple[str, Tensor]]:
-    """Run a model; return a part of each innermost module's output, where `take` returns one."""
     seen: list[tuple[str, Tensor]] = []
 
     def note(name: str, out: Tensor) -> None:
-        part = take(batch, out) if out.is_floating_point() else None
-        if part is not None:
-            seen.append((name, part))
+        if out.is_floating_point() and out.ndim:
+            seen.append((name, out[: len(out) // 2]))
 
     with watch_outputs(net.module, note), torch.no_grad():
-        net.output(batch)
-    return seen
+        net.output(first)
+        count = len(seen)
+        net.output(second)
+    pairs = zip(seen[:count], seen[count:], strict=False)
+    return next((name for (name, x), (_, y) in pairs if not agree(x, y)), "the model's own code")
 
 
 def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:

@@ -41,13 +41,8 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
     """
     _require_causal(net)
     count = 0 if task.kind == "continuation" else len(task.classes)
-    of = {
-        "continuation": "each continuation and of a rival (the continuation with its least "
-        "likely token replaced)",
-        "choices": "the choices behind each prompt",
-        "labels": f"the names of the classes behind each prompt ({', '.join(task.classes)})",
-    }
-    note = remark("scores", f"scores are log-likelihoods, {PER[how]}, of {of[task.kind]}")
+    what = f"{task.kind} ({', '.join(task.classes)})"
+    note = remark("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
     return replace(
         net,
         labels=task.classes,

@@ -14,11 +14,11 @@ from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.files import require_folder, write
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.models.sources.weights import OF_TRAINING, SUFFIXES, list_weight_files
+from lipaudit.models.sources.weights import BESIDE, SUFFIXES, list_weight_files
 from lipaudit.report import of_reports, render
 from lipaudit.tables import Report
 
-CONFIGS = ("config.json", "adapter_config.json")
+CONFIG = "config.json"
 STEP = re.compile(r"(?:step|iter(?:ation)?|checkpoint|ckpt)s?[-_=]?(\d+)")
 EPOCH = re.compile(r"epochs?[-_=]?(\d+)")
 LAST = re.compile(r"(?<![\d.])(\d+)(?:-v\d+)?$")
@@ -62,11 +62,11 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
         files, model = [path], path
         if path.is_dir():
             names = [each.name for each in path.iterdir()]
-            configs = [name for name in CONFIGS if name in names]
-            files = [path / name for name in (*configs, *list_weight_files(names))]
-            if len(files) == len(configs):
+            weights = list_weight_files(names)
+            if not weights:
                 continue  # no weights yet
-            model = path if configs else files[0]
+            files = [path / name for name in (*weights, CONFIG) if name in names]
+            model = path if CONFIG in names else files[0]
         elif path.suffix not in SUFFIXES:
             continue
         stats = [each.stat() for each in files]
@@ -85,7 +85,7 @@ def read_step(name: str) -> int | None:
     (200, None, None)
     """
     stem = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name).lower()
-    if SHARD.search(stem) or stem.startswith(OF_TRAINING):
+    if SHARD.search(stem) or BESIDE.match(stem):
         return None
     number = STEP.search(stem) or EPOCH.search(stem) or LAST.search(stem)
     return int(number[1]) if number else None

@@ -216,7 +216,7 @@ class Monitor:
 
 
 def _module(model: Watched) -> nn.Module:
-    return model.module if isinstance(model, ModelSpec | Net) else model
+    return model.module if isinstance(model, ModelSpec) else model
 
 
 def _innermost(model: Watched) -> Watched:
@@ -234,7 +234,7 @@ def _innermost(model: Watched) -> Watched:
         inner = unwrap(inner.module)
     if isinstance(model, nn.Module):
         model = inner
-    elif isinstance(model, ModelSpec):
+    elif not isinstance(model, Net):
         model = replace(model, module=inner)
     for name, part in (*inner.named_modules(), *inner.named_parameters()):
         if hasattr(part, "ds_id") or type(part).__name__ in SHARDED:

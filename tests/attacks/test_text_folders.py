@@ -79,10 +79,8 @@ def test_a_tokenizer_without_offsets_is_refused_in_one_line(tmp_path, attack):
     assert lipaudit.measure(str(tmp_path / "model"), "jacobian", **how).section("jacobian").rows
     with pytest.raises(UsageError) as refused:
         lipaudit.measure(str(tmp_path / "model"), "attack", attack=attack, eps="1", **how)
-    assert refused.value.message == (
-        f"{attack} cannot be changed for this model: its tokenizer does not give the "
-        "characters of each token (use a fast tokenizer of transformers)"
-    )
+    assert refused.value.message.startswith(f"{attack} cannot be changed for this model")
+    assert "a fast tokenizer" in refused.value.message
 
 
 def _changed(plain: Plain, path: Path, *, most: int) -> list[dict[str, Any]]:

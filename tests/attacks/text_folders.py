@@ -96,8 +96,6 @@ FOLDERS = [
            types=True),
     Folder("bert, cased WordPiece", "cased", "BertForSequenceClassification", H | LONG,
            types=True),
-    Folder("bert, whole words, all of type 1", "word", "BertForSequenceClassification", H | LONG,
-           template="[CLS]:1 $A:1 [SEP]:1", types=True),
     Folder("bert, characters", "character", "BertForSequenceClassification", H | LONG,
            types=True),
     Folder("bert, Unigram", "unigram", "BertForSequenceClassification", H | LONG,
@@ -115,17 +113,11 @@ FOLDERS = [
            {"pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}),
     Folder("deberta-v2, Unigram", "unigram", "DebertaV2ForSequenceClassification",
            H | LONG | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
-    Folder("xlnet, Unigram, class token last", "unigram", "XLNetForSequenceClassification",
-           {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 24, "pad_token_id": "[PAD]"},
-           BERT, "$A:0 [SEP]:0 [CLS]:2", types=True),
     Folder("gpt2, bytes, no pad, a text ends in id 0", "bytes", "GPT2ForSequenceClassification",
            GPT2 | {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}, (), "", {}),
     Folder("gpt2, bytes, pad is the end, end appended", "bytes", "GPT2ForSequenceClassification",
            GPT2 | {"pad_token_id": "</s>", "eos_token_id": "</s>"}, ("</s>",), "$A:0 </s>:0",
            {"pad_token": "</s>", "eos_token": "</s>"}),
-    Folder("gpt2, bytes, types of tokens", "bytes", "GPT2ForSequenceClassification",
-           GPT2 | {"pad_token_id": None, "eos_token_id": "</s>"}, ("<unk>", "</s>"),
-           "$A:0 </s>:1", {"eos_token": "</s>"}, types=True),
     Folder("llama, Unigram, no pad, end appended", "unigram", "LlamaForSequenceClassification",
            H | LONG | {"pad_token_id": None, "bos_token_id": "<s>", "eos_token_id": "</s>"},
            LLAMA, "<s>:0 $A:0 </s>:0", {"unk_token": "<unk>", "eos_token": "</s>"}),
@@ -233,7 +225,7 @@ def save(folder: Folder, path: Path) -> None:
 
 
 class InDouble(TorchFunctionMode):
-    """Take every step in float64: T5, Llama and XLNet take some in float32, whatever they hold."""
+    """Take every step in float64: T5 and Llama take some in float32, whatever they hold."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function with float64 in place of float32."""

@@ -99,7 +99,7 @@ COMMANDS = [
     ("train demo --resume", 2, "no unfinished training to resume"),
     ("train demo --held-out random", 2, "--held-out"),
     ("train demo --classes 1", 2, "at least 2 classes"),
-    ("train demo --classes 3", 2, "has a fixed number of classes"),
+    ("train demo --classes 3", 2, "demo does not take --classes"),
     ("train demo --max-tokens 3", 2, TEXT_ONLY),
     ("train no-such-model --data demo", 4, "no model"),
     ("explain sharpp", 2, "sharp"),

@@ -75,11 +75,6 @@ GROUPS = {
     "a container": (
         {"proc__self__cgroup": "0::/../../pod\n", "sys__fs__cgroup__memory.max": "700\n",
          "sys__fs__cgroup__memory.current": "100\n"}, 600),
-    "version 1": (
-        {"proc__self__cgroup": "5:cpu:/x\n4:memory:/x\n",
-         "sys__fs__cgroup__memory__x__memory.limit_in_bytes": "2000\n",
-         "sys__fs__cgroup__memory__x__memory.usage_in_bytes": "1990\n",
-         "sys__fs__cgroup__memory__x__memory.stat": "total_inactive_file 40\n"}, 50),
     "above all there is": (
         {"proc__self__cgroup": "0::/\n", "sys__fs__cgroup__memory.max": "9999999\n",
          "sys__fs__cgroup__memory.current": "1\n"}, 8000),

@@ -222,5 +222,5 @@ def test_where_nothing_can_be_kept_the_report_says_so(tmp_path, stored):
     single.save_pretrained(tmp_path)
     (note,) = load_net(str(tmp_path), STORED).notes
     assert "has no effect" in note.text
-    with pytest.raises(UsageError, match="works only for transformers models"):
+    with pytest.raises(UsageError, match="demo does not take --weights"):
         load_net("demo", STORED)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipaudit.errors import InputError
-from lipaudit.measures import bounds, jacobian
+from lipaudit.measures import jacobian
 from tests.nets import own_batch, own_net
 
 
@@ -61,33 +60,3 @@ class MaskedMean(InPlace):
         weight = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
         total = (torch.tanh(x) * weight[..., None]).sum(1)
         return self.out(total / weight.sum(1, keepdim=True))
-
-
-class ReadsPadding(InPlace):
-    """A model whose tokens read their right neighbour, padding or not, as MobileBERT's do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(6, 6)
-
-    def forward(self, ids, mask=None):
-        x = self.table(ids)
-        hidden = self.mix(x + torch.nn.functional.pad(x[:, 1:], (0, 0, 0, 1)))
-        return self.out(hidden[:, 0])  # of the first token: as if nothing were amiss
-
-
-@pytest.mark.parametrize(
-    ("run", "options"),
-    [(jacobian.measure, jacobian.JacobianOptions()), (bounds.measure, bounds.BoundsOptions())],
-)
-def test_a_model_that_reads_padding_is_refused_and_measured_alone(run, options):
-    torch.manual_seed(0)
-    net = own_net(ReadsPadding(), (4,), kind="text", vocabulary=20)
-    mask = torch.tensor([[True, True, False, False], [True, True, True, False]])
-    batch = own_batch(torch.tensor([[3, 7, 0, 0], [2, 2, 9, 0]]), mask)
-    with pytest.raises(InputError, match="depends on its padding"):
-        list(run(net, [batch], options))
-    alone = list(batch.split(1))
-    assert [part.x.shape[1] for part in alone] == [2, 3]
-    if run is jacobian.measure:
-        assert all(part.values["converged"].all() for part in run(net, alone, options))

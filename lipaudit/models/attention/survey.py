@@ -154,8 +154,7 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
                 if of_machine(error):
                     raise
                 # If the model is no fixed function of each sample, only that is reported.
-                requirements.require_fixed(net, pair, output)
-                requirements.require_isolation(net, pair, other, output)
+                requirements.require_repeat(net, pair, other, output)
                 raise
     except Exception as error:
         if isinstance(error, LipauditError) or of_machine(error) or is_ours(error):
@@ -180,7 +179,7 @@ def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Use
     tracer = Tracer(surveyor.compare, wanted=written_out, loops=loops)
     alone = run_observed(net, other, tracer)
     if not agree(output[0], alone[0]):
-        requirements.require_isolation(net, pair, other, output)
+        requirements.require_repeat(net, pair, other, output)
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
         if not surveyor.layers:
@@ -203,7 +202,7 @@ def _run_surveyor(
         surveyor = Surveyor(pair, uncut, sparing, loops)
         observed = run_observed(net, pair, surveyor.tracer())
         if not agree(output, observed, each=0):
-            requirements.require_fixed(net, pair, output)
+            requirements.require_repeat(net, pair, pair, output)
             requirements.require_same(observed, output)
         if not surveyor.layers:
             raise _refuse(net, uses.beyond(()))

@@ -38,8 +38,6 @@ Call = Callable[[Tensor, Tensor | None], Any]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
-MASKED = 100.0
-"""Distance of a masked class below the lowest other logit; its probability is at most e^-100."""
 
 
 def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -> Net:
@@ -83,16 +81,30 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
 
     result, output, entry = _probe(spec, call, read)
-    classify, more = _classify(spec, result, output)
-    notes += placed + more
-    classes = classify(output).shape[1] if spec.classifier and output.ndim == 2 else None
+    notes += placed
+    several = isinstance(result, tuple | list) and not hasattr(result, "logits")
+    others = [tuple(t.shape[1:]) for t in result[1:] if isinstance(t, Tensor)] if several else []
+    if others and spec.read is None:
+        text = (
+            "the model returns several tensors: the first is measured, of shape "
+            f"{tuple(output.shape[1:])} per sample, not the others ({few(others)}). To choose, "
+            "write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR)"
+        )
+        notes += (warning("first-output", text),)
+    classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
+    if spec.labels is not None and classes not in (None, len(spec.labels)):
+        raise InputError(
+            f"{len(spec.labels)} labels ({few(spec.labels)}) for {classes} outputs",
+            "Check num_classes and the labels of the model's configuration. Two classes need two "
+            "logits: torch.cat([0 * z, z], 1).",
+        )
     described = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
     if spec.kind == "image":
         described |= {"box": spec.box or (0.0, 1.0)}
         described |= {"prepare": spec.prepare or partial(resize, shape=spec.input_shape)}
     assembled: dict[str, Any] = described | {
         "call": call,
-        "read": lambda result: classify(read(result)),
+        "read": read,
         "entry": spec.entry or entry,
         "architecture": spec.architecture or type(module).__name__,
         "preprocess": preprocess,
@@ -198,16 +210,13 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     channels = spec.input_shape[0]
     mean, std = options.mean or spec.mean or (0.0,), options.std or spec.std or (1.0,)
     for key, values in (("mean", mean), ("std", std)):
-        if len(values) not in (1, channels):
+        if len(values) not in (1, channels) or (key == "std" and min(values) <= 0):
             raise UsageError(
-                f"{key} has {len(values)} values, but the model takes {channels} channels",
-                f"Give --{key} one value, or {channels} separated by commas.",
+                f"{key} {values} does not fit {channels} channels, or is not positive",
+                f"Give --{key} one value, or {channels} separated by commas. Pixels are divided "
+                "by std, which must be positive.",
             )
     mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
-    if not all(s > 0 for s in std):
-        raise UsageError(
-            f"std {std} must be positive", "Give a positive std: pixels are divided by it."
-        )
     facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
 
     @cache
@@ -262,75 +271,16 @@ def _probe(
             f"Check {check}. If the model needs other arguments, write a py: factory that "
             "returns a ModelSpec with its own `call`.",
         ) from error
-    dtype = str(output.dtype).removeprefix("torch.")
-    if not output.is_floating_point():
+    halved = output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32
+    if halved or not output.is_floating_point():
         raise InputError(
-            f"the model returns {dtype}, which has no gradient",
-            "Let the model return its scores (logits), not a decision.",
+            f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
+            "Let the model return its scores (logits), not a decision, which has no gradient. "
+            "Switch autocast off in its code, or use --dtype float64, which overrides it.",
         )
-    if output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32:
+    if not bool(output.isfinite().all()):
         raise InputError(
-            f"the model returns {dtype} in a run in float32",
-            "Switch autocast off in the model's code, or use --dtype float64, which overrides it.",
-        )
-    if not bool((torch.isfinite(output) | _find_masked(output)).all()):
-        raise InputError(
-            "the model's output on a blank sample is not finite", "Check the weights."
+            "the model's output on a blank sample is not finite",
+            "Check the weights. A masked class needs a finite logit.",
         )
     return result, output, entries[0] if entries else None
-
-
-def _find_masked(output: Tensor) -> Tensor:
-    """Return which classes are masked: logits of minus infinity beside finite ones."""
-    some = output.isfinite().any(-1, keepdim=True)
-    return output.isneginf() & some & (output.ndim == 2)
-
-
-def _classify(
-    spec: ModelSpec, result: Any, output: Tensor
-) -> tuple[Callable[[Tensor], Tensor], tuple[Note, ...]]:
-    """Return a function that turns an output into finite logits of at least two classes.
-
-    One logit z of two labels becomes (0, z). A masked class gets a finite logit far below the
-    others, so that its probability is 0. Notes say so, and which of several tensors is measured.
-
-    Raises:
-        InputError: the model has another number of labels than of classes.
-    """
-    notes: tuple[Note, ...] = ()
-    several = isinstance(result, tuple | list) and not hasattr(result, "logits")
-    others = [t for t in result[1:] if isinstance(t, Tensor)] if several else []
-    if others and spec.read is None:
-        text = (
-            "the model returns several tensors: the first is measured, of shape "
-            f"{tuple(output.shape[1:])} per sample, not the others "
-            f"({few([str(tuple(t.shape[1:])) for t in others])}). To choose, write a py: factory "
-            "that returns ModelSpec(..., read=lambda result: TENSOR)"
-        )
-        notes = (warning("first-output", text),)
-
-    def add_zero_logit(output: Tensor) -> Tensor:
-        logit = output.reshape(-1, 1)
-        return torch.cat([torch.zeros_like(logit), logit], 1)
-
-    if spec.classifier and spec.labels and len(spec.labels) == 2 and output.numel() == 1:
-        text = f"one logit is read as two classes: {spec.labels[1]!r} if it is positive"
-        return add_zero_logit, (remark("one-logit", text), *notes)
-    classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
-    if spec.labels is not None and classes is not None and len(spec.labels) != classes:
-        raise InputError(
-            f"{len(spec.labels)} labels ({few(spec.labels)}) for {classes} outputs",
-            "Check num_classes and the labels of the model's configuration.",
-        )
-    masked = _find_masked(output).flatten()
-    if not bool(masked.any()):
-        return lambda logits: logits, notes
-
-    def finite(logits: Tensor) -> Tensor:
-        hidden = logits.isneginf() & masked.to(logits.device)
-        lowest = logits.detach().masked_fill(hidden, torch.inf).amin(1, keepdim=True)
-        return torch.where(hidden, lowest - MASKED, logits)
-
-    names = few([str(each) for each in masked.nonzero().flatten().tolist()])
-    text = f"masked classes (logit minus infinity): {names}"
-    return finite, (remark("masked-classes", text), *notes)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.version import InvalidVersion, Version
-from torch import Tensor, nn
+from packaging.version import Version
+from torch import nn
 
 from lipaudit.data.hub import Commit, Repository, explain_refusal, find_commit, hub_bars
 from lipaudit.data.samples import remark, warning
@@ -48,35 +46,40 @@ POOLER, MASK = "pooler", "mask_token"
 HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def fetch_repository(name: str, revision: str | None, options: LoadOptions) -> tuple[Path, Commit]:
-    """Return the directory of a repository of the Hub, and the commit.
+def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit]:
+    """Return the directory of a repository of the Hub, ORG/NAME[@REVISION], and the commit.
 
     Download only settings, tokenizer and one set of weights: no code, no other formats.
 
     Raises:
+        UsageError: the reference is not one of a repository.
         InputError: the repository cannot be downloaded, or has no weights.
     """
     from huggingface_hub import snapshot_download
 
+    name, _, revision = reference.partition("@")
+    if not name or name.count("/") > 1:
+        raise UsageError(
+            f"{name!r} is not a repository name of the Hub", "Write hf:ORG/NAME[@REVISION]."
+        )
     repository = Repository(name, "model", revision or "main")
     commit = find_commit(repository, offline=options.offline)
     top = [file for file in commit.files if "/" not in file]
-    wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING]
     stored = list_weight_files(top) if options.pretrained else []
-    if options.pretrained and not stored and commit.unasked:
-        raise InputError(
-            f"the local cache has no weights of {name}, and {commit.unasked}",
-            "Run it once with a connection.",
-        )
     if options.pretrained and not stored:
         raise InputError(
-            f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})",
-            "Name a repository with model.safetensors or pytorch_model.bin.",
+            f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
+            + (f", and {commit.unasked}" if commit.unasked else ""),
+            "Name a repository with model.safetensors or pytorch_model.bin. Merge an adapter "
+            "into its model first. If the local cache is incomplete, run it with a connection.",
         )
-    wanted, local = wanted + stored, bool(commit.unasked)
+    wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING] + stored
     try:
         path = snapshot_download(
-            name, revision=commit.sha, allow_patterns=wanted, local_files_only=local
+            name,
+            revision=commit.sha,
+            allow_patterns=wanted,
+            local_files_only=bool(commit.unasked),
         )
     except Exception as error:  # every HTTP library has its own exceptions
         raise explain_refusal(error, repository) from error
@@ -84,17 +87,11 @@ def fetch_repository(name: str, revision: str | None, options: LoadOptions) -> t
     return Path(path), commit
 
 
-def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None) -> ModelSpec:
+def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     """Load a directory in the format of transformers; missing or surplus weights are an error.
-
-    Args:
-        path: the directory.
-        options: the user's options.
-        adapter: directory of a peft adapter to merge into the model.
 
     Raises:
         InputError: the model is not supported or incomplete; the message names the tensors.
-        UsageError: `classes` differs from the number of classes of the adapter.
     """
     from transformers import AutoConfig
 
@@ -111,32 +108,12 @@ def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None
             OSError,
         ):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
-        stored: dict[str, Tensor] = {}
-        if adapter is not None:
-            import peft
-
-            with explain_failure(
-                f"the weights of the adapter in {adapter} cannot be read",
-                "Copy or download them again: adapter_model.safetensors.",
-            ):
-                stored = peft.load_peft_weights(str(adapter), device="cpu")
-        # The last weight of the adapter's own classifier has a row for each class.
-        heads = sorted(name for name in stored if HEAD.fullmatch(name))
-        trained = len(stored[heads[-1]]) if heads else None
-        if adapter is not None and options.classes not in (None, trained):
-            raise UsageError("an adapter brings its own classes", "Leave --classes out.")
-        loader, added = _choose_loader(config, trained or options.classes)
-        notes: tuple[Note, ...] = (RANDOM,)
-        if not options.pretrained:
-            module = _build(loader, config)
-        else:
+        loader, added = _choose_loader(config, options.classes)
+        if options.pretrained:
             kept = options.weights == "stored" or options.device_map is not None
-            # A merged adapter needs float32.
-            kept = kept and adapter is None
             module, report, notes = _load_weights(loader, path, config, kept=kept)
             wrong = [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
             missing, surplus = [*report["missing_keys"]], [*report["unexpected_keys"]]
-            random = missing + wrong if added else []
             if added:  # only the weights below the new classifier and its pooler have to fit
                 base = module.base_model
                 missing, surplus, wrong = (
@@ -144,8 +121,8 @@ def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None
                     for keys in (missing, surplus, wrong)
                 )
             notes = _require_complete(module, missing, surplus, wrong, path) + notes
-            if adapter is not None:
-                module, added = _merge_adapter(module, adapter, stored, random), ()
+        else:
+            module, notes = _build(loader, config), (RANDOM,)
         spec = describe_transformers(module, options, path=path)
     return replace(spec, notes=_note_unknown_fields(path, config) + added + notes + spec.notes)
 
@@ -193,17 +170,13 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
     """Name the fields of a configuration that the installed transformers ignores."""
     import transformers
 
-    stored = read_json(path / "config.json")
-    written, installed = str(stored.get("transformers_version")), transformers.__version__
-    try:
-        newer = Version(written) > Version(installed)
-    except InvalidVersion:  # the version that wrote it is unknown
-        newer = False
+    stored, installed = read_json(path / "config.json"), transformers.__version__
+    written = str(stored.get("transformers_version") or 0)  # 0: unknown
     kind = type(config)
     known = {*dir(kind), *inspect.signature(kind).parameters, *kind.attribute_map, "torch_dtype"}
     known.update(dir(transformers.PretrainedConfig()))
     unknown = sorted(stored.keys() - known)
-    if not newer or not unknown:
+    if not unknown or Version(written) <= Version(installed):
         return ()
     text = (
         f"config.json was written by transformers {written}, and {installed} ignores "
@@ -269,12 +242,11 @@ def _load_weights(
         "Check that the directory is complete: config.json and its weights. Copy or download "
         "damaged files again; pickled files may hold tensors only.",
     ):
-        module, report = _construct(
-            loader.from_pretrained,
-            config,
+        module, report = loader.from_pretrained(
             path,
             config=config,
             dtype=dtype,
+            attn_implementation=_choose_attention(config),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are named in the error
             trust_remote_code=False,
@@ -304,20 +276,13 @@ def _load_weights(
 def _build(loader: Any, config: Any) -> Any:
     """Build a model with random weights."""
     build = getattr(loader, "from_config", None) or loader._from_config
-    return _construct(build, config, config, dtype=torch.float32)
+    return build(config, dtype=torch.float32, attn_implementation=_choose_attention(config))
 
 
-def _construct(build: Callable[..., Any], settings: Any, /, *given: Any, **named: Any) -> Any:
-    """Build with fused attention, or eager if the model has no other or caps its logits."""
-    # Fused kernels leave out the cap without a warning.
-    if getattr(find_text_config(settings), "attn_logit_softcapping", None):
-        return build(*given, attn_implementation="eager", **named)
-    try:
-        return build(*given, attn_implementation="sdpa", **named)
-    except ValueError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        return build(*given, attn_implementation="eager", **named)
+def _choose_attention(config: Any) -> str | None:
+    """Return eager for capped logits, whose cap fused kernels leave out; None is the fastest."""
+    capped = getattr(find_text_config(config), "attn_logit_softcapping", None)
+    return "eager" if capped else None
 
 
 def _require_complete(
@@ -373,100 +338,3 @@ def silence_transformers() -> Iterator[None]:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         yield
-
-
-# Adapters of peft (LoRA and its kin): merged into the model that they were trained on, they give
-# the same outputs without any module of peft's.
-
-ADAPTER = "adapter_config.json"
-PREFIX = "base_model.model."
-"""Prefix that peft adds to module names of the base model."""
-HEAD = re.compile(re.escape(PREFIX) + r"(classifier|score)\.(\w+\.)?weight")
-"""Names of the weights of a classifier that was trained with an adapter."""
-
-
-def is_adapter(folder: Path) -> bool:
-    """Say whether a directory holds an adapter without a model."""
-    names = {file.name for file in folder.iterdir()}
-    stored = list_weight_files(names) or ["" if "config.json" in names else "adapter"]
-    return ADAPTER in names and stored[0].startswith("adapter")
-
-
-def load_adapter(folder: Path, options: LoadOptions) -> ModelSpec:
-    """Load the base model that an adapter names, a directory or a repository, and merge both.
-
-    Raises:
-        InputError: the base model does not exist, or the adapter does not fit it.
-    """
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"{folder} holds an adapter, and the library `peft`, which merges it into its base "
-            "model, is not installed",
-            "pip install 'lipaudit[peft]'",
-        ) from error
-    settings = read_json(folder / ADAPTER)
-    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
-    if not base:
-        raise InputError(
-            f"{folder / ADAPTER} names no base model",
-            "Write base_model_name_or_path into it: a directory, or ORG/NAME of the Hub.",
-        )
-    base = str(base)
-    where, commit = Path(base), None
-    if not where.is_dir() and (base.count("/") > 1 or base.startswith((".", "/", "~"))):
-        raise InputError(
-            f"the adapter in {folder} was trained on {base}, which was not found",
-            "Put its base model there, or write its path into base_model_name_or_path of "
-            f"{ADAPTER}.",
-        )
-    if not where.is_dir():
-        where, commit = fetch_repository(base, settings.get("revision"), options)
-    config = where / "config.json"
-    if is_adapter(where) or not config.is_file() or "model_type" not in read_json(config):
-        raise InputError(
-            f"{base}, the base model of the adapter in {folder}, is not a transformers model",
-            f"Correct base_model_name_or_path in its {ADAPTER}.",
-        )
-    of = "" if commit is None else f" at commit {commit.sha[:12]}"
-    notes: tuple[Note, ...] = (
-        remark("adapter", f"an adapter was merged into its base model {base}{of}"),
-    )
-    model = load_directory(where, options, folder if options.pretrained else None)
-    if commit is not None and commit.unasked:
-        notes += (commit.note,)
-    return replace(model, notes=notes + model.notes)
-
-
-def _merge_adapter(
-    module: Any, folder: Path, stored: dict[str, Tensor], random: Iterable[str]
-) -> Any:
-    """Merge an adapter into its base model, whose tensors `random` have no weights."""
-    import peft
-
-    if left := [name for name in random if PREFIX + name not in stored]:
-        raise InputError(
-            f"neither the adapter in {folder} nor its base model has weights for {few(left)}",
-            "Save the adapter with its classifier (modules_to_save in peft).",
-        )
-    misfit = f"the adapter in {folder} does not fit {type(module).__name__}"
-    advice = f"Check base_model_name_or_path in its {ADAPTER}."
-    with (
-        explain_failure(misfit, advice, ValueError, RuntimeError, KeyError, TypeError),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # warnings about missing weights: these are refused below
-        model = peft.PeftModel.from_pretrained(module, str(folder))
-        # by default it asks the Hub whether the vocabulary changed
-        taken = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    missing, surplus = taken.keys() - stored.keys(), stored.keys() - taken.keys()
-    if strange := sorted(missing | (surplus - set(model.state_dict()))):
-        raise InputError(f"{misfit}: {few(strange)}", advice)
-    if not hasattr(model.base_model, "merge_and_unload"):
-        kind = getattr(model.peft_config["default"].peft_type, "value", "this kind")
-        raise InputError(
-            f"an adapter of kind {kind} cannot be merged into the weights of its base model",
-            "Write a py: factory that returns the model with its adapter.",
-        )
-    return model.merge_and_unload(safe_merge=True)

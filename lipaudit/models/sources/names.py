@@ -42,14 +42,7 @@ def demo_names() -> tuple[str, ...]:
 
 def similar_models(spec: str) -> list[str]:
     """Return MODEL arguments similar to a name that was not found."""
-    source, colon, name = spec.partition(":")
-    if not colon:
-        source, name = "", spec
-    elif source not in SOURCES:
-        source = next(iter(similar(source, SOURCES)), "")
-    demos = [f"demo:{close}" for close in similar(name, DEMOS)] if source != "timm" else []
-    if not source:
-        demos = similar(name, ("demo",)) + demos
-    bare = name.partition(".")[0]
-    listed = similar(bare, timm_names()) if source in ("", "timm") else []
-    return [*demos, *(f"timm:{close}" for close in listed)][:3]
+    timm = (f"timm:{name}" for name in timm_names())
+    known = {model.partition(":")[2] or model: model for model in (*demo_names(), *timm)}
+    bare = spec.rpartition(":")[2].partition(".")[0]
+    return [known[name] for name in similar(bare, known)]

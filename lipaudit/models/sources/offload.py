@@ -19,14 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.samples import remark
-from lipaudit.errors import (
-    EvaluationError,
-    InputError,
-    UsageError,
-    out_of_memory,
-    suggestion,
-)
-from lipaudit.models.sources.weights import few, read_json
+from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
+from lipaudit.models.sources.weights import describe_misfit, few, read_json
 from lipaudit.tables import Note
 
 PLANNED = ("auto", "balanced")
@@ -140,18 +134,13 @@ def find_device(name: str) -> torch.device:
     try:
         wanted = torch.device(name)
         torch.empty(1, device=wanted).item()  # the meta device holds no values
-    except (RuntimeError, AssertionError, ImportError) as error:
+        torch.empty(1, device=wanted, dtype=torch.float64)  # mps has none
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:
         if out_of_memory(error):
             raise
         raise UsageError(
-            f"device {name!r} is not available on this machine", "Use --device auto or cpu."
-        ) from error
-    try:
-        torch.empty(1, device=wanted, dtype=torch.float64)
-    except TypeError as error:  # for mps
-        raise UsageError(
-            f"device {str(wanted)!r} has no float64, which bounds and statistics need",
-            "Use --device cpu.",
+            f"device {name!r} is not available on this machine, or has no float64",
+            "Use --device auto or cpu. Bounds and statistics need float64.",
         ) from error
     return wanted
 
@@ -237,25 +226,25 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
         InputError: the map does not fit the model.
     """
     path = Path(wanted)
+    example = 'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.'
     if not path.is_file():
         raise UsageError(
-            f"--device-map {wanted} is neither {' nor '.join(PLANNED)}, nor a file",
-            'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.',
+            f"--device-map {wanted} is neither auto nor balanced, nor a file", example
         )
     content = read_json(path)
     words = content.values() if isinstance(content, dict) else ()
     if not words or not all(isinstance(w, str) or type(w) is int for w in words):
-        raise InputError(f"{path} is not a map of modules to devices", 'For example {"": "disk"}.')
+        raise InputError(f"{path} is not a map of modules to devices", example)
     tensors = [name for name, _ in module.named_parameters()]
     names = {*tensors, *(name for name, _ in (*module.named_modules(), *module.named_buffers()))}
-    for name in content.keys() - names:
+    unknown = sorted(content.keys() - names)
+    missing = [name for name in tensors if _look_up(content, name) is None]
+    if unknown or missing:
         parts = few([part for part, _ in module.named_children()])
-        advice = suggestion(name, sorted(names), f"Its modules are: {parts}.")
         raise InputError(
-            f"{path} names the module {name!r}, which the model does not have", advice
+            f"{path} does not fit the model: {describe_misfit(missing, unknown, ())}",
+            f'Its modules are: {parts}. Add "": "cpu", or another device, for all others.',
         )
-    if left := [name for name in tensors if _look_up(content, name) is None]:
-        raise InputError(f"{path} leaves out {few(left)}", 'Add "": "cpu", or another device.')
     return dict(content)
 
 

@@ -53,6 +53,9 @@ TOWERS = {"image": "pixel_values", "text": "input_ids"}
 """Input of each tower."""
 
 
+SWITCH = re.compile(r"pooling_mode_(.*?)(_tokens?)?")
+
+
 def has_head(module: Any) -> bool:
     """Say whether a model's output comes from a head; otherwise it is features."""
     return type(module).__name__.endswith(tuple(HEADS))
@@ -136,25 +139,18 @@ def choose_pooling(path: Path | None) -> Pooling:
     """
     if path is None or not (path / "modules.json").is_file():
         return mean_pooling
-    modules = read_json(path / "modules.json")
-    modules = modules if isinstance(modules, list) else [modules]
-    # A step without a type is not supported.
-    types = [module.get("type") if isinstance(module, dict) else None for module in modules]
-    steps = {str(kind).rpartition(".")[2] for kind in types}
-    unknown = steps - {"Transformer", "Pooling", "Normalize"}
-    file, mode = path / "1_Pooling" / "config.json", "mean"
-    if file.is_file():
-        settings = read_json(file)
-        if not isinstance(settings, dict):
-            raise InputError(f"{file} holds no settings", "Copy or download it again.")
+    file = path / "1_Pooling" / "config.json"
+    with explain_failure(f"the pooling in {path} cannot be read", "Copy or download it again."):
+        steps = {module["type"].rpartition(".")[2] for module in read_json(path / "modules.json")}
+        settings = read_json(file) if file.is_file() else {"pooling_mode": "mean"}
         # Older files have a switch for each mode.
-        switch = re.compile(r"pooling_mode_(.*?)(_tokens?)?")
-        on = [match[1] for key, v in settings.items() if v and (match := switch.fullmatch(key))]
-        mode = str(settings.get("pooling_mode", "+".join(on)))
+        on = [SWITCH.fullmatch(key) for key, value in settings.items() if value]
+        mode = str(settings.get("pooling_mode", "+".join(match[1] for match in on if match)))
     poolings: dict[str, Pooling] = {
         "mean": mean_pooling,
         "cls": lambda result, _mask: result.last_hidden_state[:, 0],
     }
+    unknown = steps - {"Transformer", "Pooling", "Normalize"}
     if unknown or mode not in poolings:
         raise InputError(
             f"{path} pools its tokens in a way that is not supported: {unknown or mode}",
@@ -227,15 +223,8 @@ def describe_images(
     """Describe the image input of a model; its processor is read from `path`.
 
     Raises:
-        InputError: the model takes videos, or patches cut by its processor.
+        InputError: the processor cannot be loaded, or cuts patches.
     """
-    config = module.config
-    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
-    if frames:
-        raise InputError(
-            f"{type(module).__name__} takes videos of {frames} frames, and lipaudit reads images",
-            "Write a py: factory that returns a ModelSpec of kind tokens.",
-        )
     processor: Any = None
     if path is not None and (path / "preprocessor_config.json").is_file():
         from transformers import AutoImageProcessor

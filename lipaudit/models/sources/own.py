@@ -15,22 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipaudit.data.arrays import SampleForm
 from lipaudit.data.samples import warning
 from lipaudit.errors import (
     InputError,
     UsageError,
     explain_failure,
-    first_line,
-    of_machine,
     suggestion,
 )
-from lipaudit.models.lifting import devices, precision
 from lipaudit.models.net import OWN, Net
-from lipaudit.models.precision import eager
-from lipaudit.models.sources.assembly import assemble, find_main_output, require_values, unwrap
+from lipaudit.models.sources.assembly import assemble, require_values, unwrap
 from lipaudit.models.sources.weights import (
-    find_misfit,
     hash_weights,
     load_strictly,
     read_weights,
@@ -107,12 +101,10 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
         InputError: as in `load_factory`, or the weights do not fit.
     """
     if options.classes is not None:
-        raise UsageError(f"py:{reference} has a fixed number of classes", "Leave --classes out.")
-    spec = load_factory(reference, options)
+        raise UsageError(f"{reference} has a fixed number of classes", "Leave --classes out.")
+    spec = load_factory(reference.removeprefix("py:"), options)
     state, notes = read_weights(path)
-    if find_misfit(spec.module, state):
-        state = strip_prefix(state)
-    load_strictly(spec.module, state, origin=str(path))
+    load_strictly(spec.module, strip_prefix(state, spec.module), origin=str(path))
     return replace(spec, notes=spec.notes + notes)
 
 
@@ -136,15 +128,13 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec | 
     """Return the input description of a user's model.
 
     A `ModelSpec` describes itself. Modules of timm and transformers are recognised. Any other
-    module takes images of --input-size, or else samples of the shape of the data. If that shape
-    has several readings, the module is tried on each.
+    module takes images of --input-size, or else samples of the shape of the data.
 
     Returns:
         The description, or None if the input is unknown.
 
     Raises:
-        UsageError: the module runs on several readings, and the values fit each.
-        InputError: the module runs on no reading.
+        UsageError: the shape of the data has several readings, and the values fit each.
     """
     if isinstance(model, ModelSpec):
         return replace(model, module=unwrap(model.module))
@@ -162,53 +152,23 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec | 
         images = [(c, h, w) for form in forms if form.kind == "image" for c, h, w in [form.shape]]
         fitting = [shape for shape in images if options.image_shape(shape) == shape]
         return ModelSpec(module, options.image_shape((fitting or images or [(3, 0, 0)])[0]))
-    if len(forms) < 2:
-        return ModelSpec(module, forms[0].shape, kind=forms[0].kind) if forms else None
-    form = _choose_form(module, forms)
-    text = f"each sample is read as {form}, the only shape that fits the data"
-    return ModelSpec(module, form.shape, kind=form.kind, notes=(warning("read-as", text),))
-
-
-def _choose_form(module: nn.Module, forms: Sequence[SampleForm]) -> SampleForm:
-    """Return the only reading of the samples on which a module runs."""
-    name = type(module).__name__
-    require_values(module, name)
-    device, dtype = next(devices(module)), precision(module)
-    ran: list[SampleForm] = []
-    failures: list[str] = []
-    with restore(module), eager(), torch.no_grad():
-        module.eval()
-        for form in forms:
-            # Two blank samples, as one could pass for an image without a batch.
-            x = torch.full((2, *form.shape), 0.5, device=device, dtype=dtype)
-            try:
-                shape = tuple(find_main_output(module(x)).shape)
-            except Exception as error:  # the model's own code may raise anything
-                if of_machine(error):
-                    raise
-                failures.append(f"{form} ({type(error).__name__}: {first_line(error)})")
-                continue
-            if shape[:1] == (2,):
-                ran.append(form)
-            else:
-                failures.append(f"{form} (it returns {shape} for two samples)")
-    if not ran:
-        raise InputError(
-            f"{name} cannot run on the samples, however they are read: {'; '.join(failures)}",
-            "Check the shape of the data, or give a lipaudit.ModelSpec that defines the input.",
-        )
-    # If the values rule out one reading, the other one is right.
-    ran = [form for form in ran if form.fits] or ran
-    if len(ran) > 1:
-        sizes = [",".join(map(str, form.shape)) for form in ran if form.kind == "image"]
-        other = " for an image" if len(sizes) < len(ran) else ""
+    possible = [form for form in forms if form.fits]
+    if all(form.kind == "image" for form in possible):
+        # Pictures have 1 or 3 channels, first or last.
+        possible = [form for form in possible if form.shape[0] in (1, 3)] or possible
+    if len(possible) > 1:
+        sizes = [",".join(map(str, form.shape)) for form in possible if form.kind == "image"]
         raise UsageError(
-            f"each sample may be {' or '.join(map(str, ran))}",
-            f"{name} runs on both shapes. Give --input-size {' or '.join(sizes)}{other}, or "
-            f"in Python input_shape={' or '.join(str(form.shape) for form in ran)}; a py: "
-            "factory may return lipaudit.ModelSpec(model, SHAPE).",
+            f"each sample may be {' or '.join(map(str, possible))}",
+            f"Give --input-size {' or '.join(sizes)} for an image, or in Python input_shape="
+            f"{' or '.join(str(form.shape) for form in possible)}. A py: factory may return "
+            "lipaudit.ModelSpec(model, SHAPE).",
         )
-    return ran[0]
+    if not possible:
+        return None
+    form = possible[0]
+    notes = (warning("read-as", f"each sample is read as {form}"),) if len(forms) > 1 else ()
+    return ModelSpec(module, form.shape, kind=form.kind, notes=notes)
 
 
 @contextmanager

@@ -11,11 +11,9 @@ from safetensors.torch import save
 
 from lipaudit.models.net import Net
 from lipaudit.models.sources.demo import AS_TIMM, DigitsViT
-from lipaudit.models.sources.huggingface import silence_transformers
+from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
 from lipaudit.models.sources.weights import read_json
 from lipaudit.models.spec import LoadOptions
-
-WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.h5", "*.onnx", "*.msgpack", "*.ckpt*")
 
 
 def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
@@ -38,15 +36,12 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     module: Any = net.module
     if hasattr(module, "save_pretrained"):
         source = Path(module.config._name_or_path)
-        if source.is_dir():
-            # A checkpoint may be saved into a subfolder of its model, which is not copied.
-            around, skip_weights = {folder, *folder.parents}, shutil.ignore_patterns(*WEIGHTS)
-
-            def ignored(directory: str, names: list[str]) -> set[str]:
-                own = {n for n in names if Path(directory, n).resolve() in around}
-                return own | skip_weights(directory, names)
-
-            shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
+        beside = (*source.glob("*"), *source.glob(POOLING)) if source.is_dir() else ()
+        for file in beside:
+            copy = folder / file.relative_to(source)
+            if file.suffix in SETTINGS and ".index." not in file.name and not copy.exists():
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copy)
         with silence_transformers():
             module.save_pretrained(folder)
         return True

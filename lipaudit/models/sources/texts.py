@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
@@ -118,25 +119,15 @@ def _classify_token(token: str, mark: str | None) -> int:
     return GOES_ON
 
 
-ORDINARY = -1
-"""Replaces the id of every token that is not a special token."""
-
-
 class Feed:
     """A tokenizer in front of a model.
 
-    Token types follow from the ids: each stretch between separators has a type, and special ids
-    within it may have another. The rules are read off two examples, and checked on every text. If
-    they fail on a text (one that contains the word "[SEP]"), its types are stored by its ids.
-
-    Attributes:
-        rules: (is a pair, separators before, special id or `ORDINARY`) -> type; None if the model
-            takes no types, or the tokenizer returns none.
-        exceptions: token ids -> types, for texts on which the rules fail.
+    Token types follow from the ids: 1 behind the first separator of a pair, else 0. Every text is
+    checked for this.
     """
 
     def __init__(self, module: Any, tokenizer: Any, size: int) -> None:
-        """Read the rules.
+        """Read the separator off two examples.
 
         Args:
             module: the model.
@@ -145,22 +136,12 @@ class Feed:
         """
         self.tokenizer, self.size = tokenizer, size
         self.separator: int | None = getattr(tokenizer, "sep_token_id", None)
-        known = inspect.signature(tokenizer.__call__).parameters
-        marks = {"return_special_tokens_mask": True}
-        marks = marks if "return_special_tokens_mask" in known else {}
-        one, two = tokenizer("a", **marks), tokenizer("a", "b", **marks)
+        one, two = tokenizer("a"), tokenizer("a", "b")
+        alone, both = (list(each["input_ids"]).count(self.separator) for each in (one, two))
+        self.separators = both if both > alone else math.inf
         takes = "token_type_ids" in inspect.signature(module.forward).parameters
-        typed = "token_type_ids" in one and takes
-        typed = typed and getattr(module.config, "type_vocab_size", None) != 1
-        self.rules = _read_rules(one, self.separator, pair=False) if typed else None
-        self.exceptions: dict[tuple[int, ...], list[int]] = {}
-        self.separators = 0
-        if self.rules is not None:
-            self.separators = list(two["input_ids"]).count(self.separator)
-            differs = self.separators > list(one["input_ids"]).count(self.separator)
-            both = _read_rules(two, self.separator, pair=differs)
-            if both and all(both.get(key, kind) == kind for key, kind in self.rules.items()):
-                self.rules |= both
+        single = getattr(module.config, "type_vocab_size", None) == 1
+        self.typed = takes and not single and "token_type_ids" in one
 
     @property
     def unknown(self) -> int | None:
@@ -171,22 +152,13 @@ class Feed:
         return None if known else self.tokenizer.unk_token_id
 
     def types(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the token types for the model; None if it takes none."""
-        if self.rules is None:
+        """Return the token types for the model; nothing if it takes none."""
+        if not self.typed:
             return {}
-        ends = (x == self.separator).long() if self.separator is not None else torch.zeros_like(x)
+        ends = (x == self.separator).long() if self.separator is not None else 0 * x
         ends = ends if mask is None else ends * mask
-        before, types = ends.cumsum(1) - ends, torch.zeros_like(x)
-        pair = (ends.sum(1, keepdim=True) >= self.separators) & any(key[0] for key in self.rules)
-        for (two, section, special), kind in sorted(self.rules.items(), key=lambda r: r[0][2]):
-            here = (pair == two) & (before == section)
-            here = here if special == ORDINARY else here & (x == special)
-            types = torch.where(here, kind, types)
-        real = torch.ones_like(x) > 0 if mask is None else mask > 0
-        for row in range(len(x)) if self.exceptions else ():
-            if own := self.exceptions.get(tuple(x[row, real[row]].tolist())):
-                types[row, real[row]] = types.new_tensor(own)
-        return {"token_type_ids": types}
+        pair = ends.sum(1, keepdim=True) >= self.separators
+        return {"token_type_ids": (ends.cumsum(1) - ends).clamp(max=1) * pair}
 
     def ids(self, *texts: str, most: int) -> list[int]:
         """Return the ids of a text, or of a pair, cut to a number of tokens.
@@ -200,8 +172,8 @@ class Feed:
             raise InputError(
                 f"the tokenizer has {len(self.tokenizer)} tokens, but the model has embeddings "
                 f"for only {self.size}: {texts[0][:40]!r} holds {token!r}, id {max(ids)}",
-                "Use the tokenizer that the model was trained with, or enlarge its embedding "
-                "(resize_token_embeddings) and train it.",
+                "Use the tokenizer that the model was trained with, or train the model with a "
+                "larger embedding (resize_token_embeddings).",
             )
         return ids
 
@@ -209,35 +181,18 @@ class Feed:
         """Return the encoding of a text, or of a pair, cut to a number of tokens.
 
         Raises:
-            InputError: the same ids had other types before.
+            InputError: its token types do not follow from its ids.
         """
         encoded = self.tokenizer(*texts, truncation=True, max_length=most, **more)
-        if self.rules is None or not encoded["input_ids"]:
-            return encoded
-        ids, own = list(encoded["input_ids"]), list(encoded["token_type_ids"])
-        usual = self.types(torch.tensor([ids]))["token_type_ids"][0].tolist()
-        if usual != own and self.exceptions.setdefault(tuple(ids), own) != own:
+        ids = list(encoded["input_ids"])
+        usual = self.types(torch.tensor([ids], dtype=torch.long)).get("token_type_ids")
+        if usual is not None and usual[0].tolist() != list(encoded["token_type_ids"]):
             raise InputError(
-                f"the token ids of {texts[0][:40]!r} and of another text are the same, but "
-                "their token types differ",
-                "Remove special tokens, such as [SEP], from the texts.",
+                f"the token types of {texts[0][:40]!r} do not follow from its token ids",
+                "Remove special tokens, such as [SEP], from the texts. For a tokenizer with other "
+                "types, write a py: factory that returns a ModelSpec with its own `call`.",
             )
         return encoded
-
-
-def _read_rules(
-    encoded: Mapping[str, Any], separator: int | None, *, pair: bool
-) -> dict[tuple[bool, int, int], int] | None:
-    """Derive the type of each token from an example; None if one rule would give two types."""
-    rules: dict[tuple[bool, int, int], int] = {}
-    section = 0
-    ids = encoded["input_ids"]
-    marks = encoded.get("special_tokens_mask") or [0] * len(ids)
-    for token, kind, mark in zip(ids, encoded["token_type_ids"], marks, strict=True):
-        if rules.setdefault((pair, section, token if mark else ORDINARY), kind) != kind:
-            return None
-        section += token == separator
-    return rules
 
 
 READS_IDS = ("cohere_compass", "dpr", "flaubert", "xlm")
@@ -288,10 +243,6 @@ def pad_inputs(
             "Use a smaller --batch-size.",
         )
 
-    def keep_last(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        rows = torch.arange(len(x), device=x.device)
-        return (args[0][rows, last][:, None], *args[1:])
-
     with ExitStack() as undo:
         if own is None and is_classifier(module):
             undo.callback(setattr, config, "pad_token_id", config.pad_token_id)
@@ -300,10 +251,6 @@ def pad_inputs(
             ones = torch.ones_like(x) if module.config.model_type in READS_IDS else None
             yield x, ones
             return
-        for part in module.modules():
-            # This part reads the last position of the padded text: give it the last real token.
-            if getattr(part, "summary_type", None) == "last":
-                undo.callback(part.register_forward_pre_hook(keep_last).remove)
         yield x.masked_fill(~mask, fill), mask.long()
 
 
@@ -340,8 +287,6 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         end = getattr(config, "eos_token_id", None)
         end = end[0] if isinstance(end, list) else end
         end = end if end is not None and end < config.vocab_size else None
-    # XLNet transposes its ids to (tokens, batch): a row of them is no sample.
-    embed = module.get_input_embeddings() if module.config.model_type == "xlnet" else None
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
         text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
@@ -364,44 +309,23 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         vocabulary=size,
         pad_id=find_pad(config) or 0,
         end_id=end,
-        call=_make_call(module, tower, feed, end, embed),
+        call=_make_call(module, tower, feed, end),
         read=_make_read(module, tower, choose_pooling(path)),
-        entry=embed,
         **facts,
     )
 
 
 def _make_call(
-    module: Any, tower: str | None, feed: Feed | None, end: int | None, embed: Any
+    module: Any, tower: str | None, feed: Feed | None, end: int | None
 ) -> Callable[[Tensor, Tensor | None], Any]:
     """Return a function that runs a model on ids and their mask, and passes the mask on."""
     run = module if tower is None else getattr(module, f"get_{tower}_features")
-    name, config = type(module).__name__, module.config
+    config = module.config
     decoder = tower is None and config.is_encoder_decoder and not has_head(module)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         with pad_inputs(module, x, mask, end) as (ids, attention):
             inputs: dict[str, Any] = {} if feed is None else feed.types(ids, mask)
-            if embed is not None:
-                # Embed here, one sample per row: the model transposes embeddings as it does ids.
-                return run(attention_mask=attention, inputs_embeds=embed(ids), **inputs), mask
-            if end is not None and tower is None:
-                ends = ((ids == end) if mask is None else (ids == end) & mask).sum(1)
-                # The model's own code refuses these texts, without saying what to do.
-                if int(ends.min()) == 0 or int(ends.max()) != int(ends.min()):
-                    raise InputError(
-                        f"{name} reads the state at the end of a text, so every text "
-                        f"needs the end token id {end} (eos_token_id) equally often",
-                        "Put the tokenizer's files beside config.json, or append that id to the "
-                        "token ids.",
-                    )
-            if tower is not None and mask is not None and config.model_type.startswith("siglip"):
-                raise InputError(
-                    f"the text tower of {name} reads the last position even if it is padding. "
-                    "So the features of short texts would depend on the longest text",
-                    "Give texts of one length, as token ids in an .npz file padded as in "
-                    "training.",
-                )
             if decoder:
                 # The decoder of a model without a head reads the same text, one token later.
                 begin = (getattr(config, "decoder_start_token_id", None), find_pad(config), 0)

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from packaging.version import Version
 from torch import nn
 
-from lipaudit.data.hub import (
-    OFFLINE,
-    Commit,
-    Repository,
-    explain_refusal,
-    find_commit,
-    is_offline,
-)
+from lipaudit.data.hub import Repository, explain_refusal, find_commit
 from lipaudit.data.images import resize
 from lipaudit.data.samples import remark, warning
-from lipaudit.errors import (
-    InputError,
-    UsageError,
-    explain_failure,
-    of_machine,
-    out_of_memory,
-    suggestion,
-)
+from lipaudit.errors import InputError, UsageError, of_machine, out_of_memory, suggestion
 from lipaudit.models.sources.names import timm_names
 from lipaudit.models.sources.weights import (
     PREFERRED,
@@ -51,13 +35,6 @@ DEFAULT_NORMALISATION = warning(
 )
 
 
-def is_timm(name: str) -> bool:
-    """Say whether timm knows an architecture, with or without the tag of its weights."""
-    import timm
-
-    return bool(timm.is_model(name.partition(".")[0]))
-
-
 def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     """Load a registry model with timm's weights, or with random ones on request.
 
@@ -65,10 +42,34 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
         InputError: the name is unknown, or the weights cannot be downloaded.
         UsageError: with these arguments a part of the weights would be random.
     """
+    import timm.models
+
     _require_known(name)
     if not options.pretrained:
         return describe_timm(_create(name, options.building), options, notes=(RANDOM,))
-    module, commit = _download(name, options)
+    config: Any = timm.models.get_pretrained_cfg(name)
+    hub_id = None if config is None else config.hf_hub_id
+    advice = f"Or give a weights file with --arch timm:{name.partition('.')[0]}"
+    advice += f" (of {hub_id})" if hub_id else f" ({config.url})" if config and config.url else ""
+    advice += ". --model-kwargs pretrained=false uses random weights (to check memory and time)."
+    if not hub_id:
+        raise InputError(f"the Hub has no weights of timm for {name}", advice.removeprefix("Or "))
+    repository = Repository(hub_id)
+    try:
+        commit = find_commit(repository, offline=options.offline)
+        at = {"hf_hub_id": f"{hub_id}@{commit.sha}", "custom_load": config.custom_load}
+        module = _create(name, options.building, pretrained=True, pretrained_cfg_overlay=at)
+    except UsageError:
+        raise
+    except Exception as error:  # every HTTP library has its own exceptions
+        if out_of_memory(error):
+            raise
+        refused = error if isinstance(error, InputError) else explain_refusal(error, repository)
+        raise InputError(
+            f"the pretrained weights of {name} cannot be loaded: {refused.message}",
+            f"{refused.advice} {advice}",
+        ) from error
+    commit.remember()
     classes, trained = module.num_classes, module.pretrained_cfg["num_classes"]
     if classes not in (0, trained):
         raise UsageError(
@@ -86,11 +87,6 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     Raises:
         InputError: it has no file of weights, or several without the usual name.
     """
-    import timm
-
-    if Version(timm.__version__) < Version("1.0.16"):  # the first version that loads `local-dir:`
-        text = f"timm {timm.__version__} cannot read directories in timm's format"
-        raise InputError(text, "pip install 'timm>=1.0.16'")
     module = _create(f"local-dir:{path}", options.building)
     if not options.pretrained:
         return describe_timm(module, options, notes=(RANDOM,))
@@ -115,6 +111,7 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     """
     import timm.models
 
+    arch = arch.removeprefix("timm:")
     _require_known(arch)
     state, notes = read_weights(path)
     state = strip_prefix(state)  # every timm model has several parts
@@ -146,7 +143,13 @@ def describe_timm(
         module.reset_classifier(options.classes)
         notes, known_labels = (*notes, new_classifier(options.classes)), False
     config = timm.data.resolve_model_data_config(module)
-    shape = options.image_shape(_image_shape(module, config, options.model_kwargs))
+    # The built model knows its channels and size: --model-kwargs may have changed them.
+    size = getattr(getattr(module, "patch_embed", None), "img_size", None)
+    size = size or options.model_kwargs.get("img_size") or config["input_size"][1:]
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    stem = next((part for part in module.modules() if isinstance(part, nn.Conv2d)), None)
+    channels = config["input_size"][0] if stem is None else stem.in_channels
+    shape = options.image_shape((channels, height, width))
     # The transform is built for the requested size.
     config["input_size"] = shape
     labels, aliases = _read_labels(module) if known_labels else (None, {})
@@ -168,21 +171,23 @@ def describe_timm(
 
 
 def _require_known(name: str) -> None:
-    if not is_timm(name):
-        near = suggestion(
-            name.partition(".")[0], timm_names(), "Search names with `lipaudit models PART`."
-        )
-        hub = f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
-        raise InputError(f"timm has no model {name!r}", hub if "/" in name else near)
+    import timm
+
+    if timm.is_model(name.partition(".")[0]):
+        return
+    advice = "Search names with `lipaudit models PART`."
+    advice = suggestion(name.partition(".")[0], timm_names(), advice)
+    hub = f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
+    raise InputError(f"timm has no model {name!r}", hub if "/" in name else advice)
 
 
-def _create(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any] | None = None) -> Any:
+def _create(name: str, kwargs: Mapping[str, Any], **weights: Any) -> Any:
     """Build a model, with fused attention if timm has it.
 
     Args:
         name: a name of timm's registry, or `local-dir:PATH`.
         kwargs: the user's arguments.
-        weights: the place of timm's weights; None for random ones.
+        weights: whether and where timm loads weights; by default they are random.
     """
     import timm
     from timm.layers import set_fused_attn, use_fused_attn
@@ -190,66 +195,17 @@ def _create(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any] | N
     before = use_fused_attn(), use_fused_attn(experimental=True)
     set_fused_attn(True, experimental=True)
     try:
-        pretrained = weights is not None
-        return timm.create_model(name, pretrained=pretrained, **(weights or {}), **kwargs)
+        return timm.create_model(name, **{"pretrained": False} | weights, **kwargs)
     except (TypeError, AssertionError) as error:
         raise UsageError(
             f"timm cannot build {name} with {kwargs}: {error}", "Check --model-kwargs."
         ) from error
     except (RuntimeError, ValueError) as error:
-        if weights is not None or of_machine(error):
+        if weights or of_machine(error):
             raise
         raise InputError(f"timm cannot build {name}: {error}", "Check the name.") from error
     finally:
         set_fused_attn(before[0], experimental=before[1])
-
-
-def _download(name: str, options: LoadOptions) -> tuple[Any, Commit | None]:
-    """Build a model with timm's weights; return their commit if they are on the Hub."""
-    import timm.models
-
-    config: Any = timm.models.get_pretrained_cfg(name)
-    arch = name.partition(".")[0]
-    random = (
-        "--model-kwargs pretrained=false uses random weights (enough to check memory and time)."
-    )
-    if config is None or not config.has_weights:
-        text = f"timm has no weights for {name}"
-        raise InputError(text, f"Give your own weights file with --arch timm:{arch}. {random}")
-    repository = Repository(config.hf_hub_id) if config.hf_hub_id else None
-    file = f"model.safetensors of {repository.page}" if repository else config.url
-    try:
-        if repository is not None:
-            commit = find_commit(repository, offline=options.offline)
-            at = f"{repository.name}@{commit.sha}"
-            overlay = {"hf_hub_id": at, "custom_load": config.custom_load}
-            try:
-                module = _create(name, options.building, {"pretrained_cfg_overlay": overlay})
-            except UsageError:
-                raise
-            except Exception as error:  # every HTTP library has its own exceptions
-                if out_of_memory(error):
-                    raise
-                raise explain_refusal(error, repository) from error
-            commit.remember()
-            return module, commit
-        # Weights that timm stores outside the Hub.
-        cached = Path(torch.hub.get_dir(), "checkpoints", config.url.rpartition("/")[2])
-        if is_offline(asked=options.offline) and not cached.is_file():
-            raise InputError(
-                f"{config.url} is not in the local cache, and {OFFLINE}",
-                "Run the command once with a connection.",
-            )
-        with (
-            explain_failure(f"{config.url} cannot be fetched", "Check the network."),
-            redirect_stdout(sys.stderr),  # torch.hub prints its downloads to stderr
-        ):
-            return _create(name, options.building, {}), None
-    except InputError as error:
-        raise InputError(
-            f"the pretrained weights of {name} cannot be loaded: {error.message}",
-            f"{error.advice} Or give a weights file ({file}) with --arch timm:{arch}. {random}",
-        ) from error
 
 
 def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
@@ -258,37 +214,11 @@ def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
     if not find_misfit(module, state) or convert is None:
         load_strictly(module, state, origin=str(path))
         return ()
-    try:
+    converted = state
+    with suppress(KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError):
         converted = convert(dict(state), module)
-    except (KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError) as error:
-        if of_machine(error):
-            raise
-        converted = state
     load_strictly(module, converted, origin=str(path))
     return (remark("converted", "timm converted the weights from another layout or size"),)
-
-
-def _image_shape(
-    module: Any, config: dict[str, Any], kwargs: Mapping[str, Any]
-) -> tuple[int, int, int]:
-    """Read channels and size off the built model: --model-kwargs may have changed them."""
-    size = getattr(getattr(module, "patch_embed", None), "img_size", None)
-    size = size or kwargs.get("img_size") or config["input_size"][1:]
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    channels = config["input_size"][0]
-    conv = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
-    if conv is None or conv.in_channels == channels:
-        return channels, height, width
-    # Try an image: a stem may rearrange the pixels before its first convolution.
-    like = next(module.parameters())
-    try:
-        with torch.no_grad():
-            module.eval()(like.new_zeros(1, channels, height, width))
-    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-        if of_machine(error):
-            raise
-        return conv.in_channels, height, width
-    return channels, height, width
 
 
 def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:

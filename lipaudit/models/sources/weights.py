@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import pickle
-import pickletools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from warnings import catch_warnings, simplefilter
 
 import torch
 from pydantic_core import from_json
@@ -23,17 +21,10 @@ from lipaudit.errors import InputError, explain_failure, first_line, out_of_memo
 from lipaudit.tables import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-PREFERRED = (
-    "model.safetensors",
-    "pytorch_model.bin",
-    "model.pt",
-    "model.pth",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
-OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "consolidated")
+PREFERRED = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
+BESIDE = re.compile("adapter|training_args|optimizer|scheduler|scaler|rng_state|consolidated")
+"""First parts of the names of files beside a model: states of a training, copies, LoRA."""
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-WRAPPERS = ("module.", "_orig_mod.", "model.")
 
 HALF = {torch.float16, torch.bfloat16}
 HASHED = 2**20
@@ -46,7 +37,6 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     """Read a file of weights: the tensors by name, and notes on how they were found.
 
     In a training checkpoint, the exponential moving average is preferred to the last weights.
-    Prefixes of wrappers (DataParallel, compile, Lightning) are removed.
 
     Raises:
         InputError: the file is damaged, holds code, or holds no weights.
@@ -68,10 +58,6 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     state = {k: v for k, v in content.items() if isinstance(v, Tensor)}
     if not state:
         raise InputError(f"{path} holds no named tensors", "Save only the model's state_dict().")
-    # Wrappers nest: DataParallel around a compiled model around Lightning.
-    for prefix in WRAPPERS:
-        if all(k.startswith(prefix) for k in state):
-            state = {k.removeprefix(prefix): v for k, v in state.items()}
     return state, notes + note_half_precision(v.dtype for v in state.values())
 
 
@@ -83,41 +69,25 @@ def _read_pickle(path: Path) -> Any:
     """
     try:
         # timm's training checkpoints store their arguments beside the weights
-        with torch.serialization.safe_globals([argparse.Namespace]), catch_warnings():
-            simplefilter("ignore")  # a warning about TorchScript archives, refused below
+        with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as caught:  # junk may raise anything
-        asked = re.search(r"allocate (\d+) bytes", str(caught))
-        # A damaged file may ask for more memory than it has bytes: memory is not short then.
-        lies = asked is not None and int(asked[1]) > path.stat().st_size
-        if out_of_memory(caught) and not lies:
+    except Exception as error:  # junk may raise anything
+        if out_of_memory(error):
             raise
-        error = caught
-    if "TorchScript" in str(error):
+        names: list[str] = []
+        with suppress(Exception):  # a pickle without an archive around it names none
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        if names or isinstance(error, pickle.UnpicklingError):
+            raise InputError(
+                f"{path} holds more than weights ({few(names) or 'or is damaged'}), so it was "
+                "not opened",
+                "Opening it could run code. If you trust it, save only model.state_dict(), best "
+                "as .safetensors.",
+            ) from error
         raise InputError(
-            f"{path} is TorchScript (a program), not a weights file",
-            "Save the state_dict() of the original module.",
+            f"{path} is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})",
+            "Copy or download it again. Of a TorchScript program save the state_dict().",
         ) from error
-    names: list[str] = []
-    with suppress(Exception):  # junk names none
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    whole = False
-    if isinstance(error, pickle.UnpicklingError):
-        # A whole pickle, by its grammar alone, without running it.
-        with suppress(ValueError), path.open("rb") as content:
-            whole = len(list(pickletools.genops(content))) > 0
-    if names or whole:
-        what = f" ({few(names)})" if names else ""
-        raise InputError(
-            f"{path} holds more than weights{what}, so it was not opened",
-            "Opening it could run code. If you trust it, save only model.state_dict(), best "
-            "as .safetensors. torch.serialization.get_unsafe_globals_in_checkpoint(FILE) "
-            "lists the code.",
-        ) from error
-    raise InputError(
-        f"{path} is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})",
-        "Copy or download it again.",
-    ) from error
 
 
 def list_weight_files(names: Iterable[str]) -> list[str]:
@@ -134,7 +104,7 @@ def list_weight_files(names: Iterable[str]) -> list[str]:
         shards = {f for f in top if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", f)}
         if shards and f"{name}.index.json" in top:
             return sorted(shards | {f"{name}.index.json"})
-    others = sorted(f for f in top if f.endswith(SUFFIXES) and not f.startswith(OF_TRAINING))
+    others = sorted(f for f in top if f.endswith(SUFFIXES) and not BESIDE.match(f))
     return [f for f in others if f.endswith(".safetensors")] or others
 
 
@@ -170,19 +140,22 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
     module.load_state_dict(dict(state))
 
 
-def strip_prefix(state: State) -> State:
-    """Remove the first part of all names, if all weights share it.
+def strip_prefix(state: State, module: nn.Module | None = None) -> State:
+    """Remove the first part of all names while all weights share it, and do not fit a module yet.
 
-    It names the model as an attribute of a larger module: `vit.` of a LightningModule.
+    DataParallel, torch.compile and Lightning wrap the model whose weights they save.
     """
-    first = {name.partition(".")[0] for name in state}
-    return state if len(first) > 1 else {k.partition(".")[2]: v for k, v in state.items()}
+    while len({name.partition(".")[0] for name in state}) == 1 and all("." in k for k in state):
+        if module is not None and not find_misfit(module, state):
+            break
+        state = {name.partition(".")[2]: value for name, value in state.items()}
+    return state
 
 
-def few(names: Sequence[str], most: int = 4) -> str:
+def few(names: Sequence[object], most: int = 4) -> str:
     """Join the first few names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(map(str, names[:most])) + more
 
 
 def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:

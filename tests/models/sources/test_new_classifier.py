@@ -5,7 +5,7 @@ import timm
 import torch
 import transformers
 
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.saving import save_net
 
@@ -95,8 +95,3 @@ def test_a_file_of_weights(tmp_path):
     assert net.classes == 4
     assert torch.equal(net.module.cls_token, module.cls_token)
     assert_read_back(net, tmp_path / "saved", options)
-
-
-def test_models_with_classes_of_their_own():
-    with pytest.raises(UsageError, match="classes"):
-        load_net("demo", LoadOptions(classes=5))

@@ -19,7 +19,6 @@ TEXTS = [
     ("a good film", "very bad"),
     ("bad", "a very very good film"),
     ("film", "film"),
-    ("a [SEP] film", "very [CLS] bad [SEP]"),  # as words of a text
 ]
 
 
@@ -60,21 +59,19 @@ def test_pairs_are_fed_as_the_tokenizer_feeds_them(tmp_path, model, tokenizer):
     net = load_net(str(tmp_path / "model"))
     lines = [json.dumps({"premise": a, "hypothesis": b}) for a, b in TEXTS]
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
-    batch = load_data(str(tmp_path / "t.jsonl"), net, DataOptions(samples=4)).batch
+    batch = load_data(str(tmp_path / "t.jsonl"), net, DataOptions(samples=3)).batch
     logits = net.output(batch)
-    for i, j in enumerate(draw_indices(4, 4, 0)):
+    for i, j in enumerate(draw_indices(3, 3, 0)):
         with torch.no_grad():
             truth = module(**own(*TEXTS[j], return_tensors="pt")).logits
         torch.testing.assert_close(logits[i : i + 1], truth, rtol=1e-5, atol=1e-6)
 
 
-def test_types_that_no_ids_tell_apart_are_refused(tmp_path):
-    module = _bert().eval()
-    _saved(tmp_path / "model", module, "BertTokenizerFast")
+def test_types_that_do_not_follow_from_the_ids_are_refused(tmp_path):
+    _saved(tmp_path / "model", _bert().eval(), "BertTokenizerFast")
     net = load_net(str(tmp_path / "model"))
-    assert net.tokenize_pair("a [SEP] film", "bad", 9) == [2, 8, 3, 7, 3, 6, 3]
-    with pytest.raises(InputError, match="token ids of 'a' and of another text are the same"):
-        net.tokenize_pair("a", "film [SEP] bad", 9)
+    with pytest.raises(InputError, match=r"token types of 'a \[SEP\] film' do not follow"):
+        net.tokenize_pair("a [SEP] film", "bad", 9)
 
 
 @pytest.mark.parametrize("model", [_bert, _distilbert])

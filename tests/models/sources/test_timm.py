@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.models.sources.timm import describe_timm
 from tests.hub import hub as hub
 from tests.models.sources.cases import Payload, refused
 
@@ -96,10 +95,9 @@ def test_a_directory_in_timms_format(tmp_path, model):
 
 def test_random_weights_are_asked_for_said_loudly_and_always_the_same():
     options = LoadOptions(model_kwargs={"pretrained": False, "depth": 1})
-    net, twin = load_net("timm:test_vit", options), load_net("test_vit", options)
+    net, twin = (load_net("timm:test_vit", options) for _ in range(2))
     assert net.weights_sha256 == twin.weights_sha256
     assert [(n.level, n.code) for n in net.notes] == [("warning", "random-weights")]
-    assert [n.code for n in twin.notes] == ["resolved", "random-weights"]
 
 
 def test_imagenet_models_know_their_classes():
@@ -174,7 +172,7 @@ def test_a_pickle_with_code_is_not_opened(tmp_path, model, capsys):
     for name in ("raw.pt", "zip.pt", "module.pt"):
         text = refused(tmp_path / name, **ARCH)
         assert "it was not opened" in text
-        assert "get_unsafe_globals_in_checkpoint" in text
+        assert "Opening it could run code" in text
     assert "this code ran" not in capsys.readouterr().out
 
 
@@ -216,20 +214,7 @@ def _imagenet(weights):
     return dict(weights) | head
 
 
-class Rearranged(torch.nn.Module):
-    """A stem that turns 2 x 2 pixels into channels, as space-to-depth and DCT stems do."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.pretrained_cfg = {"input_size": (3, 8, 8)}
-        self.stem, self.num_classes = torch.nn.Conv2d(4 * channels, 2, 1), 2
-
-    def forward(self, x):
-        return self.stem(torch.nn.functional.pixel_unshuffle(x, 2)).mean((2, 3))
-
-
-def test_channels_are_those_of_the_image_and_not_of_the_first_convolution():
-    assert describe_timm(Rearranged(3), LoadOptions()).input_shape == (3, 8, 8)
+def test_channels_are_those_of_the_model():
     kwargs = {"pretrained": False, "img_size": 32, "depth": 1, "in_chans": 1}
     net = load_net("timm:test_vit", LoadOptions(model_kwargs=kwargs, mean=(0.5,), std=(0.5,)))
     assert net.input_shape == (1, 32, 32)

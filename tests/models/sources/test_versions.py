@@ -64,14 +64,6 @@ def test_a_torchvision_of_another_torch_is_named():
     assert "the index that torch was installed from" in fault.advice
 
 
-def test_a_timm_that_reads_no_directories_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr("timm.__version__", "1.0.15")
-    (tmp_path / "config.json").write_text('{"architecture": "test_vit"}')
-    text = refused(tmp_path)
-    assert "timm 1.0.15 cannot read directories" in text
-    assert "pip install 'timm>=1.0.16'" in text
-
-
 @pytest.mark.parametrize(
     ("version", "fields", "warned"),
     [

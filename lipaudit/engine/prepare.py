@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 from lipaudit.data.batch import Batch
@@ -287,17 +287,6 @@ def data_options(run: RunOptions, samples: int) -> DataOptions:
 
 def load_options(run: RunOptions) -> LoadOptions:
     """Return the options for loading the model."""
-    return LoadOptions(
-        arch=run.arch,
-        model_kwargs=run.model_kwargs or {},
-        mean=run.mean,
-        std=run.std,
-        input_size=run.input_size,
-        device=run.device or "auto",
-        dtype=run.dtype,
-        weights=run.weights,
-        device_map=run.device_map,
-        offline=run.offline,
-        tower=run.tower,
-        forms=lambda: find_data_forms(run.data),
-    )
+    names = {each.name for each in fields(LoadOptions)} & RunOptions.model_fields.keys()
+    given = {name: value for name in names if (value := getattr(run, name)) is not None}
+    return LoadOptions(**given, forms=lambda: find_data_forms(run.data))

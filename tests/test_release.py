@@ -48,7 +48,7 @@ PUBLIC = {
     ),
     "formats": (
         [*RENDERERS],
-        "brief csv html json junit latex markdown table text",
+        "csv html json junit latex markdown table text",
     ),
     "exit codes": (
         [f"{code.value}:{code.name}" for code in ExitCode],
@@ -65,7 +65,7 @@ PUBLIC = {
     ),
     "inputs of the action": (
         [*ACTION["inputs"]],
-        "baseline brief current fail-on html junit report strict torch-index",
+        "baseline current fail-on html junit markdown report strict torch-index",
     ),
     "outputs of the action": ([*ACTION["outputs"]], "exit-code page verdict"),
     "hooks": ([hook["id"] for hook in HOOKS], "lipaudit-baseline-check"),

@@ -11,16 +11,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from scipy.special import stdtrit
+from scipy.stats import spearmanr
 from torch import Tensor
 
 from lipaudit.attacks.oracle import logits_and_gradient
 from lipaudit.data.batch import Batch
 from lipaudit.measures import MeasureOptions, load_measures
 from lipaudit.models.net import Net
-from lipaudit.report.page.findings import compute_spearman
 from lipaudit.tables import Section
 
 RESAMPLED = 500
+FEWEST = 8
+"""Smallest number of pairs for a rank correlation."""
 LEAST, MOST, ROUNDS, STEPS = 1e-3, 0.3, 8, 20
 """Between what radii the smallest adversarial one is searched for, how often, with what steps."""
 Pair = tuple[np.ndarray, np.ndarray]
@@ -54,8 +56,10 @@ def mean_rho(pairs: Sequence[Pair], rows: np.ndarray) -> float:
     each = []
     for values, radius in pairs:
         there = rows[np.isfinite(radius[rows])]
-        one = compute_spearman(values[there].tolist(), radius[there].tolist())
-        each.append(math.nan if one is None else one.rho)
+        # With fewer pairs or equal values, a correlation says nothing.
+        varied = len(there) >= FEWEST and np.ptp(values[there]) > 0 and np.ptp(radius[there]) > 0
+        rho = spearmanr(values[there], radius[there]).statistic if varied else math.nan
+        each.append(float(rho))
     return float(np.mean(each))
 
 

@@ -81,8 +81,7 @@ def emit(
 
 def _formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
     """Return the formats of stdout and of each file."""
-    from lipaudit.report import find_file_format, find_format, find_usual_format
+    from lipaudit.report import find_file_format, find_format
 
-    chosen = find_format(output.format, forms) if output.format else None
-    files = {path: find_file_format(path, forms, chosen) for path in output.output}
-    return chosen or find_usual_format(forms), files
+    files = {path: find_file_format(path, forms) for path in output.output}
+    return find_format(output.format or "", forms), files

@@ -147,7 +147,7 @@ class Judged(Shown):
     """Where the verdicts of a gate go."""
 
     format: str | None = format_option(
-        "Format of stdout: text, table, brief, json, markdown, latex, html or junit.", usual="text"
+        "Format of stdout: text, table, json, markdown, latex, html or junit.", usual="text"
     )
 
 

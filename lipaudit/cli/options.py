@@ -75,7 +75,7 @@ class Output(Settings):
     """Where a result goes."""
 
     format: str | None = format_option(
-        "Format of stdout: table, brief, json, csv, html...", usual="table"
+        "Format of stdout: table, json, csv, html...", usual="table"
     )
     output: tuple[Path, ...] = option(
         (),

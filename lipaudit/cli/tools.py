@@ -86,7 +86,7 @@ def explain(
       [cyan]lipaudit explain jacobian.norm:median[/]
     """
     from lipaudit.cli.emit import emit
-    from lipaudit.report.topics import find_topics
+    from lipaudit.report.topics import FORMULA, find_topics
     from lipaudit.theory.bounds.record import SYMBOLS
 
     text = " ".join(name or ())
@@ -102,7 +102,7 @@ def explain(
         for (meaning, *details), named in titles.items():
             lines += [""] * bool(lines) + _wrap(f"{', '.join(named)}: {meaning}", "", "  ")
             lines += [line for paragraph in details for line in _wrap(paragraph, "  ", "  ")]
-        if any(topic.formula for topic in entries):
+        if any(text.startswith(FORMULA) for topic in entries for text in topic.details):
             lines += ["", *_wrap(SYMBOLS)]
     else:
         groups: dict[str, dict[str, None]] = {}

@@ -32,7 +32,7 @@ from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import Column, text_column
 from lipaudit.tables.common import ACCURACY, OUTCOMES
 from lipaudit.tables.figures import wilson
-from lipaudit.tables.report import Layout
+from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COSTS, COUNTED, Norm, TrialKey, parse_budget, worst_cases
 
 if TYPE_CHECKING:
@@ -213,7 +213,12 @@ class AttackOptions(MeasureOptions):
 
 ATTACK_TABLE = Layout(
     name="attack",
-    title="Attacks",
+    title="Which attacks succeed?",
+    display=Display(
+        about="Share of the samples that stay correct under each attack, with 95 % limits. A "
+        "stronger attack can only lower it.",
+        columns=("attack", "norm", "eps_text", "clean", "robust", "samples", *COSTS),
+    ),
     sample_columns={
         **OUTCOMES,
         "distance": Column(

@@ -29,7 +29,7 @@ from lipaudit.settings.parsing import Layers, read_head
 from lipaudit.tables import Array, Note, Section
 from lipaudit.tables.columns import Column, Reduction, count_column
 from lipaudit.tables.common import HEAD
-from lipaudit.tables.report import Layout
+from lipaudit.tables.report import Display, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,18 @@ OVER_SAMPLES = "mean over a sample's rows, then over samples"
 
 ATTENTION_TABLE = Layout(
     name="attention",
-    title="Heads: attention distributions",
+    title="Where is attention fragile?",
+    display=Display(
+        about="An attention row is fragile (intermediate) if it is neither flat nor one-hot: the "
+        "softmax then reacts most to a small change.",
+        columns=(
+            "head",
+            *("intermediate", "uniform", "categorical", "g1", "softmax_norm", "support"),
+            *("sink_max", "sink_token"),
+        ),
+        by="intermediate",
+        maps=("intermediate",),
+    ),
     fixed={
         **HEAD,
         "tokens": count_column("tokens", "Keys of the longest sample."),

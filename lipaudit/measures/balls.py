@@ -10,7 +10,7 @@ from lipaudit.measures.measure import Values, reduce_known
 from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import Column, Reduction
 from lipaudit.tables.common import HEAD, NEAR
-from lipaudit.tables.report import Layout
+from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import Radius
 from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL
 
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 BALLS_TABLE = Layout(
     name="bounds.ball",
-    title="Heads on balls: norms found and certified",
+    title="How large can the norm of a head get near the samples?",
+    display=Display(
+        about="Within a ball of radius r around a sample's tokens: the largest norm that a search "
+        "found, and proven upper bounds."
+    ),
     fixed={
         **HEAD,
         "r": Column(

@@ -30,7 +30,7 @@ from lipaudit.settings.parsing import Balls, Layers
 from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import Column, Reduction, count_column, text_column
 from lipaudit.tables.common import HEAD_NORMS, WITHIN_COLUMN, norm_of
-from lipaudit.tables.report import Layout
+from lipaudit.tables.report import Display, Layout
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.policy import LAYER_WITHIN, POLICY
 from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
@@ -120,7 +120,14 @@ def _list_bounds() -> dict[str, Column]:
 
 BOUNDS_TABLE = Layout(
     name="bounds",
-    title="Heads: exact norms and bounds",
+    title="Which heads amplify a small change most?",
+    display=Display(
+        about="Exact norm ‖J‖ of each head: how much a small change of the head's own input can "
+        "grow in its output (median over the samples). Later layers may shrink it again.",
+        columns=("head", "input", "exact", "exact_max"),
+        by="exact",
+        maps=("exact",),
+    ),
     sample_columns={
         "exact_max": Column("largest head", "Largest head norm of the sample.", better="lower")
     },
@@ -132,7 +139,8 @@ BOUNDS_TABLE = Layout(
 
 LAYERS_TABLE = Layout(
     name="bounds.layers",
-    title="Layers",
+    title="How much do whole layers amplify?",
+    display=Display(about="The same norm for all heads of a layer together."),
     fixed={
         "layer": count_column("layer", "Attention layer, in the order of execution.", needed=True),
         "module": text_column("module", "Module that computes the attention."),

@@ -38,7 +38,7 @@ from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import Column, count_column, text_column
 from lipaudit.tables.common import ACCURACY, CERTIFIED, CERTIFIED_SHARE, OUTCOMES, wilson_limit
 from lipaudit.tables.figures import wilson
-from lipaudit.tables.report import Layout
+from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COUNTED, Norm, Radius, parse_radius
 from lipaudit.theory.policy import NODES
 
@@ -169,7 +169,12 @@ SECONDS = Column("seconds", "Wall time of the proofs.", format=".1f", unit="s", 
 
 CERTIFY_TABLE = Layout(
     name="certify",
-    title="Certificates",
+    title="What is proven?",
+    display=Display(
+        about="The true robust accuracy is between the certified share (proven) and the robust "
+        "share (not broken by the attacks).",
+        columns=("norm", "eps_text", "clean", "certified", "robust", "undecided", "samples"),
+    ),
     sample_columns={
         **OUTCOMES,
         "verdict": Column(
@@ -222,7 +227,11 @@ CERTIFY_TABLE = Layout(
 
 RADII_TABLE = Layout(
     name="certify.radius",
-    title="Certified radii",
+    title="How far around a sample is its class proven?",
+    display=Display(
+        about="Certified radius: no input nearer to the sample changes its class. Adversarial "
+        "radius: an attack found a misclassified input at this distance."
+    ),
     fixed={
         "norm": text_column("norm", "Norm of the ball.", needed=True),
         "samples": count_column("samples", "Number of correctly classified samples."),

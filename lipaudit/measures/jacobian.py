@@ -27,7 +27,7 @@ from lipaudit.settings.option import Need, option
 from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import Column, Reduction, count_column, text_column
 from lipaudit.tables.common import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
-from lipaudit.tables.report import Layout
+from lipaudit.tables.report import Display, Layout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,7 +111,16 @@ class JacobianOptions(NormOptions):
 
 JACOBIAN_TABLE = Layout(
     name="jacobian",
-    title="Jacobian norms",
+    title="How sensitive is the whole model?",
+    display=Display(
+        about="Jacobian norm ‖J‖: by how much a small change of a sample can grow in the model's "
+        "output, in the worst direction.",
+        columns=(
+            *("from", "to", "module", "norm", "mean", "median", "p95", "max"),
+            *("within", "samples", "converged"),
+        ),
+        histograms=("norm",),
+    ),
     sample_columns={
         "norm": Column("||J||", "Norm of the sample's Jacobian.", better="lower", reading=NORM),
         "norm_median": Column("median ||J||", "Median of the norms at all positions of the text."),

@@ -33,7 +33,7 @@ from lipaudit.settings.parsing import Layers, Lengths, Names, listed
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import Column, count_column, text_column
 from lipaudit.tables.common import NORM
-from lipaudit.tables.report import Layout
+from lipaudit.tables.report import Display, Layout
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.bounds.record import Bound
 from lipaudit.theory.policy import TOL
@@ -139,7 +139,11 @@ MODE = {
 
 SCALING_TABLE = Layout(
     name="scaling",
-    title="Norms over the sequence length",
+    title="How do norms grow with the length of the sequence?",
+    display=Display(
+        about="n is the number of tokens. Dotted lines are reference slopes.",
+        columns=("head", "mode", "n", "masked", "radius", "norm", "fitted", "mean_field"),
+    ),
     fixed={
         **PART,
         "module": text_column("module", "Module."),
@@ -173,7 +177,8 @@ SCALING_TABLE = Layout(
 
 FITS_TABLE = Layout(
     name="scaling.fit",
-    title="Scaling exponents",
+    title="By which power of the length do norms grow?",
+    display=Display(about="norm = c n^a: [C24] finds a near 1/4 on text; 1/2 is the worst case."),
     fixed={
         **PART,
         **MODE,

@@ -17,7 +17,6 @@ from lipaudit.report.formats import Format as Format
 from lipaudit.report.formats import Subject as Subject
 from lipaudit.report.formats import find_file_format as find_file_format
 from lipaudit.report.formats import find_format as find_format
-from lipaudit.report.formats import find_usual_format as find_usual_format
 from lipaudit.report.formats import of_comparison as of_comparison
 from lipaudit.report.formats import of_judgement as of_judgement
 from lipaudit.report.formats import of_reports as of_reports

@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lipaudit.errors import visible
 from lipaudit.report import cells
-from lipaudit.report.pictures import Heatmap, Picture, State
+from lipaudit.report.pictures import Heatmap, Picture
+from lipaudit.report.words import HEADINGS
 from lipaudit.tables import Column, Note
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A sentence or two."""
+    """A sentence or two.
+
+    Attributes:
+        text: the sentences.
+        tone: empty for prose; else this is the answer of the page: without a judgement, or good,
+            undecided or bad.
+    """
 
     text: str
+    tone: Literal["", "answer", "kept", "open", "broken"] = ""
+
+
+@dataclass(frozen=True)
+class Points:
+    """A list of sentences.
+
+    Attributes:
+        points: the level of a note or nothing, a sentence, and a command or nothing.
+    """
+
+    points: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Card:
+    """Figures or facts, one line each, without headings.
+
+    Attributes:
+        rows: (name, text) of a fact; (name, figure, text) of a scorecard.
+        note: status and domain of the figures.
+    """
+
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,13 +68,21 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Any, ...], ...]
     keys: int = 1
-    strong: frozenset[int] = frozenset()
+    strong: Collection[int] = ()
     folded: bool = False
 
 
-def make_table(title: str, columns: Iterable[tuple[Column, Iterable[Any]]], **how: Any) -> Table:
-    """Return a table from columns, each with its cells from top to bottom; `how` as in `Table`."""
-    pairs = list(columns)
+def make_table(
+    title: str, columns: Iterable[tuple[Column | str, Iterable[Any]]], **how: Any
+) -> Table:
+    """Return a table from columns, each with its cells from top to bottom.
+
+    Args:
+        title: printed above the table.
+        columns: columns, or the names of headings of `HEADINGS`, with their cells.
+        how: other attributes of the table.
+    """
+    pairs = [(HEADINGS[c] if isinstance(c, str) else c, cells) for c, cells in columns]
     rows = tuple(zip(*(cells for _, cells in pairs), strict=True))
     return Table(title, tuple(column for column, _ in pairs), rows, **how)
 
@@ -58,12 +98,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures of samples.
-
-    Attributes:
-        text: shown in formats without pictures.
-        items: one per sample.
-    """
+    """Pictures of samples; the text is for formats without pictures."""
 
     text: str
     items: tuple[Item, ...]
@@ -90,77 +125,13 @@ class Passage:
     folded: bool = False
 
 
-@dataclass(frozen=True)
-class Notes:
-    """Notes on the numbers above them."""
-
-    notes: tuple[Note, ...]
+Block = Paragraph | Points | Card | Table | Picture | Gallery | Passage
 
 
-@dataclass(frozen=True)
-class Banner:
-    """The answer of a page in one or two sentences, at the top.
-
-    Attributes:
-        text: one or two sentences.
-        state: whether the answer is good; None without a judgement.
-    """
-
-    text: str
-    state: State | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts by name."""
-
-    pairs: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Points:
-    """A list of sentences.
-
-    Attributes:
-        points: sentences, each with a command or the name of its chapter.
-        commands: whether these are commands.
-    """
-
-    points: tuple[tuple[str, str], ...]
-    commands: bool = False
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a scorecard.
-
-    Attributes:
-        label: name of the figure.
-        value: the figure.
-        column: the column that formats it.
-        text: details: its interval, its sample, its heads.
-        command: a command that may improve it.
-        aim: the purpose of the command, in a sentence.
-    """
-
-    label: str
-    value: Any
-    column: Column
-    text: str = ""
-    command: str = ""
-    aim: str = ""
-
-
-@dataclass(frozen=True)
-class Scorecard:
-    """The first figures of a page, one line each."""
-
-    lines: tuple[Line, ...]
-
-
-Block = (
-    Paragraph | Table | Picture | Gallery | Passage | Notes | Banner | Facts | Points | Scorecard
-)
+def list_notes(notes: Iterable[Note]) -> list[Block]:
+    """Return notes as a list, each once; no block without notes."""
+    points = tuple((note.level, note.text, "") for note in dict.fromkeys(notes))
+    return [Points(points)] if points else []
 
 
 @dataclass(frozen=True)
@@ -169,14 +140,14 @@ class Chapter:
 
     Attributes:
         name: anchor on the page, words joined by . or -.
-        title: the heading; empty for the opening of a page.
+        title: the heading; empty for the opening and the end of a page.
         blocks: the blocks below the heading.
         folded: whether an HTML page shows only the heading at first.
     """
 
     name: str
     title: str
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
     folded: bool = False
 
     @property
@@ -187,48 +158,10 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Document:
-    """A page: an opening (answer, facts, notes, scorecard, findings), then chapters.
-
-    Attributes:
-        title: its heading.
-        facts: facts on the model, the data and the run, by name.
-        findings: sentences, each with the name of its chapter.
-        chapters: the sections.
-        outcome: the answer in a sentence.
-        partial: the missing parts; empty if the report is complete.
-        notes: warnings and notes on all figures.
-        scorecard: the first figures.
-        more: how to see the rest of a page that is cut to one screen.
-        steps: next steps, each with a command; shown on HTML pages.
-    """
+    """A page: its heading and its chapters, the first without a heading."""
 
     title: str
-    facts: tuple[tuple[str, str], ...]
-    findings: tuple[tuple[str, str], ...]
     chapters: tuple[Chapter, ...]
-    outcome: Banner | None = None
-    partial: str = ""
-    notes: tuple[Note, ...] = ()
-    scorecard: Scorecard | None = None
-    more: str = ""
-    steps: tuple[tuple[str, str], ...] = ()
-
-    def walk(self) -> Iterator[Chapter]:
-        """Yield the whole page as chapters, the opening first, for formats to write."""
-        partial = Banner(f"Partial: {self.partial}", "broken") if self.partial else None
-        facts = Facts(self.facts) if self.facts else None
-        notes = Notes(self.notes) if self.notes else None
-        opening = tuple(block for block in (self.outcome, partial, facts, notes) if block)
-        yield Chapter("", "", opening)
-        if self.scorecard:
-            yield Chapter("scorecard", "Scorecard", (self.scorecard,))
-        if self.steps:
-            yield Chapter("next-steps", "What to do next", (Points(self.steps, commands=True),))
-        if self.findings:
-            yield Chapter("findings", "What stands out", (Points(self.findings),))
-        yield from self.chapters
-        if self.more:
-            yield Chapter("", "", (Paragraph(self.more),))
 
 
 # Texts of blocks for all formats
@@ -242,14 +175,7 @@ LEAST = 0.02
 
 @dataclass(frozen=True)
 class Token:
-    """One token in its drawn form.
-
-    Attributes:
-        text: its text; invisible spaces are replaced by a sign.
-        share: the formatted share.
-        shade: 0 to 1, relative to the largest share.
-        top: whether it is among the few tokens listed by name.
-    """
+    """One token in its drawn form; `shade` is relative to the largest share."""
 
     text: str
     share: str
@@ -258,36 +184,29 @@ class Token:
 
 
 def shade_tokens(block: Passage) -> list[Token]:
-    """Return the tokens of a text in their drawn form."""
+    """Return the tokens of a text in their drawn form; invisible spaces get a sign."""
     largest = max(block.shares, default=0.0) or 1.0
-    order = sorted(range(len(block.shares)), key=lambda i: -block.shares[i])
-    top = {i for i in order[:TOP] if block.shares[i] >= LEAST}
+    listed = [share for share in sorted(block.shares)[-TOP:] if share >= LEAST]
     return [
         Token(
             visible(token).strip() or "␣",
             cells.format_value(share, block.column),
             share / largest,
-            i in top,
+            bool(listed) and share >= listed[0],
         )
-        for i, (token, share) in enumerate(zip(block.tokens, block.shares, strict=True))
+        for token, share in zip(block.tokens, block.shares, strict=True)
     ]
 
 
-def list_largest(block: Passage) -> str:
-    """Name the tokens with the largest shares, largest first."""
-    tokens = sorted((t for t in shade_tokens(block) if t.top), key=lambda token: -token.shade)
-    return ", ".join(f"{token.text} {token.share}" for token in tokens)
-
-
 def explain_shades(block: Passage) -> str:
-    """Explain the shades, and count the tokens that are left out."""
-    standing = cells.describe_standing(block.column)
-    text = f"{block.column.label} ({standing}): {list_largest(block)}"
+    """Name the tokens with the largest shares, and count the tokens that are left out."""
+    top = sorted((t for t in shade_tokens(block) if t.top), key=lambda token: -token.shade)
+    named = ", ".join(f"{token.text} {token.share}" for token in top)
+    text = f"{block.column.label} ({cells.describe_standing(block.column)}): {named}"
     if not block.left_out:
         return text
     share = cells.format_value(max(0.0, 1 - sum(block.shares)), block.column)
-    count = cells.format_number(block.left_out, "d")
-    return f"{text}; {count} more tokens are left out: {share}"
+    return f"{text}; {block.left_out} more tokens are left out: {share}"
 
 
 @dataclass(frozen=True)
@@ -313,24 +232,17 @@ class Grid:
     keys: int = 1
 
 
-def lay_out(block: Table | Heatmap | Scorecard) -> Grid:
-    """Return a table, a map or a scorecard with all cells as texts."""
-    if isinstance(block, Scorecard):
-        marks, notes = cells.list_footnotes([line.column for line in block.lines])
-        lines = [
-            (
-                cells.write_math(line.label) + mark,
-                cells.format_value(line.value, line.column),
-                cells.write_math(visible(line.text)),
-            )
-            for line, mark in zip(block.lines, marks, strict=True)
-        ]
-        return Grid("", (), lines, "lrp", ["; ".join(notes)] if notes else [], keys=3)
+def lay_out(block: Table | Heatmap | Card) -> Grid:
+    """Return a table, a map or a card with all cells as texts."""
+    if isinstance(block, Card):
+        align = "lrp" if any(len(row) == 3 for row in block.rows) else "lp"
+        rows = [tuple(map(visible, row)) for row in block.rows]
+        return Grid("", (), rows, align, [block.note] if block.note else [], keys=len(align))
     if isinstance(block, Heatmap):
-        corner = Column("layer\\head", "", format="")
+        corner = Column("\\".join(block.axes), "", format="")
         heads = (corner, *(replace(block.column, label=name) for name in block.columns))
-        rows = ((name, *row) for name, row in zip(block.rows, block.values, strict=True))
-        block = Table(block.title, heads, tuple(rows))
+        rows_of_map = zip(block.rows, block.values, strict=True)
+        block = Table(block.title, heads, tuple((name, *row) for name, row in rows_of_map))
     columns = block.columns
     marks, notes = cells.list_footnotes(columns)
     labels = (cells.write_math(visible(column.label)) for column in columns)

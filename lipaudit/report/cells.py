@@ -16,21 +16,15 @@ MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"
 # Formats of counts, names and truth values, which have no status or domain.
 UNMEASURED = ("d", "s", "")
 STATUS = {
-    "certified": "Proven for every input of its domain",
-    "exact": "Computed at the samples X; a norm may be slightly too low, see within",
-    "bound": "Proven upper bound, at the samples X only",
-    "estimate": "A statistical estimate",
-    "empirical": "What the attacks achieved",
+    "certified": "Proven for every input of its domain; it says nothing about others.",
+    "exact": "Computed at the samples X; it says nothing about other inputs. A norm may be "
+    "slightly too low, see within.",
+    "bound": "Proven upper bound, at the samples X only; it says nothing about other inputs.",
+    "estimate": "A statistical estimate: it can be too high or too low.",
+    "empirical": "What the attacks achieved: a stronger attack may achieve more. It is never a "
+    "guarantee.",
 }
-"""How far a figure is proven."""
-LIMITS = {
-    "certified": "It says nothing outside that domain.",
-    "exact": "It says nothing about other inputs.",
-    "bound": "It says nothing about other inputs.",
-    "estimate": "It can be too high or too low.",
-    "empirical": "A stronger attack may achieve more: it is never a guarantee.",
-}
-"""Limits of each status."""
+"""How far a figure is proven, and what it does not say."""
 
 
 def format_value(value: Any, column: Column) -> str:

@@ -21,30 +21,26 @@ from lipaudit.report.cells import (
     write_math,
 )
 from lipaudit.report.pictures import (
-    CATEGORIES,
     EXTREME,
     Curve,
-    Density,
     Heatmap,
     Histogram,
     Picture,
-    Scatter,
-    Series,
-    Span,
-    choose_ink,
     compute_scale,
     describe,
-    name_places,
 )
 from lipaudit.tables import Column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Span = tuple[float, float]
 Tip = tuple[str, Span, Span]
 """The text of a tooltip and its place in the units of the axes: a point, or the ends in x, y."""
 INK = "#010203"
 """Placeholder colour that becomes the page's text colour (light in dark mode)."""
+# Okabe and Ito's colours, distinguishable for colour-blind eyes; a page may redefine --c0, ...
+CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 MARKERS = "osD^vPX"
 LINES = ("-", "--", "-.", ":")
 MANY = 500
@@ -78,17 +74,16 @@ def draw_svg(block: Picture) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    size = WIDTH, HEIGHT
-    match block:  # grows with the rows and the names beside them
-        case Heatmap():
-            wide, high = 1.5 + 0.44 * len(block.columns), 0.9 + 0.31 * len(block.rows)
-            size = min(max(wide, WIDTH), 9.5), min(max(high, 2.2), 9.0)
-        case Density():
-            names = len(block.names) if len(block.names) <= MOST_NAMED else 0
-            side = max(HEIGHT, 1.3 + 0.13 * names)
+    size, square = (WIDTH, HEIGHT), isinstance(block, Heatmap) and block.square
+    if isinstance(block, Heatmap):  # grows with the rows and the names beside them
+        wide, high = 1.5 + 0.44 * len(block.columns), 0.9 + 0.31 * len(block.rows)
+        size = min(max(wide, WIDTH), 9.5), min(max(high, 2.2), 9.0)
+        if square:
+            named = len(block.rows) if len(block.rows) <= MOST_NAMED else 0
+            side = max(HEIGHT, 1.3 + 0.13 * named)
             size = side * 1.25, side
     # Constrained layout gives the labels of a square the room of its whole axes.
-    layout: Any = "compressed" if isinstance(block, Density) else "constrained"
+    layout: Any = "compressed" if square else "constrained"
     with mpl.rc_context():
         # A caller may have set another style: the page does not depend on it.
         mpl.rcdefaults()
@@ -213,10 +208,16 @@ def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _name_ticks(axis: Any, names: Sequence[str]) -> None:
+def _name_ticks(axis: Any, names: Sequence[str], most: int) -> None:
     """Label the places 0, 1, ...; with many names every second, third, ... one."""
-    step = -(-len(names) // 16) or 1
-    axis.set_ticks(range(0, len(names), step), labels=[visible(name) for name in names[::step]])
+    step = -(-len(names) // most) or 1
+    long = any(len(name) > 3 for name in names)
+    axis.set_ticks(
+        range(0, len(names), step),
+        labels=[visible(name)[:LETTERS] for name in names[::step]],
+        rotation=90 if long and axis.axis_name == "x" else 0,
+        fontsize=7 if long else 9,
+    )
     axis.set_tick_params(length=0)
 
 
@@ -228,102 +229,70 @@ def _set_legend(axes: Axes) -> None:
     axes.figure.legend(loc="outside upper left", ncols=columns)
 
 
-# Matrices: the map of heads, joint histograms, attention
+# Matrices: the map of heads, attention
 
 
 def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
+    """Draw the entries as coloured cells, over their picture if there is one."""
     import numpy as np
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+    from matplotlib import colormaps
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, PowerNorm, to_rgb
 
     values, scale = np.array(block.values, dtype=np.float64), compute_scale(block)
-    colours = [[channel / 255 for channel in colour] for colour in scale.colours]
-    look: dict[str, Any] = {
-        "cmap": LinearSegmentedColormap.from_list("scale", colours),
-        "norm": (LogNorm if scale.log else Normalize)(scale.low, scale.high),
-    }
-    ends = (-0.5, len(block.columns) - 0.5), (-0.5, len(block.rows) - 0.5)
-    label = _label(block.column) + (", log scale" if scale.log else "")
-    bar = _draw_mesh(axes, values, *ends, label, **look)
-    _set_ticks(bar.ax.yaxis, block.column, log=scale.log)
-    axes.invert_yaxis()
-    _name_ticks(axes.xaxis, block.columns)
-    _name_ticks(axes.yaxis, block.rows)
-    axes.set(xlabel="head", ylabel="layer")
-    written = values.size <= MANY and len(block.columns) <= 20
-    for index, (y, x) in enumerate(np.ndindex(values.shape)):
-        text = format_value(block.values[y][x], block.column)
-        if written:
-            share = scale.share(block.values[y][x])
-            ink = INK if share is None else choose_ink(scale.colour(share))
-            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
-        if index < MOST_TIPS:
-            head = f"head {block.rows[y]}.{block.columns[x]}"
-            yield f"{head}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
-
-
-def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:
-    """Draw the entries, over their picture if there is one."""
-    import numpy as np
-    from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
-    from PIL import Image, UnidentifiedImageError
-
-    values = np.array(block.values, dtype=np.float64)
-    # Zeros stay blank: most cells of a joint histogram, and masked keys of a map.
-    values[(values == 0) | (np.abs(values) > EXTREME)] = float("nan")
-    known = values[np.isfinite(values)]
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
-    # Square roots, so that small entries stay visible.
-    norm = PowerNorm(0.5, 0.0 if block.image else low, high if high > low else low + 1.0)
-    colours: Any = "viridis"
+    norm: Any = (LogNorm if scale.log else Normalize)(scale.low, scale.high)
+    colours: Any = colormaps["viridis" if block.centre is None else "RdBu_r"]
+    if block.square:
+        # Masked keys stay blank; square roots, so that small shares stay visible.
+        values[values == 0] = float("nan")
+        norm = PowerNorm(0.5, 0.0, scale.high)
     if block.image:  # the larger an entry, the less of the picture shows through
         colour = to_rgb(CATEGORIES[1])
         colours = LinearSegmentedColormap.from_list("veil", [(*colour, 0.0), (*colour, 0.9)])
-        try:
-            picture = Image.open(io.BytesIO(base64.b64decode(block.image))).convert("RGB")
-        except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
-            raise InputError(
-                "the report is damaged: an image in it cannot be read", "Create the report again."
-            ) from error
-        ends = (*block.x_range, *block.y_range[::-1])
-        axes.imshow(
-            picture.convert("L"), cmap="gray", vmin=0, vmax=255, extent=ends, aspect="auto"
-        )
-    label = write_math(block.value.label)
-    _draw_mesh(axes, values, block.x_range, block.y_range, label, cmap=colours, norm=norm)
-    axes.set_box_aspect(values.shape[0] / values.shape[1] if block.image else 1)
-    if 0 < len(block.names) <= MOST_NAMED:
-        names = [visible(name)[:LETTERS] for name in block.names]
-        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-        axes.set_yticks(range(len(names)), names, fontsize=7)
-    else:
-        _set_ticks(axes.xaxis, block.x)
-        _set_ticks(axes.yaxis, block.y)
-    if block.down:
-        axes.invert_yaxis()
-    axes.set(xlabel=write_math(block.x.label), ylabel=write_math(block.y.label))
-    across, up = name_places(block)
-    if values.size <= MOST_TIPS:
-        for (y_name, y), row in zip(up, block.values, strict=True):
-            for (x_name, x), value in zip(across, row, strict=True):
-                yield f"{x_name}, {y_name}: {format_value(value, block.value)}", x, y
-
-
-def _draw_mesh(axes: Axes, values: Any, x: Span, y: Span, label: str, **look: Any) -> Any:
-    """Draw a matrix as coloured cells, and return its colour bar."""
-    import numpy as np
-
+        _draw_image(axes, block)
     height, width = values.shape
-    corners = np.linspace(*x, width + 1), np.linspace(*y, height + 1)
+    edges = np.arange(width + 1) - 0.5, np.arange(height + 1) - 0.5
     # Many cells as paths would make the page several megabytes large.
-    masked, many = np.ma.masked_invalid(values), values.size > MANY
-    mesh = axes.pcolormesh(*corners, masked, rasterized=many, clip_on=False, **look)
-    axes.set(xlim=x, ylim=y)
+    look: dict[str, Any] = {"cmap": colours, "norm": norm, "rasterized": values.size > MANY}
+    mesh = axes.pcolormesh(*edges, np.ma.masked_invalid(values), clip_on=False, **look)
     figure: Any = axes.get_figure()
     bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30)
-    bar.set_label(label)
+    bar.set_label(_label(block.column) + (", log scale" if scale.log else ""))
     bar.outline.set_visible(False)
     bar.solids.set_rasterized(True)
-    return bar
+    _set_ticks(bar.ax.yaxis, block.column, log=scale.log)
+    ylabel, xlabel = block.axes
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel=xlabel, ylabel=ylabel)
+    most = MOST_NAMED if block.square and max(height, width) <= MOST_NAMED else 16
+    _name_ticks(axes.xaxis, block.columns, most)
+    _name_ticks(axes.yaxis, block.rows, most)
+    if block.square:
+        axes.set_box_aspect(height / width)
+    written = not block.square and values.size <= MANY and width <= 20
+    for index, (y, x) in enumerate(np.ndindex(values.shape)):
+        text = format_value(block.values[y][x], block.column)
+        if written:
+            ink = INK if scale.share(block.values[y][x]) is None else "#000000"
+            # Black or white, whichever has more contrast (luma of BT.601; both are equal at 0.46).
+            if ink != INK and np.dot(colours(norm(values[y, x]))[:3], (0.3, 0.59, 0.11)) < 0.46:
+                ink = "#ffffff"
+            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
+        if index < MOST_TIPS:
+            place = f"{ylabel} {block.rows[y]}, {xlabel} {block.columns[x]}"
+            yield f"{place}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
+
+
+def _draw_image(axes: Axes, block: Heatmap) -> None:
+    """Draw the picture of a map in grey, below its cells."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        picture = Image.open(io.BytesIO(base64.b64decode(block.image))).convert("L")
+    except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
+        raise InputError(
+            "the report is damaged: an image in it cannot be read", "Create the report again."
+        ) from error
+    ends = -0.5, len(block.columns) - 0.5, len(block.rows) - 0.5, -0.5
+    axes.imshow(picture, cmap="gray", vmin=0, vmax=255, extent=ends, aspect="auto")
 
 
 # Counts and shares
@@ -347,73 +316,52 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
 # Points and lines
 
 
-def _draw_scatter(axes: Axes, block: Scatter) -> Iterator[Tip]:
-    for index, series in enumerate(block.series):
-        colour = CATEGORIES[index % len(CATEGORIES)]
-        marker = MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
-        look: dict[str, Any] = {"marker": marker, "color": colour}
-        look["rasterized"] = len(series.x) > MANY
-        label = visible(series.label)
-        axes.scatter(series.x, series.y, s=18, alpha=0.8, linewidths=0, label=label, **look)
-    x, y = _values(block.series)
-    ends = _set_axis(axes, "x", x, block.x, log=True)
-    axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), label="y = x")
-    _set_axis(axes, "y", [*y, *ends], block.y, log=True)
-    _set_legend(axes)
-    yield from _point_tips(block, log=True)
-
-
 def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
     import numpy as np
 
     for index, series in enumerate(block.series):
         colour, line = CATEGORIES[index % len(CATEGORIES)], LINES[index % len(LINES)]
-        label, marker = visible(series.label), MARKERS[index % len(MARKERS)]
+        look: dict[str, Any] = {"label": visible(series.label), "color": colour}
         if series.guide:
-            axes.plot(series.x, series.y, label=label, linewidth=0.7, color=INK, linestyle=line)
-            continue
-        # More marks overlap and hide the line.
-        marker = marker if len(series.x) <= 64 else ""
-        look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
-        axes.plot(series.x, series.y, label=label, **look)
+            look |= {"color": INK, "linewidth": 0.7, "linestyle": line}
+        elif block.joined:
+            # More marks overlap and hide the line.
+            marker = MARKERS[index % len(MARKERS)] if len(series.x) <= 64 else ""
+            look |= {"linestyle": line, "marker": marker}
+        else:
+            marker = MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
+            look |= {"linestyle": "", "marker": marker, "alpha": 0.8, "markeredgewidth": 0}
+            look["rasterized"] = len(series.x) > MANY
+        axes.plot(series.x, series.y, **look)
         if any(end is not None for end in series.low):
             low, high = (np.array(end, dtype=np.float64) for end in (series.low, series.high))
             axes.vlines(series.x, low, high, color=colour, linewidth=0.9)
-    x, y = _values(block.series)
+    x = [v for s in block.series for v in s.x if math.isfinite(v)]
+    ends = [v for s in block.series for v in (*s.y, *s.low, *s.high) if v is not None]
     _set_axis(axes, "x", x, block.x, log=block.log)
-    _set_axis(axes, "y", y, block.y, log=block.log)
+    _set_axis(axes, "y", [v for v in ends if math.isfinite(v)], block.y, log=block.log)
     if block.y.format.endswith("%") and not block.log:
         axes.set_ylim(0, 1.02)
     if block.ticks:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
     _set_legend(axes)
-    yield from _point_tips(block, log=block.log)
+    yield from _point_tips(block)
 
 
-def _values(series: Sequence[Series]) -> tuple[list[float], list[float]]:
-    """Return all drawn values of each axis."""
-    x = [v for s in series for v in s.x]
-    y = [v for s in series for v in (*s.y, *s.low, *s.high) if v is not None]
-    return [v for v in x if math.isfinite(v)], [v for v in y if math.isfinite(v)]
-
-
-def _point_tips(block: Scatter | Curve, *, log: bool) -> Iterator[Tip]:
+def _point_tips(block: Curve) -> Iterator[Tip]:
     """Return the names and figures of points; with very many points, those of the largest y."""
-    named = {v: k for k, v in block.ticks.items()} if isinstance(block, Curve) else {}
+    named = {v: k for k, v in block.ticks.items()}
     drawn = [series for series in block.series if not series.guide]
     for series in drawn:
-        points = [
-            (i, x, y)
+        places = [
+            i
             for i, (x, y) in enumerate(zip(series.x, series.y, strict=True))
-            if math.isfinite(x + y) and (not log or min(x, y) > 0)
+            if math.isfinite(x + y) and (not block.log or min(x, y) > 0)
         ]
-        most = MOST_TIPS // len(drawn)
-        for i, x, y in (
-            points if len(points) <= most else sorted(points, key=lambda p: -p[2])[:most]
-        ):
-            whose = [*series.names[i : i + 1]]
-            if not whose or len(block.series) > 1:
-                whose.append(series.label)
+        most = sorted(places, key=lambda i: -series.y[i])[: MOST_TIPS // len(drawn)]
+        for i in most:
+            x, y = series.x[i], series.y[i]
+            whose = [*series.names[i : i + 1], series.label]
             across = named.get(x) or format_value(x, block.x)
             ends = (series.low[i], series.high[i]) if series.low else (None, None)
             up = format_with_limits(format_value(y, block.y), *ends, block.y)
@@ -423,8 +371,6 @@ def _point_tips(block: Scatter | Curve, *, log: bool) -> Iterator[Tip]:
 
 DRAW: dict[type[Any], Callable[[Axes, Any], Iterator[Tip]]] = {
     Heatmap: _draw_heatmap,
-    Density: _draw_density,
     Histogram: _draw_histogram,
-    Scatter: _draw_scatter,
     Curve: _draw_curve,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -13,7 +13,6 @@ from lipaudit.report import html, latex, markdown, records, terminal
 
 if TYPE_CHECKING:
     from lipaudit.gate import Comparison, Judgement
-    from lipaudit.report.blocks import Document
     from lipaudit.tables import Report
 
 Form = Literal["page", "screen", "record", "frame", "lines", "judgement"]
@@ -32,8 +31,6 @@ class Format:
         takes: the form that it writes.
         render: turns that form into the bytes of a file.
         suffixes: suffixes of its files.
-        asked: whether it writes files only if `--format` names it; the suffix alone means another
-            format.
         screen: writes the form to a stream with the terminal's width and colours; None if a
             terminal gets the bytes of a file.
     """
@@ -42,84 +39,60 @@ class Format:
     takes: Form
     render: Callable[[Any], bytes]
     suffixes: tuple[str, ...] = ()
-    asked: bool = False
     screen: Callable[[Any, TextIO], None] | None = None
 
 
 _FORMATS = (
-    Format("brief", "page", markdown.render_brief, (".md",), asked=True),
-    Format("csv", "frame", records.write_csv, (".csv",)),
-    Format("html", "page", html.render, (".html", ".htm")),
-    Format("json", "record", records.write_json, (".json",)),
-    Format("junit", "judgement", records.write_junit, (".xml",)),
-    Format("latex", "page", latex.render, (".tex",)),
-    Format("markdown", "page", markdown.render, (".md", ".markdown")),
-    Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
+    # Of formats with one suffix, a file gets the first that can show the result.
     Format("text", "lines", records.write_lines, (".txt",)),
+    Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
+    Format("json", "record", records.write_json, (".json",)),
+    Format("html", "page", html.render, (".html", ".htm")),
+    Format("markdown", "page", markdown.render, (".md", ".markdown")),
+    Format("latex", "page", latex.render, (".tex",)),
+    Format("csv", "frame", records.write_csv, (".csv",)),
+    Format("junit", "judgement", records.write_junit, (".xml",)),
 )
 RENDERERS: dict[str, Format] = {known.name: known for known in _FORMATS}
-"""Every format, by the name that `--format` takes."""
-
-
-USUAL = ("text", "table", "json")
-"""Default formats of a terminal, by preference."""
+"""Every format, by the name that `--format` takes; a terminal gets the first possible one."""
 
 
 def find_format(name: str, forms: Collection[Form]) -> Format:
     """Return a format by its name.
 
     Args:
-        name: the value of `--format`.
+        name: the value of `--format`; empty for the default.
         forms: the forms of the result.
 
     Raises:
         UsageError: for an unknown format, or one that cannot show the result.
     """
+    able = [known for known in RENDERERS.values() if known.takes in forms]
+    if not name:
+        return able[0]
+    names = [known.name for known in able]
     if name not in RENDERERS:
-        known = [known.name for known in RENDERERS.values() if known.takes in forms]
-        raise UsageError(f"unknown format {name!r}", suggestion(name, known))
-    return _require_form(RENDERERS[name], forms)
+        raise UsageError(f"unknown format {name!r}", suggestion(name, names))
+    if name not in names:
+        raise UsageError(f"{name} is not possible here", f"There are: {', '.join(names)}.")
+    return RENDERERS[name]
 
 
-def find_file_format(path: Path, forms: Collection[Form], chosen: Format | None = None) -> Format:
+def find_file_format(path: Path, forms: Collection[Form]) -> Format:
     """Return the format of a file, by its suffix.
 
-    If several formats share the suffix, the chosen one comes first, then the result's own form,
-    then a page. So `.txt` is the lines of a judgement and the tables of a report; `.md` is a page,
-    or a brief if that was chosen.
-
-    Args:
-        path: path of the file.
-        forms: the forms of the result.
-        chosen: the value of `--format`.
-
     Raises:
-        UsageError: the suffix has no format, or its format cannot show the result.
+        UsageError: the suffix has no format that can show the result.
     """
-    suffix = path.suffix.lower()
-    if chosen and suffix in chosen.suffixes:
-        return chosen
-    candidates = [f for f in RENDERERS.values() if suffix in f.suffixes and not f.asked]
-    if not candidates:
-        usual = [f for f in RENDERERS.values() if f.takes in forms and not f.asked]
-        known = [suffix for each in usual for suffix in each.suffixes]
-        message = f"cannot tell the format of {path} from its name"
-        raise UsageError(message, suggestion(suffix, dict.fromkeys(known)))
-    # A result with its own form (lines of a judgement) is written in that form.
-    candidates.sort(key=lambda known: (known.takes not in forms, known.takes == "page"))
-    return _require_form(candidates[0], forms)
-
-
-def find_usual_format(forms: Collection[Form]) -> Format:
-    """Return the default format of a terminal: the first one that the result has a form for."""
-    return next(known for n in USUAL if (known := RENDERERS[n]).takes in forms)
-
-
-def _require_form(known: Format, forms: Collection[Form]) -> Format:
-    if known.takes not in forms:
-        able = ", ".join(each.name for each in RENDERERS.values() if each.takes in forms)
-        raise UsageError(f"{known.name} is not possible here", f"There are: {able}.")
-    return known
+    able = [known for known in RENDERERS.values() if known.takes in forms]
+    for known in able:
+        if path.suffix.lower() in known.suffixes:
+            return known
+    suffixes = dict.fromkeys(suffix for known in able for suffix in known.suffixes)
+    raise UsageError(
+        f"cannot tell a possible format of {path} from its name",
+        suggestion(path.suffix.lower(), suffixes),
+    )
 
 
 # Results of commands in each of their forms
@@ -139,30 +112,31 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
         by: metric of the ranking, if not the usual one; or `order` for no ranking.
     """
     from lipaudit.gate import rank
-    from lipaudit.report.blocks import Banner
-    from lipaudit.report.page.document import make_page, make_ranking_screen, make_screen
+    from lipaudit.report.page import document
     from lipaudit.report.page.ranking import describe_ranking, make_ranking_chapter
 
     if len(reports) == 1:
         report = reports[0]
         one: dict[Form, Callable[[], Any]] = {
-            "page": cache(lambda: make_page(report)),
+            "page": cache(lambda: document.make_page(report)),
             "record": lambda: report,
             "frame": lambda: records.list_cells(report),
         }
         several = sum("." not in section.measure for section in report.sections) > 1
-        return one | ({"screen": lambda: make_screen(report)} if several else {})
+        return one | ({"screen": lambda: document.make_screen(report)} if several else {})
     ranking = cache(lambda: rank(reports, by))
 
-    def answer(page: Document) -> Document:
-        outcome = " ".join(describe_ranking(ranking()))
-        return replace(page, outcome=Banner(outcome) if outcome else None)
+    chapter = cache(lambda: make_ranking_chapter(ranking(), reports))
+
+    def make_page(*, short: bool) -> Any:
+        opening = document.open_several(reports, describe_ranking(ranking()))
+        return document.make_pages(reports, [opening, chapter()], short=short)
 
     return {
-        "page": cache(lambda: answer(make_page(*reports, lead=[make_ranking_chapter(ranking())]))),
-        "screen": lambda: answer(make_ranking_screen(reports, make_ranking_chapter(ranking()))),
+        "page": cache(lambda: make_page(short=False)),
+        "screen": lambda: make_page(short=True),
         "record": ranking,
-        "frame": lambda: records.list_models(ranking()),
+        "frame": lambda: records.list_rows(chapter()),
     }
 
 
@@ -181,38 +155,20 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
     from lipaudit.report.page import samples
     from lipaudit.tables.worst import worst
 
-    if sample is None:
-        page = samples.make_overview(report, name)
-        return {
-            "page": lambda: page,
-            "record": lambda: [samples.record_sample(report, each) for each in worst(report)],
-        }
-    one = samples.choose_sample(report, sample)
-    return {
-        "page": lambda: samples.inspect_sample(report, one),
-        "record": lambda: samples.record_sample(report, one),
-    }
+    one = samples.choose_sample(report, sample) if sample is not None else None
+    page = samples.inspect_samples(report, name, one)
+    shown = [one] if one is not None else worst(report)
+    found = [samples.record_sample(report, each) for each in shown]
+    return {"page": lambda: page, "record": lambda: found if one is None else found[0]}
 
 
 def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
     """Show the changes between reports, then the reports side by side."""
-    from lipaudit.report.page.comparison import MORE, make_chapters, open_comparison
-    from lipaudit.report.page.document import make_page
-    from lipaudit.report.page.facts import find_places
-
-    @cache
-    def page() -> Document:
-        known = {name: place for report in reports for name, place in find_places(report).items()}
-        whole = make_page(*reports, lead=make_chapters(comparison, known))
-        return open_comparison(whole, comparison, reports)
-
-    def screen() -> Document:
-        findings = tuple((text, "") for text, _ in page().findings)
-        return replace(page(), findings=findings, chapters=(), more=MORE)
+    from lipaudit.report.page.comparison import make_comparison_page
 
     return {
-        "page": page,
-        "screen": screen,
+        "page": cache(lambda: make_comparison_page(comparison, reports, short=False)),
+        "screen": lambda: make_comparison_page(comparison, reports, short=True),
         "record": lambda: comparison,
         "frame": lambda: records.list_samples(comparison),
     }

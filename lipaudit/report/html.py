@@ -11,21 +11,9 @@ import math
 from typing import Any
 
 from lipaudit.errors import visible
-from lipaudit.report import cells
-from lipaudit.report.blocks import (
-    Block,
-    Document,
-    Table,
-    explain_shades,
-    lay_out,
-    shade_tokens,
-)
+from lipaudit.report.blocks import Block, Document, explain_shades, lay_out, shade_tokens
 from lipaudit.report.charts import draw_svg
 from lipaudit.report.pictures import Picture
-from lipaudit.tables import Column
-
-MOST_ROWS = 1200
-"""Largest number of rows of a folded table, so that a page stays under 2 MB."""
 
 
 def render(page: Document) -> bytes:
@@ -42,10 +30,9 @@ def render(page: Document) -> bytes:
     )
     environment.filters |= {
         "plain": visible,
-        "heading": lambda label: cells.write_math(visible(label)),
         "drawn": lambda block: Markup(draw_svg(block)),  # drawn here, with escaped texts
-        "tabulated": _tabulate,
-        "scored": lay_out,
+        "laid": lay_out,
+        "numbers": lambda block: [list(map(_write_number, row)) for row in block.rows],
         "tokens": shade_tokens,
         "legend": explain_shades,
     }
@@ -62,26 +49,8 @@ def name_kind(block: Block) -> str:
     return "picture" if isinstance(block, Picture) else type(block).__name__.lower()
 
 
-def _tabulate(block: Table) -> dict[str, Any]:
-    """Return a table's texts for the template."""
-    marks, notes = cells.list_footnotes(block.columns)
-    heads = list(zip(block.columns, marks, strict=True))
-    rows = [
-        (index in block.strong, [_cell(v, c) for v, c in zip(row, block.columns, strict=True)])
-        for index, row in enumerate(block.rows[:MOST_ROWS])
-    ]
-    if len(block.rows) > MOST_ROWS:
-        notes = [*notes, f"The first {MOST_ROWS} of {len(block.rows)} rows; the JSON has all."]
-    return {"heads": heads, "rows": rows, "notes": notes}
-
-
-def _cell(value: Any, column: Column) -> tuple[str, str]:
-    """Return the text of a cell, and the number to sort by if the text does not show it."""
-    shown = cells.format_value(value, column)
+def _write_number(value: Any) -> str:
+    """Return the number to sort a cell by, also where texts are equal; empty for texts."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        return shown, ""
-    if math.isinf(value):
-        return shown, "Infinity" if value > 0 else "-Infinity"
-    # Cells of equal text (1.00) still sort by value.
-    exact = f"{value:.6g}"
-    return shown, "" if exact == shown else exact
+        return ""
+    return f"{value:.6g}".replace("inf", "Infinity")  # as scripts spell it

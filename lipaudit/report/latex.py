@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 from lipaudit.errors import visible
 from lipaudit.report.blocks import (
-    Banner,
     Block,
+    Card,
     Document,
     Grid,
-    Notes,
-    Scorecard,
+    Paragraph,
+    Points,
     Table,
     lay_out,
 )
@@ -52,9 +52,8 @@ WRITTEN = {
 
 def render(page: Document) -> bytes:
     """Write the scorecard and the tables of a page, without folded tables and pictures."""
-    about = [page.title, *map(": ".join, page.facts)]
-    lines = [r"% needs \usepackage{booktabs}", *(f"% {escape(text)}" for text in about)]
-    for chapter in page.walk():
+    lines = [r"% needs \usepackage{booktabs}", f"% {escape(page.title)}"]
+    for chapter in page.chapters:
         lines += ["", f"% {escape(chapter.title)}"] if chapter.title else []
         for block in chapter.blocks:
             lines += _write_block(block)
@@ -81,12 +80,14 @@ def _write_character(character: str) -> str:
 
 def _write_block(block: Block) -> Iterator[str]:
     match block:
-        case Table(folded=False) | Heatmap() | Scorecard():
+        case Card(note=""):  # facts
+            yield from (f"% {escape(': '.join(row))}" for row in block.rows)
+        case Table(folded=False) | Heatmap(square=False) | Card():
             yield from _write_table(lay_out(block))
-        case Banner():
+        case Paragraph(tone=tone) if tone:
             yield from _remarks([block.text])
-        case Notes():
-            yield from _remarks(f"{note.level}: {note.text}" for note in block.notes)
+        case Points():
+            yield from _remarks(f"{mark}: {text}" for mark, text, _ in block.points if mark)
 
 
 def _remarks(texts: Iterable[str]) -> Iterator[str]:

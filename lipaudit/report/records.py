@@ -13,12 +13,13 @@ from pydantic_core import to_json
 
 from lipaudit import schema
 from lipaudit.errors import escape_controls, visible
+from lipaudit.report.blocks import Table
 from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
     from lipaudit.gate import Judgement
     from lipaudit.gate.changes import Comparison
-    from lipaudit.gate.standings import Ranking
+    from lipaudit.report.blocks import Chapter
 
 
 def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
@@ -138,6 +139,13 @@ def _describe_cell(name: str, value: Any, column: Column) -> Cells:
     }
 
 
+def list_rows(chapter: Chapter) -> Iterator[Cells]:
+    """Return the rows of the first table of a chapter, by the headings of its columns."""
+    table = next(block for block in chapter.blocks if isinstance(block, Table))
+    labels = [column.label for column in table.columns]
+    return (dict(zip(labels, row, strict=True)) for row in table.rows)
+
+
 def list_samples(comparison: Comparison) -> Iterator[Cells]:
     """Return a row per sample and pair of models: figures in both, `.old` and `.new`."""
     for pair in comparison.pairs:
@@ -148,22 +156,3 @@ def list_samples(comparison: Comparison) -> Iterator[Cells]:
             for name, (old, new) in sample.figures.items():
                 cells |= {f"{name}.old": old, f"{name}.new": new}
             yield cells
-
-
-def list_models(ranking: Ranking) -> Iterator[Cells]:
-    """Return a row per model; accuracies in a ball are named `attacked@linf,2/255`."""
-    for model in ranking.models:
-        row: dict[str, Any] = {name: getattr(model, name) for name in ("rank", "model", "outcome")}
-        for name in ("paired", "low", "high", "unit", "p", "samples"):
-            key = "difference" if name == "paired" else f"difference_{name}"
-            row[key] = model.difference and getattr(model.difference, name)
-        for each in model.summary.accuracy:
-            ball = f"@{each.norm},{each.eps}" if each.norm else ""
-            ends = {"": "share", "_low": "low", "_high": "high", "_samples": "samples"}
-            row |= {f"{each.kind}{k}{ball}": getattr(each, name) for k, name in ends.items()}
-        norms, heads, fragile = (getattr(model.summary, n) for n in ("norms", "heads", "fragile"))
-        for name in ("median", "low", "high", "p95", "samples"):
-            row[f"norm_{name}"] = norms and getattr(norms, name)
-        row["head"] = heads and f"{heads.steepest[0].layer}.{heads.steepest[0].head}"
-        row["head_norm"] = heads and heads.steepest[0].exact
-        yield row | {"fragile": fragile and fragile.share, "reason": model.reason}

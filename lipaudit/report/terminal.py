@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Literal, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
-from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from lipaudit.errors import visible
 from lipaudit.report.blocks import (
-    Banner,
     Block,
+    Card,
     Document,
-    Facts,
     Gallery,
     Grid,
-    Notes,
     Paragraph,
     Passage,
     Points,
-    Scorecard,
     Table,
     explain_shades,
     lay_out,
-    list_largest,
     shade_tokens,
 )
-from lipaudit.report.pictures import Heatmap, choose_ink, compute_scale, describe
+from lipaudit.report.pictures import Heatmap, compute_scale, describe
 
 # The width of a file: tables are never split there.
 FULL = 100_000
 # Lines of prose are at most this long, however wide the terminal is.
 PROSE = 100
 LEVELS = " ▁▂▃▄▅▆▇█"
-"""Bars behind the numbers of a map without colours; the first one means no number."""
+"""Bars behind the numbers of a map; the first one means no number."""
 DIM = "dim"
 
 
@@ -64,10 +58,10 @@ def render(page: Document, width: int | None = None, colour: str | None = None) 
         legacy_windows=False,
     )
     items: list[RenderableType] = [_heading(page.title, "═", console.width)]
-    for chapter in page.walk():
+    for chapter in page.chapters:
         items.append(_heading(chapter.title, "─", console.width) if chapter.title else Text(""))
         for block in chapter.blocks:
-            items += _write_block(block, console.width, colour is not None)
+            items += _write_block(block, console.width)
     with console.capture() as capture:
         for item in items:
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -101,42 +95,30 @@ def _prose(text: str, width: int, style: str = "") -> Text:
 
 def wrap(text: str, width: int) -> list[str]:
     """Break prose into lines; a word that is too long is broken, not cut off."""
-    return _wrap(visible(text), max(width, 10))
+    lines = Text(visible(text)).wrap(Console(), max(width, 1))
+    return [line.plain.rstrip() for line in lines] or [""]
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    return [line.plain.rstrip() for line in Text(text).wrap(Console(), width)] or [""]
-
-
-def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
+def _write_block(block: Block, width: int) -> Iterator[RenderableType]:
     match block:
         case Table(folded=True):
             yield Text(f"\n{block.title}: in the json, markdown and html formats", DIM)
-        case Table() | Scorecard():
-            room = width if isinstance(block, Table) else min(width, PROSE)
-            yield from _write_grid(lay_out(block), room)
-        case Heatmap():
-            yield from _write_heatmap(block, width, colour)
+        case Table() | Card() | Heatmap(square=False):
+            room = min(width, PROSE) if isinstance(block, Card) else width
+            yield from _write_grid(_add_bars(block), room)
         case Paragraph():
-            yield _prose(block.text, width, DIM)
-        case Banner():
-            yield _prose(block.text, width, "bold")
-            yield Text("")
-        case Facts():
-            pad = min(max(len(name) for name, _ in block.pairs), 24)
-            yield from (_item(name.ljust(pad), value, width) for name, value in block.pairs)
+            yield _prose(block.text, width, "bold" if block.tone else DIM)
+            yield from [Text("")] if block.tone else []
         case Points():
-            for text, source in block.points:
-                yield _item("•", text, width)
-                yield from [_item(" ", source, width)] if block.commands else []
+            yield Text("")
+            for mark, text, command in block.points:
+                yield _item(f"{mark}:" if mark else "•", text, width)
+                yield from [_item(" ", command, width)] if command else []
         case Gallery():
             yield from (_item("•", f"{i.title}: {'; '.join(i.lines)}", width) for i in block.items)
-            yield from [_prose(block.text, width, DIM)] if block.text else []
+            yield _prose(block.text, width, DIM)
         case Passage():
             yield from _write_passage(block, width)
-        case Notes():
-            yield Text("")
-            yield from (_item(f"{note.level}:", note.text, width) for note in block.notes)
         case _:
             yield _prose(f"Chart, in the html format: {describe(block)}", width, DIM)
 
@@ -144,7 +126,7 @@ def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableT
 def _write_passage(block: Passage, width: int) -> Iterator[Text]:
     """Write the tokens of a text; with several texts, only the largest shares of each."""
     if block.folded:
-        yield _item("•", f"{block.title}: {list_largest(block)}", width)
+        yield _item("•", f"{block.title}: {explain_shades(block)}", width)
         return
     words = (f"{t.text} ({t.share})" if t.top else t.text for t in shade_tokens(block))
     yield _title(block.title, width)
@@ -152,24 +134,20 @@ def _write_passage(block: Passage, width: int) -> Iterator[Text]:
     yield _prose(explain_shades(block), width, DIM)
 
 
+def _add_bars(block: Table | Card | Heatmap) -> Grid:
+    """Lay a block out; a map has bars behind its numbers, in place of colours."""
+    grid = lay_out(block)
+    if not isinstance(block, Heatmap):
+        return grid
+    scale, rows = compute_scale(block), [list(row) for row in grid.rows]
+    for row, values in zip(rows, block.values, strict=True):
+        for j, share in enumerate(map(scale.share, values), start=1):
+            row[j] += LEVELS[0 if share is None else 1 + min(int(share * 8), 7)]
+    return replace(grid, rows=rows)
+
+
 def _title(title: str, width: int) -> Text:
     return Text("\n".join(["", *wrap(title, width)]), "bold")
-
-
-def _write_heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableType]:
-    """Write a map as a table of coloured numbers, or of numbers with bars behind them."""
-    scale, grid = compute_scale(block), lay_out(block)
-    rows, styles = [list(row) for row in grid.rows], {}
-    for i, values in enumerate(block.values):
-        for j, share in enumerate(map(scale.share, values), start=1):
-            level = 0 if share is None else 1 + int(share * (len(LEVELS) - 1 - 1e-9))
-            rows[i][j] += " " if colour else LEVELS[level]
-            if colour and share is not None:
-                paint = scale.colour(share)
-                styles[i, j] = Style(
-                    color=choose_ink(paint), bgcolor=f"rgb{paint}".replace(" ", "")
-                )
-    yield from _write_grid(replace(grid, rows=rows), width, styles)
 
 
 # Tables that never cut a number or a name; wide ones are split or wrapped
@@ -182,22 +160,14 @@ LEAST = 8
 """Smallest width to which a repeated name column is wrapped."""
 
 
-def _write_grid(
-    grid: Grid, width: int, styles: Mapping[tuple[int, int], Style] = MappingProxyType({})
-) -> Iterator[RenderableType]:
-    """Write a table; if it is too wide, split it into pieces that repeat the keys.
-
-    Args:
-        grid: the table.
-        width: width of the terminal.
-        styles: styles of cells, by row and column.
-    """
+def _write_grid(grid: Grid, width: int) -> Iterator[RenderableType]:
+    """Write a table; if it is too wide, split it into pieces that repeat the keys."""
     if grid.heads:
         yield _title(grid.title, width) if grid.title else Text("")
     rows = [[STRONG * (i in grid.strong) + row[0], *row[1:]] for i, row in enumerate(grid.rows)]
     widths = _choose_widths(grid, rows, width)
     heads = [
-        _wrap(head, w) for head, w in zip(grid.heads or [""] * len(widths), widths, strict=True)
+        wrap(head, w) for head, w in zip(grid.heads or [""] * len(widths), widths, strict=True)
     ]
     for number, group in enumerate(split_columns(widths, keys=grid.keys, width=width)):
         if number:
@@ -212,8 +182,8 @@ def _write_grid(
             head = Text("\n" * (height - len(heads[i])) + "\n".join(heads[i]))
             piece.add_column(head, width=widths[i], justify=side, overflow="fold")
         for i, row in enumerate(rows):
-            texts = (Text(row[j], styles.get((i, j), "")) for j in group)
-            piece.add_row(*texts, style="bold" if i in grid.strong else "")
+            style = "bold" if i in grid.strong else ""
+            piece.add_row(*(Text(row[j]) for j in group), style=style)
         yield piece
     yield from (_prose(note, width, DIM) for note in grid.notes)
 
@@ -237,11 +207,9 @@ def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> lis
     names = [i for i in range(grid.keys) if grid.align[i] == "l"]
     room = width - max(widths[grid.keys :], default=0) - GAP * grid.keys
     room -= sum(widths[i] for i in range(grid.keys) if i not in names)
-    while names and sum(widths[i] for i in names) > room:
-        widest = max(names, key=lambda i: widths[i])
-        if widths[widest] <= LEAST:
-            break
-        widths[widest] -= 1
+    if sum(widths[i] for i in names) > room:
+        for i in names:
+            widths[i] = min(widths[i], max(LEAST, room // len(names)))
     return widths
 
 

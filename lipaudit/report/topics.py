@@ -27,9 +27,7 @@ class Topic:
         name: name in the index.
         title: title of the explanation.
         meaning: the meaning.
-        reading: how to read it.
-        limits: what it does not say: domain and status.
-        formula: how it is computed.
+        details: further paragraphs: how to read it, what it does not say, its formula.
         words: other names.
     """
 
@@ -37,9 +35,7 @@ class Topic:
     name: str
     title: str
     meaning: str
-    reading: str = ""
-    limits: str = ""
-    formula: str = ""
+    details: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
 
     @property
@@ -47,39 +43,30 @@ class Topic:
         """Return every name that finds the topic."""
         return (self.name, self.title, *self.words)
 
-    @property
-    def details(self) -> tuple[str, ...]:
-        """Return the paragraphs after the meaning; the formula is last."""
-        parts = (
-            ("How to read it", self.reading),
-            ("What it does not say", self.limits),
-            ("Formula", self.formula),
-        )
-        return tuple(f"{name}: {text}" for name, text in parts if text)
+
+FORMULA = "Formula: "
+"""Beginning of a paragraph with a formula."""
 
 
 @cache
 def list_topics() -> tuple[Topic, ...]:
     """Return all topics, in the order of the index."""
-    from lipaudit.report import glossary
-    from lipaudit.report.cells import LIMITS, STATUS
+    from lipaudit.report import words
+    from lipaudit.report.cells import STATUS
 
-    statuses = (
-        Topic("How far a figure is proven", name, name, f"{text}.", limits=LIMITS[name])
-        for name, text in STATUS.items()
-    )
     groups: dict[str, Mapping[str, str]] = {
-        "Norms of attacks": glossary.NORMS,
-        "Verdicts of certificates": glossary.CERTIFICATES,
-        "Statistics of rules": glossary.STATISTICS,
-        "Verdicts of the gate": glossary.VERDICTS,
-        "Words of pages": glossary.WORDS,
-        "Names in the JSON": glossary.FIELDS,
+        "How far a figure is proven": STATUS,
+        "Norms of attacks": words.NORMS,
+        "Verdicts of certificates": words.CERTIFICATES,
+        "Statistics of rules": words.STATISTICS,
+        "Verdicts of the gate": words.VERDICTS,
+        "Words of pages": {k: column.meaning for k, column in words.HEADINGS.items()}
+        | dict(words.WORDS),
+        "Names in the JSON": words.FIELDS,
     }
     return (
         *_list_measures(),
         *_list_columns(),
-        *statuses,
         *_list_attacks(),
         *(
             Topic(group, name, name, meaning)
@@ -133,23 +120,23 @@ def strip_name(name: str) -> str:
 
 def _list_measures() -> Iterator[Topic]:
     from lipaudit.measures import layouts, load_measures, option_types
-    from lipaudit.report.page.chapters import find_plan
 
     group = "Measures and sections"
     for name in load_measures():
         first, *others = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
         texts = (p.replace("\n", " ") for p in others if not p.startswith("[dim]"))
-        yield Topic(group, name, name, first.replace("\n", " "), " ".join(texts))
+        details = (" ".join(texts),) if others else ()
+        yield Topic(group, name, name, first.replace("\n", " "), details)
     for section, layout in layouts().items():
-        plan = find_plan(section, layout.title)
-        question = (plan.question,)
-        yield Topic(group, section, section, plan.question, plan.about, words=question)
+        title = layout.title or section
+        about = (layout.display.about,) if layout.display else ()
+        yield Topic(group, section, section, title, about, (title,))
 
 
 def _list_columns() -> Iterator[Topic]:
     """Yield every column, by row and then by sample; bounds are separate."""
     from lipaudit.measures import layouts
-    from lipaudit.report.cells import LIMITS, STATUS, UNMEASURED
+    from lipaudit.report.cells import STATUS, UNMEASURED
 
     columns = [
         *((name, "", layout.columns) for name, layout in layouts().items()),
@@ -158,25 +145,26 @@ def _list_columns() -> Iterator[Topic]:
     for section, of, known in columns:
         for name, column in known.items():
             bound = section == "bounds" and not of and column.formula
-            full, limits = f"{section}.{name}", ""
-            if column.domain and column.format not in UNMEASURED:
-                where = "" if column.domain == "at X" else f" ({column.domain})"
-                where = " (in the ball)" if column.domain == "ball" else where
-                limits = f"{STATUS[column.status]}{where}. {LIMITS[column.status]}"
             better = f"{column.better.capitalize()} is better." if column.better else ""
-            group = "Bounds" if bound else f"Columns of {section}"
             reading = " ".join(filter(None, (*column.reading.splitlines(), better)))
-            about = column.meaning, reading, limits, column.formula
-            yield Topic(group, name, full + of, *about, words=(full, section, column.label))
+            details = [f"How to read it: {reading}"] if reading else []
+            if column.domain and column.format not in UNMEASURED:
+                where = {"at X": "", "ball": "In the ball. "}.get(column.domain)
+                where = f"Domain: {column.domain}. " if where is None else where
+                details.append(f"What it does not say: {where}{STATUS[column.status]}")
+            details += [f"{FORMULA}{column.formula}"] if column.formula else []
+            group, full = "Bounds" if bound else f"Columns of {section}", f"{section}.{name}"
+            words = full, section, column.label
+            yield Topic(group, name, full + of, column.meaning, tuple(details), words)
 
 
 def _list_attacks() -> Iterator[Topic]:
     from lipaudit.attacks.kinds import RESERVED, attack_kinds
-    from lipaudit.report.glossary import ATTACKS
+    from lipaudit.report.words import ATTACKS
 
     for name, kind in attack_kinds().items():
         meaning = ATTACKS.get(name, f"An attack of the package {kind.package}.")
-        yield Topic("Attacks", name, name, meaning, f"Norms: {', '.join(kind.norms)}.")
+        yield Topic("Attacks", name, name, meaning, (f"Norms: {', '.join(kind.norms)}.",))
     for name in sorted(RESERVED):
         yield Topic("Attacks", name, name, ATTACKS[name])
 

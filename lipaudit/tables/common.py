@@ -84,6 +84,7 @@ HEAD_NORMS = {
     "input": text_column(
         "input",
         "Input of the norms and bounds.",
+        default="one input",
         reading="one input: queries, keys and values read the same X. queries apart: queries read "
         "another input than keys and values, and both vary independently. If both come from one "
         "tensor (spatial reduction, class attention), the norm with respect to that tensor can be "

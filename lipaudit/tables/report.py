@@ -229,12 +229,32 @@ class Section(Frozen):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Display:
+    """What the chapter of a section shows, on every page.
+
+    Attributes:
+        about: the meaning of its figures, in a sentence.
+        columns: columns of its table; bounds follow. Empty: all of them.
+        by: a column: of many rows, the table has those with its largest values.
+        maps: columns that are mapped over layers and heads.
+        histograms: per-sample columns that are counted.
+    """
+
+    about: str
+    columns: tuple[str, ...] = ()
+    by: str = ""
+    maps: tuple[str, ...] = ()
+    histograms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The layout of a section: its title, its columns and its per-sample columns.
 
     Attributes:
         name: name of the section.
-        title: heading on a page; empty: the name.
+        title: heading on a page, a question; empty: the name.
+        display: what its chapter shows; by default every column.
         fixed: its columns in printed order, first those that name a row.
         sample_columns: its per-sample columns.
         declared: returns columns declared elsewhere, such as those of bounds.
@@ -243,6 +263,7 @@ class Layout:
 
     name: str
     title: str = ""
+    display: Display | None = None
     fixed: Mapping[str, Column]
     sample_columns: Mapping[str, Column] = field(default_factory=dict)
     declared: Callable[[], Mapping[str, Column]] | None = None

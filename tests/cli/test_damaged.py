@@ -60,7 +60,7 @@ READERS = {
 JUDGED = ("bounds", "jacobian", "attack", "certify")
 """Those that the rules of the gate are about."""
 FORMATS = ("table", "markdown", "html", "json", "latex", "csv")
-SHOWS = {"inspect": FORMATS[:5], "gate": ("text", *FORMATS[:5], "junit", "brief")}
+SHOWS = {"inspect": FORMATS[:5], "gate": ("text", *FORMATS[:5], "junit")}
 FACE = re.compile(r"error: [^\n]+\n(  hint: [^\n]+\n)?")
 
 

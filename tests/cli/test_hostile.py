@@ -45,7 +45,7 @@ def refuses():
 """
 """Models whose modules and errors have hostile names."""
 FORMATS = ("table", "json", "markdown", "html", "csv", "latex")
-GATE = ("text", *FORMATS[:4], "junit", "brief")
+GATE = ("text", *FORMATS[:4], "junit")
 
 
 def run(*args: Any) -> tuple[int, str]:

@@ -56,7 +56,7 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
         FAIL_ON="jacobian.norm:median <= +5%\n\nattack.robust >= -2pp\n",
         STRICT="true",
         JUNIT="gate.xml",
-        BRIEF="gate.md",
+        MARKDOWN="gate.md",
         HTML="gate.html",
         REPORT="now.json",
     )
@@ -70,8 +70,6 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
         "--fail-on",
         "attack.robust >= -2pp",
         "--strict",
-        "--format",
-        "brief",
         "--output",
         "gate.xml",
         "--output",

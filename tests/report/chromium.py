@@ -1,6 +1,5 @@
-"""A Chromium without a window, driven through a pipe: keys, pointer, media, print."""
+"""A Chromium without a window, driven through a pipe: pointer and media."""
 
-import base64
 import fcntl
 import json
 import os
@@ -19,7 +18,6 @@ FLAGS = (
     "--remote-debugging-pipe",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )
-KEYS = {"Tab": 9, "Enter": 13}
 
 
 class Chromium:
@@ -99,22 +97,11 @@ class Chromium:
         ]
         self.send("Emulation.setEmulatedMedia", media=kind, features=listed)
 
-    def press(self, key: str) -> None:
-        """Press a key and let it go."""
-        pressed = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
-        pressed |= {"text": "\r"} if key == "Enter" else {}
-        self.send("Input.dispatchKeyEvent", type="keyDown", **pressed)
-        self.send("Input.dispatchKeyEvent", type="keyUp", **pressed)
-
     def click(self, x: float, y: float) -> None:
         """Click at a place in the window."""
         for kind in ("mousePressed", "mouseReleased"):
             press = {"x": x, "y": y, "button": "left", "clickCount": 1}
             self.send("Input.dispatchMouseEvent", type=kind, **press)
-
-    def pdf(self) -> bytes:
-        """Print the page."""
-        return base64.b64decode(self.send("Page.printToPDF")["data"])
 
     def close(self) -> None:
         """End the browser."""

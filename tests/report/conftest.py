@@ -16,8 +16,7 @@ from lipaudit.measures import (
     SCALING_TABLE,
     layouts,
 )
-from lipaudit.report import html, of_reports, render
-from lipaudit.report.page.document import make_page
+from lipaudit.report import of_reports, render
 from lipaudit.tables import Array, Data, Model, Note, Report, Row, Run, Section
 from lipaudit.tables.report import Shard
 
@@ -392,6 +391,16 @@ def rename(report: Report, **changes: str) -> Report:
     return report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
 
 
+def show(*reports):
+    """The page of a report, or of several side by side."""
+    return of_reports(*reports)["page"]()
+
+
+def find_chapter(page, name):
+    """The chapter of a page by its name."""
+    return next(chapter for chapter in page.chapters if chapter.name == name)
+
+
 @pytest.fixture(scope="session")
 def report() -> Report:
     """A report with every section, nulls, NaN, infinities, notes and a hostile model name."""
@@ -430,34 +439,13 @@ def make_other() -> Report:
 @pytest.fixture(scope="session")
 def page(report) -> str:
     """The HTML page of one report."""
-    return html.render(make_page(report)).decode()
+    return render(report, "html").decode()
 
 
 @pytest.fixture(scope="session")
 def double_page(report, other) -> str:
     """The HTML page of two reports side by side."""
     return render(of_reports(report, other), "html").decode()
-
-
-@pytest.fixture(scope="session")
-def large_report() -> Report:
-    """32 layers of 32 heads."""
-    first = make_report()
-    sections = [
-        section.model_copy(
-            update={
-                "rows": tuple(
-                    section.rows[(layer + head) % 11].replace(**{"layer": layer, "head": head})
-                    for layer in range(32)
-                    for head in range(32)
-                ),
-                "arrays": {},
-            }
-        )
-        for section in first.sections
-        if section.measure in ("bounds", "attention")
-    ]
-    return first.model_copy(update={"sections": tuple(sections)})
 
 
 @pytest.fixture(scope="session")

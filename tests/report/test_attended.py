@@ -11,11 +11,10 @@ from PIL import Image
 from lipaudit import schema
 from lipaudit.errors import InputError
 from lipaudit.measures import layouts
-from lipaudit.report import render
 from lipaudit.report.blocks import Passage
 from lipaudit.report.charts import draw_svg
-from lipaudit.report.page.attention import draw_attention
-from lipaudit.report.pictures import Curve, Density
+from lipaudit.report.page.drawings import draw_attention
+from lipaudit.report.pictures import Curve, Heatmap
 from lipaudit.tables import Array, Section
 from lipaudit.tables.report import Attended
 from tests.report.conftest import keep
@@ -56,12 +55,13 @@ def test_it_is_kept_in_the_file(report):
 
 def test_a_map_that_knows_no_tokens_is_drawn_as_it_was():
     (block,) = draw_attention({"": section(None)})
-    assert (block.title, block.names) == ("Attention map of head 1.3, first sample", ())
+    assert block.title == "Attention map of head 1.3, first sample"
+    assert block.rows == block.columns == ("0", "1", "2", "3", "4")
 
 
 def test_a_map_of_a_text_is_laid_over_it():
     whole, received = draw_attention({"": section(TEXT)})
-    assert (whole.title, whole.names) == ("Attention map of head 1.3, sample abababababab", WORDS)
+    assert (whole.title, whole.rows) == ("Attention map of head 1.3, sample abababababab", WORDS)
     assert isinstance(received, Passage)
     assert received.tokens == WORDS
     assert received.shares == pytest.approx(P.mean(0))
@@ -69,14 +69,12 @@ def test_a_map_of_a_text_is_laid_over_it():
 
 
 def test_a_map_of_a_picture_is_laid_over_it():
-    whole, received, of_class = draw_attention({"": section(IMAGE)})
-    assert whole.names == PATCHES
-    for block, values in ((received, P.mean(0)), (of_class, P[0])):
-        assert isinstance(block, Density)
-        assert np.array(block.values) == pytest.approx(values[1:].reshape(2, 2))
-        assert block.image == IMAGE.image
-        assert f"({values[0]:.0%} on other tokens)" in block.title
-    assert "query CLS" in of_class.title
+    whole, received = draw_attention({"": section(IMAGE)})
+    assert whole.rows == whole.columns == PATCHES
+    assert isinstance(received, Heatmap)
+    assert np.array(received.values) == pytest.approx(P.mean(0)[1:].reshape(2, 2))
+    assert received.image == IMAGE.image
+    assert f"({P.mean(0)[0]:.0%} on other tokens)" in received.title
 
 
 def test_a_row_is_that_of_the_first_sample_over_it():
@@ -88,30 +86,16 @@ def test_a_row_is_that_of_the_first_sample_over_it():
     assert (text.tokens, text.shares) == (WORDS, (0.2,) * 5)
 
 
-def test_every_token_can_be_pointed_at():
-    (whole, _) = draw_attention({"": section(TEXT)})
-    assert "<title>key 1 (&lt;b&gt;good), query 0 ([CLS]): 0.250</title>" in draw_svg(whole)
-
-
-def test_the_largest_entry_is_named_in_words(report):
-    attention = section(TEXT).model_copy(update={"rows": report.section("attention").rows})
-    shown = keep(report, attention)
-    for format in ("table", "markdown"):
-        text = " ".join(render(shown, format).decode().replace("\\", "").split())
-        assert "largest 1.00 at key 4 ([SEP]), query 4 ([SEP])" in text
-
-
 def test_a_picture_shows_through_where_nothing_is_paid():
     """The veil of a patch is as the root of its share, nine tenths where P is largest."""
-    _, received, of_class = draw_attention({"": section(IMAGE)})
-    for block, values in ((received, P.mean(0)[1:]), (of_class, P[0, 1:])):
-        veils = re.findall(r"fill: var\(--c1, #d55e00\); fill-opacity: ([\d.]+)", draw_svg(block))
-        wanted = 0.9 * np.sqrt(values[values > 0] / values.max())
-        assert [float(veil) for veil in veils] == pytest.approx(wanted, abs=0.01)
+    _, received = draw_attention({"": section(IMAGE)})
+    veils = re.findall(r"fill: var\(--c1, #d55e00\); fill-opacity: ([\d.]+)", draw_svg(received))
+    wanted = 0.9 * np.sqrt(P.mean(0)[1:] / P.mean(0)[1:].max())
+    assert [float(veil) for veil in veils] == pytest.approx(wanted, abs=0.01)
 
 
 def test_a_picture_that_cannot_be_read_is_a_damaged_report():
     damaged = IMAGE.model_copy(update={"image": "iVBO"})
-    _, received, _ = draw_attention({"": section(damaged)})
+    _, received = draw_attention({"": section(damaged)})
     with pytest.raises(InputError, match="report is damaged"):
         draw_svg(received)

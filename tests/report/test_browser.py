@@ -1,18 +1,12 @@
 """The page as a browser lays it out, and what it does under pointer and keys, and on paper."""
 
 import math
-import re
 
 import pytest
 
 from lipaudit.report import html
 from lipaudit.report.blocks import Chapter, Document, Table
-from lipaudit.report.pictures import (
-    Density,
-    Heatmap,
-    Scatter,
-    Series,
-)
+from lipaudit.report.pictures import Curve, Heatmap, Series
 from lipaudit.tables import Column
 from tests.report import chromium
 
@@ -55,27 +49,6 @@ def test_page_fits_and_loads_nothing(browser, request, width, name):
     assert found["height"] > 3000
 
 
-def test_a_picture_wider_than_the_window_scrolls_by_itself(browser):
-    names = tuple(map(str, range(12)))
-    block = Heatmap("a map", ((1.5,) * 12,) * 12, names, names, NUMBER)
-    chapter = Chapter("one", "One", (block,))
-    browser.open(html.render(Document("t", (), (), (chapter,))).decode(), width=400)
-    assert browser.run('document.querySelector("svg").getBoundingClientRect().width') > 400
-    assert browser.run(LOOK)["scroll"] <= 400
-
-
-def test_the_look_sees_what_it_looks_for(browser, page):
-    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
-    bad = (
-        '<img src="http://example.invalid/x.png"><p class="wide" style="width:2000px">x</p></body>'
-    )
-    browser.open(page.replace("</body>", bad))
-    found = browser.run(LOOK)
-    assert found["scroll"] > 1280
-    assert "P wide" in found["outside"]
-    assert found["loads"] == ["http://example.invalid/x.png"]
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -97,7 +70,7 @@ def heading(browser, label: str) -> str:
     browser.run('document.querySelector("#bounds details").open = true')
     browser.run(
         'window.th = [...document.querySelectorAll("#bounds details th")]'
-        f".find(th => th.firstChild.firstChild.textContent === {label!r})"
+        f".find(th => th.textContent.replace(/[^ -~]/g, '') === {label!r})"
     )
     assert browser.run("Boolean(th)")
     browser.run('th.scrollIntoView({block: "center", inline: "center", behavior: "instant"})')
@@ -135,22 +108,11 @@ def test_rows_sort_by_value_with_what_is_missing_last(browser, page, report, lab
     assert heads(browser) == list(rows)
 
 
-def test_a_table_is_sorted_by_one_column_at_a_time(browser, page):
-    browser.open(page)
-    click(browser, heading(browser, "exact"))
-    click(browser, heading(browser, "sharp"))
-    sorted_by = browser.run(
-        '[...document.querySelectorAll("#bounds details th")]'
-        '.filter(th => th.ariaSort !== "none").map(th => th === window.th)'
-    )
-    assert sorted_by == [True]
-
-
 def table(*values: object, column: Column = NUMBER) -> str:
     """Return a page with a table of one column."""
     block = Table("t", (column,), tuple((value,) for value in values))
     chapter = Chapter("one", "One", (block,))
-    return html.render(Document("t", (), (), (chapter,))).decode()
+    return html.render(Document("t", (chapter,))).decode()
 
 
 @pytest.mark.parametrize(
@@ -173,50 +135,6 @@ def test_columns_sort_by_what_they_hold(browser, values, column):
     assert after == expected
     given = browser.run('[...document.querySelectorAll("td")].map(td => td.dataset.v || "")')
     assert [float(v) for v in given if v] == sorted(float(v) for v in given if v)
-
-
-def test_headings_sort_by_key_and_say_what_they_mean(browser):
-    browser.open(table(2.0, 1.0))
-    for _ in range(20):
-        browser.press("Tab")
-        if browser.run('document.activeElement.matches("th button")'):
-            break
-    assert browser.run('document.querySelector("th").title') == "What a heading means."
-    browser.press("Enter")
-    assert browser.run('[...document.querySelectorAll("td")].map(e => e.textContent)') == [
-        "1.00",
-        "2.00",
-    ]
-
-
-def test_heads_stay_in_sight_beside_the_last_column(browser, page):
-    browser.open(page)
-    browser.run('document.querySelector("#bounds details").open = true')
-    browser.run('window.box = document.querySelector("#bounds details .scroll")')
-    browser.run("box.scrollLeft = 1e4")
-    assert browser.run("box.scrollLeft") > 200
-    for cell in ("th", "td"):
-        lefts = browser.run(
-            f"[0, 1].map(i => box.querySelectorAll({cell!r})[i].getBoundingClientRect().left"
-            " - box.getBoundingClientRect().left)"
-        )
-        assert lefts[0] == pytest.approx(0, abs=1)
-        assert 30 < lefts[1] < 90
-
-
-def test_contents_stay_above_the_heads_that_stay_in_sight(browser, page):
-    browser.open(page)
-    browser.run('document.querySelector("#bounds details").open = true')
-    browser.run(
-        'window.scrollBy({behavior: "instant", top: -10 +'
-        ' document.querySelector("#bounds details td").getBoundingClientRect().top})'
-    )
-    top = browser.run(
-        '(() => { const box = document.querySelector("#bounds details td")'
-        ".getBoundingClientRect();"
-        "return document.elementFromPoint(box.x + 5, box.y + 5).closest('nav, td').tagName; })()"
-    )
-    assert top == "NAV"
 
 
 # pictures
@@ -242,14 +160,14 @@ def cut_labels(browser) -> list[str]:
 
 
 def test_no_label_is_cut_off(browser, page, double_page):
-    share, count = Column("p(2)", ""), Column("rows", "", format="d")
+    share, names = Column("p(2)", ""), tuple(f"token {i}" for i in range(20))
     cells = tuple(tuple(99.0 * (i == j == 3) for i in range(20)) for j in range(20))
+    points = Series("a model", (1.0, 1e5), (1.0, 2e9))
     squares = (
-        Density("joint", share, share, cells, (0.0, 1.0), (0.0, 0.5), count),
-        Density("map", count, count, cells, (-0.5, 19.5), (-0.5, 19.5), share, down=True),
-        Scatter("pair", share, share, (Series("a model", (1.0, 1e5), (1.0, 2e9)),)),
+        Heatmap("map", cells, names, names, share, ("query", "key"), square=True),
+        Curve("pair", share, share, (points,), log=True, joined=False),
     )
-    drawn = html.render(Document("t", (), (), (Chapter("one", "One", squares),))).decode()
+    drawn = html.render(Document("t", (Chapter("one", "One", squares),))).decode()
     for each in (page, double_page, drawn):
         browser.open(each)
         assert browser.run('document.querySelectorAll("svg text").length') > 20
@@ -266,7 +184,7 @@ CONTRAST = """(() => {
   const light = text => parts(text).reduce((sum, v, i) => sum + v * weights[i], 0);
   const page = light(getComputedStyle(document.body).backgroundColor);
   const ratio = c => (Math.max(page, c) + 0.05) / (Math.min(page, c) + 0.05);
-  const texts = "p, td, th, a, code, li b, dt, figcaption, .standing";
+  const texts = "p, td, th, a, code, li b, figcaption, .standing";
   return [page, ...[...document.querySelectorAll(texts)].map(e => ratio(light(
     getComputedStyle(e).color))), ...[...document.querySelectorAll("svg text")]
     .filter(e => getComputedStyle(e).fill === getComputedStyle(document.body).color)
@@ -283,16 +201,6 @@ def test_text_is_legible_in_light_and_dark(browser, page):
         assert (ground > 0.5) == (scheme == "light")
         assert len(ratios) > 1000
         assert min(ratios) >= 4.5
-
-
-def test_pictures_change_their_colours_in_the_dark(browser, page):
-    browser.open(page)
-    browser.run("window.point = document.querySelector('#bounds use[style*=\"--c0\"]')")
-    fills = []
-    for scheme in ("light", "dark"):
-        browser.media("screen", color_scheme=scheme)
-        fills.append(browser.run("getComputedStyle(point).fill"))
-    assert fills == ["rgb(0, 114, 178)", "rgb(88, 166, 232)"]
 
 
 def test_paper_gets_everything_in_light_colours(browser, page):
@@ -314,28 +222,6 @@ def test_paper_gets_everything_in_light_colours(browser, page):
     assert browser.run(f"getComputedStyle({figures}[0]).breakInside") == "avoid"
 
 
-def test_folded_tables_are_open_while_a_browser_prints(browser, page):
-    """Also one that knows no ::details-content."""
-    page = page.replace("details::details-content", "details::none")
-    browser.open(page)
-    browser.run(
-        'addEventListener("beforeprint", () =>'
-        ' { window.open_then = document.querySelectorAll("details[open]").length; })'
-    )
-    folded = browser.run('document.querySelectorAll("details").length')
-    assert browser.pdf().startswith(b"%PDF")
-    assert browser.run("open_then") == folded > 3
-    assert browser.run('document.querySelectorAll("details[open]").length') == 0
-
-
-def test_nothing_moves_for_those_who_ask(browser, page):
-    browser.open(page)
-    style = "getComputedStyle(document.documentElement).scrollBehavior"
-    assert browser.run(style) == "smooth"
-    browser.media("screen", reduced_motion="reduce")
-    assert browser.run(style) == "auto"
-
-
 # without scripts
 
 
@@ -352,25 +238,3 @@ def test_nothing_is_missing_without_scripts(browser, page):
     assert (
         browser.run(titles) == browser.run('document.querySelectorAll(".marks > *").length') > 50
     )
-
-
-def test_folded_tables_open_without_scripts(browser, page):
-    browser.open(page, scripts=False)
-    browser.click(*middle(browser, "#bounds summary"))
-    assert browser.run('document.querySelector("#bounds details").open')
-
-
-def test_contents_lead_to_their_section(browser, page):
-    browser.open(page, scripts=False)
-    browser.media("screen", reduced_motion="reduce")
-    links = browser.run('[...document.querySelectorAll("nav a")].map(a => a.hash.slice(1))')
-    assert links[:2] == ["scorecard", "next-steps"]
-    bar = 'document.querySelector("nav")'
-    assert browser.run(f"{bar}.scrollWidth <= {bar}.clientWidth")  # whole, without scrolling
-    for name in (links[1], links[4]):
-        index = links.index(name)
-        browser.run(f'document.querySelectorAll("nav a")[{index}].click()')
-        box = f"document.getElementById({name!r}).getBoundingClientRect()"
-        bar = 'document.querySelector("nav").getBoundingClientRect()'
-        top = browser.run(f"{box}.top - {bar}.bottom")
-        assert -2 <= top <= 60 or browser.run("scrollY") == 0

@@ -6,8 +6,7 @@ import pytest
 
 from lipaudit.gate import compare
 from lipaudit.report import latex, markdown, of_comparison, render
-from lipaudit.report.blocks import Chapter, Document, Table
-from lipaudit.report.page.document import make_page
+from lipaudit.report.blocks import Card, Chapter, Document, Table
 from lipaudit.report.pictures import Heatmap
 from lipaudit.tables import Column
 from tests.report.conftest import rename
@@ -69,13 +68,12 @@ def test_every_special_character_is_set_as_it_is(hostile):
     assert literal(latex.escape(hostile)) == shown
     page = Document(
         hostile,
-        facts=((hostile, hostile),),
-        findings=(),
-        chapters=(
+        (
             Chapter(
                 "c",
                 hostile,
                 (
+                    Card(((hostile, hostile),)),
                     Table(
                         hostile,
                         (NAME, VALUE),
@@ -111,8 +109,8 @@ def test_a_sign_is_written_so_that_latex_has_it_in_its_fonts(text, written):
 
 
 def test_tables_have_as_many_cells_in_every_row(report, other):
-    for reports in ((report,), (report, other)):
-        text = markdown.render(make_page(*reports)).decode()
+    for reports in ([report], [report, other]):
+        text = render(reports, "markdown").decode()
         for grid in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
             assert len({len(re.findall(r"(?<!\\)\|", line)) for line in grid.splitlines()}) == 1
 
@@ -133,10 +131,7 @@ def test_markup_is_taken_literally(hostile, escaped):
 
 
 def test_only_our_own_tags_are_markup(report, other):
-    text = (
-        markdown.render(make_page(report)).decode()
-        + markdown.render(make_page(report, other)).decode()
-    )
+    text = (render(report, "markdown") + render([report, other], "markdown")).decode()
     lines = [line for line in text.splitlines() if not line.startswith("    ")]
     tags = set(re.findall(r"<[^>]*>", "\n".join(lines)))
     assert tags <= {

@@ -1,21 +1,15 @@
 """How several models are shown: who is best, a row for each, the scorecards side by side."""
 
 import math
-import re
 
 import pytest
 
 from lipaudit.gate import rank
 from lipaudit.gate.verdicts import Verdict
 from lipaudit.report import of_reports, render
-from lipaudit.report.blocks import Paragraph, Table
-from lipaudit.report.cells import format_significant, write_math
-from lipaudit.report.page.ranking import (
-    describe_ranking,
-    make_ranking_chapter,
-    tabulate_ranking,
-)
-from lipaudit.report.page.scorecard import make_scorecard
+from lipaudit.report.blocks import Paragraph
+from lipaudit.report.page.ranking import describe_ranking, make_ranking_chapter
+from lipaudit.report.page.scorecard import list_lines
 from tests.report.conftest import keep
 
 BEHIND = Verdict(
@@ -43,57 +37,54 @@ def ranking(report, other):
     )
 
 
-def cell(block: Table, row: int, label: str):
-    (at,) = (i for i, column in enumerate(block.columns) if column.label == label)
-    return block.rows[row][at]
+def columns(ranking, reports) -> dict[str, list[object]]:
+    """Return the cells of the table of models, by the heading of the column."""
+    block = make_ranking_chapter(ranking, reports).blocks[0]
+    cells = zip(*block.rows, strict=True)
+    return {c.label: list(each) for c, each in zip(block.columns, cells, strict=True)}
 
 
 def test_the_outcome_is_said_in_words(ranking, report):
     first, second, _ = (model.model for model in ranking.models)
-    assert describe_ranking(ranking) == [
-        f"Best: {first}.",
-        f"Not distinguishable from the best: {second}.",
-        "Behind the best: third.",
-    ]
+    assert describe_ranking(ranking) == (
+        f"Best: {first}. Not distinguishable from the best: {second}. Behind the best: third."
+    )
     apart = keep(report, report.section("attack"))
     ids = {"ids": tuple(f"{i:03x}" for i in range(24))}
     section = apart.sections[0].model_copy(update={"samples": apart.sections[0].samples | ids})
-    elsewhere = keep(apart, section)
-    (said,) = describe_ranking(rank([apart, elsewhere]))
+    said = describe_ranking(rank([apart, keep(apart, section)]))
     assert said.startswith("Not comparable: A: ")
     assert said.endswith("samples are in the current report).")
 
 
-def test_limits_stand_behind_their_figures(ranking):
-    block, model = tabulate_ranking(ranking), ranking.models[2]
-    attacked = next(each for each in model.summary.accuracy if each.kind == "attacked")
-    limits = f"({100 * attacked.low:.1f} to {100 * attacked.high:.1f}%)"
-    assert cell(block, 2, f"robust accuracy, {attacked.ball}") == f"{attacked.share:.1%} {limits}"
-    assert cell(block, 2, "difference") == "-25pp (-40 to -12.5pp)"
-    assert cell(block, 0, "difference") is None
-    norm = model.summary.norms
-    shown = [format_significant(value) for value in (norm.median, norm.low, norm.high)]
-    assert cell(block, 2, "median ||J||") == f"{shown[0]} ({shown[1]} to {shown[2]})"
-    # What is proven is said of each figure, and a page sorts columns of numbers by them.
-    kinds = {column.label: column.format for column in block.columns}
-    assert {label for label, kind in kinds.items() if kind == "s"} == {"model", "outcome"}
-
-
-def test_too_few_samples_for_any_limits_are_called_so(ranking):
-    unknown = BEHIND.model_copy(update={"low": -1.0, "high": math.inf, "unit": "%"})
-    few = ranking.models[2].model_copy(update={"difference": unknown})
-    block = tabulate_ranking(ranking.model_copy(update={"models": (ranking.models[0], few)}))
-    assert cell(block, 1, "difference") == "-25% (too few samples)"
+def test_a_row_for_every_model_with_its_difference_and_its_scorecard(report, other):
+    ranking = rank([report, other])
+    shown = columns(ranking, [report, other])
+    assert shown["model"] == [model.model for model in ranking.models]
+    assert (shown["rank"], shown["difference"]) == ([1, 1], [None, "+0pp"])
+    lines = {line.label: line.value for line in list_lines(report)}
+    assert {label: values[0] for label, values in shown.items() if label in lines} == lines
+    steepest = shown["steepest attention head, ‖J‖"]
+    assert steepest[0] == 2 * steepest[1]
+    best, second = ranking.models
+    for change, text in (
+        (BEHIND, "-25pp (-40pp to -12.5pp)"),
+        (
+            BEHIND.model_copy(update={"low": -1.0, "high": math.inf, "unit": "%"}),
+            "-25% (too few samples)",
+        ),
+    ):
+        behind = second.model_copy(update={"difference": change})
+        changed = ranking.model_copy(update={"models": (best, behind)})
+        assert columns(changed, [report, other])["difference"] == [None, text]
 
 
 @pytest.mark.parametrize("name", ["table", "markdown", "html"])
-def test_the_ranking_stands_first_then_the_scorecards(report, other, name):
+def test_the_ranking_stands_first(report, other, name):
     named = ("bounds", "jacobian", "attack")
     parts = (keep(each, *map(each.section, named)) for each in (report, other))
     page = render(of_reports(*parts), name).decode()
-    places = [
-        page.index(t) for t in ("Which model is", "How do the scorecards", "What was audited")
-    ]
+    places = [page.index(t) for t in ("Which model is", "Ranked by", "What was audited")]
     assert places == sorted(places)
 
 
@@ -109,30 +100,9 @@ def test_in_the_order_given_no_report_is_ranked(report, other):
     assert "Which model is" not in page
 
 
-def test_scorecards_stand_beside_each_other(report, other):
-    document = of_reports(report, other)["page"]()
-    (block,) = next(c for c in document.chapters if c.name == "scorecards").blocks
-    labels = [write_math(line.label) for line in make_scorecard(report).lines]
-    assert [row[0] for row in block.rows] == labels
-    assert len(block.columns) == 3
-    clean = next(row for row in block.rows if row[0] == "clean accuracy")
-    assert clean[1] == clean[2] != ""
-    head = next(row for row in block.rows if row[0].startswith("steepest"))
-    assert head[1] != head[2]
-
-
 def test_without_a_common_figure_models_stand_as_they_were_given(report, other):
     kept = [keep(r, r.section("bounds")) for r in (report, other)]
-    part = make_ranking_chapter(rank(kept))
+    part = make_ranking_chapter(rank(kept), kept)
     (block,) = part.blocks
     assert [row[0] for row in block.rows] == [r.run.model.spec for r in kept]
     assert not any(isinstance(each, Paragraph) for each in part.blocks)
-
-
-def test_a_brief_fits_a_pull_request(report, other):
-    lines = render(of_reports(report, other), "brief").decode().splitlines()
-    assert len(lines) <= 15
-    assert lines[0] == "### lipaudit: 2 models side by side"
-    assert "Best: " in lines[2]
-    assert "| median ‖J‖" in lines[4]
-    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines[4:]}) == 1

@@ -10,8 +10,9 @@ import pytest
 from lipaudit import schema
 from lipaudit.gate import rank
 from lipaudit.report import of_reports, records, render
+from lipaudit.report.page.scorecard import name_accuracy
 from lipaudit.tables import Section
-from tests.report.conftest import keep, rename
+from tests.report.conftest import rename
 
 
 def test_file_is_strict_json_and_reads_back_the_same(report):
@@ -79,14 +80,6 @@ def test_samples_have_their_places(report):
     assert known == dict(zip(ids, places["place"], strict=True))
 
 
-def test_zero_has_no_sign(report):
-    jacobian = next(s for s in report.sections if s.measure == "jacobian")
-    zeros = (-0.0,) * len(jacobian.samples["margin"])
-    samples = {**jacobian.samples, "margin": zeros}
-    bare = keep(report, jacobian.model_copy(update={"samples": samples}))
-    assert {line["value"] for line in read(bare) if line["column"] == "margin"} == {"0.0"}
-
-
 def test_control_characters_are_shown_not_obeyed(report):
     named = rename(report, spec='a,\x1b[31m"b"\nc')
     assert {line["model"] for line in read(named)} == {r'a,\x1b[31m"b"\x0ac'}
@@ -101,9 +94,8 @@ def test_several_reports_are_a_row_a_model(report, other):
     assert [line["model"] for line in lines] == [model.model for model in ranking.models]
     for line, model in zip(lines, ranking.models, strict=True):
         assert line["outcome"] == model.outcome
-        assert float(line["norm_median"]) == model.summary.norms.median
+        assert float(line["model sensitivity, median ‖J‖"]) == model.summary.norms.median
+        assert float(line["steepest attention head, ‖J‖"]) == model.summary.heads.steepest[0].exact
+        assert float(line["fragile attention rows"]) == model.summary.fragile.share
         for each in model.summary.accuracy:
-            ball = f"@{each.norm},{each.eps}" if each.norm else ""
-            assert float(line[f"{each.kind}{ball}"]) == each.share
-            assert line[f"{each.kind}_low{ball}"] == ("" if each.low is None else str(each.low))
-        assert float(line["head_norm"]) == model.summary.heads.steepest[0].exact
+            assert float(line[name_accuracy(each.kind, each.ball)]) == each.share

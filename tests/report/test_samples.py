@@ -9,15 +9,14 @@ import pytest
 from lipaudit import schema
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import layouts
-from lipaudit.report import of_sample, render, terminal
+from lipaudit.report import of_reports, of_sample, render, terminal
 from lipaudit.report.blocks import Table
-from lipaudit.report.page import samples
-from lipaudit.report.page.document import make_page
+from lipaudit.report.page.samples import choose_sample
 from lipaudit.tables.report import Example, Gradient
 from lipaudit.tables.trials import FLAGS
 from lipaudit.tables.worst import worst
 from tests.commands import invoke
-from tests.report.conftest import IDS, NORMS, keep, shard_of, swap
+from tests.report.conftest import IDS, NORMS, find_chapter, keep, shard_of, swap
 
 ATTACKS = "Which attacks succeed?"
 BROKEN = {13, 15, 16, 17, 18, 19, 20, 21, 23}
@@ -35,7 +34,13 @@ def placed(report):
 
 def list_worst(report):
     """Return the rows of the table of worst samples."""
-    return next(block for block in samples.show_worst(report) if isinstance(block, Table)).rows
+    blocks = find_chapter(show(report), "worst-samples").blocks
+    return next(block for block in blocks if isinstance(block, Table)).rows
+
+
+def show(report, sample=None):
+    """Return the page of a sample; without one, of the worst samples."""
+    return of_sample(report, "x.json", sample)["page"]()
 
 
 def told(page, title: str) -> dict[str, tuple[str, ...]]:
@@ -58,11 +63,8 @@ def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):
 
 def test_what_is_of_some_of_the_samples_says_so_of_each(report):
     shard = report.model_copy(update={"shard": shard_of(1, 2)})
-    for page in (
-        samples.make_overview(shard, "shard-1.json"),
-        samples.inspect_sample(shard, IDS[0]),
-    ):
-        assert page.partial.startswith("this is shard 1 of 2")
+    for page in (show(shard), show(shard, IDS[0])):
+        assert page.chapters[0].blocks[0].text.startswith("Partial: this is shard 1 of 2")
 
 
 def test_what_says_yes_or_no_is_told_from_numbers_that_are_0_and_1(report):
@@ -72,26 +74,23 @@ def test_what_says_yes_or_no_is_told_from_numbers_that_are_0_and_1(report):
     attack = report.section("attack")
     values = {**attack.samples, "label": tuple(i % 2 for i in range(24))}
     binary = attack.model_copy(update={"samples": values})
-    page = samples.inspect_sample(keep(report, binary), IDS[0])
+    page = show(keep(report, binary), IDS[0])
     assert told(page, ATTACKS)["label"] == ("1", "", "")
 
 
 def test_a_sample_stands_beside_all(report):
-    page = samples.inspect_sample(report, IDS[20])
+    page = show(report, IDS[20])
     jacobian, attacks = told(page, "How sensitive is the whole model?"), told(page, ATTACKS)
     assert jacobian["‖J‖"] == (f"{NORMS[20]:.3g}", f"{median(NORMS[:22]):.3g}", "2 of 22")
     assert jacobian["margin"] == ("2.00", "4.55", "4 of 24")
     assert jacobian["correct"] == ("no", "95.8% yes, 79.8 to 99.3%", "")
     assert attacks["robust, worst,linf,2/255"] == ("no", "62.5% yes, 42.7 to 78.8%", "")
-    assert (
-        told(samples.inspect_sample(report, IDS[2]), ATTACKS)["robust, worst,linf,4/255"][0]
-        == "yes"
-    )
+    assert told(show(report, IDS[2]), ATTACKS)["robust, worst,linf,4/255"][0] == "yes"
 
 
 @pytest.mark.parametrize("said", [IDS[7], IDS[7][:3], "cat/7.png", "7.png"])
 def test_it_goes_by_its_id_the_beginning_of_it_and_its_place(placed, said):
-    assert samples.choose_sample(placed, said) == IDS[7]
+    assert choose_sample(placed, said) == IDS[7]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_it_goes_by_its_id_the_beginning_of_it_and_its_place(placed, said):
 )
 def test_names_of_none_and_of_several_are_refused(placed, said, message, advice):
     with pytest.raises(UsageError, match=message) as refused:
-        samples.choose_sample(placed, said)
+        choose_sample(placed, said)
     assert advice in refused.value.advice
 
 
@@ -118,7 +117,7 @@ def test_a_report_without_samples_says_so(report):
 def test_the_worst_are_shown_where_something_ranks_them(report):
     def shown(*names):
         kept = tuple(report.section(name) for name in names)
-        page = make_page(keep(report, *kept))
+        page = of_reports(keep(report, *kept))["page"]()
         return any(chapter.name == "worst-samples" for chapter in page.chapters)
 
     assert shown("jacobian")
@@ -134,19 +133,6 @@ def test_without_norms_the_least_certified_come_first(report):
     kept = [name for name in worst(alone, 24) if radii[name] is not None]
     assert [radii[name] for name in kept] == sorted(radii[name] for name in kept)
     assert list_worst(alone)[0][2] == radii[worst(alone)[0]]
-
-
-def test_a_decided_ball_has_no_reason_for_being_undecided(report):
-    said = "why undecided, linf,2/255"
-    assert said not in told(samples.inspect_sample(report, IDS[20]), "What is proven?")
-    assert told(samples.inspect_sample(report, IDS[3]), "What is proven?")[said][0] == "bound"
-
-
-@pytest.mark.parametrize("format", ["table", "markdown", "html"])
-def test_every_format_shows_it(placed, format):
-    text = render(of_sample(placed, "x.json", "cat/7.png"), format).decode().replace("\\", "")
-    for words in (IDS[7], "cat/7.png", "‖J‖", "worst,linf,4/255", "did not converge"):
-        assert words in text
 
 
 def test_pictures_of_the_worst_stand_on_the_page(placed):
@@ -272,12 +258,12 @@ def test_classes_go_by_their_names(placed):
     )
     report = keep(placed, *sections)
     assert schema.loads(schema.dumps(report)).section("attack").classes == update["classes"]
-    said = told(samples.inspect_sample(report, name), ATTACKS)
+    said = told(show(report, name), ATTACKS)
     assert said["label"] == (f"{at} (up)", "", "")
     assert said["predicted"][0] == "\u2013"
-    other = told(samples.inspect_sample(report, ids[at + 1]), ATTACKS)
+    other = told(show(report, ids[at + 1]), ATTACKS)
     assert other["label"][0] == str(at + 1)  # its name says no more
-    data = samples.record_sample(report, name)
+    data = of_sample(report, "x", name)["record"]()
     assert {"measure": "attack", "name": "label", "value": at, "class": "up"} in data["figures"]
     assert data["example"]["before"] == [1.0, 0.0]
     assert data["example"].keys().isdisjoint({"image", "adversarial", "difference"})
@@ -287,30 +273,6 @@ def test_classes_go_by_their_names(placed):
         assert "true class up: score 100% became 0%" in text
         assert "taken for down: score 0% became 100% by words, 2 words" in text
         assert "the text became" in text
-
-
-def test_data_has_the_tokens_of_a_text(written):
-    data = samples.record_sample(written, worst(written)[0])
-    assert data["gradient"] == {
-        "of": "margin", "tokens": [*WORDS], "shares": [*SHARE], "left_out": 7
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kept", "said"),
-    [
-        ({"attack"}, "Sorted by: samples broken in most balls; misclassified samples are last."),
-        ({"jacobian"}, "Sorted by: largest ‖J‖; misclassified samples are last."),
-        ({"certify"}, "Sorted by: smallest certified radius."),
-        ({"attack", "jacobian"}, "Sorted by: samples broken in most balls, then largest ‖J‖;"),
-    ],
-)
-def test_the_order_of_samples_names_what_was_measured(report, kept, said):
-    sections = tuple(s for s in report.sections if s.measure in kept)
-    wrong = {"correct": (False, *(True,) * 23)} if "jacobian" in kept else {}
-    sections = tuple(s.model_copy(update={"samples": {**s.samples, **wrong}}) for s in sections)
-    part = keep(report, *sections)
-    assert said in " ".join(render(of_sample(part, "x", None), "table").decode().split())
 
 
 def test_figures_that_are_no_numbers_are_strings_in_json(report):

@@ -2,26 +2,38 @@
 
 import html
 from math import log10
-from shlex import quote
+from shlex import quote, split
 from statistics import median
+from typing import get_args
 
 import pytest
 from scipy.stats import binom
 
-from lipaudit.gate import judge
+from lipaudit.cli.commands import build
 from lipaudit.measures import ATTENTION_TABLE, CERTIFY_TABLE, layouts
-from lipaudit.report import of_judgement, of_reports, render
-from lipaudit.report.blocks import Table
-from lipaudit.report.page.document import make_page, make_screen
-from lipaudit.report.page.scorecard import make_scorecard
+from lipaudit.report import of_reports, render
+from lipaudit.report.page.scorecard import list_lines
+from lipaudit.tables import Note
+from lipaudit.tables.columns import Status
 from lipaudit.tables.figures import median_limits, wilson
 from lipaudit.tables.summary import summary
-from tests.report.conftest import keep
+from lipaudit.tables.worst import worst
+from tests.report.conftest import find_chapter, keep
 
 
-def lines(report) -> dict[str, tuple[object, str, str]]:
-    card = make_scorecard(report)
-    return {line.label: (line.value, line.text, line.command) for line in card.lines}
+def lines(report) -> dict[str, tuple[object, str]]:
+    return {line.label: (line.value, line.text) for line in list_lines(report)}
+
+
+def steps(report) -> dict[str, str]:
+    """Return the commands of a page, each with what it is for."""
+    page = of_reports(report)["page"]()
+    chapters = [chapter for chapter in page.chapters if chapter.name == "next-steps"]
+    return {command: text for c in chapters for _, text, command in c.blocks[0].points}
+
+
+def trainings(report) -> list[str]:
+    return [command for command in steps(report) if " train " in command]
 
 
 def with_rows(report, measure, **changes):
@@ -42,7 +54,7 @@ def test_accuracies_and_their_limits(report):
         assert (each.share, each.low, each.high) == (row.robust, row.robust_low, row.robust_high)
         assert each.attacks == ("fgsm", "pgd")
     said = lines(report)["robust accuracy, linf 2/255"]
-    assert said[:2] == (15 / 24, "95 % CI 43.5 to 79.5%, worst of fgsm, pgd")
+    assert said == (15 / 24, "95 % CI 43.5 to 79.5%, worst of fgsm, pgd")
 
 
 def test_what_is_proven_stands_below_what_attacks_left(report):
@@ -62,7 +74,7 @@ def test_what_is_proven_stands_below_what_attacks_left(report):
         said = lines(keep(report, *others, section))
         assert list(said) == labels
         assert said["certified accuracy, linf 2/255"] == (
-            0.25, "95 % CI 10.0 to 40.0%, 8 samples, 3 undecided", "",
+            0.25, "95 % CI 10.0 to 40.0%, 8 samples, 3 undecided",
         )  # fmt: skip
 
 
@@ -74,30 +86,14 @@ def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(rep
     assert [0.0, *radii].index(summed.low) + 1 == 7  # the ranks in tables of the sign test, n = 23
     assert [0.0, *radii].index(summed.high) + 1 == 17
     text = "95 % CI 0.00180 to 0.00480, median of 23 samples, nearest adversarial 0.0290"
-    assert lines(both)["certified radius, linf"] == (0.0033, text, "")
-    assert f"| 0.00330 | {text} |" in render(both, "brief").decode()
+    assert lines(both)["certified radius, linf"] == (0.0033, text)
+    assert f"| 0.00330 | {text} |" in render(both, "markdown").decode()
     assert summary(keep(report, proven[0])).radii is None
-
-
-def test_what_is_not_measured_of_a_certificate_has_no_column(report):
-    section = report.section("certify")
-    unknown = tuple(row.replace(clean=None) for row in section.rows)
-    bare = keep(report, section.model_copy(update={"rows": unknown}))
-    for shown, there in ((report, True), (bare, False)):
-        chapter = next(c for c in make_page(shown).chapters if c.name == "certify")
-        table = next(block for block in chapter.blocks if isinstance(block, Table))
-        assert ("clean" in [column.label for column in table.columns]) == there
-        assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
 def test_settings_are_written_once(report):
     text = render(report, "table").decode()
     assert text.count("Settings: eps 1/255, 2/255; norm linf; radius; attack pgd.") == 1
-    radii = report.section("certify.radius")
-    other = radii.model_copy(update={"settings": radii.settings | {"norm": "l2"}})
-    assert "norm l2; radius;" in render(keep(report, other), "table").decode()
-    both = keep(report, report.section("certify"), other)
-    assert "norm l2; radius;" in render(both, "table").decode()
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 8, 9, 20, 101, 9999])
@@ -115,7 +111,7 @@ def test_norms_name_the_sample_that_has_the_largest(report):
     ids, values = (report.section("jacobian").samples[name] for name in ("ids", "norm"))
     known = {v: i for i, v in zip(ids, values, strict=True) if v is not None and v == v}
     assert norms.sample == known[max(known)]
-    value, text, _ = lines(report)["model sensitivity, median ‖J‖"]
+    value, text = lines(report)["model sensitivity, median ‖J‖"]
     assert value == row.median
     assert text.endswith(f"largest {row.max:.3g} (sample {norms.sample[:12]})")
 
@@ -130,17 +126,7 @@ def test_where_a_sample_is_found_stands_wherever_it_is_named(report, format):
     assert f'sample {name[:12]}, cat/7.png "so it begins"' in " ".join(text.split())
     tables = ["scorecard", "what to do next", "worst"]
     assert text.count('cat/7.png "so it begins"') == len(tables)
-    assert "cat/7.png" in render(placed, "brief").decode()
     assert "cat/7.png" not in render(report, format).decode()
-
-
-def test_one_sample_has_one_norm_and_no_quantiles(report):
-    section = report.section("jacobian")
-    row = section.rows[0].replace(samples=1)
-    samples = {name: values[:1] for name, values in section.samples.items()}
-    one = section.model_copy(update={"rows": (row,), "samples": samples})
-    labels = [name for name in lines(keep(report, one)) if name.startswith("model")]
-    assert labels == ["model sensitivity, ‖J‖"]
 
 
 def test_steepest_heads_are_the_largest_norms(report):
@@ -175,16 +161,15 @@ def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
 def test_the_command_that_lowers_the_share_of_fragile_rows(report):
     demo = report.run.model.model_copy(update={"spec": "demo", "source": "demo"})
     run = report.run.model_copy(update={"model": demo})
-    said = lines(report.model_copy(update={"run": run}))["fragile attention rows"][2]
-    assert said == "lipaudit train demo --penalty jasmin"
-    assert lines(report)["fragile attention rows"][2].endswith("--penalty jasmin --data TRAIN")
+    heads = keep(report, report.section("attention"), report.section("jacobian"))
+    trained = trainings(heads.model_copy(update={"run": run}))
+    assert trained == ["lipaudit train demo --penalty jasmin"]
+    assert trainings(heads)[0].endswith("--penalty jasmin --data TRAIN")
     for share in (0.01, 0.3):  # nothing to pull; no head with more than half
-        calm = with_rows(report, "attention", intermediate=share)
-        assert lines(calm)["fragile attention rows"][2] == ""
-    features = report.section("jacobian")
-    rows = tuple(row.replace(to="features") for row in features.rows)
-    encoder = (report.section("attention"), features.model_copy(update={"rows": rows}))
-    assert lines(keep(report, *encoder))["fragile attention rows"][2] == ""
+        assert trainings(with_rows(heads, "attention", intermediate=share)) == []
+    rows = tuple(row.replace(to="features") for row in report.section("jacobian").rows)
+    features = report.section("jacobian").model_copy(update={"rows": rows})
+    assert trainings(keep(report, report.section("attention"), features)) == []
 
 
 def test_what_attacks_are_shown_to_break_comes_with_the_training_against_them(report):
@@ -193,26 +178,26 @@ def test_what_attacks_are_shown_to_break_comes_with_the_training_against_them(re
     for robust, known in ((3, True), (23, False)):
         low, high = wilson(robust, 24)
         changed = {"robust": robust / 24, "robust_low": low, "robust_high": high}
-        shown = lines(with_rows(attack, "attack", **changed))
+        shown = with_rows(attack, "attack", **changed)
         assert (high < clean.low) == known
-        told = [shown[f"robust accuracy, linf {eps}/255"][2] for eps in (2, 4)]
         asked = f"lipaudit train {quote(report.run.model.spec)} --adversarial pgd --eps 2/255"
-        assert told == [f"{asked} --data TRAIN" if known else "", ""]
+        assert trainings(shown) == ([f"{asked} --data TRAIN"] if known else [])
+        if known:
+            aim = "Train against attacks: at linf 2/255 only 12.5% of the samples stay right."
+            assert steps(shown)[trainings(shown)[0]] == aim
         run = report.run.model_copy(update={"preprocess": {}})
-        text = attack.model_copy(update={"run": run})
-        assert not any("train" in said[2] for said in lines(text).values())
+        assert trainings(shown.model_copy(update={"run": run})) == []
 
 
 @pytest.mark.parametrize("samples", [2, 19, 20])
 def test_a_95th_percentile_needs_twenty_samples(report, samples):
     few = with_rows(report, "jacobian", samples=samples)
-    assert ("; p95 " in render(few, "brief").decode()) == (samples == 20)
+    assert ("; p95 " in render(few, "markdown").decode()) == (samples == 20)
 
 
-def test_a_page_explains_the_words_of_its_scorecard(report):
-    facts, more = make_page(report).chapters[-1].blocks
-    words = {line.label.partition(",")[0] for line in make_scorecard(report).lines}
-    assert words | {"linf", "pgd", "certified", "versions"} <= dict(facts.pairs).keys()
+def test_a_page_explains_how_far_its_figures_are_proven(report):
+    facts, more = find_chapter(of_reports(report)["page"](), "words").blocks
+    assert [name for name, _ in facts.rows] == [*get_args(Status)]
     assert "lipaudit explain WORD" in more.text
 
 
@@ -244,29 +229,28 @@ def test_bounds_shown_are_the_tightest_of_each_standing(report):
 
 def test_a_report_without_figures_has_no_scorecard(report, blank_report):
     for bare in (keep(report), blank_report):
-        assert make_scorecard(bare) is None
-        assert render(bare, "brief")
+        assert list_lines(bare) == []
+        assert "Scorecard" not in render(bare, "markdown").decode()
 
 
 @pytest.mark.parametrize("format", ["table", "markdown", "html"])
-def test_every_format_draws_it_above_findings_and_sections(report, format):
+def test_every_format_draws_it_above_the_sections(report, format):
     part = keep(report, *map(report.section, ("bounds", "jacobian", "attack")))
     text = render(part, format).decode().rpartition("</nav>")[2]  # contents name all of them
-    places = [
-        text.find(word)
-        for word in ("Scorecard", "clean accuracy", "What stands out", "Heads with the largest")
-    ]
+    words = ("Scorecard", "clean accuracy", "What to do next", "Tightness over all heads")
+    places = [text.find(word) for word in words]
     assert 0 < places[0] < places[1] < places[2] < places[3]
 
 
 def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
-    page, first = make_page(report), make_screen(report)
-    assert first.chapters == ()
-    assert (first.notes, first.scorecard) == (page.notes, page.scorecard)
-    assert [text for text, _ in first.findings] == [text for text, _ in page.findings]
-    texts = [note.text for note in first.notes if note.level == "warning"]
+    forms = of_reports(report)
+    page, first = forms["page"](), forms["screen"]()
+    assert [chapter.name for chapter in first.chapters] == ["", "scorecard", ""]
+    assert first.chapters[0].blocks[-1] == page.chapters[0].blocks[-1]  # the notes
+    assert first.chapters[1] == page.chapters[1]
+    texts = [text for level, text, _ in first.chapters[0].blocks[-1].points if level == "warning"]
     assert "jacobian: 2 of 24 samples did not converge." in texts
-    assert "--details" in first.more
+    assert "--details" in first.chapters[2].blocks[0].text
 
 
 def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_report):
@@ -275,7 +259,7 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
         row.replace(eps=f"{n}/255", norm="linf") for n in range(1, 60) for row in attack.rows[:1]
     )
     many = keep(report, attack.model_copy(update={"rows": balls}))
-    noted = sum(note.level == "warning" for note in make_screen(report).notes)
+    noted = len(summary(report).warnings)
     for each in (report, blank_report, many):
         printed = str(each).split("\n")
         assert len(printed) <= 25
@@ -285,16 +269,7 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
         assert all(len(line) <= 100 for line in printed)
     assert f"Warnings: {noted}." in str(report)
     usual = keep(report, *(s for s in report.sections if not s.measure.startswith("certify")))
-    for line in make_scorecard(usual).lines:
-        assert line.label in str(usual)
-
-
-def test_a_printed_report_that_is_cut_says_how_many_lines_are_left(report, monkeypatch):
-    monkeypatch.setattr("lipaudit.report.MOST_LINES", 1000)
-    whole = str(report).split("\n")
-    monkeypatch.setattr("lipaudit.report.MOST_LINES", 10)
-    cut = str(report).split("\n")
-    assert cut == [*whole[:8], f"and {len(whole) - 9} more lines", whole[-1]]
+    assert all(label in str(usual) for label in lines(usual))
 
 
 def test_a_single_measure_is_shown_whole(report):
@@ -303,21 +278,44 @@ def test_a_single_measure_is_shown_whole(report):
     assert "screen" not in of_reports(alone)
 
 
-def test_a_brief_is_15_lines(report, other):
-    failed = report.model_copy(update={"status": "partial"})
-    for shown in (report, failed, of_judgement(judge(other, report))):
-        assert len(render(shown, "brief").decode().splitlines()) <= 15
-    text = render(failed, "brief").decode()
-    assert "Partial: the run was cut short" in text
-    assert "did not converge" in text
-    assert text.index("did not converge") < text.index("clean accuracy")
+# The next steps
 
 
-def test_a_brief_of_a_judgement_has_what_fails_first(report, other):
-    judgement = judge(other, report)
-    verdicts = [v for v in judgement.verdicts if judgement.fails(v)]
-    assert verdicts
-    text = render(of_judgement(judgement), "brief").decode()
-    assert f"FAILED (exit code {judgement.exit_code}): " in text
-    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
-    assert all(row.startswith("| ✗") for row in rows[: min(len(verdicts), 8)])
+def test_a_gate_is_offered_on_what_is_complete(report):
+    partial = report.model_copy(update={"status": "partial"})
+    assert any(" --baseline report.json" in each for each in steps(report))
+    assert not any("--baseline" in each for each in steps(partial))
+    assert next(iter(steps(partial))) == "lipaudit audit demo --resume"
+    resumed = report.run.model_copy(update={"command": "lipaudit audit demo --resume"})
+    assert next(iter(steps(partial.model_copy(update={"run": resumed})))) == resumed.command
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        ("random-data", "Measure on real samples: the current ones are noise."),
+        ("random-weights", "Load trained weights: the current ones are random."),
+    ],
+)
+def test_noise_calls_for_a_model_in_use(report, code, advice):
+    note = Note(level="warning", code=code, text="noise")
+    first = report.sections[0].model_copy(update={"notes": (note,)})
+    noise = keep(report, first, *report.sections[1:])
+    command, text = next(iter(steps(noise).items()))
+    assert text == advice
+    assert command.endswith("--data DATA")
+    assert not any(each.endswith("--data DATA") for each in steps(report))
+    assert not any("--baseline" in each for each in steps(noise))
+
+
+def test_steps_are_commands_of_the_tool_each_listed_once(report):
+    calm = keep(report, report.section("jacobian"))
+    assert not any(split(each)[1] == "attack" for each in steps(report))
+    assert any(split(each)[1] == "attack" for each in steps(calm))
+    assert f"lipaudit inspect report.json {worst(report)[0][:12]}" in steps(report)
+    known = {command.name for command in build().registered_commands}
+    text = " ".join(render(report, "table").decode().split())
+    for command, aim in steps(report).items():
+        assert text.count(command) == 1
+        assert aim.endswith(".")
+        assert split(command)[1] in known

@@ -15,9 +15,7 @@ from tests.report.conftest import keep
 from tests.strangers import HEAT, SPREAD, register
 from tests.strangers import registry as registry
 
-PAGES = sorted(
-    {name for name, known in RENDERERS.items() if known.takes == "page"} - {"latex", "brief"}
-)
+PAGES = sorted({name for name, known in RENDERERS.items() if known.takes == "page"} - {"latex"})
 
 
 EXTRA = Column("extra", "A later thought.", unit="s", domain="", format=".1f")

@@ -12,7 +12,7 @@ from lipaudit.measures import BOUNDS_TABLE, FITS_TABLE, SCALING_TABLE, layouts
 from lipaudit.report.blocks import Table
 from lipaudit.report.cells import STATUS, write_math
 from lipaudit.report.page.document import show_section
-from lipaudit.report.pictures import Scatter
+from lipaudit.report.pictures import Curve
 from lipaudit.tables import Section
 from lipaudit.theory.bounds.catalogue import OWN, load_bounds
 from lipaudit.theory.bounds.record import AT_X, EVERYWHERE, Bound
@@ -49,7 +49,7 @@ def said_by_explain(bound):
     said = {
         (status, where[1] or AT_X)
         for line, status in lines.items()
-        if (where := re.search(re.escape(line) + r"(?: \(([^)]*)\))?\.", flat))
+        if (where := re.search(r"(?:Domain: ([^.]*)\. )?" + re.escape(line), flat))
     }
     constant = "Lipschitz constant" in flat
     return said | ({("certified", EVERYWHERE)} if constant else set())
@@ -85,9 +85,9 @@ def test_every_bound_has_its_column_its_rule_and_its_place_on_the_page():
     assert {f"bounds.{name}" for name in load_bounds()} <= set(metrics())
     assert parse_rule("bounds.castin:each <= +5%").column == "castin"
     parts = show_section(layouts()["bounds"].section(rows=rows()))
-    (scatter,) = [block for block in parts if isinstance(block, Scatter)]
+    (scatter,) = [block for block in parts if isinstance(block, Curve)]
     labels = [bound.label for bound in load_bounds().values()]
-    assert [series.label for series in scatter.series] == labels
+    assert [series.label for series in scatter.series] == [*labels, "y = x"]
     assert [line[0] for line in parts[3].rows] == labels
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from lipaudit.report.blocks import (
     Item,
     Paragraph,
     Passage,
-    Table,
     make_table,
 )
 from lipaudit.report.cells import (
@@ -25,30 +24,31 @@ from lipaudit.report.cells import (
     format_value,
     write_math,
 )
-from lipaudit.report.page.chapters import find_plan
+from lipaudit.report.page.chapters import name_chapter
 from lipaudit.report.page.facts import (
     CHARACTERS,
     describe_gaps,
     find_places,
     list_facts,
-    list_leading_notes,
+    list_top_notes,
     name_sample,
+    open_page,
 )
+from lipaudit.report.words import HEADINGS
 from lipaudit.tables import Column, Report
 from lipaudit.tables.figures import finite, middle, wilson
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 from lipaudit.tables.worst import SHOWN as MOST
 from lipaudit.tables.worst import broken, worst
 
-SAMPLE = Column(label="sample", meaning="Sample id.", format="s")
-PLACE = Column(label="place", meaning="Where the sample is found in the data.", format="s")
 
-
-def list_names(ids: Sequence[str], places: Mapping[str, str]) -> list[tuple[Column, list[Any]]]:
+def list_names(
+    ids: Sequence[str], places: Mapping[str, str]
+) -> list[tuple[Column | str, Iterable[Any]]]:
     """Return the columns that name samples in a table: the beginning of each id, and its place."""
-    names: list[tuple[Column, list[Any]]] = [(SAMPLE, [name[:CHARACTERS] for name in ids])]
+    names: list[tuple[Column | str, Iterable[Any]]] = [("sample", [i[:CHARACTERS] for i in ids])]
     found = any(name in places for name in ids)
-    return [*names, (PLACE, [places.get(name) for name in ids])] if found else names
+    return [*names, ("place", [places.get(name) for name in ids])] if found else names
 
 
 # Per-sample figures
@@ -62,7 +62,7 @@ SHARE = Column("", "", format=".1%")
 
 
 @dataclass(frozen=True)
-class Figure:
+class SampleColumn:
     """A per-sample column of a section: its format, and its values by sample id."""
 
     section: str
@@ -97,10 +97,12 @@ class Figure:
         return f"{label}, {trial}" if trial else label, shown, typical, rank
 
 
-def list_figures(report: Report) -> list[Figure]:
+def list_columns(report: Report) -> list[SampleColumn]:
     """Return the per-sample columns of all sections."""
     return [
-        Figure(s.measure, name, s.sample_column(name), dict(zip(s.ids, v, strict=True)), s.classes)
+        SampleColumn(
+            s.measure, name, s.sample_column(name), dict(zip(s.ids, v, strict=True)), s.classes
+        )
         for s in report.sections
         for name, v in s.samples.items()
         if name != "ids"
@@ -117,7 +119,6 @@ def choose_sample(report: Report, text: str) -> str:
         InputError: the report has no samples.
         UsageError: no sample has this name, or several have.
     """
-    require_samples(report)
     every, at = list_known(report), report.found("place")
     ways: tuple[Callable[[str], bool], ...] = (
         lambda i: i == text,
@@ -133,55 +134,39 @@ def choose_sample(report: Report, text: str) -> str:
         return named[0]
     if not named:
         names = [*(i[:CHARACTERS] for i in every), *at.values()]
-        advice = (
-            "Give its id or its place in the data. `lipaudit inspect REPORT` lists the "
-            "worst samples."
-        )
+        advice = "`lipaudit inspect REPORT` lists the worst samples with their places."
         raise UsageError(f"the report has no sample {text!r}", suggestion(text, names, advice))
     some = ", ".join(f"{i[:CHARACTERS]} ({at[i]})" if i in at else i for i in named[:MOST])
     raise UsageError(f"{text!r} is {len(named)} samples", f"There are: {some}.")
 
 
 def list_known(report: Report) -> list[str]:
-    """Return the ids of all samples that were measured or have a place."""
-    measured = (i for section in report.sections for i in section.ids)
-    return list(dict.fromkeys([*measured, *report.found("place")]))
-
-
-def require_samples(report: Report) -> None:
-    """Refuse a report that has no samples.
+    """Return the ids of all samples that were measured or have a place.
 
     Raises:
-        InputError: the hint has a command that records samples.
+        InputError: no sample was measured; the hint has a command that records samples.
     """
-    if not any(section.ids for section in report.sections):
+    measured = [i for section in report.sections for i in section.ids]
+    if not measured:
         raise InputError(
             "the report has no results for single samples",
             "Use a report of bounds, jacobian, attack, certify or audit.",
         )
+    return list(dict.fromkeys([*measured, *report.found("place")]))
 
 
 # Pictures and tokens
 
 
 DRAWN = "The html format has the pictures, and what attacks made of them."
-SHADES = {
-    "margin": Column(
-        label="share of the gradient", meaning="Of the margin, per token.", format=".1%"
-    ),
-    "direction": Column(
-        label="share of the steepest direction",
-        meaning="Along which the output changes most, per token.",
-        format=".1%",
-        status="estimate",
-    ),
-}
+SHADES = {"margin": "share of the gradient", "direction": "share of the steepest direction"}
 """Meaning of a token's shade, by the output of the Jacobian."""
 
 
-def make_gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
-    """Show samples that are pictures, their adversarial examples, and the difference."""
-    section, places, items = report.section("attack"), report.found("place"), []
+def show_samples(report: Report, names: Sequence[str]) -> tuple[list[Gallery], list[Passage]]:
+    """Show samples that were kept: pictures and adversarial examples, and shaded tokens."""
+    places, items = report.found("place"), []
+    section = report.section("attack")
     examples = section.examples if section else {}
     for name, example in ((name, examples[name]) for name in names if name in examples):
         trial = TrialKey.parse(example.trial)
@@ -200,19 +185,14 @@ def make_gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
         kept = tuple(pair for pair in pictures if pair[1])
         items.append(Item(name_sample(name, places), kept, tuple(lines)))
     text = DRAWN if any(item.pictures for item in items) else ""
-    return [Gallery(text, tuple(items))] if items else []
-
-
-def list_passages(report: Report, names: Sequence[str]) -> list[Passage]:
-    """Show the tokens of samples with their shares of the gradient."""
-    section, places = report.section("jacobian"), report.found("place")
-    found = [(name, section.gradients.get(name)) for name in names] if section else []
-    folded = len(names) > 1
-    return [
-        Passage(name_sample(i, places), g.tokens, g.shares, SHADES[g.of], g.left_out, folded)
-        for i, g in found
-        if g is not None
-    ]
+    section = report.section("jacobian")
+    gradients = section.gradients if section else {}
+    passages = []
+    for name, gradient in ((name, gradients[name]) for name in names if name in gradients):
+        how = HEADINGS[SHADES[gradient.of]], gradient.left_out, len(names) > 1
+        title = name_sample(name, places)
+        passages.append(Passage(title, gradient.tokens, gradient.shares, *how))
+    return [Gallery(text, tuple(items))] if items else [], passages
 
 
 # The worst samples, and the page of one
@@ -226,26 +206,6 @@ SHOWN = (
     ("jacobian", "radius_first_order"),
 )
 """Columns of the table of worst samples, by section."""
-RANKED = {
-    "norm": "largest ||J||",
-    "radius": "smallest certified radius",
-}
-"""Order of samples broken in equally many balls: by the first of these columns in the report."""
-BROKEN = Column(
-    label="broken",
-    meaning="Smallest radius, for each norm, at which an attack broke it.",
-    format="s",
-)
-FIGURES = (
-    Column(label="figure", meaning="A figure of the sample.", format="s"),
-    Column(label="value", meaning="Value of the sample.", format=""),
-    Column(
-        label="all",
-        meaning="Median over all distinct samples, or the share of yes with 95 % limits.",
-        format="",
-    ),
-    Column(label="from the worst", meaning="Rank among all samples, the worst first.", format=""),
-)
 
 
 def show_worst(report: Report) -> tuple[Block, ...]:
@@ -255,71 +215,55 @@ def show_worst(report: Report) -> tuple[Block, ...]:
         fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         # The largest radii come first, so the last entry of each norm remains.
         smallest.append(", ".join({ball.norm: ball.ball for ball in fallen}.values()) or None)
-    figures = [f for f in list_figures(report) if (f.section, f.name) in SHOWN]
+    figures = [f for f in list_columns(report) if (f.section, f.name) in SHOWN]
     cells = [
         *list_names(names, find_places(report)),
-        (BROKEN, smallest),
+        ("broken", smallest),
         *((figure.column, [figure.values.get(name) for name in names]) for figure in figures),
     ]
-    # The order: by balls in which attacks broke a sample, then by the first figure of `RANKED`.
-    columns = {column for section in report.sections for column in section.samples}
-    by = ["samples broken in most balls"] if balls else []
-    by += [text for column, text in RANKED.items() if column in columns][:1]
-    last = "; misclassified samples are last" if "correct" in columns else ""
-    order = write_math(f"Sorted by: {', then '.join(by)}{last}.")
-    passages = list_passages(report, names)
+    galleries, passages = show_samples(report, names)
     about = f"Their tokens with the largest {passages[0].column.label}:" if passages else ""
     return (
-        *([Paragraph(order)] if by else []),
-        make_table("The worst samples", cells),
-        *make_gallery(report, names),
+        make_table("The worst samples, the least robust first", cells),
+        *galleries,
         *([Paragraph(about)] if about else []),
         *passages,
     )
 
 
-def make_overview(report: Report, name: str) -> Document:
-    """Return a page of the worst samples, with the command that shows one."""
-    require_samples(report)
-    count = len(list_known(report))
-    more = Paragraph(
-        f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
-    )
-    blocks = (*show_worst(report), more)
-    chapter = Chapter("worst-samples", "Which samples are the least robust?", blocks)
-    return _make_document(report, "samples", {}, [chapter])
+def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
+    """Return a page of all figures of a sample, each beside the typical value of all samples.
 
-
-def inspect_sample(report: Report, sample: str) -> Document:
-    """Return a page of all figures of a sample, each beside the typical value of all samples."""
-    chapters = []
-    for section in report.sections:
-        figures = [f for f in list_figures(report) if f.section == section.measure]
-        rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
-        if rows:
-            table = Table("", FIGURES, tuple(rows))
-            title = find_plan(section.measure, section.title).question
-            chapters.append(Chapter(section.measure, title, (table,)))
-    kept: tuple[Block, ...] = (*make_gallery(report, [sample]), *list_passages(report, [sample]))
-    if kept:
-        chapters.append(Chapter("pictures", "What does the sample look like?", kept))
-    facts = {"sample": sample}
-    facts |= {k: found[sample] for k in ("place", "text") if sample in (found := report.found(k))}
-    return _make_document(report, f"sample {sample[:CHARACTERS]}", facts, chapters)
-
-
-def _make_document(
-    report: Report, what: str, facts: Mapping[str, str], chapters: Sequence[Chapter]
-) -> Document:
-    known = {name: text for name, text in list_facts(report) if name in ("model", "data")}
-    return Document(
-        title=f"lipaudit: {what} of {report.run.model.spec}",
-        facts=(*facts.items(), *known.items()),
-        findings=(),
-        chapters=tuple(chapters),
-        partial=describe_gaps(report),
-        notes=list_leading_notes(report),
-    )
+    Args:
+        report: the report.
+        name: name of the report in hints.
+        sample: id of the sample; None for the worst samples.
+    """
+    chapters, facts, known = list[Chapter](), dict[str, str](), list_facts(report)
+    if sample is None:
+        count = len(list_known(report))
+        more = f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
+        blocks = (*show_worst(report), Paragraph(more))
+        chapters = [Chapter("worst-samples", "Which samples are the least robust?", blocks)]
+        what = "samples"
+    else:
+        for section in report.sections:
+            figures = [f for f in list_columns(report) if f.section == section.measure]
+            rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
+            if rows:
+                names = ("figure", "value", "all", "from the worst")
+                table = make_table("", zip(names, zip(*rows, strict=True), strict=True))
+                chapters.append(Chapter(section.measure, name_chapter(section), (table,)))
+        galleries, passages = show_samples(report, [sample])
+        if galleries or passages:
+            title = "What does the sample look like?"
+            chapters.append(Chapter("pictures", title, (*galleries, *passages)))
+        found = {name: report.found(name).get(sample, "") for name in ("place", "text")}
+        facts = {"sample": sample} | {name: text for name, text in found.items() if text}
+        what = f"sample {sample[:CHARACTERS]}"
+    facts |= {name: known[name] for name in ("model", "data")}
+    opening = open_page(None, describe_gaps(report), facts.items(), list_top_notes(report))
+    return Document(f"lipaudit: {what} of {report.run.model.spec}", (opening, *chapters))
 
 
 def record_sample(report: Report, sample: str) -> dict[str, Any]:
@@ -334,7 +278,7 @@ def record_sample(report: Report, sample: str) -> dict[str, Any]:
     figures = [
         {"measure": f.section, "name": f.name, "value": f.values[sample]}
         | ({"class": f.classes.get(f.values[sample])} if f.name in CLASSES else {})
-        for f in list_figures(report)
+        for f in list_columns(report)
         if sample in f.values
     ]
     return {"id": sample, **found, "figures": figures, **kept}

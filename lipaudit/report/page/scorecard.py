@@ -5,20 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, NamedTuple
 
-from lipaudit.measures import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, RADII_TABLE
-from lipaudit.report.blocks import Banner, Line, Scorecard
+from lipaudit.report.blocks import Card, Paragraph
 from lipaudit.report.cells import (
     describe_standing,
     format_limits,
     format_significant,
     format_value,
+    list_footnotes,
+    write_math,
 )
-from lipaudit.report.page.facts import (
-    CHARACTERS,
-    find_places,
-    name_sample,
-)
+from lipaudit.report.page.facts import CHARACTERS, find_places, name_sample
 from lipaudit.tables import Column, Report
 from lipaudit.tables.figures import order
 from lipaudit.tables.summary import KINDS, Accuracy, Summary, summary
@@ -29,18 +27,35 @@ FEWEST = 20
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
 
 
-def make_scorecard(report: Report) -> Scorecard | None:
-    """Make the scorecard of a report; None if no section has a figure for it."""
+class Line(NamedTuple):
+    """A figure of the scorecard, with its interval, its sample or its heads in the text."""
+
+    label: str
+    value: Any
+    column: Column
+    text: str
+
+
+def list_lines(report: Report) -> list[Line]:
+    """Return the first figures of a report; empty if no section has one."""
     known = summary(report)
-    lines = (
-        *(_write_accuracy(each, report) for each in known.accuracy),
-        *_list_radii(known),
+    return [
+        *map(_write_accuracy, known.accuracy),
         *_list_norms(known, report),
         *_list_heads(known, report),
-        *_list_fragile(known, report),
         *_list_bounds(known, report),
+    ]
+
+
+def make_scorecard(report: Report) -> Card | None:
+    """Lay out the first figures of a report; None if no section has one."""
+    lines = list_lines(report)
+    marks, notes = list_footnotes([line.column for line in lines])
+    rows = tuple(
+        (write_math(label) + mark, format_value(value, column), write_math(text))
+        for (label, value, column, text), mark in zip(lines, marks, strict=True)
     )
-    return Scorecard(lines) if lines else None
+    return Card(rows, "; ".join(notes)) if rows else None
 
 
 def name_accuracy(kind: str, ball: str) -> str:
@@ -48,104 +63,64 @@ def name_accuracy(kind: str, ball: str) -> str:
     return ", ".join(filter(None, (KINDS[kind][0], ball)))
 
 
-def _write_accuracy(accuracy: Accuracy, report: Report) -> Line:
+def _write_accuracy(accuracy: Accuracy) -> Line:
     column, tried = KINDS[accuracy.kind][1], ", ".join(accuracy.attacks)
-    ends = accuracy.low, accuracy.high
-    limits = "" if None in ends else format_limits(order(ends[0]), order(ends[1]), column)
+    limits = ""
+    if accuracy.low is not None and accuracy.high is not None:
+        limits = f"95 % CI {format_limits(accuracy.low, accuracy.high, column)}"
     texts = [
-        f"95 % CI {limits}" if limits else "",
+        limits,
         f"worst of {tried}" if len(accuracy.attacks) > 1 else tried,
         "" if tried else f"{accuracy.samples} samples",
         f"{accuracy.undecided} undecided" if accuracy.undecided else "",
     ]
-    label, text = name_accuracy(accuracy.kind, accuracy.ball), ", ".join(filter(None, texts))
-    line = Line(label, accuracy.share, column, text)
-    # Training helps images, in the smallest L-inf ball in which attacks break them.
-    broken = [each for each in list_broken(summary(report)) if each.norm == "linf"]
-    if "size" not in report.run.preprocess or broken[:1] != [accuracy]:
-        return line
-    command = _write_training(report, "--adversarial", "pgd", "--eps", accuracy.eps)
-    left = format_value(accuracy.share, column)
-    aim = f"Train against attacks: at {accuracy.ball} only {left} of the samples stay right."
-    return replace(line, command=command, aim=aim)
-
-
-def list_broken(known: Summary) -> list[Accuracy]:
-    """Return the accuracies under attack that are below clean accuracy beyond chance."""
-    # The intervals do not overlap: chance does not explain the loss.
-    least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
-    attacked = [each for each in known.accuracy if each.kind == "attacked"]
-    return [a for a in attacked if a.high is not None and any(a.high < low for low in least)]
-
-
-def _write_training(report: Report, *options: str) -> str:
-    data = [] if report.run.model.source == "demo" else ["--data", "TRAIN"]
-    return shlex.join(["lipaudit", "train", report.run.model.spec, *options, *data])
-
-
-def _list_radii(known: Summary) -> Iterator[Line]:
-    if radii := known.radii:
-        column = RADII_TABLE.columns["radius"]
-        ends = [order(each) for each in (radii.low, radii.high) if each is not None]
-        nearest = format_value(radii.adversarial, column)
-        texts = [
-            f"95 % CI {format_limits(ends[0], ends[1], column)}" if ends else "",
-            f"median of {radii.samples} samples",
-            "" if radii.adversarial is None else f"nearest adversarial {nearest}",
-        ]
-        label = f"certified radius, {radii.norm}"
-        yield Line(label, radii.median, column, ", ".join(filter(None, texts)))
+    label = name_accuracy(accuracy.kind, accuracy.ball)
+    return Line(label, accuracy.share, column, ", ".join(filter(None, texts)))
 
 
 def _list_norms(known: Summary, report: Report) -> Iterator[Line]:
-    if (norms := known.norms) is None:
-        return
-    column = JACOBIAN_TABLE.columns["median"]
-    kind = "" if norms.norm == "2" else f", norm {norms.norm}"
-    sample = f" (sample {name_sample(norms.sample, find_places(report))})" if norms.sample else ""
-    text = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples"
-    if norms.samples == 1:
-        yield Line("model sensitivity, ‖J‖", norms.max, column, text[:-1] + sample)
-        return
-    p95, most = (format_value(each, column) for each in (norms.p95, norms.max))
-    tail = f"p95 {p95}, " if norms.samples >= FEWEST else ""
-    text = f"{text}; {tail}largest {most}{sample}"
-    yield Line("model sensitivity, median ‖J‖", norms.median, column, text)
+    """Show certified radii, and the norms of the model."""
+    radii, section = known.radii, report.section("certify.radius")
+    if radii and section:
+        column = section.columns["radius"]
+        texts = [f"median of {radii.samples} samples"]
+        if radii.low is not None and radii.high is not None:
+            texts.insert(0, f"95 % CI {format_limits(radii.low, radii.high, column)}")
+        if radii.adversarial is not None:
+            texts.append(f"nearest adversarial {format_value(radii.adversarial, column)}")
+        yield Line(f"certified radius, {radii.norm}", radii.median, column, ", ".join(texts))
+    norms, section = known.norms, report.section("jacobian")
+    if norms and section:
+        column = section.columns["median"]
+        kind = "" if norms.norm == "2" else f", norm {norms.norm}"
+        text = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples"
+        p95, most = (format_value(each, column) for each in (norms.p95, norms.max))
+        tail = f"p95 {p95}, " if norms.samples >= FEWEST else ""
+        named = name_sample(norms.sample, find_places(report))
+        place = f" (sample {named})" if norms.sample else ""
+        text += f"; {tail}largest {most}{place}"
+        yield Line("model sensitivity, median ‖J‖", norms.median, column, text)
 
 
 def _list_heads(known: Summary, report: Report) -> Iterator[Line]:
-    if heads := known.heads:
-        first, *others = heads.steepest
+    """Show the steepest heads, and the share of fragile rows."""
+    section = report.section("bounds")
+    if known.heads and section:
+        first, *others = known.heads.steepest
         text = f"head {first.layer}.{first.head}"
         if others:
             named = (f"{h.layer}.{h.head} ({format_significant(h.exact)})" for h in others)
-            text += f"; next {', '.join(named)}; median head {format_significant(heads.median)}"
+            middle = format_significant(known.heads.median)
+            text += f"; next {', '.join(named)}; median head {middle}"
         text += _count_measured(report, "bounds")
-        column = BOUNDS_TABLE.columns["exact"]
-        yield Line("steepest attention head, ‖J‖", first.exact, column, text)
-
-
-def _list_fragile(known: Summary, report: Report) -> Iterator[Line]:
-    if (fragile := known.fragile) is None:
-        return
-    column = replace(ATTENTION_TABLE.columns["intermediate"], format=".0%")
-    text = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
-    if fragile.k is not None:
-        text += f"; most others near {fragile.side}"
-    text += _count_measured(report, "attention")
-    line = Line("fragile attention rows", fragile.share, column, text)
-    # A penalty is trained on classes: only models with logits or under attack have them.
-    attacks = report.section("attack")
-    classes = (attacks and attacks.rows) or (known.norms and known.norms.end == "logits")
-    if fragile.k is not None and fragile.heads and classes:
-        k = ["--k", str(fragile.k)] if fragile.k else []
-        command = _write_training(report, "--penalty", "jasmin", *k)
-        aim = (
-            "Train against fragile rows, then attack the result: fewer fragile rows do not "
-            "prove robustness."
-        )
-        line = replace(line, command=command, aim=aim)
-    yield line
+        yield Line("steepest attention head, ‖J‖", first.exact, section.columns["exact"], text)
+    fragile, section = known.fragile, report.section("attention")
+    if fragile and section:
+        column = replace(section.columns["intermediate"], format=".0%")
+        text = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
+        text += f"; most others near {fragile.side}" if fragile.k is not None else ""
+        text += _count_measured(report, "attention")
+        yield Line("fragile attention rows", fragile.share, column, text)
 
 
 def _count_measured(report: Report, measure: str) -> str:
@@ -171,17 +146,16 @@ def _list_bounds(known: Summary, report: Report) -> Iterator[Line]:
 # The answer in a sentence
 
 
-def write_answer(report: Report) -> Banner | None:
+def write_answer(report: Report) -> Paragraph | None:
     """Answer in one or two sentences how robust a model is, and which head is steepest."""
-    known, state = summary(report), None
+    known = summary(report)
     texts = [f"Clean accuracy {a.share:.0%}." for a in known.accuracy if a.kind == "clean"]
     attacked = [each for each in known.accuracy if each.kind == "attacked"]
     broken = list_broken(known)
     if attacked:
-        worst = broken[0] if broken else attacked[-1]
+        weakest = broken[0] if broken else attacked[-1]
         verdict = "not robust there" if broken else "no loss beyond chance"
-        texts.append(f"{worst.share:.0%} survive every attack at {worst.ball}: {verdict}.")
-        state = "broken" if broken else "open"
+        texts.append(f"{weakest.share:.0%} survive every attack at {weakest.ball}: {verdict}.")
     elif known.norms and known.norms.median is not None:
         grown = format_significant(known.norms.median)
         texts.append(f"A small change of the input grows up to {grown}-fold (median sample).")
@@ -189,7 +163,16 @@ def write_answer(report: Report) -> Banner | None:
         first = known.heads.steepest[0]
         norm = format_significant(first.exact)
         texts.append(f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm}).")
-    return Banner(" ".join(texts), state) if texts else None  # type: ignore[arg-type]
+    tone = "broken" if broken else "open" if attacked else "answer"
+    return Paragraph(" ".join(texts), tone) if texts else None  # type: ignore[arg-type]
+
+
+def list_broken(known: Summary) -> list[Accuracy]:
+    """Return the accuracies under attack that are below clean accuracy beyond chance."""
+    # The intervals do not overlap: chance does not explain the loss.
+    least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
+    attacked = [each for each in known.accuracy if each.kind == "attacked"]
+    return [a for a in attacked if a.high is not None and any(a.high < low for low in least)]
 
 
 # The next steps
@@ -205,25 +188,44 @@ NOISE = {
 """Advice for reports on random weights or data, which cannot be a baseline."""
 
 
-def suggest_steps(report: Report, card: Scorecard | None) -> tuple[tuple[str, str], ...]:
-    """Return steps and the command for each, the most urgent first."""
-    model, norms, steps = report.run.model.spec, summary(report).norms, []
-    codes = {warning.code for warning in summary(report).warnings}
+def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Yield steps and the command for each, the most urgent first, as points of a list."""
+    known, model = summary(report), report.run.model.spec
+    codes = {warning.code for warning in known.warnings}
+    classes = bool(known.norms and known.norms.end == "logits")
+    attacked = report.section("attack")
+
+    def step(text: str, *words: str) -> tuple[str, str, str]:
+        return "", text, shlex.join(["lipaudit", *words])
+
     if report.status != "complete":
         command = report.run.command.removesuffix(RESUME)
-        steps.append(("Measure the missing results.", f"{command}{RESUME}"))
+        yield "", "Measure the missing results.", f"{command}{RESUME}"
     if codes & NOISE.keys():
         advice = " ".join(text for code, text in NOISE.items() if code in codes)
-        steps.append((advice, shlex.join(["lipaudit", "audit", model, "--data", "DATA"])))
-    elif norms and norms.end == "logits" and not report.section("attack"):
-        command = shlex.join(["lipaudit", "attack", model, "--data", "LABELLED"])
-        steps.append(("See what attacks achieve: no attack was run.", command))
+        yield step(advice, "audit", model, "--data", "DATA")
+    elif classes and not attacked:
+        text = "See what attacks achieve: no attack was run."
+        yield step(text, "attack", model, "--data", "LABELLED")
     for sample in worst(report)[:1]:
         name = name_sample(sample, find_places(report))
-        command = f"lipaudit inspect {FILE} {sample[:CHARACTERS]}"
-        steps.append((f"Look at the worst samples, first {name}.", command))
-    steps += [(line.aim, line.command) for line in (card.lines if card else ()) if line.command]
+        text = f"Look at the worst samples, first {name}."
+        yield step(text, "inspect", FILE, sample[:CHARACTERS])
+    data = [] if report.run.model.source == "demo" else ["--data", "TRAIN"]
+    # Training helps images, in the smallest L-inf ball in which attacks break them.
+    broken = [each for each in list_broken(known) if each.norm == "linf"]
+    if "size" in report.run.preprocess and broken:
+        right = f"{broken[0].share:.1%} of the samples stay right"
+        text = f"Train against attacks: at {broken[0].ball} only {right}."
+        options = ("--adversarial", "pgd", "--eps", broken[0].eps)
+        yield step(text, "train", model, *options, *data)
+    # A penalty is trained on classes: only models with logits or under attack have them.
+    fragile = known.fragile
+    trained = classes or (attacked and attacked.rows)
+    if fragile and fragile.k is not None and fragile.heads and trained:
+        text = "Train against fragile rows, then attack the result: fewer do not prove robustness."
+        k = ["--k", str(fragile.k)] if fragile.k else []
+        yield step(text, "train", model, "--penalty", "jasmin", *k, *data)
     if report.status == "complete" and report.sections and not codes & NOISE.keys():
-        command = shlex.join(["lipaudit", "gate", model, "--baseline", FILE])
-        steps.append(("Make CI fail if the next checkpoint is worse.", command))
-    return tuple(steps)
+        text = "Make CI fail if the next checkpoint is worse."
+        yield step(text, "gate", model, "--baseline", FILE)

@@ -1,8 +1,10 @@
-"""The words of a page that no column, bound or option explains."""
+"""The words of a page that no column of a section, bound or option explains."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from lipaudit.tables.columns import Column, count_column, text_column
 
 ATTACKS: Mapping[str, str] = {
     "fgsm": "One step of size eps along the sign of the gradient (Goodfellow et al. 2015).",
@@ -75,131 +77,143 @@ VERDICTS: Mapping[str, str] = {
 }
 """Verdicts of `lipaudit gate` and `lipaudit compare` on a change."""
 
+HEADINGS: Mapping[str, Column] = {
+    column.label: column
+    for column in (
+        text_column("head", "LAYER.HEAD, a layer or the model. Both are counted from 0."),
+        text_column("model", "The checkpoint, as given for MODEL."),
+        text_column("fact", "What a report says of its model, data and run."),
+        text_column("figure", "A column of a section, with the attack or radius where needed."),
+        # samples
+        text_column("sample", "A sample by the first characters of its id, a hash of its values."),
+        text_column("place", "Where a sample is: file of a folder, line of a table, or index."),
+        text_column("broken", "Smallest radius, for each norm, at which an attack broke it."),
+        Column("value", "The value for the sample on this page.", format=""),
+        Column("all", "Median over all samples, or the share of yes.", format=""),
+        Column("from the worst", "Rank of a sample among all; 1 is the worst.", format=""),
+        # bounds
+        text_column("bound", "An upper bound on a norm, by its name; in a chart its value."),
+        text_column("status", "How far a figure is proven. Of a report: complete or partial."),
+        text_column("holds", "Where a bound holds: at the samples X, or on a set of inputs."),
+        count_column("heads", "Number of heads with a finite value."),
+        Column("median", "Median of bound / exact over the heads.", unit="×", domain=""),
+        Column("largest", "Largest bound / exact over the heads.", unit="×", domain=""),
+        # attention maps
+        Column("P", "The attention map: a row per query, a column per key, rows adding up to 1."),
+        Column("mean P", "The attention that a key receives: mean over the queries."),
+        Column("key", "Position of a key: the token that is attended to.", format="d"),
+        Column(
+            "share of the gradient",
+            "||grad_t m||^2 / sum_s ||grad_s m||^2 of token t, for the gradient of the margin "
+            "m = f_y - max_(j != y) f_j. A small change of a token with a large share changes "
+            "the decision most. It does not explain the decision.",
+            format=".1%",
+        ),
+        Column(
+            "share of the steepest direction",
+            "||v_t||^2 of token t, for a model without classes. Here v is the unit change of "
+            "the embeddings along which the output changes most. v converges later than the norm.",
+            format=".1%",
+            status="estimate",
+        ),
+        # comparisons and the gate
+        text_column("metric", "What a rule judges: a column and a statistic."),
+        text_column("rule", "A check of the gate: METRIC[@SELECTOR][:STATISTIC] OP LIMIT."),
+        text_column("row", "The row of a section that a rule judges: a head, an attack."),
+        text_column("verdict", "Such as pass or regressed: see `lipaudit explain regressed`."),
+        Column("old", "Value of the first report, on the shared samples.", format=""),
+        Column("new", "Value of the report compared with the first.", format=""),
+        Column("baseline", "Value of the report to compare with.", format=""),
+        Column("current", "Value of the judged report, on the shared samples.", format=""),
+        Column(
+            "change", "New against old: relative (%), in points (pp) or a difference.", format=""
+        ),
+        Column(
+            "paired",
+            "The tested change: each sample against itself. The median over samples; of rules "
+            "with `each` the geometric mean.",
+            format="",
+        ),
+        text_column("limits", "Interval of the paired change, corrected for all rules."),
+        Column("95 % limits", "Interval of the paired change, for each figure alone.", format=""),
+        count_column("samples", "Number of shared samples."),
+        text_column("outcome", "Of a ranking: best, behind the best or not distinguishable."),
+        count_column("lost", "Samples that were right, robust or certified and no longer are."),
+        count_column("gained", "Samples that are right, robust or certified and were not."),
+        Column(
+            "McNemar",
+            "p-value of the exact McNemar test: are as many lost as gained?",
+            format=".2g",
+            domain="",
+        ),
+        text_column("became", "The sample's result in the first and in the other report."),
+        Column(
+            "p (Holm)",
+            "p-value that the head did not change (Student's t), corrected over all heads.",
+            format=".2g",
+            domain="",
+        ),
+        Column(
+            "stands",
+            "Whether the change is proven with Holm's correction over all heads (5 %).",
+            format="",
+        ),
+        # several models
+        count_column("rank", "1 for the best model and all not distinguishable from it."),
+        Column(
+            "difference",
+            "Difference from the best model, sample by sample, with corrected 95 % limits.",
+            domain="",
+        ),
+    )
+}
+"""Columns of the tables of a page that belong to no section, by their headings."""
+
 WORDS: Mapping[str, str] = {
     "at X": "The figure holds at the measured samples X and says nothing about other inputs.",
     "in the ball": "The figure holds for every input within the radius around a sample.",
     "all inputs, every ||x_i|| <= R": "Holds for every input of as many tokens of norm at most R.",
-    "heads": "Number of heads with a finite value.",
-    "largest": "The largest value of the row.",
-    "smallest": "The smallest value of the row.",
-    "bound": "An upper bound on a norm. In a table it is the bound's name, in a chart its value.",
-    "status": "How far a figure is proven: certified, exact, bound, estimate or empirical. "
-    "For a report: complete or partial.",
-    "holds": "Where a bound holds: at the samples X, or on a set of inputs.",
-    "statistic": "The column of heads whose distribution is shown.",
-    "sample": "A sample by the first characters of its id, a hash of its values.",
-    "broken": "The smallest radius, for each norm, at which an attack broke the sample.",
-    "figure": "A column of a section, with the attack or radius where needed.",
-    "value": "The value for the sample on this page.",
-    "all": "The median over all samples, or the share of yes.",
-    "from the worst": "The rank of a sample among all; 1 is the worst.",
-    "share of the gradient": "Token t's part of the gradient of the margin m = f_y - max_(j != y) "
-    "f_j in the embeddings. It is ||grad_t m||^2 / sum_s ||grad_s m||^2 over all tokens s, exact "
-    "at X. A small change of a token with a large share changes the decision most. It does not "
-    "explain why the model chose the class.",
-    "share of the steepest direction": "For a model without classes: ||v_t||^2 of token t. Here v "
-    "is the unit change of the embeddings along which the output changes most (the leading "
-    "right singular vector of the Jacobian). It is an estimate: v converges later than the norm.",
-    "place": "Place of a sample: file in a folder, line of a table, index of an array or text.",
-    "rows": "Number of attention rows (one per query) in each bin.",
-    "key": "Position of a key: the token that is attended to.",
-    "query": "Position of a query: the token that attends.",
-    "P": "The attention map: a row per query, a column per key, each row adding up to 1.",
-    "mean P": "The attention that a key receives: the mean of its column of P over the queries.",
-    "column": "Column of the image patch, counted from the left.",
     "scorecard": "The main results of a report on one screen. `--details` prints all sections.",
     "clean accuracy": "Share of the samples that are classified correctly without any attack. "
     "CI is the 95 % confidence interval for samples like these (Wilson 1927).",
-    "robust accuracy": "Share of the samples that stay correct under all attacks with this "
-    "radius. A stronger attack may lower it.",
-    "certified accuracy": "Share of the samples that are proven correct for every input "
-    "within the radius.",
+    "robust accuracy": "Share of the samples that stay correct under all attacks of this radius.",
+    "certified accuracy": "Share of the samples proven correct for every input of the ball.",
     "certified radius": "Radius around a sample in which its class is proven not to change. "
     "Shown: the median over correct samples with a 95 % interval (sign test).",
     "model sensitivity": "Jacobian norm ||J||: how much a small change of a sample can grow in "
     "the model's output.",
-    "steepest attention head": "The head with the largest exact norm ||J||, median over the "
-    "samples. A head is named LAYER.HEAD, both counted from 0.",
-    "steepest head": "See steepest attention head.",
-    "fragile attention rows": "Share of attention rows that are neither flat nor one-hot, "
-    "where softmax reacts most to a change. Mean over the heads; "
-    "training with --penalty jasmin lowers it.",
-    "fragile rows": "See fragile attention rows.",
-    "fragile": "See fragile attention rows.",
-    "tightest bound": "The upper bound that is closest to the exact norm of a head: bound / exact "
-    "at the median head.",
+    "steepest attention head": "The head with the largest exact norm ||J|| (median of samples).",
+    "fragile attention rows": "Share of attention rows that are neither flat nor one-hot, mean "
+    "over the heads: softmax reacts most there. Training with --penalty jasmin lowers it.",
+    "tightest bound": "The bound closest to the exact norm: bound / exact at the median head.",
     "certified bound": "The tightest bound that holds on a whole set of inputs.",
     "accuracy": "Share of the samples that are classified correctly.",
-    "rule": "One check of the gate: METRIC[@SELECTOR][:STATISTIC] OP LIMIT, for example "
-    "jacobian.norm:p95 <= +10%.",
     "confidence": "The probability that the gate raises no false alarm over all rules together.",
-    "metric": "The number that a rule judges: a column of a section and a statistic, such as "
-    "jacobian.norm:p95.",
-    "row": "The row of a section that a rule judges: a head, an attack.",
-    "verdict": "The result for one rule: pass, regressed, inconclusive... See `lipaudit "
-    "explain regressed`.",
-    "baseline": "The report to compare with; in a table, its value on the shared samples.",
-    "current": "The value of the report that is judged, on the shared samples.",
-    "old": "The value of the first report, on the shared samples.",
-    "new": "The value of the report that is compared with the first, on the shared samples.",
-    "change": "New value against old value: relative (%), in percentage points (pp) or as a "
-    "difference.",
-    "paired": "The tested change: each sample is compared with itself. `median` is the "
-    "median change, `each` the geometric mean. For head tables: the mean over "
-    "samples of the change of the median head.",
-    "limits": "The confidence interval of the paired change, corrected for the number of rules.",
-    "95 % limits": "The 95 % confidence interval of the paired change, for each figure alone.",
-    "rank": "1 for the best model and all models not distinguishable from it. The other "
-    "models follow in the order of the metric.",
-    "outcome": "How a model compares with the best: best, not distinguishable, behind.",
-    "median ||J||": "The median over samples of the norm of the model's Jacobian; in brackets its "
-    "95 % limits, exact for any distribution (order statistics).",
-    "p95 ||J||": "Its 95th percentile over samples.",
     "best": "The model with the highest robust accuracy, else certified accuracy, else the "
     "lowest median Jacobian norm. Others may not be distinguishable from it.",
-    "not distinguishable": "The interval of the difference from the best model contains 0. "
-    "That does not prove that the models are equal.",
+    "not distinguishable": "The limits of the difference contain 0, which proves no equality.",
     "behind": "The paired samples show that the model is worse than the best.",
     "not measured": "The model has no value for the metric of the ranking.",
-    "difference": "Difference from the best model, sample by sample: points of an accuracy, or "
-    "the median ratio of norms. In brackets: 95 % limits, corrected for the number of models.",
     "detectable": "The smallest paired change that would have been called a regression.",
-    "McNemar": "p-value of the exact McNemar test: are samples lost and gained equally often?",
-    "asked": "A yes-or-no result of each sample: correct, robust or certified.",
-    "became": "The sample's result in the first and in the second report.",
     "too few samples": "With so few samples, the 95 % interval of the change is infinite.",
     "pp": "Percentage points: the difference of two shares. From 50 % to 40 % are -10pp.",
-    "lost": "Samples that were correct, robust or certified before and no longer are.",
-    "gained": "Samples that are correct, robust or certified now and were not before.",
-    "stands": "Whether the change of a head is proven with Holm's correction over all heads: the "
-    "chance of naming any unchanged head is 5 %.",
-    "p (Holm)": "p-value that the head did not change (two-sided Student's t over the "
-    "samples), with Holm's correction over all heads.",
-    "median head": "The median over the heads, sample by sample.",
-    "steepest head of a sample": "The largest head norm at each sample; median over the samples. "
-    "It is at least the norm of the scorecard's steepest head, which is a single head.",
-    "softmax norm": "||M|| of an attention row, mean over rows and median over the heads.",
     "exit code": "0: fine. 1: regression. 2: usage. 3: internal or evaluation error. 4: model or "
     "data. 5: baseline. 6: not proven (--strict). 7: time limit. 130: interrupted.",
-    "Spearman correlation": "Rank correlation of two figures over the samples, from -1 to 1, "
-    "with its 95 % interval.",
-    "model": "The checkpoint, as given for MODEL.",
     "weights": "How many parameters the model has, and a hash of their values.",
     "data": "Source and number of the samples, and a hash of their list.",
-    "model commit": "The commit of the model's repository on the Hugging Face Hub.",
-    "data commit": "The commit of the data's repository on the Hugging Face Hub.",
+    "commit": "The commit of a repository on the Hugging Face Hub.",
     "suite": "A hash of the ids of all samples: equal for equal samples in any order.",
     "run": "Where and how it was computed: device, precision, seed, time.",
     "command": "The command line that made the report.",
     "reason": "Why a report was made the baseline.",
-    "fact": "What a report says of its model, data and run.",
     "partial": "The run was cut short, so some results are missing.",
+    "preprocessing": "How samples were scaled and cut before the model.",
+    "versions": "The programs that computed the figures.",
     "shard": "One part of a run that was measured separately (--shard); lipaudit merge joins the "
     "parts.",
-    "LAYER.HEAD": "A head as LAYER.HEAD: index of the attention layer and of the head, both "
-    "counted from 0.",
+    "LAYER.HEAD": "A head: index of the attention layer and of the head, both counted from 0.",
 }
-"""Words of tables, facts and the scorecard."""
+"""Words of facts, notes and the scorecard."""
 
 FIELDS: Mapping[str, str] = {
     "ids": "Ids of the samples: a hash of values and label.",

@@ -13,9 +13,9 @@ from lipaudit.models.attention.capture import Layer, arrange_call
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.derivative.linearize import Linearization
+from lipaudit.models.derivative.model_norms import require_range
 from lipaudit.models.requirements import AGREES, agree
 from lipaudit.theory.policy import TOL, WITHIN
-from lipaudit.theory.scale import powers_of_two
 from lipaudit.theory.spectral.lanczos import Norms, random_starts, spectral_norms
 
 
@@ -44,23 +44,27 @@ def compute_numeric_norms(
         nan = torch.full((layer.samples, layer.site.heads), torch.nan, dtype=torch.float64)
         return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())
     one = layer.output[:, 0]
-    start = random_starts(seeds, one.numel() // layer.samples).to(one)
+    start = random_starts(seeds, one.numel() // layer.samples).to(one.device)
     start = _zero_padding(start.view(one.shape), layer).reshape(start.shape)
     how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
 
     def of_head(head: int) -> Norms:
-        def multiply(u: Tensor) -> Tensor:
-            """J_h J_h^T u at every sample."""
+        def spread(u: Tensor) -> Tensor:
+            """Return u as rows of this head, and zeros for the others."""
             whole = torch.zeros_like(layer.output)
             whole[:, head] = _zero_padding(u.reshape(whole[:, head].shape), layer)
-            product = linear.outer(whole.flatten()[None]).view_as(whole)[:, head]
+            return whole.flatten()[None]
+
+        def multiply(u: Tensor) -> Tensor:
+            """J_h J_h^T u at every sample."""
+            product = linear.outer(spread(u)).view_as(layer.output)[:, head]
             return _zero_padding(product, layer).reshape(u.shape)
 
-        linear.reset()  # the products of a head are in units of its own
         # The samples share one graph, because the module runs as a whole: converged samples
         # stay in it, and it is never built again for the others.
         norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **how)
-        return norms.times(powers_of_two(linear.exponent))
+        require_range(linear, norms.norm, spread(torch.ones_like(start)))
+        return norms
 
     each = [of_head(head) for head in range(layer.site.heads)]
     names = ("norm", "upper", "products", "converged")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from lipaudit.errors import InputError, of_machine
 from lipaudit.models.graph import leaves
-from lipaudit.models.lifting import keep
+from lipaudit.models.lifting import Kept, keep
 from lipaudit.models.precision import widen_call
-
-_Map = Callable[[Tensor], Tensor]
 
 
 def _refuse_dropout(probability: float) -> Tensor:
@@ -28,71 +26,30 @@ def _refuse_dropout(probability: float) -> Tensor:
     return NotImplemented
 
 
-class _LinearMap(torch.autograd.Function):
-    """A linear map given by both of its directions: x -> A x and u -> A^T u.
-
-    Autograd would compute A x as the derivative of its formula for A^T u. For a normalisation,
-    that takes ten operations and stores their inputs.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ahead: _Map, back: _Map) -> Tensor:
-        ctx.ahead, ctx.back = ahead, back
-        return ahead(x)
-
-    @staticmethod
-    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
-        if not torch.is_grad_enabled():  # only J^T u or J v: no graph of it is needed
-            return ctx.back(u), None, None
-        return _LinearMap.apply(u, ctx.back, ctx.ahead), None, None
-
-
-def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Read a weight that is stored in another precision or place again for every product.
+class _StoredProduct(torch.autograd.Function):
+    """x W^T (or x W, `back`), with W read again for every product.
 
     A graph that stores W would keep a converted copy of every weight: 28 GB for a 7B model in
     bfloat16.
     """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Kept, back: bool) -> Tensor:  # noqa: FBT001
+        ctx.kept, ctx.back = kept, back
+        weight = kept.lifted()
+        return x @ (weight if back else weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None, None]:
+        return _StoredProduct.apply(u, ctx.kept, not ctx.back), None, None
+
+
+def _run_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     kept = keep(weight)
-    if isinstance(kept, Tensor):
+    if isinstance(kept, Tensor):  # stored in the precision and place of the run
         return NotImplemented
-    product = _LinearMap.apply(
-        input, lambda x: F.linear(x, kept.lifted()), lambda u: u @ kept.lifted()
-    )
+    product: Tensor = _StoredProduct.apply(input, kept, False)
     return product if bias is None else product + bias
-
-
-def _run_gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """Compute the slope once: torch's backward passes evaluate erf or tanh for every product."""
-    x = input.detach()
-    slope = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
-    # The value at x, and the tangent there: input - x is 0 and has the gradient of the input.
-    return F.gelu(x, approximate=approximate) + slope * (input - x)
-
-
-def _run_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """LayerNorm, w * (x - mean) / std + b, by its Jacobian diag(w) S, whose S is symmetric."""
-    if any(p is not None and p.requires_grad for p in (weight, bias)):
-        return NotImplemented
-    x, shape = input.detach().contiguous(), list(normalized_shape)
-    value, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-
-    def multiply(v: Tensor, scale: Tensor | None) -> Tensor:
-        """S diag(scale) v."""
-        backward, mask = torch.ops.aten.native_layer_norm_backward, [True, False, False]
-        return backward(v.contiguous(), x, shape, mean, rstd, scale, None, mask)[0]
-
-    def ahead(v: Tensor) -> Tensor:
-        product = multiply(v, None)
-        return product if weight is None else product * weight
-
-    return value + _LinearMap.apply(input - x, ahead, lambda u: multiply(u, weight))
 
 
 def _run_batch_norm(
@@ -130,8 +87,6 @@ def _run_batch_norm(
 
 _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _run_linear,
-    F.gelu: _run_gelu,
-    F.layer_norm: _run_layer_norm,
     F.scaled_dot_product_attention: (
         lambda query, key, value, attn_mask=None, dropout_p=0.0, *_, **__: _refuse_dropout(
             dropout_p

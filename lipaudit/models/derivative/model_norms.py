@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.derivative.linearize import Linearization, require_finite
 from lipaudit.theory.policy import TOL, WITHIN
-from lipaudit.theory.scale import powers_of_two, times_power
 from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
 
 OutputNorm = Literal["2", "inf"]
@@ -24,6 +22,11 @@ DENSE = 16
 
 MOST_ROWS = 1024
 """Largest output for --norm inf, whose Jacobian rows are computed one by one."""
+
+
+SMALLEST = {torch.float32: 1e-30, torch.float64: 1e-140}
+"""Smallest norms whose digits survive: the numbers of float32 end at 1e-38, squares in float64 at
+1e-308."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,6 @@ def compute_jacobian_norms(
                 f"the inf norm of {m} outputs takes {m} backward passes per sample",
                 f"Use --norm 2, or an output of at most {MOST_ROWS} entries.",
             )
-        if m > DENSE:
-            linear.fit()
         rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
         sums = [row.abs().sum(1, dtype=torch.float64) for row in rows]
         return _make_exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
@@ -140,11 +141,12 @@ def compute_jacobian_norms(
 
     found = spectral_norms(
         select, start, tol=tol, max_steps=max_steps, within=within, vectors=directions
-    ).times(powers_of_two(linear.exponent))
+    )
+    require_range(linear, found.norm, torch.ones_like(linear.output))
     spent = 2 * found.products  # J^T u is a by-product of A u = J J^T u
     vector = found.vector
     if vector is not None and few_outputs:  # of the smaller space: take it to the inputs
-        vector = linear.vjp(vector.to(linear.x.dtype).view(linear.output.shape)).flatten(1)
+        vector = linear.vjp(vector.view(linear.output.shape)).flatten(1)
     return JacobianNorms(
         found.norm, found.upper, found.within, spent, found.converged, "lanczos", vector
     )
@@ -182,74 +184,67 @@ def compute_margins(
     gaps = (logits.gather(1, y[:, None]) - logits.gather(1, order)).cpu().double()
     if upper is None:
         upper = torch.full((len(y),), torch.inf)
-    slopes = _Slopes(linear, y, upper.cpu().double(), norm)
+    known, each = linear.outputs <= DENSE, torch.arange(len(y), device=y.device)
+    row: Callable[[Tensor], Tensor] = (lambda j: linear.rows[each, j]) if known else linear.row
+    count = min(gaps.shape[1], gaps.shape[1] if rivals is None or known else rivals)
+    # Known rows are measured all together: one wait for an accelerator.
+    step, dual = count if known else 1, 1 if norm == "inf" else 2
+    true = row(y)
+
+    def measure(gradients: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(gradients, dual, -1, dtype=torch.float64).cpu()
+
+    most = 2**0.5 * upper.cpu().double() if dual == 2 else upper.cpu().double() + measure(true)
     # Gaps and classes are on the CPU, the order is on the device of the gradients.
-    most = gaps.shape[1] if rivals is None or slopes.every <= DENSE else rivals
-    count, classes = min(most, gaps.shape[1]), order.cpu()
-    radius, closest = torch.full_like(gaps[:, 0], torch.inf), classes[:, 0].clone()
-    looked, complete = torch.zeros_like(closest), torch.zeros_like(closest, dtype=torch.bool)
-    first = slopes.gradient(order[:, 0])
-    for i, slope in enumerate(slopes.of(first, order[:, :count])):
-        here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
+    radius, classes = torch.full_like(gaps[:, 0], torch.inf), order.cpu()
+    closest, examined = classes[:, 0].clone(), torch.zeros_like(classes[:, 0])
+    complete = torch.zeros_like(closest, dtype=torch.bool)
+    for i in range(count):
+        if i % step == 0:
+            gradients = torch.stack([true - row(j) for j in order[:, i : i + step].unbind(1)])
+            slopes = measure(gradients)
+        if i == 0:
+            first, steepness = gradients[0], slopes[0]
+        here = (gaps[:, i] / slopes[i % step]).where(gaps[:, i] != 0, 0)
         nearer = ~complete & (here < radius)
         radius, closest = here.where(nearer, radius), classes[:, i].where(nearer, closest)
-        looked += ~complete
+        examined += ~complete
         # Gaps only grow: a class that is not nearer at the largest slope ends the search.
         later = gaps[:, i + 1] if i + 1 < gaps.shape[1] else torch.full_like(radius, torch.inf)
-        complete |= (later >= 0) & (later >= radius * slopes.most) | later.isinf()
+        complete |= (later >= 0) & (later >= radius * most) | later.isinf()
         if complete.all():
             break
-    others = (later / slopes.most).where(later >= 0, -torch.inf)
+    others = (later / most).where(later >= 0, -torch.inf)
     limit = torch.where(complete, radius, torch.minimum(radius, others))
-    return Margins(gaps[:, 0], slopes.norm(first), limit, closest, looked, complete, first)
-
-
-class _Slopes:
-    """The norms ||grad(f_y - f_j)||_q."""
-
-    def __init__(self, linear: Linearization, y: Tensor, upper: Tensor, norm: OutputNorm) -> None:
-        self.linear, self.dual, self.every = linear, 1 if norm == "inf" else 2, linear.outputs
-        if self.every > DENSE:
-            linear.fit()
-        self.own = self._compute_row(y)
-        # Gradients are in units of 2^exponent, and so are their limits.
-        self.most = 2**0.5 * upper if self.dual == 2 else upper + self.norm(self.own)
-
-    def gradient(self, j: Tensor) -> Tensor:
-        """Return grad(f_y - f_j) for one class j per sample, (batch, inputs)."""
-        return self.own - self._compute_row(j)
-
-    def norm(self, *gradients: Tensor) -> Tensor:
-        """Return the norms of gradients, (batch,) each, one after the other."""
-        sizes = [torch.linalg.vector_norm(g.to(torch.float64), self.dual, 1) for g in gradients]
-        exponent = self.linear.exponent.repeat(len(gradients))
-        return times_power(torch.cat(sizes).cpu(), exponent)
-
-    def of(self, first: Tensor, order: Tensor) -> Iterator[Tensor]:
-        """Yield the norms of the first gradient and of those of all further classes, (batch,).
-
-        If the rows are known, all norms are computed together: one wait for an accelerator.
-        """
-        gradients = chain([first], (self.gradient(j) for j in order[:, 1:].unbind(1)))
-        if self.every > DENSE:
-            yield from map(self.norm, gradients)
-        else:
-            yield from self.norm(*gradients).view(order.shape[1], -1)
-
-    def _compute_row(self, j: Tensor) -> Tensor:
-        if self.every > DENSE:
-            return self.linear.row(j)
-        return self.linear.rows[torch.arange(len(j), device=j.device), j]
+    return Margins(gaps[:, 0], steepness, limit, closest, examined, complete, first)
 
 
 def _make_exact(
     linear: Linearization, norm: Tensor, products: int, method: Method
 ) -> JacobianNorms:
     require_finite(norm)
-    norm = times_power(norm.cpu().double(), linear.exponent)
+    norm = norm.cpu().double()
+    require_range(linear, norm, torch.ones_like(linear.output))
     spent = torch.full((len(linear),), products)
     converged = torch.ones_like(spent, dtype=torch.bool)
     return JacobianNorms(norm, norm, torch.zeros_like(norm), spent, converged, method)
+
+
+def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:
+    """Raise EvaluationError if derivatives are so small that the precision loses their digits.
+
+    Args:
+        linear: the map.
+        norm: norms of its parts.
+        units: ones in the outputs of these parts, and zeros elsewhere.
+    """
+    small = norm < SMALLEST[linear.x.dtype]
+    if small.any():
+        # A power of two changes no digit: what underflows shows at a larger u; 0 stays 0.
+        pulled = linear.vjp(units * 2.0**100).flatten(1)
+        if (small & pulled.any(1).cpu()).any():
+            text = f"the derivative is too small for {linear.x.dtype}"
+            raise EvaluationError(text, "Use --dtype float64.")
 
 
 def make_gram_products(linear: Linearization) -> Products:
@@ -259,6 +254,6 @@ def make_gram_products(linear: Linearization) -> Products:
     shape = (linear.output if few_outputs else linear.x).shape
 
     def apply(u: Tensor) -> Tensor:
-        return product(u.to(linear.x.dtype).view(shape)).flatten(1).to(u.dtype)
+        return product(u.view(shape)).flatten(1)
 
     return apply

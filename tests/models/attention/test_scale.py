@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipaudit.data.batch import Batch
+from lipaudit.errors import EvaluationError
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.derivative.linearize import linearize
@@ -46,7 +47,7 @@ SHAPES = [(40, 5), (40, 20), (18, 30), (5, 30)]  # dense, J J^T, J^T J, dense by
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("norm", ["2", "inf"])
 @settings(deadline=None, max_examples=8)
-@given(power=st.integers(-30, 30))
+@given(power=st.integers(-25, 30))
 def test_the_norm_scales_with_the_last_layer(inputs, outputs, dtype, norm, power):
     model, x = network(inputs, outputs, dtype), X[:, :inputs].to(dtype)
     want = norms_of(scaled(model, [0]), x, norm)
@@ -59,32 +60,25 @@ def test_the_norm_scales_with_the_last_layer(inputs, outputs, dtype, norm, power
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-@pytest.mark.parametrize("norm", ["2", "inf"])
-@pytest.mark.parametrize("powers", [(-24, -24), (-20, -35), (30, -30), (-30, 30), (18, 18)])
-def test_norms_that_float32_cannot_hold_itself(inputs, outputs, norm, powers):
-    model, x = network(inputs, outputs, torch.float32), X[:, :inputs]
-    want = norms_of(scaled(model, [0, 0]), x, norm).norm.double()
-    found = norms_of(scaled(model, powers), x, norm).norm.double()
-    torch.testing.assert_close(found / 10.0 ** sum(powers), want, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("power", [-140, 140])
-def test_norms_whose_squares_float64_cannot_hold(power):
-    model, x = network(40, 20, torch.float64), X.double()
-    want = norms_of(scaled(model, [0]), x).norm
-    found = norms_of(scaled(model, [power]), x).norm
-    torch.testing.assert_close(found / 10.0**power, want, rtol=1e-12, atol=0)
+@pytest.mark.parametrize(
+    ("dtype", "powers"), [(torch.float32, (-20, -35)), (torch.float64, (-100, -100))]
+)
+def test_norms_that_the_precision_cannot_hold_are_refused(inputs, outputs, dtype, powers):
+    model, x = network(inputs, outputs, dtype), X[:, :inputs].to(dtype)
+    with pytest.raises(EvaluationError, match="too small for torch.float"):
+        norms_of(scaled(model, powers), x)
+    assert norms_of(nn.Sequential(model, nn.Threshold(1e9, 0.5)), x).norm.eq(0).all()
 
 
 def test_samples_of_different_size_do_not_disturb_each_other():
-    factors = torch.tensor([1.0, 1e-25, 1e25])[:, None]
+    factors = torch.tensor([1.0, 1e-20, 1e25])[:, None]
     model = network(40, 20, torch.float32)
     alone = norms_of(model, X).norm
     beside = compute_jacobian_norms(linearize(lambda z, i: model(z) * factors[i], X), tol=1e-6)
     torch.testing.assert_close(beside.norm / factors[:, 0].double(), alone, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("power", [-30, 12, 25])
+@pytest.mark.parametrize("power", [-25, 12, 25])
 def test_layers_without_a_closed_form(zoo, power):
     net, sites, batch = zoo("deberta", "float32")
     values = net.module.get_submodule(sites[0].module).value_proj

@@ -248,7 +248,7 @@ def test_settings_of_the_caller_come_back():
         torch.set_float32_matmul_precision("highest")
     torch.set_rng_state(random_state)
     weight = model.weight.detach()
-    torch.testing.assert_close(product, torch.ones(2, 3) @ (weight @ weight.T))
+    torch.testing.assert_close(product.float(), torch.ones(2, 3) @ (weight @ weight.T))
     assert model.weight.requires_grad
     assert model.weight.grad is None
 

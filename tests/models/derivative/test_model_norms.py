@@ -42,7 +42,7 @@ def test_spectral_norm_on_either_side(outputs, inputs, method):
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 30), (16, 30), (30, 16), (17, 30), (30, 17)])
-@pytest.mark.parametrize("scale", [1.0, 1e-200])
+@pytest.mark.parametrize("scale", [1.0, 1e-120])
 def test_the_leading_direction_on_either_side(outputs, inputs, scale):
     a = matrices(5, outputs, inputs)
     direction = compute_jacobian_norms(

@@ -334,7 +334,7 @@ def _measure_outputs(
         # Samples without a label, for which the predicted class is used.
         unlabelled = len(batch) if labels is None else int((labels < 0).sum())
         facts["unlabelled"] = 0 if net.classes is None else unlabelled
-    steepest = norms.direction
+    steepest = norms.vector
     if decides:  # without labels, margins are those of the predicted class
         predicted = linear.output.argmax(1)
         y = predicted if labels is None else labels

@@ -129,9 +129,7 @@ def loss_of(net, ids, z):
     return cross_entropy(run(net, z)[0][:-1], ids[1:])
 
 
-@pytest.mark.parametrize("together", [2**24, 3 * 23])
-def test_the_loss_has_the_norm_of_its_gradient(net, together, monkeypatch):
-    monkeypatch.setattr(endpoints, "TOGETHER", together)
+def test_the_loss_has_the_norm_of_its_gradient(net):
     section = norms_of(net, texts(), "loss")
     for i, ids in enumerate(own(texts())):
         z = embedded(net, ids).requires_grad_()
@@ -222,10 +220,9 @@ def test_a_shard_of_short_texts_has_a_section_of_its_own(gpt2):
     assert (section.rows[0].samples, section.rows[0].max) == (0, None)
 
 
-@pytest.mark.parametrize("target", ["logits", "probabilities:0", "logits:all", "loss", "hidden"])
-def test_no_position_that_is_not_asked_for_has_logits(target, monkeypatch):
+@pytest.mark.parametrize("target", ["logits", "probabilities:0", "logits:all", "hidden"])
+def test_no_position_that_is_not_asked_for_has_logits(target):
     size, count = 3000, 12
-    monkeypatch.setattr(endpoints, "TOGETHER", 4 * size)
     net = net_of(
         transformers.Qwen2ForCausalLM(
             transformers.Qwen2Config(
@@ -308,8 +305,8 @@ def test_the_loss_of_a_classifier_is_that_of_the_label_or_of_what_it_says():
 @pytest.mark.parametrize(
     ("head", "target", "says"),
     [
-        ("BertModel", "loss", "neither class scores nor next-token scores"),
-        ("BertModel", "logits:1", "neither class scores nor next-token scores"),
+        ("BertModel", "loss", "has no single output"),
+        ("BertModel", "logits:1", "has no single output"),
         ("BertForSequenceClassification", "logits:1", "have no position"),
         ("BertModel", "hidden:9", "the longest has 5 tokens"),
         ("BertModel", "hidden:-6", "the longest has 5 tokens"),

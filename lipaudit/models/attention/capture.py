@@ -18,13 +18,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, StructureError
 from lipaudit.models.attention.agreement import matches_autograd
-from lipaudit.models.attention.observe.calls import (
-    Address,
-    AttentionCall,
-    Explicit,
-    Fused,
-    arrange,
-)
+from lipaudit.models.attention.observe.calls import Address, AttentionCall, Fused
 from lipaudit.models.attention.observe.trace import Frame, Tracer, freeze, run_observed
 from lipaudit.models.attention.project.logits import LogitForm, read_logits, read_position_terms
 from lipaudit.models.attention.project.projections import (
@@ -38,64 +32,32 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.theory.heads import Heads, Pairs
 
-_Vectors = tuple[Tensor, Tensor, Tensor]
-"""q, k and v."""
-
-
-def arrange_call(call: AttentionCall, layout: str, samples: int) -> AttentionCall:
-    """Return the call with q, k, v and output as (windows, heads, tokens, width)."""
-    output = call.output.mT if call.transposed else call.output
-    q, k, v, o = (arrange(layout, t, samples) for t in (call.q, call.k, call.v, output))
-    return replace(call, q=q, k=k, v=v, output=o, transposed=False)
-
 
 def read_product(
-    call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
+    call: AttentionCall, batch: Batch, queries: TokenIndex | None
 ) -> tuple[Heads, Tensor | None]:
     """Return q, k, v and the logits of a layer, with a graph if there are position vectors.
+
+    Args:
+        call: the call, with its axes in order (`AttentionCall.arrange`).
+        batch: the samples.
+        queries: the tokens of the queries, if known.
 
     Raises:
         NotClosedForm: a logit depends on another pair's product.
     """
-    samples = len(batch)
-
-    def arranged(t: Tensor | None, missing: int = 0) -> Tensor | None:
-        """Return t with axes (#windows, #heads, #queries, #keys), the last ones maybe missing."""
-        if t is None:
-            return None
-        return arrange(layout, t[(...,) + (None,) * missing], samples)[(...,) + (0,) * missing]
-
-    if isinstance(call.form, Explicit):
-        form = read_logits(call, call.form)
-        scale = arranged(form.scale, 2)
-        assert scale is not None
-        form = LogitForm(
-            scale=scale,
-            bias=arranged(form.bias),
-            slope=arranged(form.slope),
-            sink=arranged(form.sink, 1),
-            relative=arranged(form.relative),
-        )
-    else:
-        scale, mask = call.q.new_full((1, 1), call.form.scale), call.form.mask
-        if mask is None:
-            form = LogitForm(scale, None)
-        elif mask.requires_grad:
-            logits = arrange(layout, call.form.scale * (call.q @ call.k.mT) + mask, samples)
-            form = LogitForm(scale, logits.detach(), relative=logits)
-        elif layout == "batch heads tokens":  # a broadcast mask stays small
-            form = LogitForm(scale, mask[(None,) * (4 - mask.ndim)])
-        else:
-            whole = mask.expand(*call.q.shape[:-1], call.k.shape[-2])
-            form = LogitForm(scale, arranged(whole))
-    canonical = arrange_call(call, layout, samples)
-    parts = canonical.q.detach(), canonical.k.detach(), canonical.v.detach()
+    form = read_logits(call)
+    parts = call.q.detach(), call.k.detach(), call.v.detach()
     causal = isinstance(call.form, Fused) and call.form.causal
     return _make_heads(parts, form, causal, batch, queries), form.relative
 
 
 def _make_heads(
-    parts: _Vectors, form: LogitForm, causal: bool, batch: Batch, queries: TokenIndex | None
+    parts: Sequence[Tensor],
+    form: LogitForm,
+    causal: bool,
+    batch: Batch,
+    queries: TokenIndex | None,
 ) -> Heads:
     q, k, v = parts
     plain = form.slope is None and form.relative is None
@@ -183,11 +145,10 @@ class Layer:
 
     Attributes:
         site: the layer's site.
-        call: the attention call of the model.
+        call: the attention call of the model, with its axes in order.
         batch: the samples.
         attention: its P, for every kind of layer, without X and projections. If the model writes
             its softmax out, q, k and v are empty and `bias` holds the captured logits.
-        output: O of every head, (windows, heads, tokens, d_v).
         frame: the module call that contains it (`site.scope`); None if unknown.
         numbers: numbers of its attention calls within that module call.
     """
@@ -196,7 +157,6 @@ class Layer:
     call: AttentionCall
     batch: Batch
     attention: Heads
-    output: Tensor
     frame: Frame | None
     numbers: Sequence[int]
 
@@ -204,6 +164,11 @@ class Layer:
     def samples(self) -> int:
         """Return the number of samples in the batch."""
         return len(self.batch)
+
+    @property
+    def output(self) -> Tensor:
+        """Return O of every head, (windows, heads, tokens, d_v)."""
+        return self.call.output.detach()
 
     def heads(self) -> Heads:
         """Return the layer with X and its projections, for the closed form.
@@ -218,13 +183,10 @@ class Layer:
             raise ValueError(f"layer {site.index} has no closed form: {site.reason}")
         try:
             with torch.enable_grad():
-                whole, relative = read_product(
-                    self.call, site.layout, self.batch, structure.queries
-                )
-                arranged = arrange_call(self.call, site.layout, self.samples)
-                heads, parts = add_inputs(structure, whole, arranged, self.batch, relative)
-                if not matches_autograd(heads, parts, arranged):
-                    raise NotClosedForm("wrong", "has a closed form that disagrees with autograd")
+                whole, relative = read_product(self.call, self.batch, structure.queries)
+                heads, parts = add_inputs(structure, whole, self.call, self.batch, relative)
+                if not matches_autograd(heads, parts, self.call):
+                    raise NotClosedForm("has a closed form that disagrees with autograd")
                 return heads
         except NotClosedForm as obstacle:
             raise StructureError(site.index, site.module, obstacle.reason) from obstacle
@@ -291,19 +253,18 @@ class _AllRead(Exception):
 
 def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Frame]) -> Layer:
     """Return the layer of a call, while the model is inside the given module calls."""
+    call = call.arrange(site.layout, len(batch))
     queries = None if site.structure is None else site.structure.queries
     if isinstance(call.form, Fused):
-        attention, _ = read_product(call, site.layout, batch, queries)
+        attention, _ = read_product(call, batch, queries)
     else:
         # P of a written-out softmax by its logits: they are the bias of a q, k and v of width 0.
-        logits = call.form.logits.detach().reshape(*call.q.shape[:-1], -1)
-        logits = arrange(site.layout, logits, len(batch))
+        logits = call.form.logits.detach()
         windows, heads, rows, keys = logits.shape
         q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (rows, keys, keys))
         form = LogitForm(logits.new_zeros(1, 1), logits)
         attention = _make_heads((q, k, v), form, False, batch, queries)
-    output = arrange_call(call, site.layout, len(batch)).output.detach()
     frame = next((f for f in reversed(frames) if f.name == site.scope), None)
     order = [] if frame is None else frame.attentions
     numbers = [order.index(address) for address in site.addresses if address in order]
-    return Layer(site, call, batch, attention, output, frame, numbers)
+    return Layer(site, call, batch, attention, frame, numbers)

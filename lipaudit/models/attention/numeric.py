@@ -9,24 +9,16 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, of_machine
-from lipaudit.models.attention.capture import Layer, arrange_call
+from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.derivative.linearize import Linearization
 from lipaudit.models.derivative.model_norms import require_range
 from lipaudit.models.requirements import AGREES, agree
-from lipaudit.theory.policy import TOL, WITHIN
 from lipaudit.theory.spectral.lanczos import Norms, random_starts, spectral_norms
 
 
-def compute_numeric_norms(
-    layer: Layer,
-    *,
-    seeds: Sequence[int],
-    tol: float = TOL,
-    max_steps: int = 300,
-    within: float = WITHIN,
-) -> Norms:
+def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any) -> Norms:
     """Return ||J|| of every head of a layer, (samples, heads), by differentiating its module.
 
     J is the Jacobian of the head's output O_h with respect to all inputs of the innermost module
@@ -35,9 +27,7 @@ def compute_numeric_norms(
     Args:
         layer: a layer during its visit; the result is NaN if `find_obstacle` finds one.
         seeds: seeds of the start vectors, one per sample.
-        tol: relative accuracy of the norms, estimated.
-        max_steps: largest number of products per head.
-        within: proven relative error: how far `upper` may be above a norm.
+        accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
     """
     linear = _linearize_module(layer)
     if isinstance(linear, str):
@@ -46,7 +36,6 @@ def compute_numeric_norms(
     one = layer.output[:, 0]
     start = random_starts(seeds, one.numel() // layer.samples).to(one.device)
     start = _zero_padding(start.view(one.shape), layer).reshape(start.shape)
-    how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
 
     def of_head(head: int) -> Norms:
         def spread(u: Tensor) -> Tensor:
@@ -62,7 +51,7 @@ def compute_numeric_norms(
 
         # The samples share one graph, because the module runs as a whole: converged samples
         # stay in it, and it is never built again for the others.
-        norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **how)
+        norms = spectral_norms(lambda _: multiply, start, rebuild=2.0, **accuracy)
         require_range(linear, norms.norm, spread(torch.ones_like(start)))
         return norms
 
@@ -121,7 +110,7 @@ def _linearize_layer(layer: Layer) -> Linearization:
             if len(calls) > layer.numbers[-1]:
                 loop = site.loop
                 whole = call if loop is None else loop.join([calls[i] for i in layer.numbers])
-                raise _Output(arrange_call(whole, site.layout, layer.samples).output)
+                raise _Output(whole.arrange(site.layout, layer.samples).output)
             return call.output
 
         args = [moved.get(id(value), value) for value in frame.args]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +12,19 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention.observe.calls import Address, AttentionCall
-from lipaudit.models.attention.observe.trace import Tracer, freeze, run_observed
+from lipaudit.models.attention.observe.trace import (
+    CallStack,
+    Frame,
+    Tracer,
+    freeze,
+    run_observed,
+)
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import JacobianNorms, compute_jacobian_norms
 from lipaudit.models.graph import leaves
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.theory.policy import TOL, WITHIN
 
 
 class Residual(NamedTuple):
@@ -51,42 +53,31 @@ def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Resid
     Returns:
         One residual per site; None if no module around it has a skip path.
     """
-    stack: list[_Running] = []
-    around: dict[Address, list[_Running]] = {}  # the module calls around an attention call
+    found: dict[tuple[str, int], Residual] = {}
+    around: dict[Address, list[Frame]] = {}  # the module calls around an attention call
 
-    def enter(name: str, call: int, _module: nn.Module, given: Any) -> None:
-        stack.append(_Running(name, call, _find_first_moving(given)))
-
-    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-        here, end = stack.pop(), _find_first_moving(output)
-        if here.input is None or end is None:
+    def leave(frame: Frame, output: Any) -> None:
+        start, end = _find_first_moving((frame.args, frame.kwargs)), _find_first_moving(output)
+        if start is None or end is None:
             return
-        (i, x), (j, y) = here.input, end
+        (i, x), (j, y) = start, end
         # The output depends on the input although the graph is cut: a skip path.
         if x.shape == y.shape and x.grad_fn is not None and leaves(y, {x.grad_fn})[1]:
-            here.residual = Residual(here.module, here.call, i, j)
+            found[frame.name, frame.number] = Residual(frame.name, frame.number, i, j)
+
+    place = CallStack(on_leave=leave)
 
     def attention(_call: AttentionCall, address: Address) -> None:
-        around[address] = stack[::-1]  # innermost first
+        around[address] = place.frames[::-1]  # innermost first
 
-    module = net.module
-    with freeze(module), _watch_entries(module, enter), ExitStack() as hooks:
-        for part in module.modules():  # also after an error
-            hooks.enter_context(part.register_forward_hook(leave, always_call=True))
-        run_observed(net, batch[:1], Tracer(attention))
-    found = [[call.residual for call in around.get(site.address, ())] for site in sites]
-    return tuple(next(filter(None, residuals), None) for residuals in found)
+    with freeze(net.module):
+        run_observed(net, batch[:1], Tracer(attention, place=place))
+    each = [[found.get((f.name, f.number)) for f in around.get(s.address, ())] for s in sites]
+    return tuple(next(filter(None, residuals), None) for residuals in each)
 
 
 def compute_residual_norms(
-    net: Net,
-    batch: Batch,
-    residuals: Sequence[Residual],
-    *,
-    seeds: Sequence[int] | None = None,
-    tol: float = TOL,
-    max_steps: int = 300,
-    within: float = WITHIN,
+    net: Net, batch: Batch, residuals: Sequence[Residual], **how: Any
 ) -> Iterator[tuple[Residual, JacobianNorms]]:
     """Yield ||d output / d input|| of each residual per sample, at its inputs in the model.
 
@@ -96,10 +87,7 @@ def compute_residual_norms(
         net: the model.
         batch: the samples.
         residuals: from `find_residuals`.
-        seeds: seeds of the start vectors, one per sample.
-        tol: relative accuracy of the norms, estimated.
-        max_steps: largest number of products per sample.
-        within: proven relative error: how far `upper` may be above a norm.
+        how: seeds and accuracy, see `compute_jacobian_norms`.
 
     Raises:
         InputError, EvaluationError: as in `linearize`.
@@ -108,36 +96,22 @@ def compute_residual_norms(
     wanted = {(residual.module, residual.call): residual for residual in residuals}
     calls: dict[Residual, _Call] = {}
 
-    def keep(name: str, number: int, part: nn.Module, given: Any) -> None:
-        residual = wanted.get((name, number))
+    def keep(frame: Frame) -> None:
+        residual = wanted.get((frame.name, frame.number))
         if residual is not None:  # copies, before the call can change its arguments
-            copies = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, given)
-            calls[residual] = _Call(residual, part, *tree_flatten(copies), mask)
+            given = tree_map(
+                lambda v: v.clone() if isinstance(v, Tensor) else v, (frame.args, frame.kwargs)
+            )
+            calls[residual] = _Call(residual, frame.module, *tree_flatten(given), mask)
 
-    watched = _watch_entries(module, keep)
+    watched = CallStack(on_enter=keep).following(module)
     with freeze(module), exact_arithmetic(net.device), torch.no_grad(), watched:
         net.output(batch)
     for residual in dict.fromkeys(residuals):
         call = calls.pop(residual)
         with freeze(module):
-            norms = compute_jacobian_norms(
-                linearize(call.at, call.x),
-                seeds=seeds,
-                tol=tol,
-                max_steps=max_steps,
-                within=within,
-            )
+            norms = compute_jacobian_norms(linearize(call.at, call.x), **how)
         yield residual, norms
-
-
-@dataclass
-class _Running:
-    """A module call, in progress or finished."""
-
-    module: str
-    call: int
-    input: tuple[int, Tensor] | None
-    residual: Residual | None = None
 
 
 def _find_first_moving(values: Any) -> tuple[int, Tensor] | None:
@@ -179,21 +153,3 @@ class _Call:
         if self.mask is None or self.x.shape[:2] != self.mask.shape:
             return output
         return output * self.mask[index, :, None]
-
-
-@contextmanager
-def _watch_entries(
-    module: nn.Module, notify: Callable[[str, int, nn.Module, Any], None]
-) -> Iterator[None]:
-    """Call notify(path, number of the call, module, (args, kwargs)) at the start of each call."""
-    calls: Counter[str] = Counter()
-
-    def enter(name: str, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        calls[name] += 1
-        notify(name, calls[name] - 1, part, (args, kwargs))
-
-    with ExitStack() as hooks:
-        for name, part in module.named_modules():
-            hook = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-            hooks.enter_context(hook)
-        yield

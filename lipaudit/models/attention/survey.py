@@ -168,11 +168,25 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
 
 def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> Surveyor:
     """Return the results of two observed passes; their outputs must equal the unobserved one."""
-    surveyor = _run_surveyor(net, pair, output, uses)
+
+    def observe(loops: Sequence[Loop] = (), uncut: frozenset[Address] = frozenset()) -> Surveyor:
+        for sparing in (True, False):  # again if a layer needs released tensors
+            surveyor = Surveyor(pair, uncut, loops, sparing=sparing)
+            observed = run_observed(net, pair, surveyor.tracer)
+            if not agree(output, observed, each=0):
+                requirements.require_repeat(net, pair, pair, output)
+                requirements.require_same(observed, output)
+            if not surveyor.layers:
+                raise _refuse(net, uses.beyond(()))
+            if not surveyor.forgot:
+                break
+        return surveyor
+
+    surveyor = observe()
     if loops := surveyor.find_loops():
-        surveyor = _run_surveyor(net, pair, output, uses, loops=loops)
+        surveyor = observe(loops)
     if inner := frozenset(surveyor.inner):
-        surveyor.adopt(_run_surveyor(net, pair, output, uses, uncut=inner, loops=loops))
+        surveyor.adopt(observe(loops, inner))
     explicit = (site for site in surveyor.sites if site.explicit)
     written_out = frozenset().union(*(site.sources for site in explicit))
     # Same sample, another companion: everything that changes mixes samples.
@@ -185,29 +199,6 @@ def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Use
         if not surveyor.layers:
             raise _refuse(net, uses.beyond(()))
     surveyor.join()
-    return surveyor
-
-
-def _run_surveyor(
-    net: Net,
-    pair: Batch,
-    output: Tensor,
-    uses: Uses,
-    *,
-    uncut: frozenset[Address] = frozenset(),
-    loops: Sequence[Loop] = (),
-) -> Surveyor:
-    """Return the surveyor after a pass; run a second one if a layer needs released tensors."""
-    for sparing in (True, False):
-        surveyor = Surveyor(pair, uncut, sparing, loops)
-        observed = run_observed(net, pair, surveyor.tracer())
-        if not agree(output, observed, each=0):
-            requirements.require_repeat(net, pair, pair, output)
-            requirements.require_same(observed, output)
-        if not surveyor.layers:
-            raise _refuse(net, uses.beyond(()))
-        if not surveyor.forgot:
-            break
     return surveyor
 
 

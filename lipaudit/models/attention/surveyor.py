@@ -1,16 +1,16 @@
 """One pass of a survey: analyse every attention call, with its output projection and module.
 
-`Chains` finds the common input of q, k and v. With a compressed key (x -> latent -> norm -> key)
-or a shared bottleneck they read three tensors, each a token-wise function of an earlier one. A
-second pass does not cut the graph at the maps in between.
+With a compressed key (x -> latent -> norm -> key) or a shared bottleneck, q, k and v read three
+tensors, each a token-wise function of an earlier one. `find_inner_maps` finds their common input,
+and a second pass does not cut the graph at the maps in between.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -18,12 +18,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.errors import of_machine
 from lipaudit.models.attention.agreement import HOPELESS, matches_autograd
-from lipaudit.models.attention.capture import (
-    add_inputs,
-    arrange_call,
-    make_layer,
-    read_product,
-)
+from lipaudit.models.attention.capture import add_inputs, make_layer, read_product
 from lipaudit.models.attention.numeric import find_obstacle
 from lipaudit.models.attention.observe.calls import (
     Address,
@@ -32,15 +27,13 @@ from lipaudit.models.attention.observe.calls import (
     Fused,
     Loop,
     Origin,
-    Origins,
     arrange,
     list_layouts,
 )
 from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.trace import CallStack, Frame, Tracer
+from lipaudit.models.attention.observe.trace import Frame, Tracer
 from lipaudit.models.attention.observe.uses import line_of_code
 from lipaudit.models.attention.project import probes
-from lipaudit.models.attention.project.logits import read_logits
 from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.project.projections import (
     NotClosedForm,
@@ -54,53 +47,18 @@ from lipaudit.models.lifting import keep
 from lipaudit.models.requirements import agree
 from lipaudit.theory.condition import forward_error
 
-_LATEST = 16  # linear maps that are remembered: those of one attention layer, and some before
-_DEEPEST = 3  # largest number of linear maps in sequence
 
+def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
+    """Return the linear maps to leave uncut so that all of `origins` read one tensor.
 
-@dataclass
-class Chains:
-    """The latest linear maps of a pass, with their inputs and the maps behind these."""
-
-    latest: OrderedDict[Address, tuple[Tensor, tuple[Address, ...]]] = field(
-        default_factory=OrderedDict
-    )
-
-    def note(self, address: Address, linear: Linear, origins: Sequence[Origin]) -> None:
-        """Remember a linear map, with the origins of its input."""
-        self.latest[address] = linear.x.detach(), tuple(origin.address for origin in origins)
-        while len(self.latest) > _LATEST:
-            self.latest.popitem(last=False)
-
-    def inner(self, origins: Sequence[Origin]) -> frozenset[Address]:
-        """Return the linear maps to leave uncut so that all of `origins` read one tensor.
-
-        The nearest such tensor counts. Empty if there is none, or if they already read one tensor.
-        """
-        ways: list[list[tuple[Tensor, tuple[Address, ...]]]] = []
-        for address in {o.address for o in origins if o.linear or o.forgotten}:
-            # The input of this map, of the map before it, and so on, with the maps in between.
-            way: list[tuple[Tensor, tuple[Address, ...]]] = []
-            place, between = address, tuple[Address, ...]()
-            while place in self.latest and len(between) < _DEEPEST:
-                x, before = self.latest[place]
-                way.append((x, between))
-                if len(before) != 1:
-                    break
-                between, place = (*between, place), before[0]
-            ways.append(way)
-        for x, _ in ways[0] if ways else ():
-            passed = [[maps for other, maps in way if _is_same(x, other)] for way in ways]
-            if all(passed):
-                return frozenset(address for maps in passed for address in maps[0])
-        return frozenset()
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Say whether two live tensors are the same memory with the same layout."""
-    return a is b or (
-        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-    )
+    The nearest such tensor counts. Empty if there is none, or if they already read one tensor.
+    """
+    ways = list({origin.address: origin.way for origin in origins if origin.is_map}.values())
+    for mark, _ in ways[0] if ways else ():
+        passed = [[maps for other, maps in way if other is mark] for way in ways]
+        if all(passed):
+            return frozenset(address for maps in passed for address in maps[0])
+    return frozenset()
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -170,34 +128,38 @@ def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     Raises:
         RuntimeError: its graph cannot be differentiated.
     """
-    arranged = arrange_call(call, layout, len(batch))
-    forms: dict[str, ProjectionForm | NotClosedForm | None] = {}
-    for name in "qkv":
-        t: Tensor = getattr(arranged, name)
+    call = call.arrange(layout, len(batch))
+    forms: list[ProjectionForm | None] = []
+    kinds, problems = [], []
+    for name, t in zip("qkv", (call.q, call.k, call.v), strict=True):
         try:
-            forms[name] = decode(t, arranged.origins.leaves(t), len(batch))
+            forms.append(form := decode(t, call.origins.leaves(t), len(batch)))
+            kinds.append("constant" if form is None else form.kind)
         except NotClosedForm as obstacle:
-            forms[name] = obstacle
+            problems.append(f"{name} {obstacle.reason}")
+            kinds.append(obstacle.kind)
     behind = call.origins.leaves(call.q, call.k, call.v)
-    unread = any(isinstance(form, NotClosedForm) for form in forms.values())
-    windows = len(arranged.q) != len(batch)
     # `Linear(d, d)` on (B, N, H, d), common in tutorials, looks like N windows of H tokens.
-    if (unread or windows) and any(leaf.origin.divided for leaf in behind):
+    if (problems or len(call.q) != len(batch)) and any(leaf.origin.divided for leaf in behind):
         reason = "one linear map is applied to each head separately"
         return Analysis(layout, ("shared", "shared", "shared"), None, reason)
-    q, k, v = ("constant" if form is None else form.kind for form in forms.values())
+    q, k, v = kinds
     try:
-        structure = _build_structure(call, arranged, forms)
-        attention, relative = read_product(call, layout, batch, None)
-        heads, parts = add_inputs(structure, attention, arranged, batch, relative)
+        attention, relative = read_product(call, batch, None)
+    except NotClosedForm as obstacle:
+        problems.append(obstacle.reason)
+    if problems:
+        return Analysis(layout, (q, k, v), None, "; ".join(problems))
+    try:
+        structure = _build_structure(call, *forms)
+        heads, parts = add_inputs(structure, attention, call, batch, relative)
         if forward_error(heads).amax() > HOPELESS:
             raise NotClosedForm(
-                "rounding",
-                f"its logits are so large that {arranged.q.dtype} cannot resolve its attention "
-                "map; use --dtype float64",
+                f"its logits are so large that {call.q.dtype} cannot resolve its attention map; "
+                "use --dtype float64"
             )
-        if not matches_autograd(heads, parts, arranged):
-            raise NotClosedForm("wrong", "its closed form disagrees with autograd")
+        if not matches_autograd(heads, parts, call):
+            raise NotClosedForm("its closed form disagrees with autograd")
     except NotClosedForm as obstacle:
         return Analysis(layout, (q, k, v), None, obstacle.reason)
     return Analysis(layout, (q, k, v), structure, None)
@@ -205,29 +167,18 @@ def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
 
 def _build_structure(
     call: AttentionCall,
-    arranged: AttentionCall,
-    found: Mapping[str, ProjectionForm | NotClosedForm | None],
+    q: ProjectionForm | None,
+    k: ProjectionForm | None,
+    v: ProjectionForm | None,
 ) -> Structure:
-    """Combine the forms, or raise NotClosedForm with all obstacles."""
-    problems = [f"{n} {part.reason}" for n, part in found.items() if isinstance(part, Exception)]
-    if isinstance(call.form, Explicit):
-        try:
-            read_logits(call, call.form)
-        except NotClosedForm as obstacle:
-            problems.append(obstacle.reason)
-    if problems:
-        raise NotClosedForm("several", "; ".join(problems))
-    forms = {n: part for n, part in found.items() if isinstance(part, ProjectionForm)}
-    q, k, v = (forms.get(name) for name in "qkv")
     if k is None or v is None:
-        raise NotClosedForm("constant", "its keys or values are constants, or have no gradient")
-    if not _reads_alike(arranged, ("k", k), ("v", v)):
-        raise NotClosedForm("two inputs", "its keys and values read different inputs")
-    joint = q is not None and _reads_alike(arranged, ("q", q), ("k", k))
+        raise NotClosedForm("its keys or values are constants, or have no gradient")
+    if not _reads_alike(call, ("k", k), ("v", v)):
+        raise NotClosedForm("its keys and values read different inputs")
+    joint = q is not None and _reads_alike(call, ("q", q), ("k", k))
     # Rolled or flipped keys are not a second input: norms would be those of cross-attention.
-    if q is not None and not joint and _is_reordered(arranged, q, k):
-        reason = "its keys are the tokens of its queries in another order"
-        raise NotClosedForm("reordered", reason)
+    if q is not None and not joint and _is_reordered(call, q, k):
+        raise NotClosedForm("its keys are the tokens of its queries in another order")
     return Structure(q, k, v, joint, out=None)
 
 
@@ -266,26 +217,33 @@ class Surveyed:
 
     Attributes:
         site: its site.
-        first: q, k and v of the first sample.
+        parts: q, k and v of both samples.
         transposed: whether its output keeps tokens last.
         maps: the modules and tensors behind q, and the ops behind k.
-        sizes: sizes that distinguish its q, k and v from others.
         reads: for q, k and v, the rows and columns of each linear map that they read.
-        inputs: of a call with one head, the tensors that its queries are made of, and what tells
-            the values that q, k and v are made of from others; nothing of other calls.
+        inputs: of a call with one head, the origins of q, k and v; nothing of other calls.
         form: properties of the logits that all calls of a loop share.
         projected: whether a linear map of its output was seen.
     """
 
     site: Site
-    first: tuple[Tensor, ...]
+    parts: tuple[Tensor, ...]
     transposed: bool
     maps: tuple[frozenset[object], frozenset[object]]
-    sizes: tuple[float, ...]
     reads: tuple[_Reads, ...]
-    inputs: tuple[frozenset[object], object]
+    inputs: tuple[tuple[Origin, ...], ...]
     form: tuple[object, ...]
     projected: bool = False
+
+    @property
+    def first(self) -> tuple[Tensor, ...]:
+        """Return q, k and v of the first sample; nothing if a window holds both samples."""
+        return tuple(t[: len(t) // 2] for t in self.parts)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Return the shapes of q, k and v of the first sample."""
+        return [t.shape for t in self.first]
 
     def as_rows(self, *parts: Tensor) -> Tensor:
         """Convert the model's O, of each call of a loop, to (tokens, heads * d_v)."""
@@ -299,52 +257,46 @@ class Surveyed:
         self.site = replace(self.site, structure=None, reason=reason, inputs=())
 
 
-@dataclass
 class Surveyor:
     """Analyses the attention calls of a pass over two samples.
 
     Attributes:
         batch: the two samples.
-        uncut: linear maps at which the pass does not cut the graph.
-        sparing: whether the pass releases inputs of the residual stream's maps.
-        loops: attention calls that form one layer.
+        tracer: the observer of the pass.
         inner: linear maps that another pass should leave uncut, to read more layers.
         forgot: whether a layer needed a released tensor.
         layers: the layers so far.
         unread: modules, with lines of code, whose attention is not among the layers.
-        place: position of the pass.
-        origins: origins of the leaves of its graph.
+
+    Args:
+        batch: the two samples.
+        uncut: linear maps at which the pass does not cut the graph.
+        loops: attention calls that form one layer.
+        sparing: whether the pass releases inputs of the residual stream's maps.
     """
 
-    batch: Batch
-    uncut: frozenset[Address] = frozenset()
-    sparing: bool = True
-    loops: Sequence[Loop] = ()
-    inner: set[Address] = field(default_factory=set)
-    forgot: bool = False
-    layers: dict[Address, Surveyed] = field(default_factory=dict)
-    unread: list[str] = field(default_factory=list)
-    place: CallStack = field(default_factory=CallStack)
-    origins: Origins = field(default_factory=Origins)
-    _chains: Chains = field(default_factory=Chains)
-    _moved: dict[str, set[bool]] = field(default_factory=dict)  # by the companion of a sample
+    def __init__(
+        self, batch: Batch, uncut: frozenset[Address], loops: Sequence[Loop], *, sparing: bool
+    ) -> None:
+        this = proxy(self)  # a tracer that held its surveyor would outlive it, with all tensors
+        self.batch = batch
+        self.tracer = Tracer(
+            lambda *call: this.attention(*call),
+            lambda *found: this.linear(*found),
+            inner=uncut,
+            sparing=sparing,
+            loops=loops,
+        )
+        self.inner: set[Address] = set()
+        self.forgot = False
+        self.layers: dict[Address, Surveyed] = {}
+        self.unread: list[str] = []
+        self._moved: dict[str, set[bool]] = {}  # by the companion of a sample
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """Return the layers found so far."""
         return tuple(layer.site for layer in self.layers.values())
-
-    def tracer(self) -> Tracer:
-        """Return the observer of attention and linear maps for this pass."""
-        return Tracer(
-            self.attention,
-            self.linear,
-            inner=self.uncut,
-            sparing=self.sparing,
-            place=self.place,
-            origins=self.origins,
-            loops=self.loops,
-        )
 
     def adopt(self, deeper: Surveyor) -> None:
         """Take over the layers that another pass, with fewer cuts, could read."""
@@ -352,7 +304,7 @@ class Surveyor:
             before = self.layers.get(address)
             if before is None or before.site.closed_form or not again.site.closed_form:
                 continue
-            again.site = replace(again.site, index=before.site.index, inner=deeper.uncut)
+            again.site = replace(again.site, index=before.site.index, inner=deeper.tracer.inner)
             self.layers[address] = again
 
     def attention(self, call: AttentionCall, address: Address) -> None:
@@ -365,21 +317,26 @@ class Surveyor:
             if rows != wanted and not folded:
                 return
         site = self._make_site(call, address)
-        q, k, v = ([o for _, o in call.origins.leaves(t)] for t in (call.q, call.k, call.v))
+        q, k, v = (
+            tuple(origin for _, origin in call.origins.leaves(t)) for t in (call.q, call.k, call.v)
+        )
+        arranged = call.arrange(site.layout, samples)
         if not site.closed_form:
             # A function of a single linear map that was released.
             self.forgot |= any(len(part) == 1 and part[0].forgotten for part in (q, k, v))
-            self.inner |= self._chains.inner([*q, *k, *v])
+            self.inner |= find_inner_maps([*q, *k, *v])
+            heads, tokens = arranged.q.shape[1:3]
             if call.output.dtype in HALF:
-                site = replace(site, inputs=())
-            elif why := find_obstacle(make_layer(site, call, self.batch, self.place.frames)):
-                reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
-                site = replace(site, reason=reason, inputs=())
-            heads, tokens = arrange_call(call, site.layout, samples).q.shape[1:3]
+                why, site = None, replace(site, inputs=())
             # The number of heads of a text model follows its number of tokens: without a closed
             # form, nothing else distinguishes the two axes.
-            if self.batch.x.ndim == 2 and heads == self.batch.x.shape[1] != tokens:
-                reason = f"{site.reason}; its heads and tokens cannot be distinguished either"
+            elif self.batch.x.ndim == 2 and heads == self.batch.x.shape[1] != tokens:
+                why = "its heads and tokens cannot be distinguished"
+            else:
+                frames = self.tracer.place.frames
+                why = find_obstacle(make_layer(site, call, self.batch, frames))
+            if why:
+                reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
                 site = replace(site, reason=reason, inputs=())
         properties: tuple[object, ...] = ()
         if call.q.ndim in (3, 4) and len(call.q) == samples:
@@ -388,26 +345,30 @@ class Surveyor:
                 properties += form.scale, form.mask is None, form.causal
             else:
                 properties += (form.logits.shape[-1],)
-        maps = frozenset((o.address.module, o.address.op, o.root) for o in q)
+        single = site.heads == 1 and all(
+            part and all(origin.linear for origin in part) for part in (q, k, v)
+        )
         self.layers[address] = Surveyed(
             site,
-            _take_first_sample(call, site),
+            (arranged.q.detach(), arranged.k.detach(), arranged.v.detach()),
             call.transposed,
-            (maps, frozenset(origin.address for origin in k)),
-            _measure_sizes(call),
+            (
+                frozenset((o.address.module, o.address.op, o.root) for o in q),
+                frozenset(origin.address for origin in k),
+            ),
             tuple(_find_reads(call, t) for t in (call.q, call.k, call.v)),
-            _identify_inputs(q, k, v) if site.heads == 1 else (frozenset(), None),
+            (q, k, v) if single else (),
             properties,
         )
 
     def _make_site(self, call: AttentionCall, address: Address) -> Site:
-        frames, analysis = self.place.frames, analyse(call, self.batch)
+        frames, analysis = self.tracer.place.frames, analyse(call, self.batch)
         structure = analysis.structure
         # The innermost module call that contains the attention and its projections: everything
         # else that q, k, v and the logits depend on must enter it as an argument.
         scope = next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
         inputs = dict(_find_inputs(scope))
-        loop = next((loop for loop in self.loops if address in loop.addresses), None)
+        loop = next((each for each in self.tracer.loops if address in each.addresses), None)
         calls = (address,) if loop is None else loop.addresses
         around = (f for f in reversed(frames) if all(f.holds(each.module) for each in calls))
         direct = False
@@ -420,12 +381,8 @@ class Surveyor:
         return Site(
             index=len(self.layers),
             module=next(around).name,
-            heads=arrange_call(call, analysis.layout, 2).q.shape[1],
-            kinds=analysis.kinds,
-            reason=analysis.reason,
+            heads=arrange(analysis.layout, call.q, 2).shape[1],
             address=address,
-            layout=analysis.layout,
-            structure=structure,
             sources=frozenset(o.address for _, o in call.origins.leaves(call.q, call.k, call.v)),
             explicit=isinstance(call.form, Explicit),
             scope=scope.name,
@@ -433,12 +390,12 @@ class Surveyor:
             direct=direct,
             line=line_of_code(),
             loop=loop,
+            **vars(analysis),
         )
 
-    def linear(self, linear: Linear, address: Address) -> None:
+    def linear(self, linear: Linear, _address: Address) -> None:
         """Check whether a linear map is the output projection of a layer."""
-        leaves = self.origins.leaves(linear.x)
-        self._chains.note(address, linear, [origin for _, origin in leaves])
+        leaves = self.tracer.origins.leaves(linear.x)
         outputs = {leaf.origin.address: leaf.tensor for leaf in leaves}
         layer = next((self.layers[a] for a in outputs if a in self.layers), None)
         # In a loop, the joined output of all calls is projected.
@@ -456,15 +413,17 @@ class Surveyor:
         layer = self.layers.get(address)
         if layer is None:
             return
+        arranged = call.arrange(layer.site.layout, 2)
+        parts = arranged.q, arranged.k, arranged.v
         if layer.site.sources:  # a call of constants changes with no sample
             # A row with both samples changes with one of them, maybe by less than any tolerance.
-            moved = layer.sizes != _measure_sizes(call)
+            moved = not all(map(torch.equal, layer.parts, parts))
             self._moved.setdefault(layer.site.module, set()).add(moved)
         if len(layer.first[0]) == 0:
             return
-        pairs = zip(layer.first, _take_first_sample(call, layer.site), strict=True)
-        if not all(agree(a, b, each=1) for a, b in pairs):
-            layer.open("its rows cannot be attributed to samples")
+        for before, t in zip(layer.first, parts, strict=True):
+            if not agree(before, t[: len(before)], each=1):
+                layer.open("its rows cannot be attributed to samples")
 
     def leave_loops(self) -> None:
         """Leave out modules that attend to one sample after the other.
@@ -492,13 +451,16 @@ class Surveyor:
                 loops.append(Loop(calls, 1))
         return loops
 
-    def _group(self, key: Callable[[Surveyed], object]) -> list[list[Surveyed]]:
-        """Return the layers that have a key in common; those whose key is None have none."""
-        groups: dict[object, list[Surveyed]] = {}
+    def _group(self, alike: Callable[[Surveyed, Surveyed], bool]) -> list[list[Surveyed]]:
+        """Return the layers that are alike; those that are alike to no other are left out."""
+        groups: list[list[Surveyed]] = []
         for layer in self.layers.values():
-            if (of_layer := key(layer)) is not None:
-                groups.setdefault(of_layer, []).append(layer)
-        return [group for group in groups.values() if len(group) > 1]
+            group = next((each for each in groups if alike(each[0], layer)), None)
+            if group is None:
+                groups.append([layer])
+            else:
+                group.append(layer)
+        return [group for group in groups if len(group) > 1]
 
     def join(self) -> None:
         """Mark layers that are parts of one attention and could not be joined.
@@ -508,8 +470,9 @@ class Surveyor:
         for group in [*self._group(_share_input), *self._group(_share_maps)]:
             for layer in group:
                 layer.site = replace(layer.site, partners=tuple(g.site.index for g in group))
-                if layer.first[0].shape[2] < layer.first[1].shape[2] and any(
-                    g.sizes[0] != layer.sizes[0] and g.sizes[1] == layer.sizes[1] for g in group
+                q, k, _ = layer.parts
+                if q.shape[2] < k.shape[2] and any(
+                    torch.equal(g.parts[1], k) and not torch.equal(g.parts[0], q) for g in group
                 ):
                     layer.open("its queries are computed in several parts")
 
@@ -533,7 +496,7 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     form = group[0].form
     if not form or any(layer.form != form for layer in group):
         return None
-    shapes = [[t.shape for t in layer.first] for layer in group]
+    shapes = [layer.shapes for layer in group]
     q, k, v = ([layer.reads[i] for layer in group] for i in range(3))
     rows, columns = 0, 1
     single = all(shape[0][:2] == (1, 1) for shape in shapes)
@@ -548,20 +511,29 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     return 2 if shared and _are_apart(q, rows) and len(widths) == 1 and not causal else None
 
 
-def _share_maps(layer: Surveyed) -> object:
-    """Return what calls have in common that share their maps of q and k."""
-    return layer.maps if all(layer.maps) else None
+def _share_maps(a: Surveyed, b: Surveyed) -> bool:
+    """Say whether two calls share their maps of q and k."""
+    return a.maps == b.maps and all(a.maps)
 
 
-def _share_input(layer: Surveyed) -> object:
-    """Return what calls of one head have in common that a line of code makes of one tensor."""
-    return (layer.site.line, layer.inputs[0]) if layer.inputs[0] else None
+def _share_input(a: Surveyed, b: Surveyed) -> bool:
+    """Say whether one line of code makes two calls, of one head each, of the same tensor."""
+    roots = [{origin.root for each in layer.inputs[:1] for origin in each} for layer in (a, b)]
+    return a.site.line == b.site.line and bool(roots[0]) and roots[0] == roots[1]
 
 
-def _share_values(layer: Surveyed) -> object:
-    """Return what heads have in common that a loop computes by maps of their own."""
-    shapes = tuple(t.shape for t in layer.first)
-    return (layer.inputs, layer.form, shapes) if layer.inputs[1] and layer.form else None
+def _share_values(a: Surveyed, b: Surveyed) -> bool:
+    """Say whether two calls may be heads that a loop computes by maps of their own."""
+    pairs = zip(a.inputs, b.inputs, strict=False)
+    same = all(
+        len(one) == len(other) and all(map(Origin.reads_same, one, other)) for one, other in pairs
+    )
+    return (
+        bool(a.inputs and b.inputs and a.form)
+        and a.form == b.form
+        and same
+        and a.shapes == b.shapes
+    )
 
 
 def _are_heads(group: Sequence[Surveyed]) -> bool:
@@ -590,37 +562,6 @@ def _are_apart(reads: Sequence[_Reads], axis: int) -> bool:
         if torch.stack(masks).sum(0).amax() > 1:
             return False
     return True
-
-
-def _take_first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:
-    arranged = arrange_call(call, site.layout, 2)
-    parts = (arranged.q, arranged.k, arranged.v)
-    return tuple(t[: len(t) // 2].detach() for t in parts)
-
-
-def _identify_inputs(*parts: Sequence[Origin]) -> tuple[frozenset[object], object]:
-    """Return what the maps of q read, and marks of the values that those of q, k and v do."""
-    if not all(each and all(o.linear for o in each) for each in parts):
-        return frozenset(), None
-    marks = tuple(
-        frozenset((o.root, _mark_values(o.linear.inputs)) for o in each if o.linear)
-        for each in parts
-    )
-    return frozenset(o.root for o in parts[0]), marks
-
-
-def _mark_values(x: Tensor) -> tuple[torch.Size, int]:
-    """Return what is equal for equal values, in any memory: their bits, summed up by place."""
-    bits = x.detach().contiguous().view(_BITS[x.element_size()]).flatten().long()
-    places = torch.arange(1, 2 * len(bits), 2, device=x.device)
-    return x.shape, int((bits * places).sum())
-
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _measure_sizes(call: AttentionCall) -> tuple[float, ...]:
-    return tuple(float(t.detach().double().norm()) for t in (call.q, call.k, call.v))
 
 
 def _holds(frame: Frame, call: AttentionCall) -> bool:

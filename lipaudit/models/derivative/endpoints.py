@@ -1,8 +1,8 @@
 """The function whose Jacobian is computed, from an input of the model to an output.
 
 The head of a language model maps every position of a text to the vocabulary. Here it gets only the
-requested positions, or a few at a time: the logits of a long text would be larger than everything
-else together.
+requested position: the logits of a long text would be larger than everything else together. Only
+its loss needs them all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from lipaudit.data.batch import Batch
@@ -27,13 +26,10 @@ from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
 from lipaudit.models.spec import NextToken
 
-TOGETHER = 2**24
-"""Number of logits processed at a time for the loss."""
 TRIED = 8
 """Number of tokens used to check the head."""
 
 Forward = Callable[[], Any]
-Score = Callable[[Tensor], Tensor]
 
 
 def find_places(batch: Batch, where: str) -> Tensor:
@@ -92,66 +88,19 @@ def pick_columns(states: Tensor, place: Tensor) -> Tensor:
     return states[torch.arange(len(states), device=states.device), place.to(states.device)]
 
 
-def compute_text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward) -> Tensor:
+def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     """Return the mean cross-entropy of each text's own next tokens, in nat, (samples, 1).
 
     L = -1 / (n - 1) sum_(t = 1)^(n - 1) log p(x_t | x_0, ..., x_(t - 1)); a text of one token
     has no loss (NaN).
     """
-    states = read_hidden_states(scorer, forward)
-    real = _find_real(part).to(states.device)  # the head may be on another device than the texts
+    real = _find_real(part).to(logits.device)  # the head may be on another device than the texts
     leads = real[:, :-1] & real[:, 1:]
-    vocabulary = net.vocabulary or 1
-
-    def score(rows: Tensor) -> Tensor:
-        return _apply_head(net, scorer, part.x, rows)
-
-    losses = _CrossEntropy.apply(
-        states[:, :-1][leads],
-        part.x.to(states.device)[:, 1:][leads],
-        score,
-        max(1, TOGETHER // vocabulary),
-    )
-    owner = leads.nonzero()[:, 0]
-    sums = states.new_zeros(len(states)).index_add(0, owner, losses)
+    tokens = part.x.to(logits.device)[:, 1:][leads]
+    # Selected before the loss: a NaN at padding would survive a factor of zero.
+    losses = F.cross_entropy(logits[:, :-1][leads], tokens, reduction="none")
+    sums = logits.new_zeros(len(logits)).index_add(0, leads.nonzero()[:, 0], losses)
     return (sums / leads.sum(1))[:, None]
-
-
-def _apply_head(net: Net, scorer: NextToken, ids: Tensor, rows: Tensor) -> Tensor:
-    """Return the logits of hidden states, (rows, vocabulary).
-
-    This includes all steps behind the head: the model runs on one token, and its head gets these
-    states in place of its own input.
-    """
-    with _replace_head_input(scorer, lambda _: rows[None]):
-        return scorer.read(net.call(ids[:1, :1], None))[0]
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """-log p of one token at each hidden state, a few states at a time.
-
-    The gradient is computed with the value, so no logits are stored.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, tokens: Tensor, score: Score, most: int) -> Tensor:
-        losses, slopes = [states.new_zeros(0)], [torch.zeros_like(states[:0])]
-        for rows, own in zip(torch.split(states, most), torch.split(tokens, most), strict=True):
-            with torch.enable_grad():
-                leaf = rows.detach().requires_grad_()
-                logits = score(leaf)
-                loss = F.cross_entropy(logits, own.to(logits.device), reduction="none")
-                if ctx.needs_input_grad[0]:
-                    slopes += torch.autograd.grad(loss.sum(), leaf)
-            losses.append(loss.detach().to(states.device))
-        ctx.save_for_backward(torch.cat(slopes))
-        return torch.cat(losses)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
-        (slopes,) = ctx.saved_tensors
-        return u[:, None] * slopes, None, None, None
 
 
 def has_head(net: Net, batch: Batch) -> bool:
@@ -168,12 +117,11 @@ def has_head(net: Net, batch: Batch) -> bool:
         plain = scorer.read(forward())[0]
         try:
             last = compute_next_logits(scorer, end, forward)
-            every = _apply_head(net, scorer, text, read_hidden_states(scorer, forward)[0])
         except (IndexError, RuntimeError, ValueError) as error:
             if of_machine(error):
                 raise
             return False
-    return agree(plain[-1:], last, AGREES) and agree(plain, every, AGREES)
+    return agree(plain[-1:], last, AGREES)
 
 
 def _replace_head_input(scorer: NextToken, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
@@ -213,27 +161,16 @@ def resolve_target(net: Net, batch: Batch, target: str | None) -> Target:
     scores = net.classes is not None or speaks
     what, where = Target.parse(target or ("logits" if scores else "features"))
     name = net.architecture
-    if what in ("logits", "probabilities", "loss") and not scores:
-        raise InputError(
-            f"{name} returns neither class scores nor next-token scores",
-            f"Use --to features or --to tokens{', or --to hidden' * (net.kind == 'text')}.",
-        )
-    if where and what != "hidden" and not speaks:
-        reads = net.kind == "text" and not net.scored
-        raise InputError(
-            f"the {what} of {name} are class scores and have no position",
-            f"Use --to {what}{f', or --to hidden:{where}' if reads else ''}.",
-        )
-    if net.scored and what in ("hidden", "features", "tokens"):
-        raise InputError(
-            f"with --score, {name} has different {what} for each continuation of a prompt",
-            "Leave --score out, or use --to logits (the scores).",
-        )
-    if what == "hidden" and net.kind != "text":
-        raise InputError(
-            f"{name} does not take text, so --to takes no position", "Use --to tokens."
-        )
+    known = ["logits", "probabilities", "loss"] if scores else []
+    if not net.scored:  # a continuation of a prompt has hidden states of its own
+        known += ["features", "tokens", *(["hidden"] if net.kind == "text" else [])]
+    if what not in known:
+        text = f"{name} has no single output {what!r} per sample"
+        raise InputError(text, f"Use --to {', '.join(known[:-1])} or {known[-1]}.")
     placed = what == "hidden" or (speaks and what in PLACED)
+    if where and not placed:
+        text = f"the {what} of {name} are those of a whole sample and have no position"
+        raise InputError(text, f"Use --to {what}.")
     return Target(what, (where or "last") if placed else "")
 
 
@@ -342,7 +279,7 @@ def _read_output(
         return logits if what == "logits" else torch.softmax(logits, -1)
     if what == "loss":
         if scorer is not None:
-            return compute_text_loss(net, scorer, part, forward)
+            return compute_text_loss(part, scorer.read(forward()))
         logits = net.read(forward())
         predicted = logits.detach().argmax(1)  # the class is our choice, no part of the function
         own = predicted if labels is None else labels.where(labels >= 0, predicted)

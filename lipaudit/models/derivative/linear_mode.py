@@ -108,7 +108,7 @@ class LinearMode(TorchFunctionMode):
     leave seven of sixteen digits.
 
     Raises:
-        InputError: raised inside the block if the model uses dropout or batch statistics.
+        InputError: inside the block, if the model uses dropout, batch statistics or autocast.
     """
 
     def __init__(self, *, widen: bool) -> None:
@@ -118,8 +118,12 @@ class LinearMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the replacement of `func` if one applies, else `func`."""
         kwargs = kwargs or {}
-        if self.widen:
+        if self.widen:  # autocast leaves float64 as it is
             func, args, kwargs = widen_call(func, args, kwargs)
+        elif torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise InputError(
+                "the model rounds to half precision under autocast", "Use --dtype float64."
+            )
         replacement = _REPLACEMENTS.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result

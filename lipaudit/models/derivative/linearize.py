@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, InputError, LipauditError, UsageError, of_machine
-from lipaudit.models.derivative.linear_mode import LinearMode, evaluate, explain_errors
+from lipaudit.models.derivative.linear_mode import evaluate, explain_errors
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
 
@@ -187,12 +187,11 @@ def linearize(f: Function, x: Tensor) -> Linearization:
     if agree(whole.output[-1:], alone, AGREES):
         return whole
     with exact_arithmetic(x.device), torch.no_grad():
-        again = f(x.clone(), index)
+        again = evaluate(f, x, index)
     if not agree(whole.output, again, AGREES):
         raise InputError(
             "the model's output differs from one forward pass to the next",
-            "Call model.eval(), and switch off dropout, noise, random token selection and "
-            "autocast. For parts in half precision, use --dtype float64.",
+            "Call model.eval(), and switch off dropout, noise and random token selection.",
         )
     raise InputError(
         "the output of one sample depends on another one of its batch",
@@ -211,15 +210,14 @@ def _run_beside_others(f: Function, x: Tensor) -> Tensor:
     beside = x[index]
     # Entries beyond those of the samples, as for the largest of a batch only these count.
     beside[::2] = low - span + 3 * span * noise
-    # With the usual kernels, whose results show whether those of `evaluate` are the model's.
-    with exact_arithmetic(x.device), torch.no_grad(), LinearMode(widen=x.dtype == torch.float64):
+    with exact_arithmetic(x.device), torch.no_grad():
         try:
-            output = f(beside.clone(), index)
+            output = evaluate(f, beside, index)
         except Exception as error:  # a model may check its numbers, and raise anything
             if isinstance(error, LipauditError) or of_machine(error):
                 raise
             beside[::2] = low + span * noise
-            output = f(beside, index)
+            output = evaluate(f, beside, index)
     if output.shape[:1] != index.shape:
         raise InputError(f"{len(index)} samples give an output of shape {tuple(output.shape)}")
     return output[1:2]

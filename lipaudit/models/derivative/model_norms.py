@@ -12,7 +12,7 @@ from torch import Tensor
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.derivative.linearize import Linearization, require_finite
 from lipaudit.theory.policy import TOL, WITHIN
-from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
+from lipaudit.theory.spectral.lanczos import Norms, Products, random_starts, spectral_norms
 
 OutputNorm = Literal["2", "inf"]
 Method = Literal["dense", "lanczos", "rows"]
@@ -30,27 +30,17 @@ SMALLEST = {torch.float32: 1e-30, torch.float64: 1e-140}
 
 
 @dataclass(frozen=True)
-class JacobianNorms:
-    """Norm of the Jacobian per sample, on the CPU.
+class JacobianNorms(Norms):
+    """Norm of the Jacobian per sample; by lanczos never above the true norm, apart from rounding.
+
+    `vector` is the v with the largest |J v| / |v|, (batch, inputs), of any length, on the device
+    of x; `products` counts those with J or its transpose.
 
     Attributes:
-        norm: the operator norm; by lanczos never above the true norm, apart from rounding.
-        upper: by lanczos, upper limit of the true norm with probability `1 - lanczos.ETA`.
-        within: upper / norm - 1, the proven relative error; 0 for dense Jacobians.
-        products: number of products with J or its transpose.
-        converged: whether the stop rule held within the allowed steps.
         method: dense (all rows or columns), rows (one at a time) or lanczos.
-        direction: the v with the largest |J v| / |v|, (batch, inputs), of any length, on the
-            device of x; None unless requested.
     """
 
-    norm: Tensor
-    upper: Tensor
-    within: Tensor
-    products: Tensor
-    converged: Tensor
-    method: Method
-    direction: Tensor | None = None
+    method: Method = "lanczos"
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,7 @@ def compute_jacobian_norms(
         if not directions:
             return exact
         top = torch.linalg.eigh(gram)[1][:, None, :, -1].to(dense)
-        return replace(exact, direction=(top @ dense)[:, 0] if few_outputs else top[:, 0])
+        return replace(exact, vector=(top @ dense)[:, 0] if few_outputs else top[:, 0])
     seeds = [0] * len(linear) if seeds is None else seeds
     start = random_starts(seeds, min(m, linear.inputs)).to(linear.x.device, torch.float64)
 
@@ -147,9 +137,7 @@ def compute_jacobian_norms(
     vector = found.vector
     if vector is not None and few_outputs:  # of the smaller space: take it to the inputs
         vector = linear.vjp(vector.view(linear.output.shape)).flatten(1)
-    return JacobianNorms(
-        found.norm, found.upper, found.within, spent, found.converged, "lanczos", vector
-    )
+    return JacobianNorms(found.norm, found.upper, spent, found.converged, vector)
 
 
 def compute_margins(
@@ -227,7 +215,7 @@ def _make_exact(
     require_range(linear, norm, torch.ones_like(linear.output))
     spent = torch.full((len(linear),), products)
     converged = torch.ones_like(spent, dtype=torch.bool)
-    return JacobianNorms(norm, norm, torch.zeros_like(norm), spent, converged, method)
+    return JacobianNorms(norm, norm, spent, converged, method=method)
 
 
 def require_range(linear: Linearization, norm: Tensor, units: Tensor) -> None:

@@ -114,7 +114,7 @@ RULES = {
         "nano",
     ),
     "heads that cannot be joined are named": (
-        [(surveyor, "_share_input", lambda _layer: None)],
+        [(surveyor, "_share_input", lambda *_: False)],
         "uneven_modules",
     ),
     "a sample that is taken alone is no batch": (

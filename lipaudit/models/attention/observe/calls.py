@@ -40,15 +40,20 @@ class Origin:
     Attributes:
         address: address of the op.
         linear: the linear map.
-        root: mark of the tensor whose tokens the linear map reads, see `root`; None outside of
-            surveys.
+        way: in surveys, marks (see `root`) of the tensor that the linear map reads, of the one
+            that the map before it reads, and so on, each with the maps in between.
         divided: whether the linear map reads parts of the channels of a token, row by row.
     """
 
     address: Address
     linear: Linear | None = None
-    root: object = None
+    way: tuple[tuple[object, tuple[Address, ...]], ...] = ()
     divided: bool = False
+
+    @property
+    def root(self) -> object:
+        """Return the mark of the tensor whose tokens the linear map reads; None if unknown."""
+        return self.way[0][0] if self.way else None
 
     @property
     def is_map(self) -> bool:
@@ -139,7 +144,7 @@ class Origins:
         kept = {id(leaf.tensor) for leaf in self.leaves(*read)}
         for leaf, origin in list(self._mixed.items()):
             if id(leaf) not in kept:
-                self._origins[leaf] = Origin(origin.address)
+                self._origins[leaf] = replace(origin, linear=None)
                 del self._mixed[leaf]
 
 
@@ -164,6 +169,7 @@ class Explicit:
         weights: the factor of v: p itself, or a function of it.
         others: whether the logits depend on more than this product and constants.
         axis: axis along which the calls of a loop are joined.
+        place: converts the axes of q k^T, as `AttentionCall.arrange` has converted the logits.
     """
 
     products: tuple[GradientEdge, ...]
@@ -172,6 +178,7 @@ class Explicit:
     weights: Tensor
     others: bool
     axis: int = 1
+    place: Callable[[Tensor], Tensor] = lambda t: t
 
     def pull(self, cotangent: Tensor) -> Tensor | None:
         """Return J^T u of the logits with respect to q k^T; None if they do not depend on it."""
@@ -181,7 +188,8 @@ class Explicit:
         parts = [part for part in pulled if part is not None]
         if len(parts) < len(pulled):
             return None
-        return parts[0] if len(parts) == 1 else torch.cat([*map(_show_heads, parts)], self.axis)
+        whole = parts[0] if len(parts) == 1 else torch.cat([*map(_show_heads, parts)], self.axis)
+        return self.place(whole)
 
 
 @dataclass(frozen=True)
@@ -203,6 +211,29 @@ class AttentionCall:
     output: Tensor
     transposed: bool = False
     origins: Origins = field(default_factory=Origins)
+
+    def arrange(self, layout: str, samples: int) -> AttentionCall:
+        """Return the call with axes (windows, heads, tokens, width) or (..., queries, keys)."""
+        output, form = self.output.mT if self.transposed else self.output, self.form
+        q, k, v, o = (arrange(layout, t, samples) for t in (self.q, self.k, self.v, output))
+        rows = self.q.shape[:-1]
+
+        def place(pairs: Tensor) -> Tensor:
+            return arrange(layout, pairs.reshape(*rows, -1), samples)
+
+        if isinstance(form, Explicit):
+            # Weights of another size are not P: they stay as they are.
+            fits = form.weights.numel() % rows.numel() == 0
+            weights = place(form.weights) if fits else form.weights
+            logits, p = place(form.logits), place(form.p)
+            form = replace(form, logits=logits, p=p, weights=weights, place=place)
+        elif form.mask is not None:
+            if layout == "batch heads tokens":  # a broadcast mask stays small
+                mask = form.mask[(None,) * (4 - form.mask.ndim)]
+            else:
+                mask = place(form.mask.expand(*rows, self.k.shape[-2]))
+            form = replace(form, mask=mask)
+        return replace(self, q=q, k=k, v=v, output=o, form=form, transposed=False)
 
 
 def _show_heads(t: Tensor) -> Tensor:

@@ -25,15 +25,18 @@ from lipaudit.models.precision import Widening
 _QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
 """Frequent modules that contain no attention."""
 
+_DEEPEST = 3  # largest number of linear maps in sequence between an input and q, k or v
+
 
 @dataclass
 class Frame:
-    """A module call in progress."""
+    """A module call in progress, with its number among the calls of the module."""
 
     name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    number: int
     attentions: list[Address] = field(default_factory=list)
 
     def holds(self, module: str) -> bool:
@@ -43,8 +46,17 @@ class Frame:
 
 @dataclass
 class CallStack:
-    """The module calls in progress, and their numbers of ops: how far a forward pass has come."""
+    """The module calls in progress, and their numbers of ops: how far a forward pass has come.
 
+    Attributes:
+        on_enter: takes each module call at its start.
+        on_leave: takes each module call and its output.
+        frames: the module calls in progress, the innermost one last.
+        counts: numbers of ops and calls so far, by module.
+    """
+
+    on_enter: Callable[[Frame], None] = lambda _: None
+    on_leave: Callable[[Frame, Any], None] = lambda *_: None
     frames: list[Frame] = field(default_factory=list)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -63,10 +75,12 @@ class CallStack:
         """Keep `frames` up to date while the model runs."""
 
         def enter(name: str, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self.frames.append(Frame(name, part, args, kwargs))
+            self.frames.append(Frame(name, part, args, kwargs, self.counts[name, "call"]))
+            self.counts[name, "call"] += 1
+            self.on_enter(self.frames[-1])
 
-        def leave(_part: nn.Module, _args: Any, _output: Any) -> None:
-            self.frames.pop()
+        def leave(_part: nn.Module, _args: Any, output: Any) -> None:
+            self.on_leave(self.frames.pop(), output)
 
         with ExitStack() as hooks:
             for name, part in module.named_modules():
@@ -155,8 +169,13 @@ class Tracer:
         constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
         if self.wanted is not None:
             return self._cut(output, Origin(address, constant))
-        source, divided = root(linear.x), divides_channels(linear.x)
-        return self._cut(output, Origin(address, constant, source, divided))
+        before = self.origins.leaves(linear.x)
+        further = before[0].origin.way if len(before) == 1 else ()
+        way = (root(linear.x), ()), *((mark, (address, *maps)) for mark, maps in further)
+        # The address of a map stands before those that it leads to: see `find_inner_maps`.
+        return self._cut(
+            output, Origin(address, constant, way[:_DEEPEST], divides_channels(linear.x))
+        )
 
     def attention(self, call: AttentionCall) -> Tensor:
         """Report an attention call, and cut after it."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lipaudit.models.attention.observe.calls import AttentionCall, Explicit
+from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.project.projections import NotClosedForm, Projected
@@ -38,14 +38,14 @@ BESIDE = "its logits depend on the input not only through q k^T"
 
 @dataclass(frozen=True)
 class LogitForm:
-    """The logits of a call as a function of q and k; tensors in the shape of the call.
+    """The logits of a call as a function of q and k, (#windows, #heads, #queries, #keys).
 
     Attributes:
-        scale: s, one number per head.
+        scale: s, (#windows, #heads).
         bias: B with S = s q k^T + B, or None for 0; S itself if there is a slope or `relative`.
             Masked entries are -inf; so is every entry of a query whose keys are all masked.
         slope: f with dS_ij = f_ij s d<q_i, k_j>, or None for 1.
-        sink: a logit beside those of the keys, (..., queries), or None.
+        sink: a logit beside those of the keys, (windows, heads, queries), or None.
         relative: S with its graph, if it depends on q or k beyond their product.
     """
 
@@ -56,25 +56,32 @@ class LogitForm:
     relative: Tensor | None = None
 
 
-def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
-    """Read the logits of a written-out softmax.
+def read_logits(call: AttentionCall) -> LogitForm:
+    """Read the logits of a call whose axes are in order (`AttentionCall.arrange`).
 
     Raises:
         NotClosedForm: a logit depends on another pair's product, or P is changed before its
             product with v.
     """
+    form = call.form
+    if isinstance(form, Fused):
+        scale = call.q.new_full((1, 1), form.scale)
+        if form.mask is None or not form.mask.requires_grad:
+            return LogitForm(scale, form.mask)
+        whole = form.scale * (call.q @ call.k.mT) + form.mask
+        return LogitForm(scale, whole.detach(), relative=whole)
     product = (call.q @ call.k.mT).detach()
     keys = _find_keys(form, product)
     slope = _read_slopes(form, product, keys)
     if not _is_unchanged(form, keys):
-        raise NotClosedForm("post-softmax-op", "P is changed between the softmax and the values")
+        raise NotClosedForm("P is changed between the softmax and the values")
     sink = None
     if keys.start is not None:
-        sink = form.logits.detach()[..., _find_sink_column(keys)].reshape(product.shape[:-1])
+        sink = form.logits.detach()[..., _find_sink_column(keys)]
     # No known model has both; position terms would have to exclude the sink.
     if form.others and sink is not None:
-        raise NotClosedForm("sinks", f"it has sinks, and {BESIDE}")
-    logits, p = (t.detach()[..., keys].reshape(product.shape) for t in (form.logits, form.p))
+        raise NotClosedForm(f"it has sinks, and {BESIDE}")
+    logits, p = (t.detach()[..., keys] for t in (form.logits, form.p))
     seen = (p > 0) & (slope != 0).any(-1, keepdim=True)
     scale = torch.where(seen, slope, 0.0).abs().amax((-2, -1), keepdim=True)
     even = _is_close(torch.where(seen, slope, scale), scale, 1e-4)
@@ -91,7 +98,7 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
         torch.ones_like(share),
         _ROUNDING * torch.finfo(slope.dtype).eps,
     )
-    relative = form.logits.reshape(product.shape) if form.others else None
+    relative = form.logits if form.others else None
     bias = logits.masked_fill(masked, -torch.inf)
     # Constant slopes are kept if an op may bend the logits elsewhere: they are not s q k^T + B.
     bent = None if level and form.others else share
@@ -101,15 +108,15 @@ def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
 def _find_keys(form: Explicit, product: Tensor) -> slice:
     """Return which logits of a row belong to keys: those whose weights multiply values."""
     m, extra = product.shape[-1], form.logits.shape[-1] - product.shape[-1]
-    if form.logits.numel() == product.numel():
+    if extra == 0:
         return slice(None)
-    if extra != 1 or form.logits.numel() != product.numel() // m * (m + 1):
-        raise NotClosedForm("sinks", "it has logits beyond those of its keys and one sink")
+    if extra != 1:
+        raise NotClosedForm("it has logits beyond those of its keys and one sink")
     # The sink is behind the keys (gpt-oss) or in front of them.
     for keys in (slice(0, m), slice(1, m + 1)):
         if _is_unchanged(form, keys):
             return keys
-    raise NotClosedForm("sinks", "P with its sink is changed between the softmax and the values")
+    raise NotClosedForm("P with its sink is changed between the softmax and the values")
 
 
 def _find_sink_column(keys: slice) -> int:
@@ -135,30 +142,27 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice) -> Tensor:
         with _hook_largest(form, lambda grads: largest.extend(g for g in grads if g is not None)):
             form.pull(u)
         if any(bool((each != 0).any()) for each in largest):
-            raise NotClosedForm(
-                "mixed-logits", "its logits depend on the largest one of their row"
-            )
+            raise NotClosedForm("its logits depend on the largest one of their row")
     generator = torch.Generator(device).manual_seed(0)
     some = torch.rand(product.shape, generator=generator, device=device) < 0.5
     ones, pulled = (_pull_slopes(form, t.to(product), keys) for t in (torch.ones_like(some), some))
     # Exact zeros: a small share of a large head's logits would still be large in another head.
     if not _is_close(pulled, ones * some, 1e-3):
-        raise NotClosedForm("mixed-logits", "its logits mix heads or keys")
+        raise NotClosedForm("its logits mix heads or keys")
     return ones
 
 
 def _pull_slopes(form: Explicit, cotangent: Tensor, keys: slice) -> Tensor:
-    whole = cotangent.reshape(*form.logits.shape[:-1], -1)
+    whole = cotangent
     if keys.start is not None:
-        padded = whole.new_zeros(form.logits.shape)
-        padded[..., keys] = whole
-        padded[..., _find_sink_column(keys)] = -whole.sum(-1)
-        whole = padded
+        whole = cotangent.new_zeros(form.logits.shape)
+        whole[..., keys] = cotangent
+        whole[..., _find_sink_column(keys)] = -cotangent.sum(-1)
     with _hook_largest(form, lambda grads: tuple(g if g is None else 0 * g for g in grads)):
         pulled = form.pull(whole.to(form.logits.dtype))
     if pulled is None:  # a linear map of the logits, where the graph is cut
-        raise NotClosedForm("x-dependent-bias", BESIDE)
-    return pulled.reshape(cotangent.shape).to(cotangent.dtype)
+        raise NotClosedForm(BESIDE)
+    return pulled.to(cotangent.dtype)
 
 
 @contextmanager
@@ -216,9 +220,7 @@ def _walk_path(form: Explicit) -> Iterator[Node]:
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
     """Say whether these columns of P multiply the values unchanged; a NaN row counts as zeros."""
     p, weights = form.p.detach()[..., keys].nan_to_num(0.0), form.weights.detach()
-    return p.numel() == weights.numel() and torch.equal(
-        p.reshape(weights.shape).to(weights), weights
-    )
+    return torch.equal(p.to(weights), weights)
 
 
 LARGEST = 2**27  # largest number of entries in r, or in t: 1 GiB in float64
@@ -241,7 +243,7 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     sides = {name: parts[name] for name in "qk" if name in parts}
     known = {id(leaf) for part in sides.values() for leaf in part.outputs}
     if any(id(leaf) not in known for leaf in leaves(logits)[0]):
-        raise NotClosedForm("x-dependent-bias", BESIDE)
+        raise NotClosedForm(BESIDE)
     slope, live, s = heads.pairs.slope, heads.attention() > 0, heads.scale[..., None, None]
     samples, r, t = int(heads.sample[-1]) + 1, None, None
     if "q" in sides:
@@ -273,12 +275,12 @@ def _read_term(
     mix, repeat, columns = part.form.mix, part.form.repeat, part.form.columns
     if part.projection.local is not None or repeat > 1:
         how = "shared keys" if repeat > 1 else "a rotation or norm"
-        raise NotClosedForm("x-dependent-bias", f"{BESIDE}, behind {how}")
+        raise NotClosedForm(f"{BESIDE}, behind {how}")
     if mix is not None and mix.shape[-1] != mix.shape[-2]:
-        raise NotClosedForm("x-dependent-bias", f"{BESIDE}, behind a map to another width")
+        raise NotClosedForm(f"{BESIDE}, behind a map to another width")
     size = logits[0].numel() * columns.shape[1]
     if size > LARGEST:
-        raise NotClosedForm("large", f"its position terms have {size:.1e} numbers")
+        raise NotClosedForm(f"its position terms have {size:.1e} numbers")
     every = columns.flatten()
     source = Probed(logits, part.outputs, lambda *y: part.linear.outputs(*y)[:, every])
     _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
@@ -304,7 +306,7 @@ def _read_term(
         largest = torch.maximum(largest, _find_largest(mean[None]))
         parts.append(mean)
     if not bool((apart <= probes.LINEAR_TOLERANCE * largest_gradient).all()):
-        raise NotClosedForm("x-dependent-bias", BESIDE)
+        raise NotClosedForm(BESIDE)
     rounding = _GRADIENT_ROUNDING * torch.finfo(largest_gradient.dtype).eps * largest_gradient
     return torch.stack(parts, -1)[None] if bool((largest > rounding).any()) else None
 
@@ -326,11 +328,11 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
     places = (rows.flatten(), torch.arange(len(own), device=rows.device))
     for labels, place, want in zip((by_row, by_column), places, (number, own), strict=True):
         if labels is None:
-            raise NotClosedForm("x-dependent-bias", BESIDE)
+            raise NotClosedForm(BESIDE)
         expected = torch.full_like(labels, -1)
         expected[place.to(labels.device)] = want
         if not bool(((labels == expected) | (labels == -1)).all()):
-            raise NotClosedForm("x-dependent-bias", BESIDE)
+            raise NotClosedForm(BESIDE)
 
 
 def _find_largest(t: Tensor) -> Tensor:

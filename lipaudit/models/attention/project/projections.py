@@ -43,14 +43,13 @@ class NotClosedForm(Exception):
     """A layer is not covered by the closed form.
 
     Args:
-        kind: one word for the table of layers.
         reason: what the model does instead, as a text for reports.
+        kind: of q, k or v: one word for the table of layers.
     """
 
-    def __init__(self, kind: str, reason: str) -> None:
+    def __init__(self, reason: str, kind: str = "") -> None:
         super().__init__(reason)
-        self.kind = kind
-        self.reason = reason
+        self.reason, self.kind = reason, kind
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,10 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         return None
     origins = [origin for _, origin in leaves]
     if len(leaves) > 1 and not all(origins[0].reads_same(other) for other in origins[1:]):
-        raise NotClosedForm("multi-source", "is made from linear maps of several tensors")
+        raise NotClosedForm("is made from linear maps of several tensors", "multi-source")
     linears = [origin.linear for origin in origins if origin.linear is not None]
     if not linears:
-        raise NotClosedForm("unprojected", "is not the output of a linear map")
+        raise NotClosedForm("is not the output of a linear map", "unprojected")
     source = Probed(t, tuple(y for y, _ in leaves), join_linears(linears).outputs)
     rows = find_token_rows(source)
     source, columns, repeat = _find_heads(source)
@@ -180,12 +179,12 @@ def find_token_rows(source: Probed) -> Tensor:
         return number.view(windows, tokens)
     token = probes.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
     if token is None:
-        raise NotClosedForm("mixing", "depends on several tokens")
+        raise NotClosedForm("depends on several tokens", "mixing")
     times = torch.bincount(token[token >= 0], minlength=number.numel())
     if (times > 1).any():
-        raise NotClosedForm("mixing", "depends on several tokens")
+        raise NotClosedForm("depends on several tokens", "mixing")
     if (times == 0).any():
-        raise NotClosedForm("partial", "has tokens that do not come from the input")
+        raise NotClosedForm("has tokens that do not come from the input", "partial")
     # Row r of y affects token[r], -1 for none: sort by token, after rows without an effect.
     return token.argsort()[int((token < 0).sum()) :].view(windows, tokens)
 
@@ -209,7 +208,7 @@ def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
         ):
             if torch.equal(index.rows(samples), rows):
                 return index
-    raise NotClosedForm("rows", "has rows that cannot be attributed to samples")
+    raise NotClosedForm("has rows that cannot be attributed to samples", "rows")
 
 
 def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
@@ -241,14 +240,14 @@ def _find_head_columns(source: Probed) -> Tensor | None:
         return None
     sizes = torch.bincount(head[head >= 0], minlength=heads)
     if (sizes != sizes[0]).any():
-        raise NotClosedForm("ragged", "uses more channels in some heads than in others")
+        raise NotClosedForm("uses more channels in some heads than in others", "ragged")
     return head.argsort(stable=True)[int((head < 0).sum()) :].view(heads, -1)
 
 
 def _refuse_large(source: Probed, form: ProjectionForm) -> None:
     size = source.t.numel() * form.columns.shape[1]
     if size > LARGEST_LOCAL:
-        raise NotClosedForm("large", f"has a local Jacobian of {size:.1e} numbers")
+        raise NotClosedForm(f"has a local Jacobian of {size:.1e} numbers", "large")
 
 
 @dataclass(frozen=True)
@@ -295,7 +294,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     linears = [leaf.origin.linear for leaf in made_by if leaf.origin.linear is not None]
     same = len(linears) == len(leaves) == len(form.source)
     if not same or not all(each.reads_same(linears[0]) for each in linears[1:]):
-        raise NotClosedForm("changed", "comes from other linear maps than in the first pass")
+        raise NotClosedForm("comes from other linear maps than in the first pass", "changed")
     linear = join_linears(linears)
     source = Probed(t[:, :: form.repeat], tuple(leaf.tensor for leaf in made_by), linear.outputs)
     total = linear.inputs.shape[0]
@@ -304,7 +303,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         index = attribute_rows(find_token_rows(source), samples, total)
     # An affine map is compared by value on every token, where other rows would show.
     elif form.kind != "affine" and not probes.reads_only(source, index.rows(samples)):
-        raise NotClosedForm("changed", "reads other tokens than in the first pass")
+        raise NotClosedForm("reads other tokens than in the first pass", "changed")
     rows = index.rows(samples)
     columns, heads, local = form.columns, source.t.shape[1], None
     weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
@@ -345,5 +344,5 @@ def _apply_affine(
         value = value + offset[:, None]
         bias = offset if bias is None else offset + bias
     if not probes.within(value - t, probes.LINEAR_TOLERANCE, t):
-        raise NotClosedForm("changed", "is no longer an affine function of its input")
+        raise NotClosedForm("is no longer an affine function of its input", "changed")
     return weight, bias

@@ -124,7 +124,7 @@ MUTATIONS = (
     Mutation(
         "the closed form is compared with autograd",
         "models/attention/surveyor.py",
-        "if not matches_autograd(heads, parts, arranged):",
+        "if not matches_autograd(heads, parts, call):",
         "if False:",
         "tests/models/attention/test_survey.py",
     ),
@@ -145,7 +145,7 @@ MUTATIONS = (
     Mutation(
         "rivals are looked at until no other can be nearer",
         "models/derivative/model_norms.py",
-        "complete |= (later >= 0) & (later >= radius * slopes.most) | later.isinf()",
+        "complete |= (later >= 0) & (later >= radius * most) | later.isinf()",
         "complete |= True",
         "tests/models/derivative/test_model_norms.py",
     ),

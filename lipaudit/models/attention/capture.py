@@ -64,7 +64,7 @@ def _make_heads(
     windows, tokens, mask = q.shape[0], q.shape[2], batch.mask
     valid = None
     if mask is not None and not bool(mask.all()):
-        known = None if queries is None else queries.resized(mask.shape[1], tokens)
+        known = None if queries is None else queries.resize(mask.shape[1], tokens)
         if known is not None:
             valid = known.pick(mask)
         elif (windows, tokens) == mask.shape:
@@ -253,7 +253,8 @@ class _AllRead(Exception):
 
 def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Frame]) -> Layer:
     """Return the layer of a call, while the model is inside the given module calls."""
-    call = call.arrange(site.layout, len(batch))
+    with torch.enable_grad():  # `Layer.heads` walks the graph of these tensors
+        call = call.arrange(site.layout, len(batch))
     queries = None if site.structure is None else site.structure.queries
     if isinstance(call.form, Fused):
         attention, _ = read_product(call, batch, queries)

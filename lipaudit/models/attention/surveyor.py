@@ -112,7 +112,7 @@ def find_output_map(linear: Linear, source: Probed) -> OutputMap | None:
     except NotClosedForm:
         return None
     plain = index.numel() == rows and is_affine(source.t)
-    affine = probes.affine_map(source, index, columns) if plain else None
+    affine = probes.find_affine_map(source, index, columns) if plain else None
     if affine is None:
         return None
     mix = affine[0][0]
@@ -580,11 +580,11 @@ def _holds(frame: Frame, call: AttentionCall) -> bool:
     given = [value for _, value in _find_inputs(frame)]
     # A module that gets q, k and v one by one contains none of their maps, so it is not the
     # attention module.
-    if made_by and not held and call.origins.met(call.q, call.k, call.v, given=given) != 1:
+    if made_by and not held and call.origins.count_given(call.q, call.k, call.v, given=given) != 1:
         return False
     made = [call.q, call.k, call.v]
     made += [call.form.logits] if isinstance(call.form, Explicit) else []
-    beside = call.origins.beside(made, given)
+    beside = call.origins.find_beside(made, given)
     return all(frame.holds(origin.address.module) for origin in beside)
 
 

@@ -184,9 +184,9 @@ def test_an_affine_map_is_judged_head_by_head():
     t = y.view(3, 4, 2, 4).transpose(1, 2) * scale
     rows, columns = torch.arange(12).view(3, 4), torch.arange(8).view(2, 4)
     source = Probed(t, (y,), lambda t: t)
-    assert probes.affine_map(source, rows, columns) is not None
+    assert probes.find_affine_map(source, rows, columns) is not None
     shift = torch.tensor([0.0, 1e-2])[None, :, None, None] * torch.arange(4.0)[:, None]
-    assert probes.affine_map(Probed(t + shift, (y,), lambda t: t), rows, columns) is None
+    assert probes.find_affine_map(Probed(t + shift, (y,), lambda t: t), rows, columns) is None
     identity = torch.eye(4).expand(3, 2, 4, 4, 4) * scale[..., None]
     assert probes.is_linear(source, identity, rows, columns)
     assert not probes.is_linear(Probed(t + shift, (y,), lambda t: t), identity, rows, columns)

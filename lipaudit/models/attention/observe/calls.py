@@ -113,7 +113,7 @@ class Origins:
             found += [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
         return found
 
-    def beside(self, made: Iterable[Tensor], given: Iterable[Tensor]) -> list[Origin]:
+    def find_beside(self, made: Iterable[Tensor], given: Iterable[Tensor]) -> list[Origin]:
         """Return the origins of tensors, except those of other given tensors."""
         given = list(given)
         stop = [t.grad_fn for t in given if t.grad_fn is not None]
@@ -122,7 +122,7 @@ class Origins:
         origins = (self._origins.get(leaf) for leaf in behind)
         return [origin for origin in origins if origin is not None]
 
-    def met(self, *made: Tensor, given: Iterable[Tensor]) -> int:
+    def count_given(self, *made: Tensor, given: Iterable[Tensor]) -> int:
         """Count the given tensors that some of the others depend on."""
         stop = [t.grad_fn for t in given if t.grad_fn is not None]
         return len({node for t in made for node in leaves(t, stop)[1]})

@@ -213,20 +213,23 @@ class AttentionMode(TorchFunctionMode):
         return beta * bias + alpha * self._handle_matmul(torch.bmm, batch1, batch2)
 
     def _handle_einsum(self, func: Callable[..., Tensor], equation: Any, *operands: Any) -> Tensor:
-        if len(operands) == 1 and isinstance(operands[0], list | tuple):
-            operands = tuple(operands[0])
-        known = isinstance(equation, str) and len(operands) == 2
-        c = parse_contraction(equation) if known else None
-        # With several axes of rows, columns or sums there is no single map from queries to keys.
-        if c is None or not len(c.rows) == len(c.columns) == len(c.summed) == 1:
+        contraction = parse_contraction(equation, *operands)
+        if contraction is None:
             return func(equation, *operands)
-        a = operands[0].permute([c.first.index(x) for x in c.batch + c.rows + c.summed])
-        b = operands[1].permute([c.second.index(x) for x in c.batch + c.summed + c.columns])
-        out, axes = self._handle_matmul(torch.matmul, a, b), c.batch + c.rows + c.columns
-        if axes == c.out:
-            return out
+        a, first, b, second, out = contraction
+        batch = [c for c in out if c in first and c in second]
+        rows, columns = ([c for c in out if c not in side] for side in (second, first))
+        summed = [c for c in first if c in second and c not in out]
+        # With several axes of rows, columns or sums there is no single map from queries to keys.
+        if not len(rows) == len(columns) == len(summed) == 1:
+            return func(equation, *operands)
+        a = a.permute([first.index(c) for c in batch + rows + summed])
+        b = b.permute([second.index(c) for c in batch + summed + columns])
+        product, axes = self._handle_matmul(torch.matmul, a, b), batch + rows + columns
+        if axes == [*out]:
+            return product
         # A copy: in a view, autograd would miss what the model writes in place.
-        return out.permute([axes.index(x) for x in c.out]).clone()
+        return product.permute([axes.index(c) for c in out]).clone()
 
     def _handle_softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Note a softmax whose logits contain a noted product, until its values come.

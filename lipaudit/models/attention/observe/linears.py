@@ -109,36 +109,27 @@ def find_operands(
     return None if reader is None else tuple(reader(*args, **kwargs))
 
 
-@dataclass(frozen=True)
-class Contraction:
-    """The letters of an einsum with two operands, by role."""
+def parse_contraction(
+    equation: Any, *operands: Any
+) -> tuple[Tensor, str, Tensor, str, str] | None:
+    """Read an einsum "ab,bc->ac": both operands, each with its letters, and those of the result.
 
-    first: str
-    second: str
-    out: str
-    batch: str
-    rows: str
-    columns: str
-    summed: str
-
-
-def parse_contraction(equation: str) -> Contraction | None:
-    """Read "ab,bc->ac"; None for implicit ones, an ellipsis, a diagonal or a lone sum."""
-    operands, arrow, out = equation.replace(" ", "").partition("->")
-    first, comma, second = operands.partition(",")
+    None for other numbers of operands, and for implicit equations, an ellipsis, a diagonal or a
+    lone sum.
+    """
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if len(operands) != 2 or not isinstance(equation, str):
+        return None
+    letters, arrow, out = equation.replace(" ", "").partition("->")
+    first, comma, second = letters.partition(",")
     if not arrow or not comma or "," in second or "." in equation:
         return None
-    if any(len(set(letters)) < len(letters) for letters in (first, second)):
+    if any(len(set(each)) < len(each) for each in (first, second)):
         return None
     if set(first + second) - set(out) - (set(first) & set(second)):
         return None
-    parts = (
-        [c for c in out if c in first and c in second],
-        [c for c in out if c not in second],
-        [c for c in out if c not in first],
-        [c for c in first if c in second and c not in out],
-    )
-    return Contraction(first, second, out, *("".join(part) for part in parts))
+    return operands[0], first, operands[1], second, out
 
 
 def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Operands]:
@@ -199,12 +190,10 @@ def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Itera
     yield from _read_either(a, first, b, "".join(second), out)
 
 
-def _read_einsum(equation: Any, *operands: Any) -> Iterator[Operands]:
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
-    c = parse_contraction(equation) if len(operands) == 2 and isinstance(equation, str) else None
-    if c is not None:
-        yield from _read_either(operands[0], c.first, operands[1], c.second, c.out)
+def _read_einsum(*args: Any) -> Iterator[Operands]:
+    found = parse_contraction(*args)
+    if found is not None:
+        yield from _read_either(*found)
 
 
 def _read_either(a: Tensor, first: str, b: Tensor, second: str, out: str) -> Iterator[Operands]:
@@ -254,17 +243,9 @@ def _is_even(t: Tensor, axis: int) -> bool:
 _READERS: dict[Callable[..., Any], Callable[..., Iterator[Operands]]] = {
     F.linear: _read_linear,
     torch.addmm: _read_addmm,
-    F.conv1d: _read_conv,
-    F.conv2d: _read_conv,
-    torch.conv1d: _read_conv,
-    torch.conv2d: _read_conv,
-    torch.matmul: _read_matmul,
-    torch.mm: _read_matmul,
-    torch.Tensor.mm: _read_matmul,
-    torch.bmm: _read_matmul,
-    torch.Tensor.bmm: _read_matmul,
     torch.tensordot: _read_tensordot,
-    torch.Tensor.matmul: _read_matmul,
-    torch.Tensor.__matmul__: _read_matmul,
     torch.einsum: _read_einsum,
+    **dict.fromkeys((F.conv1d, F.conv2d, torch.conv1d, torch.conv2d), _read_conv),
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _read_matmul),
+    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm), _read_matmul),
 }

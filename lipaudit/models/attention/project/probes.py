@@ -49,7 +49,7 @@ class Probed:
         """Return all heads as one."""
         return replace(self, t=self.t.transpose(1, 2).flatten(2).unsqueeze(1))
 
-    def touched(self, cotangent: Tensor, axis: int) -> Tensor:
+    def find_touched(self, cotangent: Tensor, axis: int) -> Tensor:
         """Return which columns (axis 0) or rows (axis 1) of y a cotangent depends on."""
         return _find_touched(self.pull(cotangent), axis)
 
@@ -104,7 +104,7 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     halves = torch.tensor(list(islice(combinations(range(number), number // 2), values)))
     sets = torch.zeros(values, number, dtype=torch.bool).scatter_(1, halves, True).to(code.device)
     picks = sets[code].to(source.random.dtype)  # (..., probes)
-    touched = [source.touched(source.random * pick, axis) for pick in picks.unbind(-1)]
+    touched = [source.find_touched(source.random * pick, axis) for pick in picks.unbind(-1)]
     hits = torch.stack(touched, -1)
     count = hits.sum(-1)
     if ((count > 0) & (count != sets[0].sum())).any():
@@ -117,19 +117,19 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
     """Check a row map by one product: half of the tokens of t must not affect other rows of y."""
     pick = source.random[:, :1, :, :1]
     half = pick > pick.median()  # a random half of the tokens
-    touched = source.touched(source.random * half, 1)
+    touched = source.find_touched(source.random * half, 1)
     rows, half = rows.flatten(), half[:, 0, :, 0].flatten()
     touched[rows] &= ~half  # a row affects one token
     return not bool(touched.any())
 
 
-def in_order(source: Probed, rows: Tensor) -> bool:
+def is_in_order(source: Probed, rows: Tensor) -> bool:
     """Say whether y has exactly these rows: the usual case, checked by two products."""
     touched = _find_touched(source.read, 1)
     return len(touched) == rows.numel() and bool(touched.all()) and reads_only(source, rows)
 
 
-def affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
+def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return M (heads, d, e) and c (heads, d) with t = M y + c at every token, or None."""
     t = source.t.detach()
     windows, heads, tokens, width = t.shape
@@ -140,7 +140,7 @@ def affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, T
     image = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
     rest = t - image
     offset = rest.mean((0, 2))
-    if not within(rest - offset[:, None], AFFINE_TOLERANCE, t, image):
+    if not is_rounding(rest - offset[:, None], AFFINE_TOLERANCE, t, image):
         return None
     zero = _find_largest_per_head(
         offset[None, :, None]
@@ -148,7 +148,7 @@ def affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, T
     return mix, offset.masked_fill(zero[:, None], 0.0)
 
 
-def position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
+def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
     """Return G (1, 1, tokens, d, e) with t_i = G_i y_i in every head and window, or None."""
     t = source.t.detach()
     windows, heads, tokens, width = t.shape
@@ -160,7 +160,7 @@ def position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None
     return local if is_linear(source, local, rows, columns) else None
 
 
-def local_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor:
+def compute_local_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the local Jacobian of t, (windows, heads, tokens, d, e): one product per channel."""
     t = source.t.detach()
     local = t.new_zeros(*t.shape, columns.shape[1])
@@ -177,10 +177,10 @@ def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> b
         image = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
     else:
         image = (local @ y[..., None])[..., 0]
-    return within(t - image, LINEAR_TOLERANCE, t)
+    return is_rounding(t - image, LINEAR_TOLERANCE, t)
 
 
-def within(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
+def is_rounding(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
     """Say whether a difference is rounding in every head, so that large heads hide no small one.
 
     Args:

@@ -77,7 +77,7 @@ class TokenIndex:
         """Arrange per-token values, (samples, length), as (windows, tokens)."""
         return values[:, self.tokens].flatten(0, 1)
 
-    def resized(self, length: int, tokens: int) -> TokenIndex | None:
+    def resize(self, length: int, tokens: int) -> TokenIndex | None:
         """Return the same index for longer or shorter samples, if that is unambiguous."""
         if (length, tokens) == (self.length, self.tokens.shape[1]):
             return self
@@ -146,13 +146,13 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     if columns is None:
         every = (source.read != 0).any(0).nonzero().T
         form = ProjectionForm("cross-head", made_by, index, every, repeat)
-        _refuse_large(source.merged(), form)
+        _refuse_large(source.join_heads(), form)
         return form
     form = ProjectionForm("affine", made_by, index, columns, repeat)
     if not is_affine(source.t):
         _refuse_large(source, form)
         return replace(form, kind="local")
-    affine = probes.affine_map(source, rows, columns)
+    affine = probes.find_affine_map(source, rows, columns)
     if affine is not None:
         mix, offset = affine
         eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
@@ -160,11 +160,11 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         moved = bool(offset.any())
         return replace(form, mix=mix if mixed else None, offset=offset if moved else None)
     # t_i = G_i y_i, orthogonal or not, or an affine function with a constant by position.
-    local = probes.position_map(source, rows, columns)
+    local = probes.find_position_map(source, rows, columns)
     shared = local is not None
     if local is None:
         _refuse_large(source, form)
-        local = probes.local_map(source, rows, columns)
+        local = probes.compute_local_map(source, rows, columns)
         if not probes.is_linear(source, local, rows, columns):
             return replace(form, kind="local")
     kind = "rotation" if probes.is_orthogonal(local) else "linear-pos"
@@ -175,7 +175,7 @@ def find_token_rows(source: Probed) -> Tensor:
     """Find the row of y that each token reads, (windows, tokens)."""
     windows, _, tokens, _ = source.t.shape
     number = torch.arange(windows * tokens, device=source.t.device)
-    if probes.in_order(source, number.view(windows, tokens)):
+    if probes.is_in_order(source, number.view(windows, tokens)):
         return number.view(windows, tokens)
     token = probes.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
     if token is None:
@@ -298,7 +298,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     linear = join_linears(linears)
     source = Probed(t[:, :: form.repeat], tuple(leaf.tensor for leaf in made_by), linear.outputs)
     total = linear.inputs.shape[0]
-    index = form.index.resized(total // samples, source.t.shape[2])
+    index = form.index.resize(total // samples, source.t.shape[2])
     if index is None:
         index = attribute_rows(find_token_rows(source), samples, total)
     # An affine map is compared by value on every token, where other rows would show.
@@ -312,9 +312,9 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         weight, bias = _apply_affine(form, source, rows, weight, bias)
     else:
         # t_i = phi(X_i W + b) with the Jacobian G_i of phi.
-        joined = source.merged() if form.kind == "cross-head" else source
-        local = probes.position_map(joined, rows, columns) if form.shared else None
-        local = probes.local_map(joined, rows, columns) if local is None else local
+        joined = source.join_heads() if form.kind == "cross-head" else source
+        local = probes.find_position_map(joined, rows, columns) if form.shared else None
+        local = probes.compute_local_map(joined, rows, columns) if local is None else local
     if form.kind == "cross-head" and local is not None:
         # One projection of all heads becomes one per head, each reading all columns.
         local = local[:, 0]
@@ -343,6 +343,6 @@ def _apply_affine(
     if offset is not None:
         value = value + offset[:, None]
         bias = offset if bias is None else offset + bias
-    if not probes.within(value - t, probes.LINEAR_TOLERANCE, t):
+    if not probes.is_rounding(value - t, probes.LINEAR_TOLERANCE, t):
         raise NotClosedForm("is no longer an affine function of its input", "changed")
     return weight, bias

@@ -7,9 +7,9 @@ its loss needs them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -227,15 +227,15 @@ def make_sample_function(
         )
 
     def f(z: Tensor, index: Tensor) -> Tensor:
-        part = batch.without_ids(index)
-        column = None if place is None else place[index]
         labels = None if batch.y is None else batch.y[index]
+        part = replace(batch.without_ids(index), y=labels)
+        column = None if place is None else place[index]
 
         def forward() -> Any:
             with net.replace_embedding(z) if embedded else nullcontext():
                 return net.call(part.x if embedded else z, part.mask)
 
-        output = _read_output(net, end.what, part, forward, scorer, column, labels)
+        output = _read_output(net, end.what, part, forward, scorer, column)
         # Tensors inside a model that is spread over devices may be on any of them.
         return output.to(z.device)
 
@@ -258,18 +258,16 @@ def _read_output(
     forward: Forward,
     scorer: NextToken | None,
     place: Tensor | None,
-    labels: Tensor | None,
 ) -> Tensor:
     """Run the model and return an output of some samples.
 
     Args:
         net: the model.
         what: which output.
-        part: the samples.
+        part: the samples, with their labels.
         forward: runs the model.
         scorer: how the model scores the next token, if its logits do.
         place: the requested column of every sample, if any.
-        labels: labels of the samples, if any.
     """
     if what in ("logits", "probabilities"):
         if scorer is None or place is None:
@@ -277,27 +275,23 @@ def _read_output(
         else:
             logits = compute_next_logits(scorer, place, forward)
         return logits if what == "logits" else torch.softmax(logits, -1)
+    if what == "loss" and scorer is not None:
+        return compute_text_loss(part, scorer.read(forward()))
     if what == "loss":
-        if scorer is not None:
-            return compute_text_loss(part, scorer.read(forward()))
         logits = net.read(forward())
         predicted = logits.detach().argmax(1)  # the class is our choice, no part of the function
-        own = predicted if labels is None else labels.where(labels >= 0, predicted)
-        return F.cross_entropy(logits, own, reduction="none")[:, None]
+        y = predicted if part.y is None else part.y.where(part.y >= 0, predicted)
+        return F.cross_entropy(logits, y, reduction="none")[:, None]
+    if what == "features" and net.classes is None:
+        return net.read(forward())
     if what == "features":  # the input of a classifier's last linear layer
-        if net.classes is None:
-            return net.read(forward())
-        is_linear = lambda m: isinstance(m, nn.Linear)  # noqa: E731
-        with _watch_modules(net.module, is_linear, lambda args, _: args[0]) as seen:
-            forward()
-        return seen[-1]
+        linears = [m for m in net.module.modules() if isinstance(m, nn.Linear)]
+        return _record(linears, lambda args, _: args[0], forward)[-1]
     if what == "hidden" and scorer is not None:
         states = read_hidden_states(scorer, forward)
     else:  # the output of the last layer norm over tokens, with padded tokens set to zero
-        is_norm = lambda m: "Norm" in type(m).__name__  # noqa: E731
-        with _watch_modules(net.module, is_norm, lambda _, out: out) as seen:
-            forward()
-        tokens = [t for t in seen if t.ndim == 3]
+        norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
+        tokens = [t for t in _record(norms, lambda _, out: out, forward) if t.ndim == 3]
         if not tokens:
             raise InputError("no token features were found", "Use --to features.")
         states = tokens[-1]
@@ -311,16 +305,16 @@ def _read_output(
     return states if what == "tokens" or place is None else pick_columns(states, place)
 
 
-@contextmanager
-def _watch_modules(
-    module: nn.Module,
-    wanted: Callable[[nn.Module], bool],
-    pick: Callable[[tuple[Any, ...], Any], Any],
-) -> Iterator[list[Tensor]]:
-    """Collect what `pick` returns for the (arguments, output) of each wanted module."""
+def _record(
+    modules: Sequence[nn.Module],
+    pick: Callable[[tuple[Any, ...], Any], Tensor],
+    forward: Forward,
+) -> list[Tensor]:
+    """Run the model, and return what `pick` finds in (arguments, output) of each call."""
     seen: list[Tensor] = []
     with ExitStack() as hooks:
-        for part in filter(wanted, module.modules()):
+        for part in modules:
             hook = part.register_forward_hook(lambda _m, args, out: seen.append(pick(args, out)))
             hooks.enter_context(hook)
-        yield seen
+        forward()
+    return seen

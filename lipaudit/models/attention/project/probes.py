@@ -45,7 +45,7 @@ class Probed:
         """Return the entries of y behind t, (windows, heads, tokens, e)."""
         return _pick_entries(self.as_rows(*(leaf.detach() for leaf in self.leaves)), rows, columns)
 
-    def merged(self) -> Probed:
+    def join_heads(self) -> Probed:
         """Return all heads as one."""
         return replace(self, t=self.t.transpose(1, 2).flatten(2).unsqueeze(1))
 

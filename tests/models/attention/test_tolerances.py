@@ -222,11 +222,3 @@ def test_a_column_that_feeds_nothing_has_no_head():
     columns = torch.arange(2 * HEADS).view(HEADS, 2).clone()
     columns[5, 1] = columns[5, 0]
     assert heads_of(probed(columns))[11] == -1
-
-
-def test_twelve_heads_take_six_products(monkeypatch):
-    """C(6, 3) = 20 halves of six; with one for a bit and one against it they took nine."""
-    pulls, real = [], Probed.pull
-    monkeypatch.setattr(Probed, "pull", lambda *args: pulls.append(1) or real(*args))
-    heads_of(probed(torch.arange(2 * HEADS).view(HEADS, 2)))
-    assert len(pulls) == 6

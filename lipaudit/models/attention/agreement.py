@@ -36,6 +36,7 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
         call: the attention call with canonical axes.
     """
     generator = torch.Generator(call.output.device).manual_seed(0)
+    # The same u in every run: whether a layer has a closed form must not be a matter of chance.
     u = torch.randn(
         call.output.shape, generator=generator, dtype=heads.q.dtype, device=call.output.device
     )
@@ -46,6 +47,7 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     most = 1 / (1 + forward_error(heads).to(u) / AGREES)
     u, pulled = sketched_vjp_x(heads, u, most, sketches)
     u = u.to(call.output)
+    # Gradients are compared at the inputs of the linear maps, where both are exact.
     readers = {"x": queries, "x_kv": memory}
     closed = [(readers[name][0], z) for name, z in pulled.items()]
     made = [{id(y) for part in side for y in part.outputs} for side in (queries, memory)]

@@ -64,6 +64,7 @@ def _make_heads(
     windows, tokens, mask = q.shape[0], q.shape[2], batch.mask
     valid = None
     if mask is not None and not bool(mask.all()):
+        # Windows and tokens of the queries may be arranged in any way: by their index, if known.
         known = None if queries is None else queries.resize(mask.shape[1], tokens)
         if known is not None:
             valid = known.pick(mask)
@@ -114,6 +115,7 @@ def add_inputs(
     for name, form in forms.items():
         t: Tensor = getattr(call, name)
         parts[name] = project(form, t, call.origins.leaves(t), len(batch))
+    # Padded tokens are no part of X: bounds by norms of X would count them.
     memory = _zero_padding(parts["k"], batch)
     width = (*call.q.shape[::2], memory.shape[2])
     heads = replace(
@@ -222,6 +224,7 @@ def capture(
         EvaluationError: a selected layer did not run.
     """
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
+    # A written-out softmax is recognised by a graph from q or k, also where no layer is read.
     cut = [s for s in sites if s.explicit or (projections and s.address in chosen)]
     pending, results = dict(chosen), list[Result]()
 

@@ -75,7 +75,7 @@ def _linearize_module(layer: Layer) -> Linearization | str:
         return outside
     try:
         linear = _linearize_layer(layer)
-        linear.outer(torch.ones_like(linear.output))
+        linear.outer(torch.ones_like(linear.output))  # an op without derivative shows only here
     except Exception as error:  # the model's own code may raise anything when run again
         if of_machine(error):
             raise
@@ -97,7 +97,9 @@ def _linearize_layer(layer: Layer) -> Linearization:
     assert frame is not None
     keys = site.inputs
     given = [frame.args[key] if isinstance(key, int) else frame.kwargs[key] for key in keys]
+    # An argument that is given twice (queries and keys) is one input.
     inputs = list({id(t): t for t in given}.values())
+    # All inputs of all samples are one vector: the module may arrange samples as it likes.
     z = torch.cat([t.detach().flatten() for t in inputs])[None]
 
     def output(z: Tensor, _index: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class Routing(TorchFunctionMode):
         if not input.requires_grad or input.shape[dim] <= k:
             return
         with torch.no_grad():
+            # The last score that is chosen beside the first one that is not.
             scores = input.detach().topk(k + 1, dim, largest).values.movedim(dim, -1)
             tie = bool((scores[..., -1] == scores[..., -2]).any())
         module = self._place.module()

@@ -148,6 +148,7 @@ def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> t
     A stack is a list of modules that is not inside another stack. A module shared by several
     blocks counts in each.
     """
+    # By identity: blocks may share one attention module under several paths.
     holders = {id(module.get_submodule(site.module)) for site in sites}
 
     def holds(block: nn.Module) -> bool:

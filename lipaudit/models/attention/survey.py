@@ -104,6 +104,7 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
     It includes sums of the values: a write to `p.data` does not change the version of p.
     """
     tensors = [t.detach() for t in chain(module.parameters(), module.buffers())]
+    # One sum per dtype and device, so that an accelerator is waited for once.
     versions = tuple(0 if t.is_inference() else t._version for t in tensors)
     sums: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:

@@ -46,7 +46,7 @@ def find_places(batch: Batch, where: str) -> Tensor:
         The columns; -1 for texts without this position.
     """
     real = _find_real(batch)
-    # The columns of a text's tokens, then those of its padding.
+    # A stable sort by padding keeps the order of the tokens, wherever the padding is.
     columns = torch.argsort((~real).long(), dim=1, stable=True)
     count = real.sum(1, keepdim=True)
     if where == "all":
@@ -108,6 +108,7 @@ def has_head(net: Net, batch: Batch) -> bool:
     scorer, text = net.next_token, batch.x[:1, :TRIED].to(net.device)
     if scorer is None or not text.numel():
         return False
+    # A head that reads several positions gives other logits for one position alone.
     end = torch.tensor([text.shape[1] - 1], device=text.device)
 
     def forward() -> Any:

@@ -78,6 +78,7 @@ def _run_batch_norm(
         )
     if training or running_mean is None or running_var is None:
         return NotImplemented
+    # x -> (x - mean) gain + shift: products and sums, whose derivatives are right everywhere.
     gain = (running_var + eps).rsqrt()
     gain = gain if weight is None else gain * weight
     channels = (-1, *[1] * (input.ndim - 2))

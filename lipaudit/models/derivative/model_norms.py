@@ -120,6 +120,7 @@ def compute_jacobian_norms(
             return exact
         top = torch.linalg.eigh(gram)[1][:, None, :, -1].to(dense)
         return replace(exact, vector=(top @ dense)[:, 0] if few_outputs else top[:, 0])
+    # In the smaller space vectors are shorter, and a Krylov space is exhausted sooner.
     seeds = [0] * len(linear) if seeds is None else seeds
     start = random_starts(seeds, min(m, linear.inputs)).to(linear.x.device, torch.float64)
 
@@ -203,6 +204,7 @@ def compute_margins(
         if complete.all():
             break
     others = (later / most).where(later >= 0, -torch.inf)
+    # What was not examined is no nearer than its gap over the largest slope.
     limit = torch.where(complete, radius, torch.minimum(radius, others))
     return Margins(gaps[:, 0], steepness, limit, closest, examined, complete, first)
 

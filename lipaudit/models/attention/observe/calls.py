@@ -105,6 +105,7 @@ class Origins:
         """
         found: list[Leaf] = []
         for t in tensors:
+            # q, k and v are asked for many times, and a walk visits all nodes of their graphs.
             node, known = self._behind.get(t, (None, []))
             if node is None or node is not t.grad_fn:  # a write in place gives t another node
                 known = leaves(t)[0]
@@ -185,6 +186,7 @@ class Explicit:
         pulled = torch.autograd.grad(
             self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
         )
+        # A cut between q k^T and the logits ends the walk: then there is no gradient.
         parts = [part for part in pulled if part is not None]
         if len(parts) < len(pulled):
             return None
@@ -218,6 +220,8 @@ class AttentionCall:
         q, k, v, o = (arrange(layout, t, samples) for t in (self.q, self.k, self.v, output))
         rows = self.q.shape[:-1]
 
+        # All are views in the graph: a gradient with respect to the converted logits is that of
+        # the model's own.
         def place(pairs: Tensor) -> Tensor:
             return arrange(layout, pairs.reshape(*rows, -1), samples)
 
@@ -255,6 +259,7 @@ class Loop:
 
     def join(self, calls: Sequence[AttentionCall]) -> AttentionCall:
         """Return the calls as one, (batch, heads, tokens, width)."""
+        # Heads have keys and values of their own; chunks of queries share them.
         first, over_heads, cat = calls[0], self.axis == 1, self.cat
         k, v = (
             cat(getattr(c, n) for c in calls) if over_heads else _show_heads(getattr(first, n))
@@ -329,6 +334,7 @@ def list_layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
     t = call.q
     names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))
     plain = tuple(name for name in names if "*" not in name or t.shape[0] % samples == 0)
+    # With an axis for each of windows, heads and samples no guess is needed.
     linears = [o.linear for _, o in call.origins.leaves(t) if o.linear is not None]
     if t.ndim != 3 or len(linears) != 1:
         return plain

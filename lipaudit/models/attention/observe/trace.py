@@ -88,7 +88,8 @@ class CallStack:
                     continue
                 entry = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
                 hooks.enter_context(entry)
-                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
+                # Also after an error, which a pass that ends early is.
+            hooks.enter_context(part.register_forward_hook(leave, always_call=True))
             yield
 
 
@@ -169,6 +170,7 @@ class Tracer:
         constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
         if self.wanted is not None:
             return self._cut(output, Origin(address, constant))
+        # Marks, not tensors: a chain of inputs would keep all activations of the model.
         before = self.origins.leaves(linear.x)
         further = before[0].origin.way if len(before) == 1 else ()
         way = (root(linear.x), ()), *((mark, (address, *maps)) for mark, maps in further)
@@ -180,10 +182,12 @@ class Tracer:
     def attention(self, call: AttentionCall) -> Tensor:
         """Report an attention call, and cut after it."""
         address = self.place.address("attention")
+        # A module that is run again alone has numbers of its own: it finds a call by its place.
         for frame in self.place.frames:
             frame.attentions.append(address)
         whole = replace(call, origins=self.origins)
         loop = next((each for each in self.loops if address in each.addresses), None)
+        # The calls of a loop wait for the last one. A model may leave some out for a sample.
         if loop is not None:
             self._waiting[address] = whole
         calls = () if loop is None else loop.addresses
@@ -217,6 +221,7 @@ def freeze(module: nn.Module) -> Iterator[None]:
     training = {part: part.training for part in module.modules()}
     parameters = list(module.parameters())
     trainable = [p for p in parameters if p.requires_grad]
+    # What a model draws in this pass must not change what its user draws next.
     devices = {p.device for p in parameters if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         try:

@@ -86,7 +86,7 @@ def read_logits(call: AttentionCall) -> LogitForm:
     scale = torch.where(seen, slope, 0.0).abs().amax((-2, -1), keepdim=True)
     even = _is_close(torch.where(seen, slope, scale), scale, 1e-4)
     masked = (slope == 0) & ~seen
-    # Through affine ops only, slopes are constant.
+    # Through affine ops only, slopes are constant: at other samples, too.
     allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST | (set() if sink is None else {"ConstantPadNd"})
     plain = even and not form.others
     if plain and all(op(n) in allowed and not _is_cut_off(n) for n in _walk_path(form)):

@@ -61,6 +61,7 @@ class Probed:
     @cached_property
     def random(self) -> Tensor:
         """Return a cotangent without zeros."""
+        # Away from zero: entries of a sum then vanish together with no probability.
         generator = torch.Generator(self.t.device).manual_seed(0)
         shape, dtype, device = self.t.shape, self.t.dtype, self.t.device
         return torch.rand(shape, generator=generator, dtype=dtype, device=device) + 0.5
@@ -101,6 +102,7 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     axis, values = 1 if rows else 0, int(code.max()) + 1
     # Distinct halves of the fewest possible probes, (values, probes).
     number = next(k for k in range(2, 2 + values) if comb(k, k // 2) >= values)
+    # 12 heads take 6 probes: C(6, 3) = 20 sets.
     halves = torch.tensor(list(islice(combinations(range(number), number // 2), values)))
     sets = torch.zeros(values, number, dtype=torch.bool).scatter_(1, halves, True).to(code.device)
     picks = sets[code].to(source.random.dtype)  # (..., probes)
@@ -137,6 +139,7 @@ def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tens
     mix = t.new_zeros(heads, width, columns.shape[1])
     for channel, g in _probe(source, rows, columns, slot):
         mix[:, channel[:, 0].flatten()] = g.transpose(0, 1).flatten(1, 2)
+    # M from one product per channel is exact if t is affine; whether it is, every token shows.
     image = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
     rest = t - image
     offset = rest.mean((0, 2))

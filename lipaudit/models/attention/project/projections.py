@@ -152,6 +152,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     if not is_affine(source.t):
         _refuse_large(source, form)
         return replace(form, kind="local")
+    # The cheapest first: one map for all tokens, one for each position, one for each token.
     affine = probes.find_affine_map(source, rows, columns)
     if affine is not None:
         mix, offset = affine
@@ -174,6 +175,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
 def find_token_rows(source: Probed) -> Tensor:
     """Find the row of y that each token reads, (windows, tokens)."""
     windows, _, tokens, _ = source.t.shape
+    # In most models the rows of y are the tokens in order, which two products show.
     number = torch.arange(windows * tokens, device=source.t.device)
     if probes.is_in_order(source, number.view(windows, tokens)):
         return number.view(windows, tokens)
@@ -298,6 +300,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     linear = join_linears(linears)
     source = Probed(t[:, :: form.repeat], tuple(leaf.tensor for leaf in made_by), linear.outputs)
     total = linear.inputs.shape[0]
+    # A text of another length has the same index only if every token is read once, in order.
     index = form.index.resize(total // samples, source.t.shape[2])
     if index is None:
         index = attribute_rows(find_token_rows(source), samples, total)

@@ -18,9 +18,9 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, StructureError
 from lipaudit.models.attention.agreement import matches_autograd
-from lipaudit.models.attention.observe.calls import Address, AttentionCall, Fused
+from lipaudit.models.attention.observe.calls import Address, AttentionCall, Explicit, Fused
 from lipaudit.models.attention.observe.trace import Frame, Tracer, freeze, run_observed
-from lipaudit.models.attention.project.logits import LogitForm, read_logits, read_position_terms
+from lipaudit.models.attention.project.logits import read_logits, read_position_terms
 from lipaudit.models.attention.project.projections import (
     NotClosedForm,
     Projected,
@@ -46,20 +46,7 @@ def read_product(
     Raises:
         NotClosedForm: a logit depends on another pair's product.
     """
-    form = read_logits(call)
-    parts = call.q.detach(), call.k.detach(), call.v.detach()
-    causal = isinstance(call.form, Fused) and call.form.causal
-    return _make_heads(parts, form, causal, batch, queries), form.relative
-
-
-def _make_heads(
-    parts: Sequence[Tensor],
-    form: LogitForm,
-    causal: bool,
-    batch: Batch,
-    queries: TokenIndex | None,
-) -> Heads:
-    q, k, v = parts
+    form, q, k, v = read_logits(call), call.q.detach(), call.k.detach(), call.v.detach()
     plain = form.slope is None and form.relative is None
     windows, tokens, mask = q.shape[0], q.shape[2], batch.mask
     valid = None
@@ -70,7 +57,7 @@ def _make_heads(
             valid = known.pick(mask)
         elif (windows, tokens) == mask.shape:
             valid = mask
-    return Heads(
+    heads = Heads(
         x=q.new_zeros(windows, tokens, 0),
         x_kv=None,
         q=q,
@@ -78,7 +65,7 @@ def _make_heads(
         v=v,
         scale=form.scale,
         bias=form.bias,
-        causal=causal,
+        causal=isinstance(call.form, Fused) and call.form.causal,
         valid=valid,
         to_q=None,
         to_k=None,
@@ -88,6 +75,7 @@ def _make_heads(
         pairs=None if plain else Pairs(form.slope),
         sink=form.sink,
     )
+    return heads, form.relative
 
 
 def add_inputs(
@@ -258,16 +246,14 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     """Return the layer of a call, while the model is inside the given module calls."""
     with torch.enable_grad():  # `Layer.heads` walks the graph of these tensors
         call = call.arrange(site.layout, len(batch))
-    queries = None if site.structure is None else site.structure.queries
-    if isinstance(call.form, Fused):
-        attention, _ = read_product(call, batch, queries)
-    else:
+    queries, plain = None if site.structure is None else site.structure.queries, call
+    if isinstance(call.form, Explicit):
         # P of a written-out softmax by its logits: they are the bias of a q, k and v of width 0.
         logits = call.form.logits.detach()
         windows, heads, rows, keys = logits.shape
         q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (rows, keys, keys))
-        form = LogitForm(logits.new_zeros(1, 1), logits)
-        attention = _make_heads((q, k, v), form, False, batch, queries)
+        plain = replace(call, q=q, k=k, v=v, form=Fused(0.0, logits, causal=False))
+    attention, _ = read_product(plain, batch, queries)
     frame = next((f for f in reversed(frames) if f.name == site.scope), None)
     order = [] if frame is None else frame.attentions
     numbers = [order.index(address) for address in site.addresses if address in order]

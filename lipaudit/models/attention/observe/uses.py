@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _SAMPLE, _OUTER, _PAIR = 1, 2, 4  # depends on the sample; on all pairs of entries; is a pair
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "convolution": 0, "_cdist_forward": 0}
@@ -74,12 +75,12 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "overloadpacket", func).__name__
-        given = [self._find_marks(t) for t in _walk_tensors((args, kwargs))]
+        given = [self._find_marks(t) for t in _list_tensors((args, kwargs))]
         if any(given) and not name.endswith("_like") and not name.startswith(_NEW):
             marks = self._compute_marks(
                 name.rstrip("_") if name in _IN_PLACE else name, args, given, out
             )
-            for t in _walk_tensors(out):
+            for t in _list_tensors(out):
                 self._mark(t, marks if t.is_floating_point() or t.is_complex() else _SAMPLE)
         return out
 
@@ -138,12 +139,8 @@ _reference: Callable[[Any], StorageWeakRef] = StorageWeakRef
 _IN_PLACE = {f"{name}_" for name in _ENTRYWISE}
 
 
-def _walk_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _walk_tensors(each)
+def _list_tensors(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def _find_storage(t: object) -> Any:

@@ -155,17 +155,9 @@ SOFTMAX: Shares = {  # the usual one, written in other ways
             lambda s: (s - s.logsumexp(-1, keepdim=True)).exp(),
         ),
         "by_log_softmax": ("exp of log_softmax", lambda s: s.log_softmax(-1).exp()),
-        "by_functional_log_softmax": (
-            "exp of F.log_softmax",
-            lambda s: torch.exp(F.log_softmax(s, -1)),
-        ),
         "by_normalize": (
             "exp normalised by F.normalize",
             lambda s: F.normalize(s.exp(), p=1, dim=-1),
-        ),
-        "by_reciprocal": (
-            "exp times the reciprocal of its sum",
-            lambda s: s.exp() * s.exp().sum(-1, keepdim=True).reciprocal(),
         ),
         "by_einsum": (
             "exp by einsum with the reciprocal of its sum",
@@ -175,27 +167,12 @@ SOFTMAX: Shares = {  # the usual one, written in other ways
 }
 OTHER: Shares = {
     "left": {
-        "powers_of_two": ("powers of two", lambda s: 2**s / (2**s).sum(-1, keepdim=True)),
         "softmax_one": ("softmax with 1 added to the sum", lambda s: _by_sum(s.exp(), 1)),
         "over_queries": ("softmax over the queries", lambda s: s.softmax(-2)),
         "sigmoid": ("sigmoid attention", torch.sigmoid),
-        "sigmoid_shifted": (
-            "sigmoid attention less the log of the length",
-            lambda s: torch.sigmoid(s - 1.6),
-        ),
         "relu_attention": ("ReLU attention", lambda s: s.relu() / TOKENS),
-        "squared_relu": (
-            "squared ReLU, divided by its sum",
-            lambda s: _by_sum(s.relu().square(), 1),
-        ),
         "raw_logits": ("logits as they are", lambda s: s / TOKENS),
         "sparsemax": ("sparsemax", _sparsemax),
-        "tanh_map": ("tanh attention", torch.tanh),
-        "softplus": ("softplus divided by its sum", lambda s: _by_sum(F.softplus(s))),
-        "elu_plus_one": (
-            "elu + 1 of logits, divided by its sum",
-            lambda s: _by_sum(F.elu(s) + 1),
-        ),
         "causal_product": (
             "a causal mask multiplied in behind exp",
             lambda s: _by_sum(s.exp() * _lower(s)),
@@ -205,21 +182,15 @@ OTHER: Shares = {
     "numerical": {
         "sinkhorn": ("rows and columns normalised in turn (Sinkhorn)", _sinkhorn),
         "squared": ("softmax, squared", lambda s: s.softmax(-1).square()),
-        "sharpened": (
-            "softmax, squared and normalised again",
-            lambda s: _by_sum(s.softmax(-1).square()),
-        ),
         "twice": ("softmax of a softmax", lambda s: s.softmax(-1).softmax(-1)),
         "renormalised": (
             "softmax, masked and normalised again",
             lambda s: _by_sum(s.softmax(-1) * _lower(s)),
         ),
-        "masked_behind": ("softmax, masked behind", lambda s: s.softmax(-1) * _lower(s)),
         "plus_identity": (
             "softmax plus the identity",
             lambda s: s.softmax(-1) + torch.eye(s.shape[-1], dtype=s.dtype),
         ),
-        "less_mean": ("softmax less 1 / n", lambda s: s.softmax(-1) - 1 / s.shape[-1]),
         "scaled_map": ("softmax times a number", lambda s: 0.5 * s.softmax(-1)),
         "talking": ("heads mixed behind the softmax", lambda s: _mixed(s.softmax(-1))),
         "talking_before": ("heads mixed before the softmax", lambda s: _mixed(s).softmax(-1)),
@@ -231,10 +202,6 @@ OTHER: Shares = {
         "centred": (
             "logits less their mean over the keys",
             lambda s: (s - s.mean(-1, keepdim=True)).softmax(-1),
-        ),
-        "normed_logits": (
-            "logits divided by their norm over the keys",
-            lambda s: (s / s.norm(dim=-1, keepdim=True)).softmax(-1),
         ),
         "convolved": (
             "logits smoothed over neighbouring keys",

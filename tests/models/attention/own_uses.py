@@ -607,16 +607,6 @@ def pooling(a: Any, x: Tensor) -> Tensor:
     return x + (a.score(x).softmax(1) * a.v(x)).sum(1, keepdim=True)
 
 
-@own(
-    "pooling by a product with scores",
-    "none",
-    truth=nothing,
-    build=add(score=lambda: nn.Linear(WIDTH, 1)),
-)
-def pooling_product(a: Any, x: Tensor) -> Tensor:
-    return x + a.score(x).mT.softmax(-1) @ a.v(x)
-
-
 @own("a router of experts", "none", truth=nothing, build=add(router=lambda: nn.Linear(WIDTH, 2)))
 def router(a: Any, x: Tensor) -> Tensor:
     share = a.router(x).softmax(-1)
@@ -646,24 +636,9 @@ def external(a: Any, x: Tensor) -> Tensor:
     return a.mv(p / p.sum(2, keepdim=True))
 
 
-@own("a softmax over the channels", "none", truth=nothing)
-def channel_softmax(a: Any, x: Tensor) -> Tensor:
-    return a.o(a.q(x).softmax(-1) * a.v(x))
-
-
 @own("channels squeezed and excited", "none", truth=nothing)
 def squeezed(a: Any, x: Tensor) -> Tensor:
     return x * a.q(x.mean(1, keepdim=True)).relu().sigmoid()
-
-
-@own(
-    "tokens mixed by a constant map",
-    "none",
-    truth=nothing,
-    build=add(mix=parameter(TOKENS, TOKENS)),
-)
-def mixer(a: Any, x: Tensor) -> Tensor:
-    return a.mix.softmax(-1) @ a.v(x)
 
 
 @own("tokens mixed by a Fourier transform", "none", truth=nothing)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from tests.models.attention.own_modules import (
     HEADS,
@@ -95,26 +95,11 @@ own_map("matrices", "weights as matrices", lambda x, m: x @ m.weight.T)
 own_map("times_one", "weights times 1", lambda x, m: x @ (m.weight.T * 1))
 
 
-@own("weights joined by cat in forward", heads=_plain)
-def joined_weights(a: Any, x: Tensor) -> Tensor:
-    w = torch.cat([a.q.weight, a.k.weight, a.v.weight])
-    return sdpa(a, *(x @ w.T).chunk(3, -1))
-
-
 @own("F.linear of joined weights and biases")
 def joined_linear(a: Any, x: Tensor) -> Tensor:
     w = torch.cat([a.q.weight, a.k.weight, a.v.weight])
     b = torch.cat([a.q.bias, a.k.bias, a.v.bias])
     return sdpa(a, *F.linear(x, w, b).chunk(3, -1))
-
-
-@own("einsum with weights laid out as heads", heads=_plain)
-def einsum_reshaped(a: Any, x: Tensor) -> Tensor:
-    q, k, v = (
-        torch.einsum("bnc,hdc->bhnd", x, m.weight.reshape(HEADS, -1, WIDTH))
-        for m in (a.q, a.k, a.v)
-    )
-    return a.o(join(F.scaled_dot_product_attention(q, k, v)))
 
 
 HEADED = add(**{f"w{n}": parameter(HEADS, WIDTH, 4) for n in "qkv"})
@@ -150,7 +135,6 @@ def parametrized(make: Any) -> Any:
 
 for _name, _what, _make in (
     ("weight_norm", "weights under weight_norm", parametrizations.weight_norm),
-    ("orthogonal", "orthogonal weights", parametrizations.orthogonal),
     ("spectral_norm", "weights under spectral_norm", parametrizations.spectral_norm),
 ):
 
@@ -159,19 +143,6 @@ for _name, _what, _make in (
 
     _usual.__name__ = _name
     own(_what, build=parametrized(_make))(_usual)
-
-
-class Signs(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return w.sign() * w.abs().mean()
-
-
-@own(
-    "binary weights",
-    build=parametrized(lambda m: parametrize.register_parametrization(m, "weight", Signs())),
-)
-def binary(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, a.q(x), a.k(x), a.v(x))
 
 
 LORA = add(**{f"{m}{n}": parameter(8, 2) for n in "qkv" for m in ("up", "down")})
@@ -219,26 +190,13 @@ def _standardised(w: Tensor) -> Tensor:
     return (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True)
 
 
-def _pruned(w: Tensor) -> Tensor:
-    return w * (w.abs() > 0.2)
-
-
 own_map(
     "standardised",
     "standardised weights",
     lambda x, m: F.linear(x, _standardised(m.weight)),
     _standardised,
 )
-own_map("pruned", "masked (pruned) weights", lambda x, m: F.linear(x, _pruned(m.weight)), _pruned)
 own_map("tensordot", "tensordot", lambda x, m: torch.tensordot(x, m.weight, ([2], [1])))
-
-
-@own(
-    "a mixture of two weights",
-    heads=lambda a, x: _plain(a, x, lambda w: 0.5 * (w + a.o.weight)),
-)
-def mixed_weights(a: Any, x: Tensor) -> Tensor:
-    return sdpa(a, *(x @ (0.5 * (m.weight + a.o.weight)).T for m in (a.q, a.k, a.v)))
 
 
 def _itself(_: Any, x: Tensor) -> Tensor:
@@ -252,17 +210,6 @@ own_parts(
     "numerical",
     **dict.fromkeys("qkv", _itself),
 )
-
-
-@own(
-    "the same behind a LayerNorm in the module",
-    "numerical",
-    build=add(norm=lambda: nn.LayerNorm(WIDTH)),
-    truth=lambda a: (Layer(lambda x: attend(a, x, q=split(x), k=split(x), v=split(x)), a.norm),),
-)
-def identity_normed(a: Any, x: Tensor) -> Tensor:
-    x = a.norm(x)
-    return sdpa(a, x, x, x)
 
 
 own_parts("identity_keys", "keys and values that are the input", "numerical", k=_itself, v=_itself)

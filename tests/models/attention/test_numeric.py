@@ -23,8 +23,7 @@ def numeric(net, sites, batch: Batch, index: int, seeds=SEEDS):
 
 @pytest.mark.parametrize(
     ("name", "index"),
-    [("timm-vit", 1), ("timm-swin", 1), ("timm-qk-norm", 0), ("bert", 1), ("gpt2", 1)]
-    + [("torch-encoder", 1)],
+    [("timm-swin", 1), ("timm-qk-norm", 0), ("bert", 1), ("torch-encoder", 1)],
 )
 def test_numeric_norms_are_those_of_the_closed_form(zoo, name, index):
     """Where the module's input is X itself, the two are the same number."""

@@ -59,9 +59,7 @@ def alone(net, batch, sample, block):
     return torch.linalg.matrix_norm(jacobian.reshape(x.numel(), x.numel()), 2)
 
 
-@pytest.mark.parametrize(
-    "name", ["timm-vit", "timm-swin", "bert", "albert", "gpt2", "torch-encoder"]
-)
+@pytest.mark.parametrize("name", ["timm-swin", "albert", "gpt2", "torch-encoder"])
 def test_norms_are_those_of_the_module_without_padding(zoo, name):
     net, sites, batch = zoo(name, "float64")
     block = find_residuals(net, batch, sites)[1]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError, of_machine
+from lipaudit.errors import EvaluationError, first_line, of_machine
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.events import AttentionMode
@@ -79,7 +79,7 @@ def _linearize_module(layer: Layer) -> Linearization | str:
     except Exception as error:  # the model's own code may raise anything when run again
         if of_machine(error):
             raise
-        return str(error).partition("\n")[0] or outside
+        return first_line(error) or outside
     return linear
 
 

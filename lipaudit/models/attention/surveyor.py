@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import of_machine
+from lipaudit.errors import first_line, of_machine
 from lipaudit.models.attention.agreement import HOPELESS, matches_autograd
 from lipaudit.models.attention.capture import add_inputs, make_layer, read_product
 from lipaudit.models.attention.numeric import find_obstacle
@@ -90,7 +90,7 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
                 raise
             # The graph comes from the model: a write in place, an op without a derivative. In any
             # such case we cannot vouch for a closed form of this layer; other layers may have one.
-            reason = f"its graph cannot be differentiated: {str(error).partition(chr(10))[0]}"
+            reason = f"its graph cannot be differentiated: {first_line(error)}"
             analysis = Analysis(layout, ("unread", "unread", "unread"), None, reason)
         if analysis.structure is not None:
             return analysis

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lipaudit.errors import InputError, of_machine
+from lipaudit.errors import InputError, first_line, of_machine
 from lipaudit.models.graph import leaves
 from lipaudit.models.lifting import Kept, keep
 from lipaudit.models.precision import widen_call
@@ -141,15 +141,9 @@ def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor)
 
 
 _CHECKPOINTING = "gradient checkpointing is on"
-_SWITCH_OFF = "Switch it off: set_grad_checkpointing(False) or gradient_checkpointing_disable()."
-_CAUSES = {
-    _CHECKPOINTING: _SWITCH_OFF,
-    "checkpoint": _SWITCH_OFF,
-    "does not require grad": "the output does not depend on the input in a differentiable way",
-    "not have been used in the graph": "the output does not depend on the input",
-    "is not implemented": "Load it with attn_implementation='eager'.",
-    "double backward": "Use the model as it was before torch.compile.",
-}
+_CAUSES = ("checkpoint", "does not require grad", "not have been used in the graph")
+_CAUSES += ("is not implemented", "double backward")
+"""Parts of autograd's messages on a model that it cannot differentiate, or not twice."""
 
 
 @contextmanager
@@ -157,15 +151,14 @@ def explain_errors() -> Iterator[None]:
     """Turn autograd's messages on an unsuitable model into hints."""
     try:
         yield
-    except AssertionError as error:  # inside a backward pass written by the model's authors
-        raise InputError(
-            f"the model cannot be linearised: {str(error).partition(chr(10))[0]}",
-            "Its code forbids a backward pass in eval mode. Use `lipaudit attention`, or a "
-            "version without that check.",
-        ) from error
-    except RuntimeError as error:
-        advice = next((text for cause, text in _CAUSES.items() if cause in str(error)), None)
-        if advice is None or of_machine(error):
+    except (AssertionError, RuntimeError) as error:
+        # An assertion is one of the model's authors, in a backward pass of their own.
+        known = isinstance(error, AssertionError) or any(part in str(error) for part in _CAUSES)
+        if of_machine(error) or not known:
             raise
-        said = str(error).partition("\n")[0]
-        raise InputError(f"the model cannot be linearised: {said}", advice) from error
+        raise InputError(
+            f"the model cannot be linearised: {first_line(error)}",
+            "Its output must depend on its input. Switch gradient checkpointing off "
+            "(gradient_checkpointing_disable()), and load it uncompiled, with "
+            "attn_implementation='eager'.",
+        ) from error

@@ -34,7 +34,7 @@ class _StoredProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Kept, back: bool) -> Tensor:  # noqa: FBT001
+    def forward(ctx: Any, x: Tensor, kept: Kept, back: bool) -> Tensor:
         ctx.kept, ctx.back = kept, back
         weight = kept.lifted()
         return x @ (weight if back else weight.mT)

@@ -141,8 +141,13 @@ def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor)
 
 
 _CHECKPOINTING = "gradient checkpointing is on"
-_CAUSES = ("checkpoint", "does not require grad", "not have been used in the graph")
-_CAUSES += ("is not implemented", "double backward")
+_CAUSES = (
+    "checkpoint",
+    "does not require grad",
+    "not have been used in the graph",
+    "is not implemented",
+    "double backward",
+)
 """Parts of autograd's messages on a model that it cannot differentiate, or not twice."""
 
 

@@ -88,8 +88,8 @@ class CallStack:
                     continue
                 entry = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
                 hooks.enter_context(entry)
-                # Also after an error, which a pass that ends early is.
-            hooks.enter_context(part.register_forward_hook(leave, always_call=True))
+                # Also after an error: a pass that has read enough ends by one.
+                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
             yield
 
 

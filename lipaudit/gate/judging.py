@@ -284,10 +284,11 @@ def _read_shared(
             f"{rule.measure}: {len(samples)} samples did not converge, or have no value", REPEAT
         )
     takes: tuple[list[int] | None, list[int] | None] = None, None
+    again = False
     if new.ids and old.ids:  # without ids, `find_obstacle` has refused other samples
         known = [name if name not in samples else "" for name in old.ids]
         takes = find_shared(rule.measure, new.ids, known, 0.0 if lenient else ALL_BUT_FEW)
-    again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
+        again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
     after, before = (
         read(rule, section, take, again=again, skipped=rows)
         for section, take in zip((new, old), takes, strict=True)

@@ -234,19 +234,6 @@ def test_the_same_weights_are_called_so(report, jacobian, norms):
     )
 
 
-def test_inputs_in_another_form_are_paired_by_their_place(report, jacobian, ids, norms):
-    places = tuple(f"cat/{i}.png" for i in range(64))
-    here, there = ids(64), ids(64, 500)
-    small = report(jacobian(norms)).model_copy(update={"samples": {"ids": here, "place": places}})
-    large = report(
-        jacobian(2 * norms, ids=there), weights="b", spec="b", preprocess={"size": [384]}
-    ).model_copy(update={"samples": {"ids": there, "place": places}})
-    pair = pair_of(small, large)
-    norm = next(v for v in pair.verdicts if v.metric == "jacobian.norm:median")
-    assert (norm.samples, norm.paired) == (64, pytest.approx(1.0))
-    assert any("paired by their place" in text for text in pair.warnings)
-
-
 def stuck(section, row):
     rows = list(section.rows)
     rows[row] = rows[row].replace(converged=False)
@@ -457,14 +444,6 @@ def test_figures_that_turn_negative_change_by_a_difference(report, jacobian, nor
     assert margin.change == pytest.approx(-3.0)
 
 
-def test_a_section_that_only_one_report_has_is_noted(report, bounds, jacobian, attack, norms):
-    old = report(bounds(EXACT), attack(ROBUST), spec="old")
-    new = report(bounds(EXACT), jacobian(norms), spec="new", weights="b")
-    pair = compare([old, new]).pairs[0]
-    assert "not compared, because only old has it: attack" in pair.notes
-    assert "not compared, because only new has it: jacobian" in pair.notes
-
-
 def test_few_shared_samples_are_compared_and_counted(report, jacobian, ids, norms):
     old, new = jacobian(norms), jacobian(1.1 * norms[54:], ids=ids(10, 54))
     pair = compare([report(old), report(new, weights="b")]).pairs[0]
@@ -473,12 +452,6 @@ def test_few_shared_samples_are_compared_and_counted(report, jacobian, ids, norm
     assert median.old == np.median(norms[54:])
     said = "compared over the 10 shared samples (of 64 and 10): jacobian"
     assert said in pair.warnings
-
-
-def test_changes_below_the_accuracy_of_the_norms_are_none(report, jacobian, norms):
-    new = jacobian(norms * (1 + 1e-6))
-    pair = compare([report(jacobian(norms)), report(new, weights="b")]).pairs[0]
-    assert verdicts(pair)["jacobian.norm:median", ""].status == "unchanged"
 
 
 def test_figures_that_are_no_numbers_are_counted_as_not_compared(report, jacobian, attack, norms):

@@ -43,13 +43,6 @@ def pair(report, bounds, jacobian, attack, norms):
     return build, report(bounds(EXACT), jacobian(norms), attack(flags(90)), weights="a")
 
 
-def test_a_rerun_of_the_same_model_with_other_rounding_passes(pair):
-    build, baseline = pair
-    judgement = judge(build(weights="a", noise=1e-7), baseline)
-    assert set(statuses(judgement).values()) <= {"unchanged", "pass"}
-    assert judgement.exit_code == 0
-
-
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_one_louder_head_is_found_and_named(pair, noise):
     build, baseline = pair
@@ -59,17 +52,6 @@ def test_one_louder_head_is_found_and_named(pair, noise):
     assert broken[0].change == pytest.approx(0.5, abs=0.1)
     assert judgement.exit_code == 1
     assert "layer 3 head 1" in judgement.reason
-
-
-def test_a_louder_head_is_found_among_144(report, bounds):
-    exact = np.random.default_rng(5).lognormal(0, 0.3, (144, 8))
-    changed = exact.copy()
-    changed[100] *= 1.5
-    judgement = judge(
-        report(bounds(changed, heads=12), weights="b"), report(bounds(exact, heads=12))
-    )
-    broken = [v.name for v in judgement.verdicts if v.status == "regressed"]
-    assert broken == ["layer 8 head 4"]
 
 
 def test_every_default_rule_can_fail(pair):

@@ -27,10 +27,6 @@ def install(tmp_path, monkeypatch):
     return add
 
 
-def test_a_group_without_plugins_is_empty():
-    assert entries("lipaudit.nobody", object) == {}
-
-
 def test_the_objects_come_by_their_names_in_order(install):
     install("one", "seven")
     install("two", "eight", "value = 8")
@@ -52,12 +48,6 @@ def test_what_cannot_be_used_is_refused_by_the_name_of_its_package(install, how,
         entries(GROUP, int)
     assert f"'seven' ({GROUP}) of bad-numbers {reason}" in caught.value.message
     assert "bad-numbers" in caught.value.advice
-
-
-def test_a_name_of_ours_is_refused(install):
-    install("numbers", "seven")
-    with pytest.raises(UsageError, match="'seven' .* of numbers has a name that is in use"):
-        entries(GROUP, int, taken=("seven",))
 
 
 def test_a_name_of_another_plugin_is_refused(install):

@@ -15,16 +15,11 @@ SHAPES: Mapping[str, tuple[int | None, ...]] = {
     "row": (None,),
     "row_norms": (2,),
     "first_row": (None,),
-    "p1p2_hist": (None, None),
     "positions": (None, None),
 }
 """Shape of arrays by kind (the name before @); None is any length."""
 BESIDE = {"map": "map_tokens", "row": "row_norms"}
 """Arrays that need a second array of the same head."""
-BINNED = {"g1_ratio_hist": "g1_ratio_edges", "p1p2_hist": "p1p2_edges"}
-"""Histograms, and the edges of their bins: one more than there are bins."""
-AXES = frozenset({"map_tokens", *BINNED.values()})
-"""Arrays with axes of other arrays; all values must be finite."""
 
 
 def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
@@ -35,21 +30,15 @@ def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
     """
     for name, array in arrays.items():
         kind, _, head = name.partition("@")
-        shape, known = array.shape, SHAPES.get(kind)
-        if array.data and known is not None:
-            pairs = zip(shape, known, strict=False)
-            if len(shape) != len(known) or any(size not in (None, n) for n, size in pairs):
-                raise ValueError(f"{name} has the shape {shape}")
+        shape, known = array.shape, SHAPES.get(kind, array.shape)
+        fits = [n in (None, size) for size, n in zip(shape, known, strict=False)]
+        if array.data and not (len(shape) == len(known) and all(fits)):
+            raise ValueError(f"{name} has the shape {shape}")
         if kind in BESIDE and f"{BESIDE[kind]}@{head}" not in arrays:
             raise ValueError(f"{name} without {BESIDE[kind]}@{head}")
-        if kind in AXES and not all(v is not None and math.isfinite(v) for v in array.data):
+        # The number of queries and keys of the map, which its axes are labelled with.
+        if kind == "map_tokens" and len(finite(array.data)) < len(array.data):
             raise ValueError(f"{name} has values that are no numbers")
-        if kind in BINNED:
-            edges, bins = arrays.get(BINNED[kind]), shape[-1] if shape else 0
-            if edges is None or not edges.shape or edges.shape[-1] != bins + 1:
-                raise ValueError(f"{name} has {bins} bins, and other edges")
-            if not all(v is not None and v >= 0 for v in array.data):
-                raise ValueError(f"{name} has counts below 0")
     return arrays
 
 

@@ -36,9 +36,6 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
         from lipaudit.engine.prepare import Request, prepare
         from lipaudit.report import REPORT
 
-        outline = options.outline(run.samples or options.samples)
-        if outline:
-            terminal.tell(f"{name} of {model}: {outline}")
         check_outputs(output, REPORT)
         kept = output.format == "json" or any(path.suffix == ".json" for path in output.output)
         if run.shard and not kept:

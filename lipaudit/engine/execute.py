@@ -28,7 +28,6 @@ from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
 from lipaudit.schema import dumps, loads
-from lipaudit.settings.parsing import write_duration
 from lipaudit.tables import Note, Report, Section
 from lipaudit.tables.summary import steepest
 
@@ -224,9 +223,9 @@ class Measurement:
             )
             notes.append(Note(level="info", code="empty-shard", text=text))
         if left:
-            limit = write_duration(self.job.request.run.time_limit or 0.0)
+            limit, done = self.job.request.run.time_limit or 0.0, len(self.ids) - left
             text = (
-                f"the time limit of {limit} ended {self.name} after {len(self.ids) - left} of "
+                f"the time limit of {limit:g} s ended {self.name} after {done} of "
                 f"{len(self.ids)} samples"
             )
             notes.append(Note(level="warning", code="cut-short", text=text))

@@ -215,14 +215,14 @@ def _suit_measure(
         UsageError: the options do not suit the model, or the measure does not work on scores.
     """
     if score is None:
-        return options.suited(net.kind, net.changes, net.why_unchanged)
+        return options.adapt(net.kind, net.changes, net.why_unchanged)
     if options.scores == "never":
         raise UsageError(
             f"{name} does not support scores",
             "Leave --score out, or use it with attack or jacobian.",
         )
     # Word attacks change texts that a model reads alone, not prompts.
-    return options.suited(net.kind, (), "it scores continuations")
+    return options.adapt(net.kind, (), "it scores continuations")
 
 
 def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:

@@ -67,7 +67,7 @@ def preview(request: Request) -> dict[str, Any]:
         timed = time_batch(job)
         measures = {name: _plan_measure(job, name) for name in job.counts if name not in needs}
         try:  # an audit has certificates on request
-            options = CertifyOptions.checked({"eps": "1/255"}).suited(net.kind)
+            options = CertifyOptions.checked({"eps": "1/255"}).adapt(net.kind)
             load_measures()["certify"].check(net, first, options)
         except LipauditError as error:
             needs["certify"] = _write_sentence(error)

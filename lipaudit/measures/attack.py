@@ -20,10 +20,10 @@ from lipaudit.measures.measure import (
     class_names,
     join_parts,
     mark_unique,
-    moved,
     named_classes,
     notes,
     repeat_notes,
+    report_progress,
     sample_ids,
 )
 from lipaudit.settings.option import Need, option
@@ -61,7 +61,7 @@ def _attack(*efforts: str) -> Need:
 
     def holds(options: AttackOptions) -> bool:
         if options.attack is None or not (options.eps or options.attack == "paper"):
-            return True  # the attacks are not known yet: `suited` checks again
+            return True  # the attacks are not known yet: `adapt` checks again
         planned = (attack for trial in options.trials() for attack in trial.attacks)
         return any(attack.kind.effort in efforts for attack in planned)
 
@@ -148,7 +148,7 @@ class AttackOptions(MeasureOptions):
             self.trials()
         return self
 
-    def suited(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
+    def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
         """Fill in the attacks, norm and radii that a kind of model usually gets, and check them.
 
         Raises:
@@ -306,7 +306,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             batch_size=options.batch_size,
         ):
             outcomes.append(outcome)
-            moved(len(batch) * sum(work[: len(outcomes)]) / sum(work))
+            report_progress(len(batch) * sum(work[: len(outcomes)]) / sum(work))
         if net.scored == "continuation":
             further = Continued(net, batch, options.batch_size)
             outcomes += further.raise_losses(chunk, tuple(outcomes), options.seed)
@@ -587,11 +587,11 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
 
 
 ATTACK = Measure(
-    name="attack",
-    tables=(ATTACK_TABLE,),
-    options=AttackOptions,
-    parts=measure,
-    summarise=summarise,
+    "attack",
+    (ATTACK_TABLE,),
+    AttackOptions,
+    measure,
+    summarise,
     batch=CHUNK,
     chunk=CHUNK,
     by_gradient=True,

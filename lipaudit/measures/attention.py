@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from lipaudit.errors import UsageError
 from lipaudit.measures.measure import (
@@ -24,12 +24,12 @@ from lipaudit.measures.measure import (
     number_or_none,
     sample_ids,
 )
-from lipaudit.settings.option import needs, option
-from lipaudit.settings.parsing import Layers, read_head
+from lipaudit.settings.option import option
+from lipaudit.settings.parsing import Layers, OneHead, read_head
 from lipaudit.tables import Array, Note, Section
 from lipaudit.tables.columns import Column, Reduction, count_column
 from lipaudit.tables.common import HEAD
-from lipaudit.tables.report import Display, Layout
+from lipaudit.tables.report import Attended, Display, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class AttentionOptions(MeasureOptions):
     [dim]Examples:[/]
       [cyan]lipaudit attention demo[/]
       [cyan]lipaudit attention demo --map 1.3 -o map.html[/]
-      [cyan]lipaudit attention ./my-bert --data reviews.csv --map 3.1 --query 0[/]
+      [cyan]lipaudit attention ./my-bert --data reviews.csv --map 3.1[/]
     """
 
     samples: ClassVar[int] = 32
@@ -61,18 +61,11 @@ class AttentionOptions(MeasureOptions):
     )
     k: int = option(10, "k of the columns gk and g1/gk (a number of keys).", gt=1)
     p_norm_tokens: int = option(2048, "Do not compute ||P|| for more tokens than this.", ge=0)
-    # These two options change no number, so the report does not record them as settings.
-    map: str | None = option(
+    # This option changes no number, so the report does not record it as a setting.
+    map: OneHead = option(
         None,
         "Draw the attention map of LAYER.HEAD for the first sample (on the HTML page).",
         exclude=True,
-    )
-    query: int | None = option(
-        None,
-        "With --map: draw this row (query) of the map, averaged over the samples.",
-        exclude=True,
-        need=needs("map"),
-        ge=0,
     )
 
     candidates: tuple[str, ...] = Field((), exclude=True)
@@ -88,11 +81,6 @@ class AttentionOptions(MeasureOptions):
         if not heads:
             return self
         return self.model_copy(update={"candidates": heads} if some else {"map": heads[0]})
-
-    @field_validator("map")
-    @classmethod
-    def _named(cls, text: str | None) -> str | None:
-        return None if text is None else "{}.{}".format(*read_head(text))
 
 
 OVER_ROWS = "mean over all rows (queries) of all samples"
@@ -227,7 +215,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     from lipaudit.measures.by_layer import by_layer
     from lipaudit.models.sources.weights import few
 
-    # The head named by --map, else those that may be the steepest, on the first sample of the run.
+    # The head named by --map, else those that may be the steepest: drawn for the first sample.
     names = options.candidates if options.map is None else (options.map,)
     asked = {name: read_head(name) for name in names}
     maps: dict[str, dict[str, Values]] = {}
@@ -235,8 +223,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
 
     def reduce_layer(layer: Layer) -> Reduced:
         for name, (index, head) in asked.items():
-            if index == layer.site.index and (options.map or layer.batch.start == 0):
-                maps[name] = attention_map.draw(layer, head, options.query)
+            if index == layer.site.index and name not in maps:
+                maps[name] = attention_map.draw_map(layer, head)
         if len(layer.attention.q) > layer.samples:
             windowed[layer.site.index] = None
         with torch.inference_mode():
@@ -251,16 +239,14 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
             values, facts = dict(part.values), dict(part.facts)
             values["ratio_hist"] = values["ratio_hist"].sum(0)[None]
             values["joint_hist"] = values["joint_hist"].sum((0, 1))[None]
-            if options.map is not None and not maps:
-                raise UsageError(
-                    f"layer {asked[options.map][0]} is not measured, so there is no map of it",
-                    f"Give a layer from 0 to {facts['heads'][-1].layer} (see --layers).",
-                )
-            if maps:  # a map belongs to one sample, a query has a row in every sample
-                facts |= {"maps": dict(maps), "attended": tokens.describe_tokens(net, batch)}
-                if options.map is not None and options.query is not None:
-                    facts["maps"], values = {}, values | maps[options.map]
-                maps.clear()
+            if asked:
+                if options.map is not None and not maps:
+                    raise UsageError(
+                        f"layer {asked[options.map][0]} is not measured, so there is no map of it",
+                        f"Give a layer from 0 to {facts['heads'][-1].layer} (see --layers).",
+                    )
+                facts |= {"maps": maps, "attended": tokens.describe_tokens(net, batch)}
+                asked.clear()
             remarks = part.notes
             if windowed:
                 text = (
@@ -412,11 +398,11 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         "p1p2_edges": np.stack([edges, edges / 2]),
     }
     arrays = {name: Array.of(values) for name, values in histograms.items()}
-    arrays, attended = arrays | _average_samples(parts), {}
+    arrays |= _average_samples(parts)
+    attended: dict[str, Attended] = {}
     if options.map is not None:
-        drawn = attention_map.arrays(parts, options.map, options.query)
+        drawn, attended = attention_map.describe_map(parts[0], options.map)
         arrays |= drawn
-        attended = attention_map.map_tokens(parts, drawn)
     return [
         ATTENTION_TABLE.section(
             settings=options.model_dump(),
@@ -449,11 +435,4 @@ def _average_samples(parts: Sequence[Part]) -> dict[str, Array]:
     return {name: Array.of(values.T) for name, values in (compared | varying).items()}
 
 
-ATTENTION = Measure(
-    name="attention",
-    tables=(ATTENTION_TABLE,),
-    options=AttentionOptions,
-    parts=measure,
-    summarise=summarise,
-    batch=8,
-)
+ATTENTION = Measure("attention", (ATTENTION_TABLE,), AttentionOptions, measure, summarise, batch=8)

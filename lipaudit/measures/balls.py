@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.measures.measure import Values, reduce_known
+from lipaudit.measures.measure import Values, reduce_columns
 from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import Column, Reduction
 from lipaudit.tables.common import HEAD, NEAR
@@ -178,17 +178,13 @@ def make_ball_section(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = columns["ball_sharp"] / columns["ball_norm"]
     ratio[~np.isfinite(ratio)] = np.nan
-    rows = [
-        BALLS_TABLE.row(
-            **head._asdict(),
-            r=float(radius),
-            exact=reduce_known(measured["exact"][:, i], np.median),
-            ball_ratio_max=reduce_known(ratio[:, i, k], np.max),
-            **{name: reduce_known(v[:, i, k], np.median) for name, v in columns.items()},
-        )
-        for i, head in enumerate(facts["heads"])
-        for k, radius in enumerate(options.radius)
-    ]
+    rows = []
+    for i, head in enumerate(facts["heads"]):
+        for k, radius in enumerate(options.radius):
+            found = {name: values[:, i, k] for name, values in columns.items()}
+            found |= {"exact": measured["exact"][:, i], "ball_ratio_max": ratio[:, i, k]}
+            cells = reduce_columns(found, ("ball_ratio_max",))
+            rows.append(BALLS_TABLE.row(**head._asdict(), r=float(radius), **cells))
     kept = ("ball_norm", "ball_sharp")
     found = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
     places = [

@@ -21,7 +21,7 @@ from lipaudit.measures.measure import (
     keep_ends,
     lower_estimates,
     notes,
-    reduce_known,
+    reduce_columns,
     sample_ids,
     seed_of,
 )
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lipaudit.data.batch import Batch
-    from lipaudit.measures.by_layer import Facts, HeadName, Reduced
+    from lipaudit.measures.by_layer import Facts, Reduced
     from lipaudit.models.attention.capture import Layer
     from lipaudit.models.attention.sites import Site
     from lipaudit.models.net import Net
@@ -174,6 +174,9 @@ LAYERS_TABLE = Layout(
 
 
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
+OF_HEADS = ("exact", "upper", "within", "splitting_gain", "forward_error")
+MAXIMA = ("exact_max", "sharp_ratio_max", "softmax_norm_max", "within", "forward_error")
+"""Columns with the largest value over the samples; the others have the median."""
 NOTABLE = 1e-4
 """Relative effect of rounding on a norm above which a warning is given."""
 NUMERICAL = "numerical"
@@ -323,19 +326,13 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     # bound for all inputs holds, and medians of bounds and norms would be over different samples.
     lost = measured["numerical"].any(0)
     measured |= {name: np.where(lost, np.nan, measured[name]) for name in load_bounds()}
-    heads = list(zip(facts["heads"], facts["kinds"], facts["inputs"], strict=True))
-    per_head = {n: v for n, v in measured.items() if v.ndim == 2 and v.shape[1] == len(heads)}
-    rows = tuple(
-        _make_row(*labels, {name: values[:, i] for name, values in per_head.items()})
-        for i, labels in enumerate(heads)
-    )
     ids = sample_ids(parts)
     samples = {"ids": ids, "exact_max": tuple(np.fmax.reduce(measured["exact"], 1).tolist())}
     stored = [bound.name for bound in load_bounds().values() if bound.stored]
     arrays = {name: Array.of(measured[name].T) for name in ("exact", *stored)}
     of_heads = BOUNDS_TABLE.section(
         settings=options.model_dump(),
-        rows=rows,
+        rows=tuple(_make_rows(facts, measured)),
         samples=samples,
         arrays=arrays,
         notes=notes(parts)
@@ -353,44 +350,32 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     return sections
 
 
-def _make_row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:
-    """Reduce one head over the samples: medians, and maxima for columns named so."""
+def _make_rows(facts: Mapping[str, Any], measured: Mapping[str, Values]) -> Iterator[Row]:
+    """Yield a row per head: medians over the samples, and maxima of the columns named so."""
     import numpy as np
 
     from lipaudit.models.attention.sites import MODULE_INPUT
 
-    medians = {
-        name: reduce_known(measured[name], np.median) for name in (*load_bounds(), *INGREDIENTS)
-    }
-    medians["softmax_norm_max"] = reduce_known(measured["softmax_norm_max"], np.max)
-    # A bound that may overflow has its logarithm beside it.
-    overflowing = {n: medians[n] for n, bound in load_bounds().items() if bound.log10_label}
-    logs = {
-        f"log10_{n}": float(np.log10(m)) if m and m > 0 else None for n, m in overflowing.items()
-    }
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(measured["exact"] > 0, measured["sharp"] / measured["exact"], np.nan)
-    return BOUNDS_TABLE.row(
-        **head._asdict(),
-        kind=_join_labels(kind, NUMERICAL, measured["numerical"]),
-        input=_join_labels(input, MODULE_INPUT, measured["numerical"]),
-        tokens=int(measured["tokens"].max()),
-        exact=reduce_known(measured["exact"], np.median),
-        exact_max=reduce_known(measured["exact"], np.max),
-        **medians,
-        **logs,
-        sharp_ratio_max=reduce_known(ratio, np.max),
-        splitting_gain=reduce_known(measured["splitting_gain"], np.median),
-        upper=reduce_known(measured["upper"], np.median),
-        within=reduce_known(measured["within"], np.max),
-        forward_error=reduce_known(measured["forward_error"], np.max),
-        converged=not measured["missed"].any(),
-    )
-
-
-def _join_labels(label: str, other: str, numerical: Values) -> str:
-    """Join the kind of a head with its kind on the samples where its structure changed."""
-    return f"{label}, {other}" if label != other and numerical.any() else label
+    columns = {n: measured[n] for n in (*load_bounds(), *INGREDIENTS, *OF_HEADS)}
+    columns |= {"exact_max": measured["exact"], "sharp_ratio_max": ratio}
+    # Heads that lost their closed form on some samples.
+    changed = np.asarray(measured["numerical"].any(0))
+    each = zip(facts["heads"], facts["kinds"], facts["inputs"], strict=True)
+    for i, (head, kind, input) in enumerate(each):
+        cells = reduce_columns({name: values[:, i] for name, values in columns.items()}, MAXIMA)
+        # A bound that may overflow has its logarithm beside it.
+        for name in (name for name, bound in load_bounds().items() if bound.log10_label):
+            cells[f"log10_{name}"] = float(np.log10(m)) if (m := cells[name]) else None
+        yield BOUNDS_TABLE.row(
+            **head._asdict(),
+            **cells,
+            kind=f"{kind}, {NUMERICAL}" if kind != NUMERICAL and changed[i] else kind,
+            input=f"{input}, {MODULE_INPUT}" if input != MODULE_INPUT and changed[i] else input,
+            tokens=int(measured["tokens"][:, i].max()),
+            converged=not measured["missed"][:, i].any(),
+        )
 
 
 def _make_layer_section(
@@ -412,18 +397,16 @@ def _make_layer_section(
         # at most the root of the sum of their squares (rss), and that at most the sum.
         factor = measured["out_norm"][:, i]
         limits[:, i] = factor * np.sqrt((sharp**2).sum(1))
-        rows.append(
-            LAYERS_TABLE.row(
-                layer=layer,
-                module=module,
-                exact=reduce_known(measured["layer_exact"][:, i], np.median),
-                exact_out=reduce_known(measured["layer_out"][:, i], np.median),
-                within=reduce_known(measured["layer_within"][:, i], np.max),
-                sharp_sum=reduce_known(factor * sharp.sum(1), np.median),
-                sharp_rss=reduce_known(limits[:, i], np.median),
-                theorem3_sum=reduce_known(factor * theorem3.sum(1), np.median),
-            )
-        )
+        columns = {
+            "exact": measured["layer_exact"][:, i],
+            "exact_out": measured["layer_out"][:, i],
+            "within": measured["layer_within"][:, i],
+            "sharp_sum": factor * sharp.sum(1),
+            "sharp_rss": limits[:, i],
+            "theorem3_sum": factor * theorem3.sum(1),
+        }
+        cells = reduce_columns(columns, MAXIMA)
+        rows.append(LAYERS_TABLE.row(layer=layer, module=module, **cells))
     out, concat = measured["layer_out"], measured["layer_exact"]
     left_out: tuple[Note, ...] = ()
     if (~np.isnan(out) & np.isnan(concat)).any():
@@ -495,10 +478,5 @@ def _write_notes(
 
 
 BOUNDS = Measure(
-    name="bounds",
-    tables=(BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE),
-    options=BoundsOptions,
-    parts=measure,
-    summarise=summarise,
-    batch=4,
+    "bounds", (BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE), BoundsOptions, measure, summarise, batch=4
 )

@@ -23,12 +23,12 @@ from lipaudit.measures.measure import (
     class_names,
     join_parts,
     mark_unique,
-    moved,
     named_classes,
     notes,
     number_or_none,
     reduce_known,
     repeat_notes,
+    report_progress,
     sample_ids,
     seed_of,
 )
@@ -110,7 +110,7 @@ class CertifyOptions(MeasureOptions):
         self.trials(self.eps or (SOME,))
         return self
 
-    def suited(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
+    def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
         """Fill in the norm and the radii that a kind of model usually gets, and check them.
 
         Raises:
@@ -130,20 +130,6 @@ class CertifyOptions(MeasureOptions):
     def most_nodes(self) -> int | None:
         """Return the largest number of parts of a ball; None if --seconds is the only limit."""
         return NODES if self.nodes is None and self.seconds is None else self.nodes
-
-    def outline(self, samples: int) -> str:
-        """Note the limits of the search before it begins."""
-        return f"{samples} samples; limits of a proof: {self.limits}"
-
-    @property
-    def limits(self) -> str:
-        """Return the limits of a proof, and whether they come from the user or a default."""
-        most, seconds = self.most_nodes, self.seconds
-        time = "no time limit (default)" if seconds is None else f"{seconds:g} s (--seconds)"
-        if most is None:
-            return f"{time}, no limit on parts of a ball (default with --seconds)"
-        by = "default" if self.nodes is None else "--nodes"
-        return f"{time}, {most:,} parts of a ball ({by})"
 
     def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
         """Return the attacks on these balls, the smallest ball first.
@@ -280,7 +266,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
             seed = seed_of(sample.ids[0], options.seed)
             bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=seed)
             for done, _ in enumerate(bracket.settle(options.eps), 1):
-                moved(number + done / (len(options.eps) + options.radius))
+                report_progress(number + done / (len(options.eps) + options.radius))
             if options.radius:
                 bracket.search(options.tol)
             brackets.append(bracket)
@@ -476,11 +462,11 @@ def _write_notes(
 
 
 CERTIFY = Measure(
-    name="certify",
-    tables=(CERTIFY_TABLE, RADII_TABLE),
-    options=CertifyOptions,
-    parts=measure,
-    summarise=summarise,
+    "certify",
+    (CERTIFY_TABLE, RADII_TABLE),
+    CertifyOptions,
+    measure,
+    summarise,
     batch=1,
     check=check,
 )

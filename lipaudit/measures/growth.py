@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,35 +106,6 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
         raise InputError(
             f"{net.architecture} does not take {lengths[0]} tokens ({reason})", advice + "."
         ) from error
-
-
-@contextmanager
-def any_size(net: Net) -> Iterator[bool]:
-    """Let vision transformers of timm take images of every size inside the block.
-
-    Position embeddings are interpolated, as with timm's option dynamic_img_size; at the model's
-    own size they are unchanged. Yields whether the model had to be changed.
-    """
-    changes: list[tuple[nn.Module, str, Any]] = []
-    for module in net.module.modules():
-        embed: Any = getattr(module, "patch_embed", None)
-        fixed = getattr(module, "dynamic_img_size", None) is False
-        rotary = getattr(module, "rope", None) is not None  # rotary positions cannot change
-        if fixed and hasattr(embed, "output_fmt") and not rotary:
-            changes += [
-                (module, "dynamic_img_size", True),
-                (embed, "strict_img_size", False),
-                (embed, "flatten", False),
-                (embed, "output_fmt", type(embed.output_fmt)("NHWC")),
-            ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-    try:
-        for module, name, value in changes:
-            setattr(module, name, value)
-        yield bool(changes)
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.measure import (
@@ -15,23 +15,22 @@ from lipaudit.measures.measure import (
     Values,
     lower_estimates,
     mark_unique,
-    moved,
     notes,
     number_or_none,
     repeat_notes,
+    report_progress,
     sample_ids,
     seed_of,
 )
 from lipaudit.models.derivative.target import ENDS, PLACED, StartPoint, Target
-from lipaudit.settings.option import Need, option
+from lipaudit.settings.option import Need, needs, option
 from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import Column, Reduction, count_column, text_column
 from lipaudit.tables.common import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
 from lipaudit.tables.report import Display, Layout
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
+    from torch import Tensor
 
     from lipaudit.data.batch import Batch
     from lipaudit.models.attention.residual import Residual
@@ -91,7 +90,9 @@ class JacobianOptions(NormOptions):
         ge=1,
     )
     per_layer: bool = option(
-        False, "Also compute the norm of every block, from its input to its output."
+        False,
+        "Also compute the norm of every block, from its input to its output.",
+        need=needs("norm", "2"),
     )
 
     def shorten(self, layers: Mapping[int, bool]) -> Self:
@@ -99,14 +100,6 @@ class JacobianOptions(NormOptions):
         end = self.target and self.target.replace(":all", ":last")  # as many at a time
         quick = {"max_steps": FEW_STEPS, "per_layer": False, "target": end}
         return self.model_copy(update=quick)
-
-    @model_validator(mode="after")
-    def _spectral(self) -> JacobianOptions:
-        if self.per_layer and self.norm != "2":
-            raise UsageError(
-                "the norms of blocks are spectral", "Leave out --norm or --per-layer."
-            )
-        return self
 
 
 JACOBIAN_TABLE = Layout(
@@ -213,7 +206,8 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     blocks: tuple[Residual, ...] | None = None
     remarks: tuple[Note, ...] = ()
     routing = Routing()
-    for batch in batches:
+    # Texts of one length have the same positions; those of a run come in such batches already.
+    for batch in (piece for whole in batches for piece in whole.by_length(len(whole))):
         with routing.watching(net.module):
             values, facts = _measure_batch(net, batch, options)
         if options.per_layer:
@@ -238,7 +232,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
         yield Part(batch.ids, values, facts, remarks + routing.notes())
 
 
-def _find_columns(net: Net, batch: Batch, end: Target) -> torch.Tensor | None:
+def _find_columns(net: Net, batch: Batch, end: Target) -> Tensor | None:
     """Return the columns of each text's position, (samples, 1 or more); None without positions.
 
     -1 marks a position that the text lacks. A text has a loss from its second token on.
@@ -253,48 +247,29 @@ def _find_columns(net: Net, batch: Batch, end: Target) -> torch.Tensor | None:
 def _measure_batch(
     net: Net, batch: Batch, options: JacobianOptions
 ) -> tuple[dict[str, Values], dict[str, Any]]:
-    """Return the figures of the samples of a batch, at the position or positions asked for.
-
-    The array `outside` marks samples that were left out, as they lack the position.
-    """
+    """Return the figures of samples of one length, at the position or positions asked for."""
     import numpy as np
-    import torch
 
     from lipaudit.models.derivative.endpoints import resolve_target
 
     end = resolve_target(net, batch, options.target)
     columns = _find_columns(net, batch, end)
-    if columns is None:
-        return _measure_outputs(net, batch, options, end, None)
-    inside = (columns >= 0).cpu().numpy()
-    if end.where != "all":
-        if inside.all():
-            return _measure_outputs(net, batch, options, end, columns[:, 0])
-        values: dict[str, Values] = {name: np.zeros(0, kind) for name, kind in ALWAYS.items()}
-        facts: dict[str, Any] = {"from": "embeddings", "to": end.text, "method": ""}
-        if inside.any():
-            long = (columns[:, 0] >= 0).nonzero()[:, 0]
-            values, facts = _measure_outputs(net, batch.rows(long), options, end, columns[long, 0])
-        spread = {name: _spread(value, inside[:, 0]) for name, value in values.items()}
-        return spread | {"outside": ~inside[:, 0]}, facts
-    pairs = (columns >= 0).nonzero()
+    if columns is None or end.where != "all":
+        place = None if columns is None else columns[:, 0]
+        return _measure_outputs(net, batch, options, end, place)
     each: list[dict[str, Values]] = []
-    for some in torch.split(pairs, len(batch)):
-        sample, slot = some.unbind(1)
-        rows, place = batch.rows(sample), columns[sample, slot]
-        values, facts = _measure_outputs(net, rows, options, end, place)
+    for place in columns.unbind(1):
+        values, facts = _measure_outputs(net, batch, options, end, place)
         each.append(values)
-        moved(len(batch) * len(some) / len(pairs))
+        report_progress(len(batch) * len(each) / columns.shape[1])
     facts.pop("gradients", None)
     # The norms at all positions, and the largest norm of each text.
-    at = {n: _spread(np.concatenate([values[n] for values in each]), inside) for n in ALWAYS}
-    top = {name: np.where(inside, at[name], -np.inf) for name in ("norm", "upper", "within")}
-    both = zip(at["norm"], inside, strict=True)
-    return {name: values.max(1) for name, values in top.items()} | {
+    at = {name: np.stack([values[name] for values in each], 1) for name in ALWAYS}
+    return {name: at[name].max(1) for name in ("norm", "upper", "within")} | {
         "products": at["products"].sum(1),
         "converged": at["converged"].all(1),
-        "norm_median": np.array([np.median(row[own]) for row, own in both]),
-        "position": top["norm"].argmax(1),
+        "norm_median": np.median(at["norm"], 1),
+        "position": at["norm"].argmax(1),
         "positions": at["norm"],
     }, facts
 
@@ -304,7 +279,7 @@ def _measure_outputs(
     batch: Batch,
     options: JacobianOptions,
     end: Target,
-    place: torch.Tensor | None,
+    place: Tensor | None,
 ) -> tuple[dict[str, Values], dict[str, Any]]:
     """Return norms and margins of the model per sample, and the names of input and output."""
     import torch
@@ -356,43 +331,27 @@ def _measure_outputs(
     return values, facts
 
 
-def _spread(values: Values, where: Values) -> Values:
-    """Put values at the given places, and neutral values (NaN, 0, converged) elsewhere."""
-    spread = _make_blank((*where.shape, *values.shape[1:]), values.dtype)
-    spread[where] = values
-    return spread
-
-
-def _make_blank(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Values:
-    import numpy as np
-
-    return np.full(shape, {"f": np.nan, "b": True}.get(dtype.kind, 0), dtype)
-
-
-def _join_ragged(parts: Sequence[Part], name: str) -> Values:
-    """Join one array of all parts; arrays with a column per token are padded."""
-    known = [part.values[name] for part in parts if name in part.values]
-    sizes = max(values.shape[1:] for values in known)
-    whole = _make_blank((sum(len(part.ids) for part in parts), *sizes), known[0].dtype)
-    if name == "outside":
-        whole[:] = False
-    start = 0
-    for part in parts:
-        if (values := part.values.get(name)) is not None:
-            whole[(slice(start, start + len(values)), *map(slice, values.shape[1:]))] = values
-        start += len(part.ids)
-    return whole
-
-
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`: one row, and a column per quantity and sample."""
     import numpy as np
 
-    facts = next((part.facts for part in parts if part.facts.get("method")), parts[0].facts)
-    names = dict.fromkeys(name for part in parts for name in part.values)
-    arrays = {name: _join_ragged(parts, name) for name in names}
-    outside = arrays.pop("outside", np.zeros(len(sample_ids(parts)), bool))
-    positions = arrays.pop("positions", None)
+    facts, names = parts[0].facts, dict.fromkeys(name for part in parts for name in part.values)
+    kept, longest = (
+        {},
+        max(part.values.get("positions", np.zeros((1, 0))).shape[1] for part in parts),
+    )
+    if longest:  # shorter texts lack the last positions
+        padded = [
+            np.pad(p, ((0, 0), (0, longest - p.shape[1])), constant_values=np.nan)
+            for p in (part.values["positions"] for part in parts)
+        ]
+        kept["positions"] = Array.of(np.concatenate(padded))
+        names.pop("positions")
+    # Parts without any label have no column `correct`: nothing there is known to be wrong.
+    arrays = {
+        name: np.concatenate([p.values.get(name, np.ones(len(p.ids), bool)) for p in parts])
+        for name in names
+    }
     whole = {name: values for name, values in arrays.items() if not name.startswith("block_")}
     columns: dict[str, tuple[Any, ...]] = {}
     for name, values in whole.items():
@@ -401,19 +360,15 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             # None means not computed; the NaN of a failed norm stays NaN.
             if values.dtype.kind == "f" and name not in ("norm", "upper"):
                 cells = [number_or_none(cell) for cell in cells]
-            # Samples without a norm do not count as not converged.
-            empty = outside & (name != "converged")
-            columns[name] = tuple(None if e else c for c, e in zip(cells, empty, strict=True))
+            columns[name] = tuple(cells)
     ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
     once = mark_unique(parts)  # a repeated sample counts once, as in every comparison
-    counted = once & ~outside
-    rows = [_make_row(options, {name: values[counted] for name, values in whole.items()}, ends)]
+    rows = [_make_row(options, {name: values[once] for name, values in whole.items()}, ends)]
     for i, module in enumerate(facts.get("blocks", ())):
         method = "lanczos" if arrays["block_lanczos"][0, i] else "dense"
         ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
         block = {name: arrays[f"block_{name}"][once, i] for name in OF_BLOCKS}
         rows.append(_make_row(options, block, ends))
-    kept = {} if positions is None else {"positions": Array.of(positions)}
     if "block_norm" in arrays:
         kept["norm"] = Array.of(np.vstack([arrays["norm"], arrays["block_norm"].T]))
     return [
@@ -423,7 +378,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             samples={"ids": sample_ids(parts), **columns},
             arrays=kept,
             notes=notes(parts)
-            + _write_notes(str(facts["to"]), parts, arrays, outside)
+            + _write_notes(str(facts["to"]), parts, arrays)
             + repeat_notes(parts),
             gradients={n: g for part in parts for n, g in part.facts.get("gradients", {}).items()},
         )
@@ -437,8 +392,6 @@ def _make_row(
     import numpy as np
 
     norm = values["norm"].astype(float)
-    if not len(norm):  # the texts of a shard may all be too short
-        return JACOBIAN_TABLE.row(**ends, norm=options.norm, samples=0, tol=options.tol)
     return JACOBIAN_TABLE.row(
         **ends,
         norm=options.norm,
@@ -455,7 +408,7 @@ def _make_row(
 
 
 def _write_notes(
-    end: str, parts: Sequence[Part], arrays: Mapping[str, Values], outside: Values
+    end: str, parts: Sequence[Part], arrays: Mapping[str, Values]
 ) -> tuple[Note, ...]:
     """Note what the figures refer to, what is missing, and how accurate they are."""
     import numpy as np
@@ -465,9 +418,6 @@ def _write_notes(
     def remark(level: Literal["info", "warning"], code: str, text: str) -> None:
         remarks.append(Note(level=level, code=code, text=text))
 
-    if left := int(outside.sum()):
-        text = f"{left} of {len(outside)} texts are too short for {end}, so they have no norm"
-        remark("warning", "too-short", text)
     if end.endswith(":all"):
         text = (
             "the norm of a text is the largest over its positions (column position). The "
@@ -496,7 +446,7 @@ def _write_notes(
         if count := int((~arrays[name] & known).sum()):
             text = f"{count} {CONVERGENCE[name]} did not converge to tol, so they may be too low"
             remark("warning", "not-converged", text)
-    if undefined := int(np.isnan(arrays["norm"][~outside]).sum()):
+    if undefined := int(np.isnan(arrays["norm"]).sum()):
         text = f"the norms of {undefined} samples are NaN: the model overflows on them"
         remark("warning", "not-finite", text)
     return tuple(remarks)
@@ -504,7 +454,7 @@ def _write_notes(
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     """Refuse an output that the model lacks, `--per-layer` of several texts, or no text."""
-    from lipaudit.models.derivative.endpoints import find_places, resolve_target
+    from lipaudit.models.derivative.endpoints import resolve_target
 
     if net.scored and options.per_layer:
         raise UsageError(
@@ -515,20 +465,16 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)
     columns = _find_columns(net, batch, end)
-    if columns is not None and not bool((columns >= 0).any()):
-        longest = int(find_places(batch, "all").shape[1])
+    if columns is None:
+        return
+    short = int((columns < 0).all(1).sum())
+    if short:
         raise InputError(
-            f"no text is long enough for --to {end.text}: the longest has {longest} tokens",
-            "Give an existing position (counted from 0, or from the end: -1), or longer texts.",
+            f"{short} of {len(batch)} texts are too short for --to {end.text}",
+            "Give longer texts, or an existing position (counted from 0, or from the end: -1).",
         )
 
 
 JACOBIAN = Measure(
-    name="jacobian",
-    tables=(JACOBIAN_TABLE,),
-    options=JacobianOptions,
-    parts=measure,
-    summarise=summarise,
-    batch=16,
-    check=_check,
+    "jacobian", (JACOBIAN_TABLE,), JacobianOptions, measure, summarise, batch=16, check=_check
 )

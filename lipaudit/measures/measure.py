@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -66,7 +65,7 @@ class MeasureOptions(Settings):
         """Return the files that the measure writes in addition to the report."""
         return ()
 
-    def suited(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
+    def adapt(self, kind: str, changes: Sequence[Norm] = COUNTED, why: str = "") -> Self:
         """Return the options for a kind of model: image, tokens or text.
 
         Args:
@@ -82,10 +81,6 @@ class MeasureOptions(Settings):
     def unkept(self) -> dict[str, Any]:
         """Return the options that can be typed but are not settings of the report."""
         return {n: getattr(self, n) for n in self.options() if n not in self.model_dump()}
-
-    def outline(self, samples: int) -> str:
-        """Describe before the run what will be measured, if that is not obvious."""
-        return ""
 
     def shorten(self, layers: Mapping[int, bool]) -> Self | None:
         """Return options with the same memory and a small part of the time; None if impossible.
@@ -159,7 +154,7 @@ class Part:
     notes: tuple[Note, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Measure:
     """A measure, as every command, the gate and the report know it.
 
@@ -204,7 +199,7 @@ def listening(listener: Moved) -> Iterator[None]:
         _LISTENER.reset(token)
 
 
-def moved(samples: float) -> None:
+def report_progress(samples: float) -> None:
     """Report that the given number of samples of the current part is done.
 
     Measures with long parts call this now and then.
@@ -226,27 +221,24 @@ def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
 
 
 def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
-    """Return parts in the order of the samples; split a part if other samples come in between.
+    """Return parts in the order of the samples; split a part if its samples are no neighbours.
 
     Figures of a whole part go with its first piece.
     """
     place = {name: i for i, name in enumerate(ids)}
     pieces: list[Part] = []
     for part in parts:
-        places = enumerate(map(place.__getitem__, part.ids))
-        runs = [[i for i, _ in run] for _, run in groupby(places, key=lambda p: p[1] - p[0])]
-        if len(runs) == 1:
-            pieces.append(part)
-            continue
-        for run in runs:
-            own, first = slice(run[0], run[-1] + 1), run[0] == 0
-            whole = slice(None) if first else slice(0)
+        count, first = len(part.ids), place[part.ids[0]]
+        # Neighbours stay one part; of any other part, each sample is a part of its own.
+        size = count if [*part.ids] == [*ids[first : first + count]] else 1
+        for start in range(0, count, size):
+            whole = slice(0 if start else None)
             values = {
-                name: value[own if len(value) == len(part.ids) else whole]
+                name: value[slice(start, start + size) if len(value) == count else whole]
                 for name, value in part.values.items()
             }
-            extra = (part.facts, part.notes) if first else ({}, ())
-            pieces.append(Part(part.ids[own], values, *extra))
+            extra = ({}, ()) if start else (part.facts, part.notes)
+            pieces.append(Part(part.ids[start : start + size], values, *extra))
     return sorted(pieces, key=lambda piece: place[piece.ids[0]])
 
 
@@ -308,3 +300,15 @@ def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | 
 
     known = values[~np.isnan(values)]
     return float(statistic(known)) if len(known) else None
+
+
+def reduce_columns(
+    columns: Mapping[str, Values], maxima: Sequence[str] = ()
+) -> dict[str, float | None]:
+    """Return the cells of a row: medians over the samples, or maxima of the columns named."""
+    import numpy as np
+
+    return {
+        name: reduce_known(values, np.max if name in maxima else np.median)
+        for name, values in columns.items()
+    }

@@ -67,7 +67,7 @@ class ScalingOptions(MeasureOptions):
       [cyan]lipaudit scaling demo[/]
       [cyan]lipaudit scaling ./my-bert --data book.txt --lengths 8:512:log7 -n 8[/]
       [cyan]lipaudit scaling ./my-bert --mode adversarial --heads 0.8,5.11[/]
-      [cyan]lipaudit scaling timm:vit_tiny_patch16_224 --lengths 16:196:log4[/]
+      [cyan]lipaudit scaling timm:vit_tiny_patch16_224 --model-kwargs dynamic_img_size=true[/]
     """
 
     samples: ClassVar[int] = 4
@@ -102,16 +102,6 @@ class ScalingOptions(MeasureOptions):
     def tokens(self) -> int | None:
         """Return the number of tokens that texts need."""
         return max(self.lengths) if "real" in self.modes else None
-
-    def outline(self, samples: int) -> str:
-        """Describe before the run what will be measured."""
-        heads = "the strongest head of each layer" if self.heads is None else "the heads given"
-        worst = [mode for mode in self.modes if mode != "real"]
-        parts = [
-            f"{samples} samples at {len(self.lengths)} lengths" if "real" in self.modes else "",
-            f"{', '.join(worst)} of {heads}" if worst else "",
-        ]
-        return "; ".join(filter(None, parts))
 
 
 def _list_followed() -> list[str]:
@@ -194,18 +184,8 @@ FITS_TABLE = Layout(
         "r2": Column(
             "R2", "R^2 of the fit: share of variance that n explains.", status="estimate"
         ),
-        "joint_exponent": Column(
-            "exponent, joint", "Exponent a of the joint fit c n^a R^b.", status="estimate"
-        ),
-        "joint_exponent_se": Column(
-            "s.e.", "Standard error of a, fitted jointly.", status="estimate"
-        ),
-        "radius_exponent": Column(
-            "exponent of R", "Exponent b of the joint fit c n^a R^b.", status="estimate"
-        ),
-        "radius_exponent_se": Column("s.e.", "Standard error of b.", status="estimate"),
     },
-    behind="radius_exponent_se",
+    behind="r2",
     declared=lambda: _follow_bounds(Bound.exponent),
 )
 
@@ -220,30 +200,22 @@ AGREED = 1.02
 
 def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
     """Yield norms and bounds of every sample at every length; the facts hold the worst case."""
-    from lipaudit.measures.growth import any_size, cut, require_lengths, worst_case
+    from lipaudit.measures.growth import cut, require_lengths, worst_case
 
-    with any_size(net) as resized:
-        remarks: tuple[Note, ...] = ()
-        if resized and "real" in options.modes:
-            text = (
-                "the model has one image size. For other sizes its position embeddings are "
-                "interpolated (dynamic_img_size=true)"
-            )
-            remarks = (Note(level="info", code="interpolated", text=text),)
-        worst: list[Cells] | None = None
-        for batch in batches:
-            if worst is None:
-                if "real" in options.modes and net.kind != "text":
-                    require_lengths(net, batch, options.lengths)
-                worst = []
-                if batch.start == 0:  # the worst case belongs to the first sample of the run
-                    first = batch[:1]
-                    if first.mask is not None:  # without padding
-                        first, _ = cut(net, first, int(first.mask.sum()))
-                    worst, missing = worst_case(net, first, options)
-                    remarks += missing
-            values, facts, more = _measure_lengths(net, batch, options)
-            yield Part(batch.ids, values, {"rows": [*worst]} | facts, remarks + more)
+    remarks: tuple[Note, ...] = ()
+    worst: list[Cells] | None = None
+    for batch in batches:
+        if worst is None:
+            if "real" in options.modes and net.kind != "text":
+                require_lengths(net, batch, options.lengths)
+            worst = []
+            if batch.start == 0:  # the worst case belongs to the first sample of the run
+                first = batch[:1]
+                if first.mask is not None:  # without padding
+                    first, _ = cut(net, first, int(first.mask.sum()))
+                worst, remarks = worst_case(net, first, options)
+        values, facts, more = _measure_lengths(net, batch, options)
+        yield Part(batch.ids, values, {"rows": [*worst]} | facts, remarks + more)
 
 
 def _measure_lengths(
@@ -319,11 +291,10 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     facts = {**parts[0].facts, "within": within}
     rows, fits, apart = [], [], []
     for curve in _make_curves(values, facts, options) if values else ():
-        law, fit = _fit_law(curve.name, curve.n, curve.norm, curve.radius)
+        law, fit = _fit_law(curve.name, curve.n, curve.norm)
         rows += list(_make_rows(curve, law))
-        unknown = np.full_like(curve.norm, np.nan)
         exponents = {
-            f"{name}_exponent": _fit_law({}, curve.n, bound, unknown)[1].exponent
+            f"{name}_exponent": _fit_law({}, curve.n, bound)[1].exponent
             for name, bound in curve.bounds.items()
         }
         fits.append(fit.replace(**exponents))
@@ -335,7 +306,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         groups.setdefault((*(row[key] for key in keys), radius), []).append(row)
     for key, group in groups.items():
         in_law = [row for row in group if _is_in_law(row)]
-        columns = [[row[name] for row in in_law] for name in ("n", "norm", "radius")]
+        columns = [[row[name] for row in in_law] for name in ("n", "norm")]
         name = dict(zip((*keys, "radius"), key, strict=True))
         law, fit = _fit_law(name, *np.array(columns, dtype=np.float64))
         rows += [_add_fit(row, law) for row in group]
@@ -420,29 +391,20 @@ def _add_fit(row: Row, law: PowerLaw) -> Row:
     return row.replace(fitted=law.constant * row.n**law.exponent)
 
 
-def _fit_law(
-    name: Mapping[str, Any], n: Values, norm: Values, radius: Values
-) -> tuple[PowerLaw, Row]:
-    """Fit the norms against n alone, and against n and R together."""
+def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw, Row]:
+    """Fit the norms against n."""
     import numpy as np
     import torch
 
-    from lipaudit.theory.growth.worst_tokens import PowerLaw, power_law
+    from lipaudit.theory.growth.worst_tokens import power_law
 
-    kept = np.isfinite(norm) & (norm > 0)  # the fit is one of logarithms
-    lengths, norms, radii = (torch.from_numpy(values[kept]) for values in (n, norm, radius))
-    alone = power_law(lengths, norms)
-    known = bool(radii.isfinite().all())
-    joint = power_law(lengths, norms, radii) if known else PowerLaw(*[math.nan] * 6)
+    known = np.isfinite(norm) & (norm > 0)  # the fit is one of logarithms
+    law = power_law(torch.from_numpy(n[known]), torch.from_numpy(norm[known]))
     row = FITS_TABLE.row(
         **{key: value for key, value in name.items() if key != "module"},
-        **{n: number_or_none(getattr(alone, n)) for n in ("exponent", "exponent_se", "r2")},
-        joint_exponent=number_or_none(joint.exponent),
-        joint_exponent_se=number_or_none(joint.exponent_se),
-        radius_exponent=number_or_none(joint.radius_exponent),
-        radius_exponent_se=number_or_none(joint.radius_exponent_se),
+        **{n: number_or_none(getattr(law, n)) for n in ("exponent", "exponent_se", "r2")},
     )
-    return alone, row
+    return law, row
 
 
 def _widen(fit: Row, rows: Sequence[Row]) -> Row | None:
@@ -505,10 +467,5 @@ def _write_notes(
 
 
 SCALING = Measure(
-    name="scaling",
-    tables=(SCALING_TABLE, FITS_TABLE),
-    options=ScalingOptions,
-    parts=measure,
-    summarise=summarise,
-    batch=4,
+    "scaling", (SCALING_TABLE, FITS_TABLE), ScalingOptions, measure, summarise, batch=4
 )

@@ -162,7 +162,7 @@ def table(parts: Sequence[Part]) -> bytes:
 
 
 def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
-    """Note what changed texts keep of the original and what they do not, and show examples."""
+    """Note what changed texts keep of the original and what they do not."""
     counted = sorted((t for t in trials if t.norm in COUNTED), key=lambda t: t.radius.value)
     if not counted:
         return
@@ -173,17 +173,6 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
         "text keeps its meaning and label is not checked: read some (--save-adv "
         "adv.jsonl). A search without success proves nothing",
     )
-    lines = [line for part in parts for line in part.facts["texts"]]
-    for label in dict.fromkeys(trial.label for trial in counted):
-        # A text that this attack broke, at the smallest budget that broke one.
-        keys = [str(trial.key) for trial in counted if trial.label == label]
-        tried = [line for key in keys for line in lines if line["trial"] == key]
-        broken = next((line for line in tried if line["changes"] and not line["robust"]), None)
-        if broken is not None:
-            after = _cut(BETWEEN.join(broken[name] for name in COLUMNS if name in broken))
-            before = _cut(broken["original"])
-            text = f"an example of {broken['trial']}: {before!r} became {after!r}"
-            yield Note(level="info", code="example", text=text)
     # Budgets with which an attack can rewrite most texts from end to end; the smallest come first.
     for norm, budget in {trial.norm: int(trial.radius.value) for trial in counted}.items():
         sizes = [size for part in parts for size in part.facts["sizes"][norm]]
@@ -194,10 +183,6 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
                 f"(median {median_low(sizes)}). Allow fewer changes: --attack {norm} --eps 1,2"
             )
             yield Note(level="warning", code="whole-texts", text=text)
-    untouchable = sum(part.facts["sizes"]["words"].count(0) for part in parts)
-    if untouchable:
-        text = f"texts without a changeable word: {untouchable}"
-        yield Note(level="info", code="no-words", text=text)
 
 
 SMALL = 1e-3

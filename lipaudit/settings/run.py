@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import field_validator
-
 from lipaudit.settings.option import Settings, option
 from lipaudit.settings.parsing import (
     Duration,
@@ -18,21 +16,6 @@ from lipaudit.settings.parsing import (
 )
 
 MODEL, DATA, RUN = "Model", "Data", "Run"
-
-READING = (
-    "arch",
-    "input_size",
-    "label_column",
-    "max_tokens",
-    "mean",
-    "model_kwargs",
-    "score",
-    "skip_bad",
-    "std",
-    "text_column",
-    "tower",
-)
-"""Options that decide how model and data are read; a report stores the given ones."""
 
 
 class RunOptions(Settings):
@@ -143,16 +126,13 @@ class RunOptions(Settings):
     resume: bool = option(False, "Continue an interrupted run of the same command.", panel=RUN)
     offline: bool = option(False, "Do not use the network.", panel=RUN)
 
-    @field_validator("batch_size")
-    @classmethod
-    def _positive(cls, size: int | None) -> int | None:
-        if size is not None and size < 1:
-            raise ValueError("it must be auto or a positive number")
-        return size
-
     def reading(self) -> dict[str, Any]:
-        """Return the given options that decide how model and data are read."""
-        given = {name: getattr(self, name) for name in READING}
+        """Return the given options that decide how model and data are read, for reports."""
+        given = {
+            name: getattr(self, name)
+            for name, known in sorted(self.options().items())
+            if known.panel in (MODEL, DATA) and name not in ("data", "samples")
+        }
         unset = (None, False)
         return {name: _plain(v) for name, v in given.items() if not any(v is u for u in unset)}
 

@@ -142,8 +142,8 @@ def test_requests_that_mean_nothing_are_refused(attack, radii, how, message):
 
 
 def suited(kind, **given):
-    options = AttackOptions.checked(given).suited(kind)
-    again = AttackOptions.checked(options.model_dump(mode="json")).suited(kind)
+    options = AttackOptions.checked(given).adapt(kind)
+    again = AttackOptions.checked(options.model_dump(mode="json")).adapt(kind)
     assert again.model_dump() == options.model_dump()  # a report's settings repeat the run
     return [str(trial.key) for trial in options.trials()]
 
@@ -179,14 +179,14 @@ def test_an_attack_either_fits_or_the_advice_does(kind, attack):
     given = {} if attack in ("paper", "words", "characters") else {"eps": "0.1"}
     options = AttackOptions.checked({"attack": attack} | given)
     if attack in ABLE.get(kind, ABLE["image"]):
-        assert options.suited(kind).trials()
+        assert options.adapt(kind).trials()
         return
     with pytest.raises(UsageError, match="cannot attack") as caught:
-        options.suited(kind)
+        options.adapt(kind)
     advised = caught.value.advice[:-1].removeprefix("Use --attack ")
     assert set(advised.split(",")) <= ABLE.get(kind, ABLE["image"])
     eps = "0.1,1words" if kind == "text" else "0.1"
-    assert AttackOptions.checked({"attack": advised, "eps": eps}).suited(kind).trials()
+    assert AttackOptions.checked({"attack": advised, "eps": eps}).adapt(kind).trials()
 
 
 def test_a_model_gets_what_its_texts_can_be_changed_by():
@@ -196,15 +196,15 @@ def test_a_model_gets_what_its_texts_can_be_changed_by():
         (("words",), "words", ["1", "2", "4"]),
         ((), "fgsm,pgd", ["2/255", "2/255"]),
     ):
-        options = usual.suited("text", changes)
+        options = usual.adapt("text", changes)
         assert options.attack == attack
         assert [trial.radius.text for trial in options.trials()] == radii
     for name in ("words", "characters"):
         named = AttackOptions.checked({"attack": name})
         with pytest.raises(UsageError, match=f"{name} cannot be changed for this model") as caught:
-            named.suited("text", ())
+            named.adapt("text", ())
         advised, eps = caught.value.advice[:-1].removeprefix("Use --attack ").split(" --eps ")
-        AttackOptions.checked({"attack": advised, "eps": eps}).suited("text", ())
+        AttackOptions.checked({"attack": advised, "eps": eps}).adapt("text", ())
 
 
 def test_norms_of_tokens_are_for_tokens():
@@ -218,4 +218,4 @@ def test_a_file_holds_what_the_attacks_give():
     for attack, eps, name in (("words", "1", "a.safetensors"), ("pgd", "0.1", "a.jsonl")):
         options = AttackOptions.checked({"attack": attack, "eps": eps, "save_adv": name})
         with pytest.raises(UsageError, match="cannot store"):
-            options.suited("text")
+            options.adapt("text")

@@ -154,20 +154,3 @@ def test_from_python_an_audit_certifies_what_it_attacks():
     attack, certify = report.section("attack"), report.section("certify")
     assert attack.settings["eps"] == certify.settings["eps"] == ["0.01"]
     assert certify.rows[0].certified <= attack.rows[-1].robust
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ((), "no time limit (default), 60,000 parts of a ball (default)"),
-        (("--nodes", "7"), "no time limit (default), 7 parts of a ball (--nodes)"),
-        (
-            ("--seconds", "9"),
-            "9 s (--seconds), no limit on parts of a ball (default with --seconds)",
-        ),
-        (("--seconds", "9", "--nodes", "7"), "9 s (--seconds), 7 parts of a ball (--nodes)"),
-    ],
-)
-def test_limits_of_a_proof_are_said_first(options, says):
-    first = certify("-n", "1", "--eps", "0.001", *options).stderr.splitlines()[0]
-    assert first == f"certify of py:model.py:load: 1 samples; limits of a proof: {says}"

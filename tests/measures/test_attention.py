@@ -197,19 +197,6 @@ def test_the_map_is_the_models_own_without_its_padding(pieces):
     assert "map" not in section.settings
 
 
-@pytest.mark.parametrize("pieces", [3, 1])
-def test_a_row_is_the_mean_over_the_samples_that_have_it(pieces):
-    net, batch, maps = ragged()
-    arrays = section_of(net, batch.split(pieces), map="0.3", query=9).arrays
-    rows = maps[0][[1, 2], 3, 9].double().numpy()  # sample 0 has nine tokens only
-    assert arrays["row@0.3,9"].numpy() == pytest.approx(rows.mean(0), rel=2e-5, abs=1e-9)
-    jacobians = [np.diag(p) - np.outer(p, p) for p in rows]
-    norm = np.mean([np.linalg.norm(m, 2) for m in jacobians])
-    top = -np.sort(-rows, 1)
-    g1 = (top[:, 0] * (1 - top[:, 0] + top[:, 1])).mean()
-    assert arrays["row_norms@0.3,9"].numpy() == pytest.approx([norm, g1], rel=2e-5)
-
-
 @pytest.mark.parametrize("some", [(0, 1, 2), (0, 2), (1,)])
 def test_means_over_some_samples_follow_from_what_is_kept_of_each(some):
     net, batch, _ = ragged()
@@ -237,10 +224,9 @@ def test_a_long_map_is_kept_as_means_of_blocks(monkeypatch):
         ({"map": "0.4"}, "no head 0.4"),
         ({"map": "2.0"}, "layer 2"),
         ({"map": "1.0", "layers": (0,)}, "layer 1"),
-        ({"map": "1.0", "query": 14}, "query 14"),
     ],
 )
-def test_a_head_or_query_that_is_not_there_is_refused(given, says):
+def test_a_head_that_is_not_there_is_refused(given, says):
     net, batch, _ = ragged()
     with pytest.raises(UsageError, match=says):
         section_of(net, [batch], **given)

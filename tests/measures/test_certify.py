@@ -21,7 +21,7 @@ from lipaudit.gate import compare, judge
 from lipaudit.measures import CertifyOptions
 from lipaudit.measures.certify import check
 from lipaudit.models import certificate as certificates
-from lipaudit.models.certificate import Proof, certificate, require_room, require_rules
+from lipaudit.models.certificate import Proof, certificate, require_room
 from lipaudit.models.sources.own import borrow
 from lipaudit.models.spec import LoadOptions
 from lipaudit.tables import Note
@@ -345,15 +345,6 @@ def test_there_is_room_for_the_longest_sample_too_not_only_for_the_first(monkeyp
             check(net, batch, options)
 
 
-def test_rules_are_looked_for_at_the_price_of_a_forward(small):
-    """No symbol is born: an operation is found missing before anything is computed."""
-    with borrow(small[0], LoadOptions(), SHAPE) as net:
-        x = small[1][0][:1]
-        turned = x.mT.contiguous().mT
-        for each in (x, turned):  # whatever the order in memory
-            require_rules(net, Batch(each, None, ("0",)))
-
-
 def test_the_gate_finds_fewer_certificates():
     before, after = Plane(0.8).eval(), Plane(0.4).eval()
     data = samples(before, 24)[0], torch.zeros(24, dtype=torch.long)
@@ -373,19 +364,6 @@ def test_the_gate_finds_fewer_certificates():
     judgement = judge(old.model_copy(update={"sections": (weaker,)}), old)
     assert judgement.exit_code == 5
     assert "certify: weaker than the baseline: apgd-t did not run" in judgement.reason
-
-
-def test_reports_over_other_samples_compare_the_shared_ones():
-    model = Plane(0.3).eval()
-    x, y = samples(model, 6)
-    some = torch.tensor([4, 1, 2])
-    whole, part = (
-        measured(model, d, eps="0.03", radius=True) for d in ((x, y), (x[some], y[some]))
-    )
-    for pair in (compare([whole, part]).pairs[0], compare([part, whole]).pairs[0]):
-        judged = {v.metric: v.status for v in pair.verdicts if not v.reason}
-        assert {"certify.certified:mean", "certify.radius:median"} <= judged.keys()
-        assert set(judged.values()) == {"unchanged"}
 
 
 def test_radii_are_of_what_is_right(small):
@@ -417,12 +395,3 @@ def test_a_limit_that_is_given_is_the_only_one(small, monkeypatch, given, nodes,
     assert {each["nodes"] for each in limits} == {nodes}
     assert {math.isinf(each["seconds"]) for each in limits} == {math.isinf(seconds)}
     assert all(each["seconds"] <= seconds for each in limits)
-
-
-def test_the_first_line_says_which_limits_hold():
-    options = CertifyOptions(eps=("0.1",))
-    assert options.outline(8).endswith("no time limit (default), 60,000 parts of a ball (default)")
-    options = CertifyOptions(eps=("0.1",), seconds=100)
-    assert options.outline(8).endswith(
-        "100 s (--seconds), no limit on parts of a ball (default with --seconds)"
-    )

@@ -46,7 +46,7 @@ def test_blocks_are_measured_beside_the_model():
 
 
 def test_blocks_are_spectral():
-    with pytest.raises(UsageError, match="spectral"):
+    with pytest.raises(UsageError, match="--per-layer needs --norm 2"):
         JacobianOptions(norm="inf", per_layer=True)
 
 

@@ -227,14 +227,6 @@ def test_samples_that_are_too_short_are_left_out():
     assert "patch" not in said
 
 
-def test_of_images_nothing_is_said_of_texts():
-    net = of_timm("vit_tiny_patch16_224", img_size=64, dynamic_img_size=True)
-    section, *_ = measured(net, PIXELS, modes=("real",), lengths=(4, 5, 9), tol=1e-2)
-    said = " ".join(note.text for note in section.notes)
-    assert "2 of 3 lengths were measured: several lengths give the same number of patches" in said
-    assert "text" not in said
-
-
 def test_text_keeps_its_closing_token():
     net = replace(reader(), tokenize=lambda text, n: [1, *(map(ord, text)), 2][:n])
     batch = Batch(torch.tensor([[1, 7, 8, 9, 10, 11, 2]]), None, ("0",))
@@ -257,21 +249,10 @@ def of_timm(name, **kwargs):
     return load_net(f"timm:{name}", LoadOptions(model_kwargs=small | kwargs))
 
 
-def test_vision_transformers_of_one_size_take_every_length():
-    """As with dynamic_img_size=true, and are what they were afterwards."""
-    options = {"lengths": (4, 9, 16), "modes": ("real",)}
-    fixed = of_timm("vit_tiny_patch16_224")
-    dynamic = of_timm("vit_tiny_patch16_224", dynamic_img_size=True)
-    dynamic.module.load_state_dict(fixed.module.state_dict())
-    before = fixed.module(PIXELS.x)
-    sections = [measured(net, PIXELS, **options) for net in (fixed, dynamic)]
-    assert [row.n for row in sections[0][0].rows if row.layer == 0] == [5, 10, 17]
-    norms = [[row.norm for row in section.rows] for section, *_ in sections]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-    assert "interpolated" in {note.code for note in sections[0][0].notes}
-    assert torch.equal(fixed.module(PIXELS.x), before)
-    with pytest.raises(AssertionError, match="match model"):
-        fixed.module(PIXELS.x[..., :8, :8])
+def test_a_model_that_can_interpolate_is_refused_with_the_option_that_makes_it():
+    with pytest.raises(InputError, match="does not take 4 tokens") as refusal:
+        measured(of_timm("vit_tiny_patch16_224"), PIXELS, modes=("real",), lengths=(4, 9))
+    assert "--model-kwargs dynamic_img_size=true" in refusal.value.advice
 
 
 def test_models_of_one_size_are_refused_before_the_worst_case(monkeypatch):
@@ -307,7 +288,7 @@ def test_lengths():
     assert read_lengths("8:256:log8") == ScalingOptions().lengths
     for text in ("8", "8:4:log3", "1:9:log3", "8:256:log1", "8:256:lin3"):
         with pytest.raises(UsageError, match="FIRST:LAST:logCOUNT"):
-            read_lengths(text)
+            ScalingOptions.checked({"lengths": text})
 
 
 def test_an_unknown_head():

@@ -157,13 +157,6 @@ def test_a_token_is_written_as_text_where_that_shows_anything():
     assert Lexicon(torch.zeros(4).long()).name(3) == "3"
 
 
-def test_long_texts_are_cut_and_say_so(monkeypatch):
-    monkeypatch.setattr(tokens, "MOST", 3)
-    x = torch.ones(1, 5, 2, dtype=torch.float64)
-    kept = tokens.gradients(net_of(x, nn.Linear(10, 2)), Batch(x, None, ("a",)), x, "margin")["a"]
-    assert kept == {"of": "margin", "tokens": ("0", "1", "2"), "shares": (0.2,) * 3, "left_out": 2}
-
-
 def test_a_map_of_a_text_has_its_tokens(bert):
     folder, _ = bert
     net = load_net(str(folder), LoadOptions(device="cpu"))
@@ -174,14 +167,13 @@ def test_a_map_of_a_text_has_its_tokens(bert):
     }
     longest = max(map(len, written.values()))
     assert len(written[batch.ids[0]]) < longest  # so that its row is padded
-    for query in (None, 1):
-        options = AttentionOptions(map="1.1", query=query)
-        section = by_head.summarise(list(by_head.measure(net, [batch], options)), options)[0]
-        ((name, whose),) = section.attended.items()
-        assert name == ("map@1.1" if query is None else "first_row@1.1,1")
-        assert (whose.sample, whose.tokens) == (batch.ids[0], written[batch.ids[0]])
-        assert whose.grid == (0, 0)
-        assert whose.image == ""
+    options = AttentionOptions(map="1.1")
+    section = by_head.summarise(list(by_head.measure(net, [batch], options)), options)[0]
+    ((name, whose),) = section.attended.items()
+    assert name == "map@1.1"
+    assert (whose.sample, whose.tokens) == (batch.ids[0], written[batch.ids[0]])
+    assert whose.grid == (0, 0)
+    assert whose.image == ""
 
 
 @pytest.mark.parametrize("bert", [3], indirect=True)
@@ -297,14 +289,6 @@ def test_a_map_of_a_picture_keeps_its_patches_and_the_picture():
     np.testing.assert_allclose(pixels / 255, batch.x[0].permute(1, 2, 0), atol=1 / 255)
 
 
-def test_a_row_keeps_that_of_the_first_sample():
-    net, batch = image_net(vit(), (3, 32, 32)), pictures(32, 32)
-    whole, row = section_of(net, batch, map="1.2"), section_of(net, batch, map="1.2", query=3)
-    first = row.arrays["first_row@1.2,3"].numpy()
-    np.testing.assert_allclose(first, whole.arrays["map@1.2"].numpy()[3], rtol=1e-5)
-    assert row.attended == {"first_row@1.2,3": whole.attended["map@1.2"]}
-
-
 def test_what_cannot_be_found_out_costs_no_figure(monkeypatch):
     def fails(*_: object) -> None:
         raise EvaluationError("not met")
@@ -313,7 +297,3 @@ def test_what_cannot_be_found_out_costs_no_figure(monkeypatch):
     section = section_of(image_net(vit(), (3, 32, 32)), pictures(32, 32), map="0.0")
     assert section.attended == {}
     assert section.arrays["map@0.0"].shape == (17, 17)
-
-
-def test_without_a_map_nothing_is_kept():
-    assert section_of(image_net(vit(), (3, 32, 32)), pictures(32, 32)).attended == {}

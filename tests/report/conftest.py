@@ -342,7 +342,6 @@ def _fit() -> Section:
             mode="real",
             exponent=0.25,
             exponent_se=0.012,
-            radius_exponent=1.8,
             r2=0.97,
         ),
         FITS_TABLE.row(mode="real", exponent=0.31, exponent_se=None, r2=0.88),

@@ -1,6 +1,7 @@
 """Options are stated once: the commands, the page and the settings agree."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import typer.main
 from lipaudit.cli.commands import build
 from lipaudit.errors import UsageError
 from lipaudit.measures import AuditOptions, option_types
-from lipaudit.measures.page import page
 from lipaudit.settings import Recipe, RunOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -17,6 +17,7 @@ GROUPS = option_types() | {"audit": AuditOptions, "train": Recipe}
 
 
 def test_the_page_is_that_of_the_settings():
+    page = runpy.run_path(str(DOCS / "site/options.py"))["page"]
     assert (DOCS / "options.md").read_text() == page()
 
 

@@ -197,53 +197,44 @@ def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[floa
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """A least-squares fit norm = c n^a (R^b); NaN where the points do not determine it.
+    """A least-squares fit norm = c n^a; NaN where the points do not determine it.
 
-    The standard errors take the residuals for independent and of equal size.
+    The standard error takes the residuals for independent and of equal size.
     """
 
     constant: float
     exponent: float
     exponent_se: float
-    radius_exponent: float
-    radius_exponent_se: float
     r2: float
 
 
-def power_law(
-    n: Float[Tensor, " points"],
-    norm: Float[Tensor, " points"],
-    radius: Float[Tensor, " points"] | None = None,
-) -> PowerLaw:
-    """Fit log norm against log n, or jointly against log n and log R.
+def power_law(n: Float[Tensor, " points"], norm: Float[Tensor, " points"]) -> PowerLaw:
+    """Fit log norm against log n.
 
     Args:
         n: lengths.
         norm: norms; all positive.
-        radius: radii; None fits n alone.
 
     >>> n = torch.tensor([8.0, 16.0, 32.0, 64.0], dtype=torch.float64)
     >>> fit = power_law(n, 3 * n.sqrt())
     >>> round(fit.constant, 6), round(fit.exponent, 6), round(fit.exponent_se, 6)
     (3.0, 0.5, 0.0)
     """
-    lengths = [n] if radius is None else [n, radius]
-    logs = torch.stack([t.double().log().cpu() for t in lengths], 1)
-    columns, y = logs - logs.mean(0), norm.double().log().cpu()
-    rise, free = y - y.mean(), len(y) - len(lengths) - 1
-    # Every column must vary, and none may be a multiple of another one.
-    sizes = torch.linalg.vector_norm(columns, dim=0)
-    vary = bool((sizes > 1e-6 * len(columns) ** 0.5).all())
-    if free < 0 or not vary or not torch.linalg.svdvals(columns / sizes)[-1] > 1e-3:
-        return PowerLaw(*[math.nan] * 6)
-    inverse = torch.linalg.inv(columns.mT @ columns)
-    slopes = inverse @ columns.mT @ rise
-    residual, total = (float(t.square().sum()) for t in (rise - columns @ slopes, rise))
-    errors = (inverse.diagonal() * (residual / free if free else math.nan)).sqrt()
-    constant = float((y.mean() - logs.mean(0) @ slopes).exp())
-    exponents = [*zip(slopes.tolist(), errors.tolist(), strict=True), (math.nan, math.nan)]
-    r2 = 1 - residual / total if total else math.nan
-    return PowerLaw(constant, *exponents[0], *exponents[1], r2)
+    x, y = n.double().log().cpu(), norm.double().log().cpu()
+    column, free = x - x.mean(), len(y) - 2
+    size = float(column.square().sum())
+    if free < 0 or not size > 1e-12 * len(y):  # the lengths must differ
+        return PowerLaw(*[math.nan] * 4)
+    level = y.mean()
+    slope = float(column @ (y - level)) / size
+    residual = float((y - level - slope * column).square().sum())
+    total = float((y - level).square().sum())
+    return PowerLaw(
+        constant=float((level - slope * x.mean()).exp()),
+        exponent=slope,
+        exponent_se=math.sqrt(residual / free / size) if free else math.nan,
+        r2=1 - residual / total if total else math.nan,
+    )
 
 
 def affine_projections(heads: Heads) -> tuple[Projection, Projection, Projection]:

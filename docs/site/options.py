@@ -1,4 +1,4 @@
-"""Every option as a page: `python -m lipaudit.measures.page > docs/options.md`."""
+"""Every option as a page: `python docs/site/options.py > docs/options.md`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lipaudit.settings import Recipe, RunOptions, Settings
 
 HEAD = """# Options
 
-Generated from the code by `python -m lipaudit.measures.page`. In Python, an option has the name of
+Generated from the code by `python docs/site/options.py`. In Python, an option has the name of
 its flag with underscores: `lipaudit.measure("demo", "bounds", max_tokens=64)`.
 Options that all measures share can be set in [a file](configuration.md).
 """

@@ -242,7 +242,7 @@ class Form(Tensor):
         return self.symbols.quadratic_range(self.dense)
 
     @property
-    def remainder(self) -> Tensor:
+    def nonlinear(self) -> Tensor:
         """Return a radius of everything not linear in the input, with slack; float64."""
         low, high = self.quadratic_range
         return up(torch.maximum(-low, high) + self.sizes.errors + self.slack)

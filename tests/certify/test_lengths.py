@@ -89,7 +89,7 @@ def test_many_errors_are_not_all_large_at_once():
     _, rest = lengths(form, -1)
     signs = (rows[1:] @ rows[1:].mT @ rows[1:].sign()[:, 0]).sign()
     assert torch.linalg.vector_norm(signs @ rows[1:]) <= rest
-    assert rest < 0.25 * torch.linalg.vector_norm(form.remainder)
+    assert rest < 0.25 * torch.linalg.vector_norm(form.nonlinear)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])

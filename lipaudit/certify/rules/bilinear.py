@@ -101,7 +101,7 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
     x_moves, y_moves = up(x.mass + x.slack), up(y.mass + y.slack)
     x_size, y_size = x.centre.abs(), y.centre.abs()
     # dx dy, at order 2 without the product of the linear parts.
-    parts = (x.sizes.linear, x.remainder), (y.sizes.linear, y.remainder)
+    parts = (x.sizes.linear, x.nonlinear), (y.sizes.linear, y.nonlinear)
     longest = (lengths(x, -1), lengths(y, -2)) if matrices else None
     remainder = torch.zeros((), dtype=DOUBLE, device=x.device)
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[symbols.order - 1 :]:

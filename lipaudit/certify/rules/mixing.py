@@ -105,7 +105,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
         bound=lambda t, w: t + (t * w).sum(-1, keepdim=True),
         within="rows",
     )
-    r = up(d.sizes.linear + d.remainder)
+    r = up(d.sizes.linear + d.nonlinear)
     mean_moves = up(_total(p * (z.mass + z.slack)), keys)
     lost = up(share * (_total(p * r) + mean_moves), keys)  # t
     # T and Y, the bounds of C and of y.
@@ -152,13 +152,13 @@ def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Fo
 
 def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tensor) -> Form:
     symbols, keys = d.symbols, p.shape[-1]
-    first, second = (_total(p * each) for each in square_remainder(d.sizes.linear, d.remainder))
+    first, second = (_total(p * each) for each in square_remainder(d.sizes.linear, d.nonlinear))
     others = square_remainder(*longest)
     less = others[0] + others[1] / 2 < first + second / 2
     first = torch.where(less, others[0], first)
     second = torch.where(less, others[1], second)
     middle, slack = second / 4, first / 2 + second / 4 + off
-    moves = d.sizes.linear + d.remainder
+    moves = d.sizes.linear + d.nonlinear
     # Products, sums and halves of the quadratic part, and p for the true softmax.
     rounding = gamma(2 * keys + 4 * LIBRARY, symbols.dtype) * _total(p * moves.square())
     e = d.dense[: symbols.n]

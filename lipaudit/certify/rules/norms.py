@@ -102,7 +102,7 @@ def _square(y: Form, moves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     choices = [(whole / 2, whole / 2, none) for whole in wholes]
     if y.symbols.order == 2:
         kept = worth_squaring(y)
-        first, second = square_remainder(y.sizes.linear, y.remainder)
+        first, second = square_remainder(y.sizes.linear, y.nonlinear)
         middle = torch.where(kept, second, moves.square()) / 2
         radius = torch.where(kept, first + second / 2, moves.square() / 2)
         choices.append((_mean(middle), _mean(radius), kept))

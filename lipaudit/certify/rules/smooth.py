@@ -133,7 +133,7 @@ def _assemble(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: 
     slack = a.abs() * z.slack + gamma(2, symbols.dtype) * a.abs() * z.mass
     slack = radius + slack + z.count * tiny(symbols.dtype)
     if symbols.order == 2:
-        first, second = square_remainder(z.sizes.linear, z.remainder)
+        first, second = square_remainder(z.sizes.linear, z.nonlinear)
         middle = middle + b * second / 2
         slack = slack + b.abs() * (first + second / 2) + gamma(4, DOUBLE) * middle.abs()
         symbols.add_squares(dense, z.dense[: symbols.n], b.to(symbols.dtype))
@@ -148,7 +148,7 @@ def worth_squaring(z: Form) -> Tensor:
 
     Of x^2 the first leaves an error of 2 lin rest + rest^2 / 2, the second (lin + rest)^2 / 2.
     """
-    return z.sizes.linear > 2 * z.remainder
+    return z.sizes.linear > 2 * z.nonlinear
 
 
 def square_remainder(lin: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,16 +90,12 @@ def centre_heads(heads: Heads) -> Centred:
     """
     p = heads.attention()
     free = heads.sink is None
-    if heads.bias is None and heads.valid is None and not heads.causal:
-        seen = torch.ones_like(p[..., :1, :].mT)
-        means = [rows.mean(-2, keepdim=True) for rows in (heads.k, heads.v)]
-    else:
-        seen = (p.amax(-2) > 0).to(p)[..., None]
-        share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
-        means = [(share * rows).sum(-2, keepdim=True) for rows in (heads.k, heads.v)]
+    # What masks hide, not where P = 0: a key that underflowed may count again within a ball.
+    seen = heads.visible(0, p.shape[2]).any(-2).expand(*p.shape[:2], -1).to(p)[..., None]
+    share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
     k, v = (
-        seen * (rows - mean if free else rows)
-        for rows, mean in zip((heads.k, heads.v), means, strict=True)
+        seen * (rows - (share * rows).sum(-2, keepdim=True) if free else rows)
+        for rows in (heads.k, heads.v)
     )
     scale = heads.scale.expand(p.shape[:2])[..., None, None]
     return Centred(p, seen, k, v, p @ v, scale)
@@ -139,16 +135,19 @@ def tiles(
 def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
     """Return the projections to q, k and v; a constant is a projection with W = 0."""
     source = heads.x if heads.x_kv is None else heads.x_kv
-
-    def zero(x: Tensor, rows: Tensor) -> Projection:
-        weight = x.new_zeros(rows.shape[1], x.shape[-1], rows.shape[-1])
-        return Projection(weight=weight, bias=None, local=None, kind="constant")
-
-    return (
-        heads.to_q or zero(heads.x, heads.q),
-        heads.to_k or zero(source, heads.k),
-        heads.to_v or zero(source, heads.v),
+    maps = (
+        (heads.to_q, heads.x, heads.q),
+        (heads.to_k, source, heads.k),
+        (heads.to_v, source, heads.v),
     )
+    to_q, to_k, to_v = (
+        to
+        or Projection(
+            x.new_zeros(rows.shape[1], x.shape[-1], rows.shape[-1]), None, None, "constant"
+        )
+        for to, x, rows in maps
+    )
+    return to_q, to_k, to_v
 
 
 def are_affine(heads: Heads) -> bool:

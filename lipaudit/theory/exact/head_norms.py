@@ -199,10 +199,8 @@ def splitting_gain(
     >>> splitting_gain(heads, head_norms(heads, seeds=[0]).norm, seeds=[0])
     tensor([[1.]], dtype=torch.float64)
     """
-    if heads.is_causal():
-        raise ValueError("splitting_gain needs attention without a causal mask")
-    if heads.sink is not None:
-        raise ValueError("splitting_gain needs attention without a sink")
+    if heads.is_causal() or heads.sink is not None:
+        raise ValueError("splitting_gain needs attention without a causal mask or a sink")
     if heads.x_kv is not None:
         return torch.ones_like(exact)  # J J^T is the blocks' R R^T plus the part of X_kv
     heads, size = unit_values(heads)

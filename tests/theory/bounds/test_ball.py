@@ -319,6 +319,17 @@ def test_entries_that_underflow_stay_in_play(random_layer):
     assert (bound >= norms).all()
 
 
+def test_a_key_that_underflowed_for_all_queries_keeps_its_distance():
+    """Behind a mask, too: where the tokens move, it may count again."""
+    weight = torch.ones(1, 1, 1, dtype=torch.float64)
+    x = torch.tensor([[[-28.0], [28.0], [30.0]]], dtype=torch.float64)
+    heads = replace(affine_heads(x, weight, -weight, weight), causal=True)
+    p, z = heads.attention()[0, 0], heads.k[0, 0]  # s = 1 and W_Q = 1
+    assert not p[:, 1].any()
+    truth = (z.mT - p @ z).abs().tril()
+    torch.testing.assert_close(point(heads).z[0, 0].tril(), truth, rtol=1e-6, atol=1e-6)
+
+
 def test_a_negative_radius_is_refused(random_layer):
     with pytest.raises(UsageError, match=r"-0\.1"):
         ball_sharp(random_layer("affine").heads, -0.1)

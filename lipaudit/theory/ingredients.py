@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -25,7 +25,6 @@ from lipaudit.theory.spectral.upper import (
     spectral_norm,
 )
 
-S = TypeVar("S", bound="Stack")
 T = TypeVar("T")
 
 
@@ -33,11 +32,11 @@ T = TypeVar("T")
 class Stack:
     """Tensors that are indexed and cast together."""
 
-    def pick(self: S, index: Any) -> S:
+    def pick(self, index: Any) -> Self:
         """Index all of them."""
         return type(self)(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    def to_single(self: S) -> S:
+    def to_single(self) -> Self:
         """Return all of them in single precision."""
         return type(self)(*(getattr(self, field.name).float() for field in fields(self)))
 
@@ -135,19 +134,13 @@ def tiles(
 def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
     """Return the projections to q, k and v; a constant is a projection with W = 0."""
     source = heads.x if heads.x_kv is None else heads.x_kv
-    maps = (
-        (heads.to_q, heads.x, heads.q),
-        (heads.to_k, source, heads.k),
-        (heads.to_v, source, heads.v),
-    )
-    to_q, to_k, to_v = (
-        to
-        or Projection(
-            x.new_zeros(rows.shape[1], x.shape[-1], rows.shape[-1]), None, None, "constant"
-        )
-        for to, x, rows in maps
-    )
-    return to_q, to_k, to_v
+
+    def read(to: Projection | None, x: Tensor, rows: Tensor) -> Projection:
+        shape = rows.shape[1], x.shape[-1], rows.shape[-1]
+        return to or Projection(x.new_zeros(shape), None, None, "constant")
+
+    q, k = read(heads.to_q, heads.x, heads.q), read(heads.to_k, source, heads.k)
+    return q, k, read(heads.to_v, source, heads.v)
 
 
 def are_affine(heads: Heads) -> bool:

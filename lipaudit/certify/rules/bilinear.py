@@ -118,15 +118,10 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
     lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
     # Underflow: every product of every generator may lose the smallest normal number.
     count = max(x.count, y.count, symbols.first_error)
-    under = 8 * count * terms * tiny(dtype) * (1 + _top(x_size) + _top(y_size))
+    under = 8 * count * terms * tiny(dtype) * (1 + x_size.sum() + y_size.sum())
     slack = f(x.slack, y_size) + f(x_size, y.slack) + remainder
     slack = up(slack + lost + under, terms + 16)
     return Form(f(x.centre, y.centre), dense, slack, symbols, blocks=blocks)
-
-
-def _top(sizes: Tensor) -> Tensor:
-    """Return the largest of numbers >= 0; 0 if there are none."""
-    return sizes.amax() if sizes.numel() else sizes.sum()
 
 
 def _rows_matmul(x: Tensor, y: Tensor) -> Tensor:

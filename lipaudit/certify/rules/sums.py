@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,16 +34,13 @@ def einsum(equation: str, *operands: Any) -> Any:
 
     def fold(t: Any, axes: str, *groups: list[str]) -> Any:
         t = t.permute([axes.index(c) for group in (batch, *groups) for c in group])
-        return t.reshape([sizes[c] for c in batch] + [_size(sizes, group) for group in groups])
+        return t.reshape(
+            [sizes[c] for c in batch] + [math.prod(sizes[c] for c in group) for group in groups]
+        )
 
     product = fold(x, a, rows, inner) @ fold(y, b, inner, columns)
     order = batch + rows + columns
-    result = product.reshape([sizes[c] for c in order])
-    return result.permute([order.index(c) for c in wanted])
-
-
-def _size(sizes: dict[str, int], axes: list[str]) -> int:
-    return torch.Size(sizes[c] for c in axes).numel()
+    return product.reshape([sizes[c] for c in order]).permute([order.index(c) for c in wanted])
 
 
 def addmm(

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.growth.worst_tokens import (
     adversary,
     duplicated_norm,
@@ -37,20 +38,8 @@ def random_head(seed, *, n=4, width=5, d=3, dv=2, gain=1.5, biases=True):
     return move_heads(replace(heads, **maps), heads.x)
 
 
-def output(heads, x, causal=False):
-    """Plain softmax attention of one head, written out anew."""
-    q, k, v = (x @ p.weight[0] for p in (heads.to_q, heads.to_k, heads.to_v))
-    if heads.to_q.bias is not None:
-        q, k, v = q + heads.to_q.bias, k + heads.to_k.bias, v + heads.to_v.bias
-    logits = float(heads.scale[0, 0]) * q @ k.T
-    if causal:
-        logits = logits.masked_fill(torch.ones_like(logits).triu(1) > 0, -math.inf)
-    return torch.softmax(logits, 1) @ v
-
-
-def jacobian(heads, x, causal=False):
-    full = torch.autograd.functional.jacobian(lambda z: output(heads, z, causal), x)
-    return full.reshape(len(x) * full.shape[1], -1)
+def jacobian(heads, x):
+    return dense_jacobian(move_heads(heads, x[None]))[0, 0]
 
 
 def norm(matrix):

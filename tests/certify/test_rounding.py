@@ -140,10 +140,16 @@ SMOOTH = {
     "sqrt": (smooth.SQRT, mpmath.sqrt),
     "reciprocal": (smooth.RECIPROCAL, lambda x: 1 / x),
     "erf": (smooth.ERF, mpmath.erf),
+    "softplus": (smooth.SOFTPLUS, lambda x: mpmath.log1p(mpmath.exp(x))),
+    "mish": (smooth.MISH, lambda x: x * mpmath.tanh(mpmath.log1p(mpmath.exp(x)))),
+    "elu": (smooth.ELU, lambda x: x if x > 0 else mpmath.expm1(x)),
+    "log": (smooth.LOG, mpmath.log),
+    "sin": (smooth.SIN, mpmath.sin),
+    "cos": (smooth.COS, mpmath.cos),
     "cube": (smooth.monomial(3), lambda x: x**3),
     "seventh": (smooth.monomial(7), lambda x: x**7),
 }
-POSITIVE = ("rsqrt", "sqrt", "reciprocal")
+POSITIVE = ("rsqrt", "sqrt", "reciprocal", "log")
 
 
 def _arguments(name: str) -> Tensor:

@@ -131,6 +131,30 @@ def _multi_head(x, **options):
 
 
 FUNCTIONS = {
+    "abs": lambda x: x.abs(),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "prelu": lambda x: F.prelu(x, SCALE[:TOKENS].to(x.dtype)),
+    "maximum": lambda x: torch.maximum(x, x.flip(1)) + torch.minimum(x, SCALE.to(x.dtype)),
+    "clamp": lambda x: x.clamp(-0.3, 0.4) + x.clip(min=0.1) + x.clamp_min(0) - x.clamp_max(0.2),
+    "relu6": lambda x: F.relu6(9 * x) + F.hardtanh(x),
+    "hardswish": lambda x: F.hardswish(3 * x) + F.hardsigmoid(3 * x),
+    "amax": lambda x: x.amax(1) - x.min(1).values + x.max(1)[0],
+    "max-axes": lambda x: x.amax((1, 2), keepdim=True),
+    "log": lambda x: torch.log(1 + x * x),
+    "sine": lambda x: torch.sin(2 * x) + torch.cos(x),
+    "mish": lambda x: F.mish(2 * x),
+    "softplus": lambda x: F.softplus(3 * x, 2.0),
+    "elu": lambda x: F.elu(2 * x) + F.elu(x, 0.7),
+    "logsumexp": lambda x: (
+        torch.logsumexp(3 * x, 1, keepdim=True) + torch.logsumexp(x, -1)[..., None]
+    ),
+    "conv1d-same": lambda x: F.conv1d(
+        x, _weights(TOKENS, 2, 2).to(x.dtype), padding="same", groups=2
+    ),
+    "conv2d-same": lambda x: F.conv2d(_image(x), _weights(2, 3, 3, 2).to(x.dtype), padding="same"),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 2),
+    "std": lambda x: x.std(-1),
+    "norms": lambda x: torch.cat([x.norm(dim=-1), torch.linalg.vector_norm(x, dim=-1)], -1),
     "max_pool2d": lambda x: F.max_pool2d(_image(x), (3, 2), (2, 1), (1, 0)),
     "erf": lambda x: torch.erf(x),
     "powers": lambda x: x**3 + x.pow(4) - x**1,
@@ -243,6 +267,14 @@ def test_what_mixes_rows_is_read_in_all_of_them(function, points, excess):
     assert excess(form, e, truth) <= 1e-13
 
 
+def test_softplus_jumps_at_its_threshold(points, excess):
+    x = ball(_weights(1, TOKENS, WIDTH, seed=9), 0.2)
+    e, inputs = points(x, 60)
+    for threshold in (1, 4.0):
+        form = run(lambda t, end=threshold: F.softplus(3 * t, 2, end), x)
+        assert excess(form, e, F.softplus(3 * inputs, 2, threshold)) <= 1e-13
+
+
 class Mixed(nn.Module):
     """Layers of torch whose fused paths a form must not take."""
 
@@ -334,7 +366,6 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
         lambda x: torch.einsum("bii->bi", x[:, :, :4]),
         lambda x: torch.einsum("...ik,...jk->...ij", x, x),
         lambda x: torch.einsum("bik,bjk,bjl->bil", x, x, x),
-        lambda x: F.conv2d(_image(x), _weights(2, 3, 3, 2), padding="same"),
         lambda x: x.clone().copy_(2 * x),
         lambda x: F.max_pool2d(_image(x), 2, return_indices=True),
         lambda x: F.max_pool2d(_image(x)[0], 2),
@@ -356,6 +387,7 @@ def test_what_is_not_known_is_refused(function):
     [
         (lambda x: torch.exp(1e3 * x), _weights(1, TOKENS, WIDTH), 1.0),
         (torch.rsqrt, torch.ones(1, 2), 1.5),
+        (torch.log, torch.zeros(1, 2), 0.5),
         (functools.partial(F.normalize, dim=-1), torch.zeros(1, 2), 0.5),
     ],
 )

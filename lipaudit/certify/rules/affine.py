@@ -240,14 +240,20 @@ def convolve(
     groups: int = 1,
 ) -> Form:
     """Return a convolution as a product with patches: the library's may round differently."""
-    if input.ndim != weight.ndim or isinstance(padding, str):
-        raise NoRuleError("a convolution without a batch axis, or with padding by name")
+    if input.ndim != weight.ndim:
+        raise NoRuleError("a convolution without a batch axis")
     if weight.ndim == 3:  # over one axis: as one over two, the first of size one
         stride, dilation = ((1, as_pair(v)[1]) for v in (stride, dilation))
-        wide, padding = cast("Form", input.unsqueeze(-2)), (0, as_pair(padding)[1])
+        padding = padding if isinstance(padding, str) else (0, as_pair(padding)[1])
+        wide = cast("Form", input.unsqueeze(-2))
         wide = convolve(wide, weight.unsqueeze(-2), bias, stride, padding, dilation, groups)
         return cast("Form", wide.squeeze(-2))
     gaps, steps = as_pair(dilation), as_pair(stride)
+    x: Any = input
+    if isinstance(padding, str):
+        room = [gap * (size - 1) for gap, size in zip(gaps, weight.shape[-2:], strict=True)]
+        ends = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in room]
+        x, padding = F.pad(x, (*ends[1], *ends[0])), 0
     pads = as_pair(padding)
 
     def op(t: Tensor, w: Tensor) -> Tensor:
@@ -262,7 +268,7 @@ def convolve(
 
     constant = None if bias is None else bias.view(-1, 1, 1)
     terms = weight[0].numel()
-    return linear_map(input.settle(), op, weight, roundings=terms + 1, constant=constant)
+    return linear_map(x.settle(), op, weight, roundings=terms + 1, constant=constant)
 
 
 def as_pair(value: Any) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from torch import Tensor
 from lipaudit.certify.form import Form, NoRuleError, UnboundedError
 from lipaudit.certify.lengths import lengths
 from lipaudit.certify.rounding import DOUBLE, LIBRARY, gamma, up
-from lipaudit.certify.rules.affine import add, linear_map, neg
+from lipaudit.certify.rules.affine import add, linear_map, neg, sub
 from lipaudit.certify.rules.moves import make_move, make_moving, masked_fill
 from lipaudit.certify.rules.smooth import EXP, relax, square_remainder
 
@@ -71,6 +71,18 @@ def log_softmax(
         return masked_fill(log_p, hidden, -torch.inf) if hidden.any() else log_p
 
     return _apply_along(input, dim, rule)
+
+
+def logsumexp(input: Form, dim: int, keepdim: bool = False) -> Form:
+    """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
+    gather = make_move("gather")
+
+    def rule(rows: Form) -> Form:
+        top = rows.centre.argmax(-1, keepdim=True)
+        return sub(gather(rows, -1, top), gather(_log_softmax(rows)[0], -1, top))
+
+    result: Any = _apply_along(input, dim, rule)
+    return result if keepdim else result.squeeze(dim)
 
 
 def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> Form:

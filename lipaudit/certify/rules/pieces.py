@@ -6,6 +6,9 @@ convex function. For a rounded a in [0, 1] the largest relu(z) - a z is at an en
 2 m = max(-a l, (1 - a) u). The symbol eps is defined by the equation: on z >= 0 and z <= 0 apart,
 h is z and 0, and what the equation then says of eps is used (`branch`). So eps takes no slack in.
 
+max(x, y) = y + r(x - y); a leaky ReLU is s x + (1 - s) r(x), and |x| that with s = -1; x held to
+[lo, hi] is lo + r(x - lo) - r(x - hi).
+
 The largest of many: for any entry i, max_j x_j - x_i = max_j r(x_j - x_i) lies in [0, h] with h
 the largest end of a difference x_j - x_i. i is the largest at the centre. Where it is the largest
 on the whole ball, h = 0 and nothing is lost.
@@ -13,14 +16,18 @@ on the whole ball, h = 0 and nothing is lost.
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from lipaudit.certify.form import Form, NoRuleError, UnboundedError
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, tiny, up
-from lipaudit.certify.rules.affine import add, as_pair, sub
+from lipaudit.certify.rules.affine import add, as_pair, neg, scale, sub
+from lipaudit.certify.rules.bilinear import div, mul
 from lipaudit.certify.rules.moves import make_move
 from lipaudit.certify.symbols import Unit
 
@@ -54,6 +61,76 @@ def relu(input: Form, inplace: bool = False) -> Form:
     lost = gamma(2, DOUBLE) * (centre.abs() + m) + gamma(1, dtype) * a * input.mass * mixed
     slack = up(a * input.slack + lost + symbols.count * tiny(dtype) * mixed)
     return Form(centre, dense, slack, symbols, blocks=blocks)
+
+
+def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -> Form:
+    """Return x where x > 0, else s x; the slope s may be a tensor of constants."""
+    # In float64, so that 1 - s has the smallest possible rounding error.
+    s = torch.as_tensor(negative_slope, dtype=DOUBLE, device=input.device)
+    return add(scale(input, s), scale(relu(input), 1 - s, roundings=2))
+
+
+def prelu(input: Form, weight: Tensor) -> Form:
+    """Return a leaky ReLU with a slope per channel (axis 1)."""
+    shape = [1] * (input.ndim - 2) if input.ndim > 1 and weight.numel() > 1 else []
+    return leaky_relu(input, weight.view(-1, *shape))
+
+
+def maximum(input: Any, other: Any) -> Form:
+    """Return the larger of two, entry by entry."""
+    return add(other, relu(sub(input, other)))
+
+
+def minimum(input: Any, other: Any) -> Form:
+    """Return the smaller of two, entry by entry."""
+    return sub(input, relu(sub(input, other)))
+
+
+def clamp(input: Form, min: Any = None, max: Any = None) -> Form:  # noqa: A002
+    """Return x clamped to [min, max]; as in torch, max if max < min."""
+    held = input if min is None else maximum(input, min)
+    return held if max is None else minimum(held, max)
+
+
+def hardsigmoid(input: Form, inplace: bool = False) -> Form:
+    """(x + 3) / 6 held to [0, 1]."""
+    return div(clamp(add(input, 3.0), 0.0, 6.0), 6.0)
+
+
+def hardswish(input: Form, inplace: bool = False) -> Form:
+    """Return x hardsigmoid(x)."""
+    return mul(input, hardsigmoid(input))
+
+
+def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
+    """Return the largest value over axes."""
+    axes = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # no axes means all
+    axes = [axis % input.ndim for axis in axes]
+    others = [axis for axis in range(input.ndim) if axis not in axes]
+    flat = input.permute(*others, *axes).flatten(len(others)) if axes else input[..., None]
+    result = largest(flat)  # type: ignore[arg-type]
+    kept = [1 if axis in axes else size for axis, size in enumerate(input.shape)]
+    return result.reshape(kept) if keepdim else result  # type: ignore[return-value]
+
+
+def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
+    """Return the smallest value over axes."""
+    return neg(amax(neg(input), dim, keepdim))
+
+
+Extreme = namedtuple("Extreme", ("values", "indices"))
+"""What torch.max returns of an axis; the indices depend on the input, and are None."""
+
+
+def make_extreme(pair: Callable[..., Form], over: Callable[..., Form]) -> Callable[..., Any]:
+    """Return the rule of torch.max or min: of all entries, of an axis, or of two tensors."""
+
+    def rule(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(dim, Tensor):
+            return pair(input, dim)
+        return over(input) if dim is None else Extreme(over(input, dim, keepdim), None)
+
+    return rule
 
 
 def largest(x: Form) -> Form:

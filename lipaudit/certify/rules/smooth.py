@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lipaudit.certify.form import Form, NoRuleError, UnboundedError
 from lipaudit.certify.rounding import DOUBLE, LIBRARY, gamma, tiny, up
+from lipaudit.certify.rules.affine import add, scale
 
 NODES = 65
 
@@ -161,7 +162,9 @@ def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 # The suprema of |f''| and |f'''|: of gelu at 0 and 0.792, of tanh at 0.658 and 0, of sigmoid at
-# 1.317 and 0, of silu at 0 and 1.032, of erf at 0.707 and 0; those of exp and of powers at an end.
+# 1.317 and 0, of silu at 0 and 1.032, of erf at 0.707 and 0, of softplus
+# those of the sigmoid's first two derivatives, of mish at -0.088 and 0.716; those of exp, of the
+# logarithm and of powers at an end.
 # Tested on a grid with mpmath.
 GELU = Smooth(F.gelu, _constant(0.7979), _constant(0.7789), torch.abs)
 TANH_GELU = Smooth(
@@ -221,6 +224,21 @@ def make_unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
 ERF = Smooth(torch.erf, _constant(0.9679), _constant(2.2568))
 
 
+SOFTPLUS = Smooth(
+    lambda x: torch.logaddexp(x, torch.zeros_like(x)), _constant(0.25), _constant(0.0963)
+)
+MISH = Smooth(F.mish, _constant(0.6443), _constant(0.5885), torch.abs)
+# The second derivative of ELU jumps at 0: its third one has no bound.
+ELU = Smooth(F.elu, _constant(1.0), _constant(1e300), torch.ones_like)
+LOG = Smooth(
+    torch.log,
+    lambda low, high: up(low.square().reciprocal()),
+    lambda low, high: up(2 / low**3),
+)
+SIN = Smooth(torch.sin, _constant(1.0), _constant(1.0))
+COS = Smooth(torch.cos, _constant(1.0), _constant(1.0))
+
+
 def monomial(n: int) -> Smooth:
     """Return x^n for n > 2."""
 
@@ -245,6 +263,23 @@ def raise_power(input: Any, exponent: Any) -> Form:
     if exponent not in known:
         raise NoRuleError(f"pow with exponent {exponent}")
     return relax(input, known[exponent], positive=True)
+
+
+def softplus(input: Form, beta: float | int = 1, threshold: float | int = 20) -> Form:
+    """Return log(1 + e^(beta x)) / beta; like torch, x above the threshold."""
+    z = scale(input, float(beta))
+    result = relax(z, SOFTPLUS)
+    beyond = up(torch.exp(torch.tensor(-float(threshold), dtype=torch.float64)), 32)
+    result.slack = up(result.slack + beyond * (z.range()[1] > threshold))
+    return result if beta == 1 else scale(result, 1 / beta, roundings=2)
+
+
+def elu(input: Form, alpha: float | int = 1.0, inplace: bool = False) -> Form:
+    """Return x where x > 0, else alpha (e^x - 1); its slope jumps at 0 unless alpha is 1."""
+    if alpha == 1:
+        return relax(input, ELU)
+    below = relax(cast("Form", input.clamp(None, 0.0)), EXP)
+    return add(F.relu(input), scale(add(below, -1.0), alpha))
 
 
 def glu(input: Form, dim: int = -1) -> Form:

@@ -17,12 +17,14 @@ OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
     *(affine.dropout, bilinear.matmul, bilinear.mul, bilinear.div),
     *(moves.cat, moves.stack, moves.where, moves.masked_fill, moves.pad),
     *(moves.unfold, sums.einsum, sums.addmm),
-    *(mixing.softmax, mixing.log_softmax),
+    *(mixing.softmax, mixing.log_softmax, mixing.logsumexp),
     *(mixing.scaled_dot_product_attention, mixing.multi_head_attention_forward),
     *(norms.layer_norm, norms.rms_norm, norms.group_norm),
     *(norms.vector_norm, norms.normalize),
-    *(pieces.relu, pieces.max_pool2d),
-    *(smooth.gelu, smooth.silu, smooth.glu),
+    *(pieces.relu, pieces.leaky_relu, pieces.prelu, pieces.hardsigmoid, pieces.hardswish),
+    *(pieces.maximum, pieces.minimum, pieces.clamp, pieces.amax, pieces.amin),
+    pieces.max_pool2d,
+    *(smooth.gelu, smooth.silu, smooth.elu, smooth.softplus, smooth.glu),
     smooth.square,
 )
 """Rules of the operations that have their name."""
@@ -42,6 +44,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "sum": affine.reduce_axes,
     "mean": partial(affine.reduce_axes, mean=True),
     "baddbmm": lambda input, batch1, batch2, **how: sums.addmm(input, batch1, batch2, **how),
+    "avg_pool1d": sums.make_pooling(F.avg_pool1d, 1),
     "avg_pool2d": sums.make_pooling(F.avg_pool2d, 2),
     "adaptive_avg_pool1d": sums.make_pooling(F.adaptive_avg_pool1d, 1),
     "adaptive_avg_pool2d": sums.make_pooling(F.adaptive_avg_pool2d, 2),
@@ -66,11 +69,31 @@ RULES: dict[str, Callable[..., Any]] = {
     # Norms and moments.
     "linalg_vector_norm": norms.vector_norm,
     "var": sums.variance,
+    "std": lambda *args, **how: smooth.relax(
+        sums.variance(*args, **how), smooth.SQRT, positive=True
+    ),
+    "norm": lambda input, p="fro", dim=None, keepdim=False, dtype=None: norms.vector_norm(
+        input, p, dim, keepdim
+    ),
     # Functions of each entry, and extremes.
     "exp": make_unary(smooth.EXP),
     "tanh": make_unary(smooth.TANH),
     "sigmoid": make_unary(smooth.SIGMOID),
     "erf": make_unary(smooth.ERF),
+    "sin": make_unary(smooth.SIN),
+    "cos": make_unary(smooth.COS),
+    "log": make_unary(smooth.LOG, positive=True),
+    "mish": lambda input, inplace=False: smooth.relax(input, smooth.MISH),
+    "abs": lambda input: pieces.leaky_relu(input, -1.0),
+    "clip": pieces.clamp,
+    "clamp_min": lambda input, min: pieces.clamp(input, min),
+    "clamp_max": lambda input, max: pieces.clamp(input, None, max),
+    "relu6": lambda input, inplace=False: pieces.clamp(input, 0.0, 6.0),
+    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: pieces.clamp(
+        input, min_val, max_val
+    ),
+    "max": pieces.make_extreme(pieces.maximum, pieces.amax),
+    "min": pieces.make_extreme(pieces.minimum, pieces.amin),
     "rsqrt": make_unary(smooth.RSQRT, positive=True),
     "sqrt": make_unary(smooth.SQRT, positive=True),
     "reciprocal": make_unary(smooth.RECIPROCAL, positive=True),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -25,6 +25,7 @@ from lipaudit.theory.spectral.upper import (
     spectral_norm,
 )
 
+S = TypeVar("S", bound="Stack")
 T = TypeVar("T")
 
 
@@ -32,11 +33,11 @@ T = TypeVar("T")
 class Stack:
     """Tensors that are indexed and cast together."""
 
-    def pick(self, index: Any) -> Self:
+    def pick(self: S, index: Any) -> S:
         """Index all of them."""
         return type(self)(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    def to_single(self) -> Self:
+    def to_single(self: S) -> S:
         """Return all of them in single precision."""
         return type(self)(*(getattr(self, field.name).float() for field in fields(self)))
 

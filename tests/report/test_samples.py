@@ -9,7 +9,7 @@ import pytest
 from lipaudit import schema
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import layouts
-from lipaudit.report import of_reports, of_sample, render, terminal
+from lipaudit.report import of_sample, render, terminal
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.samples import choose_sample
 from lipaudit.tables.report import Example, Gradient
@@ -112,18 +112,6 @@ def test_a_report_without_samples_says_so(report):
     for sample in (None, "x"):
         with pytest.raises(InputError, match="has no results for single samples"):
             of_sample(alone, "x.json", sample)
-
-
-def test_the_worst_are_shown_where_something_ranks_them(report):
-    def shown(*names):
-        kept = tuple(report.section(name) for name in names)
-        page = of_reports(keep(report, *kept))["page"]()
-        return any(chapter.name == "worst-samples" for chapter in page.chapters)
-
-    assert shown("jacobian")
-    assert shown("attack")
-    assert not shown("bounds")
-    assert not shown("scaling", "certify")
 
 
 def test_without_norms_the_least_certified_come_first(report):

@@ -1,7 +1,6 @@
 """A measure that nobody here has heard of: its columns are all that the page needs."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -10,16 +9,12 @@ from lipaudit.report import RENDERERS, of_comparison, of_reports, render
 from lipaudit.report.blocks import Table
 from lipaudit.report.page.document import compare_sections, show_section
 from lipaudit.report.pictures import Heatmap, Histogram
-from lipaudit.tables import Column, Note
+from lipaudit.tables import Note
 from tests.report.conftest import keep
 from tests.strangers import HEAT, SPREAD, register
 from tests.strangers import registry as registry
 
 PAGES = sorted({name for name, known in RENDERERS.items() if known.takes == "page"} - {"latex"})
-
-
-EXTRA = Column("extra", "A later thought.", unit="s", domain="", format=".1f")
-WIDER = replace(SPREAD, fixed={**SPREAD.fixed, "extra": EXTRA})
 
 
 @pytest.fixture
@@ -66,20 +61,6 @@ def test_its_columns_say_how_they_are_written(strangers, name):
 def test_it_is_written_and_read_back(strangers):
     assert schema.loads(schema.dumps(strangers)) == strangers
     assert render(strangers, "json").decode() == schema.dumps(strangers)
-
-
-def test_a_row_of_another_measure_is_refused(strange):
-    with pytest.raises(ValueError, match="a row has no column"):
-        SPREAD.section(rows=strange[1].rows)
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_new_column_appears_by_itself(strangers, monkeypatch, name):
-    register(monkeypatch, WIDER)
-    wider = WIDER.section(rows=[WIDER.row(stage="stem", depth=0, extra=2.5)])
-    text = render(keep(strangers, wider), name).decode()
-    assert "extra" in text
-    assert "2.5 s" in text
 
 
 def test_figures_of_heads_are_mapped_and_those_of_samples_counted(strange):

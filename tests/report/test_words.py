@@ -131,15 +131,6 @@ def run(*args: str, width: int = 80):
     return invoke("explain", *args, code=None, columns=width)
 
 
-def test_without_a_name_every_name_stands_under_its_topic():
-    done = run()
-    assert done.exit_code == 0, done.output
-    words = " ".join(done.stdout.split())
-    for topic in list_explanations():
-        assert topic.group in done.stdout
-        assert topic.name in words or not topic.group
-
-
 def test_what_is_asked_for_by_its_own_name_comes_first():
     assert run("exact").stdout.startswith("exact: Computed at the samples X")
     within = " ".join(run("within").stdout.split())

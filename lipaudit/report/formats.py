@@ -90,7 +90,7 @@ def find_file_format(path: Path, forms: Collection[Form]) -> Format:
             return known
     suffixes = dict.fromkeys(suffix for known in able for suffix in known.suffixes)
     raise UsageError(
-        f"cannot tell a possible format of {path} from its name",
+        f"cannot tell the format of {path}: its suffix names none that is possible here",
         suggestion(path.suffix.lower(), suffixes),
     )
 
@@ -126,17 +126,16 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
         return one | ({"screen": lambda: document.make_screen(report)} if several else {})
     ranking = cache(lambda: rank(reports, by))
 
-    chapter = cache(lambda: make_ranking_chapter(ranking(), reports))
-
     def make_page(*, short: bool) -> Any:
-        opening = document.open_several(reports, describe_ranking(ranking()))
-        return document.make_pages(reports, [opening, chapter()], short=short)
+        opening = document.open_several(reports, describe_ranking(ranking()), short=short)
+        chapter = make_ranking_chapter(ranking(), reports, short=short)
+        return document.make_pages(reports, [opening, chapter], short=short)
 
     return {
         "page": cache(lambda: make_page(short=False)),
         "screen": lambda: make_page(short=True),
         "record": ranking,
-        "frame": lambda: records.list_rows(chapter()),
+        "frame": lambda: records.list_rows(make_ranking_chapter(ranking(), reports)),
     }
 
 

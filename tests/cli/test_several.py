@@ -120,7 +120,7 @@ def test_where_one_model_fails_the_others_go_on(pages, monkeypatch):
         assert said.index("not finite") < said.index("Which model is the most robust?")
         assert "demo:robust" in said
     page = Path("run/report.html").read_text()
-    assert page.index('id="ranking"') < page.index('id="scorecards"')
+    assert page.index('id="ranking"') < page.index('id="attention"')
 
 
 def test_a_model_of_which_nothing_could_be_measured_has_a_report_that_says_so(monkeypatch):

@@ -108,8 +108,9 @@ def test_it_begins_with_what_changed_regressions_first(subject, before, after):
 
 def test_a_screen_counts_what_changed_and_names_the_first(subject):
     screen = subject["screen"]()
-    share = figures(screen)["attack.robust:mean worst,linf,0.1"]
+    share = figures(subject["page"]())["attack.robust:mean worst,linf,0.1"]
     assert (share["samples"], share["gained"], share["lost"]) == (64, 10, 3)
+    assert len(figures(screen)) == 6
     (flipped,) = blocks(screen, "samples", Table)
     lost = sorted(range(3), key=lambda i: -NORMS[i])
     assert [row[1] for row in flipped.rows] == [f"index {i}" for i in lost]
@@ -119,6 +120,7 @@ def test_a_screen_counts_what_changed_and_names_the_first(subject):
     assert heads.rows[0][0] == "1.1"
     text = terminal.render(screen, width=80).decode()
     assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) <= 45
     assert "--details" in text
 
 

@@ -31,7 +31,7 @@ from lipaudit.tables.trials import FLAGS
 FIRST: tuple[VerdictStatus, ...] = ("regressed", "improved", "inconclusive", "unchanged")
 """Verdicts, the most severe first."""
 FEW = 3
-"""Number of samples and heads on one screen."""
+"""Number of samples and heads on one screen; it has twice as many figures."""
 NORM = "jacobian.norm"
 Cells = list[tuple[Column | str, Iterable[Any]]]
 
@@ -113,7 +113,7 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     """Show the verdicts, the most severe first, and note what permits the comparison."""
     judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
     judged.sort(key=lambda verdict: FIRST.index(verdict.status))
-    rows = judged[: TOP if short else None]
+    rows = judged[: 2 * FEW if short else None]
     texts = [verdict.texts for verdict in rows]
     cells: Cells = [
         ("metric", [f"{verdict.metric} {verdict.name}".rstrip() for verdict in rows]),
@@ -121,11 +121,17 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
         ("old", [each["baseline"] or None for each in texts]),
         ("new", [each["current"] or None for each in texts]),
         ("change", [each["change"] or None for each in texts]),
-        ("paired", [each["paired"] or None for each in texts]),
-        ("95 % limits", [format_change_limits(verdict) or None for verdict in rows]),
-        ("samples", [verdict.samples or None for verdict in rows]),
     ]
-    if any(verdict.mcnemar is not None for verdict in rows):
+    cells += (
+        ()
+        if short
+        else [
+            ("paired", [each["paired"] or None for each in texts]),
+            ("95 % limits", [format_change_limits(verdict) or None for verdict in rows]),
+            ("samples", [verdict.samples or None for verdict in rows]),
+        ]
+    )
+    if not short and any(verdict.mcnemar is not None for verdict in rows):
         cells.append(("lost", [verdict.lost for verdict in rows]))
         cells.append(("gained", [verdict.gained for verdict in rows]))
         cells.append(("McNemar", [verdict.mcnemar for verdict in rows]))
@@ -173,7 +179,7 @@ def _show_heads(pair: Pair, most: int) -> list[Block]:
         ("stands", [None if head.p_adjusted is None else head.stands for head in shown]),
     ]
     maps = []
-    for metric, group in groups.items():
+    for metric, group in groups.items() if most > FEW else ():
         column, unit = find_column(metric), group[0].unit
         heads = {(head.layer, head.head): head for head in group}
         both = [heads.get((head.layer, head.head)) for head in shown]
@@ -191,7 +197,7 @@ def _show_heads(pair: Pair, most: int) -> list[Block]:
     table = make_table(f"Heads that moved most{part}, by {first}", cells, strong=strong)
     proven = sum(head.stands for head in changes)
     count = f"{proven} of {len(changes)} changes are proven (column stands)."
-    return [Paragraph(count), table, *(maps if most > FEW else [])]
+    return [Paragraph(count), table, *maps]
 
 
 def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Block]:
@@ -208,8 +214,8 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
     for metric in sorted(counts, key=lambda metric: (-counts[metric], metric != NORM)):
         name, _, trial = metric.partition("@")
         both = [sample.figures.get(metric, (None, None)) for sample in shown]
-        # A figure is shown if half of the samples have it; yes and no stand in the column before.
-        known = 2 * sum(metric in sample.figures for sample in shown) >= len(shown)
+        # A figure is shown if half of the samples have it; yes and no are in the column before.
+        known = most > FEW and 2 * sum(metric in sample.figures for sample in shown) >= len(shown)
         for end, when in (
             enumerate(("old", "new")) if known and name.split(".")[-1] not in FLAGS else ()
         ):

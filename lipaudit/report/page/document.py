@@ -185,7 +185,7 @@ def make_pages(
     return Document(title, (*chapters, WORDS))
 
 
-def open_several(reports: Sequence[Report], answer: str) -> Chapter:
+def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chapter:
     """Return the opening of a page of several reports: what they lack, share and warn of."""
     names = model_labels(reports)
     gaps = (
@@ -193,6 +193,7 @@ def open_several(reports: Sequence[Report], answer: str) -> Chapter:
     )
     facts = [list_facts(report).items() for report in reports]
     common = [fact for fact in facts[0] if all(fact in each for each in facts)]
+    common = [fact for fact in common if fact[0] in SHORT or not short]
     outcome = Paragraph(answer, "answer") if answer else None
     return open_page(outcome, " ".join(gaps), common, list_warnings(reports))
 

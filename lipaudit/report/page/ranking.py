@@ -13,8 +13,13 @@ from lipaudit.report.blocks import Block, Chapter, Paragraph, list_notes, make_t
 from lipaudit.report.page.scorecard import list_lines
 from lipaudit.tables import Column, Report, model_labels
 
+FEW = 4
+"""Number of figures of each scorecard on one screen."""
 
-def make_ranking_chapter(ranking: Ranking, reports: Sequence[Report]) -> Chapter:
+
+def make_ranking_chapter(
+    ranking: Ranking, reports: Sequence[Report], *, short: bool = False
+) -> Chapter:
     """Return the chapter of the ranking: a row for every model, and the criterion."""
     models = ranking.models
     cells: list[tuple[Column | str, Iterable[Any]]] = [("model", [each.model for each in models])]
@@ -25,7 +30,8 @@ def make_ranking_chapter(ranking: Ranking, reports: Sequence[Report]) -> Chapter
     # The figures of the scorecards, a column each.
     names = zip(model_labels(reports), reports, strict=True)
     cards = {name: {line.label: line for line in list_lines(report)} for name, report in names}
-    for label in dict.fromkeys(label for card in cards.values() for label in card):
+    labels = list(dict.fromkeys(label for card in cards.values() for label in card))
+    for label in labels[: FEW if short else None]:
         lines = [cards[model.model].get(label) for model in models]
         column = replace(next(line.column for line in lines if line), label=label)
         cells.append((column, [line and line.value for line in lines]))

@@ -120,7 +120,7 @@ def test_a_screen_counts_what_changed_and_names_the_first(subject):
     assert heads.rows[0][0] == "1.1"
     text = terminal.render(screen, width=80).decode()
     assert max(map(len, text.splitlines())) <= 80
-    assert len(text.splitlines()) <= 45
+    assert len(text.splitlines()) <= 55
     assert "--details" in text
 
 

@@ -209,8 +209,9 @@ class Tracer:
 def run_observed(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
     """Run an observed model and return its output; in float64, everything is computed so."""
     wide = Widening() if net.dtype == torch.float64 else nullcontext()
-    # A text model is cut at its token embedding and at every module that shares its weight.
-    with wide, tracer.watching(net.module), watch_embeddings(net, tracer.input):
+    # A text model is cut at its token embedding and at every module that shares its weight. Casts
+    # are taken out first: what is computed of a layer on the way is not the model's.
+    with tracer.watching(net.module), wide, watch_embeddings(net, tracer.input):
         x = batch.x if net.kind == "text" else tracer.input(batch.x)
         return net.read(net.call(x, batch.mask)).detach()
 

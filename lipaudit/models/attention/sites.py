@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -154,16 +154,11 @@ def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> t
     def holds(block: nn.Module) -> bool:
         return any(id(part) in holders for part in block.modules())
 
-    stacks = [(name, stack) for name, stack in _walk_stacks(module) if holds(stack)]
-    blocks = [(f"{name}.{i}", block) for name, stack in stacks for i, block in enumerate(stack)]
+    lists = {n: part for n, part in module.named_modules() if isinstance(part, nn.ModuleList)}
+    blocks = [
+        (f"{name}.{i}", block)
+        for name, stack in lists.items()
+        if holds(stack) and not any(name.startswith(f"{outer}.") for outer in lists)
+        for i, block in enumerate(stack)
+    ]
     return tuple(path for path, block in blocks if not holds(block))
-
-
-def _walk_stacks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """Yield the outermost lists of modules."""
-    for name, part in module.named_children():
-        here = f"{path}.{name}" if path else name
-        if isinstance(part, nn.ModuleList):
-            yield here, part
-        else:
-            yield from _walk_stacks(part, here)

@@ -15,7 +15,7 @@ from lipaudit.engine.files import require_writable
 from lipaudit.engine.launcher import Place, share_run
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import MeasureOptions, load_measures
-from lipaudit.models.net import Net
+from lipaudit.models.net import NEEDED, Net
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import (
     compare_derivative,
@@ -215,7 +215,7 @@ def _suit_measure(
         UsageError: the options do not suit the model, or the measure does not work on scores.
     """
     if score is None:
-        return options.adapt(net.kind, net.changes, net.why_unchanged)
+        return options.adapt(net.kind, net.changes, NEEDED)
     if options.scores == "never":
         raise UsageError(
             f"{name} does not support scores",

@@ -322,6 +322,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
         UsageError: an attack that cannot work on such samples, or a radius beyond the box.
     """
     from lipaudit.attacks.evaluate import require_radius
+    from lipaudit.models.net import NEEDED
 
     if (net.classes or 0) < 2:
         raise InputError(
@@ -336,7 +337,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
         )
     require_entry(net)
     trials = options.trials()
-    require_suitable(trials, net.kind, net.changes, net.why_unchanged)
+    require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
         require_radius(trial, net.box, net.input_shape)
 

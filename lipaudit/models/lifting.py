@@ -91,11 +91,11 @@ def hold(
             if buffer is not None:
                 kind = dtype if buffer.is_floating_point() else buffer.dtype
                 part._buffers[name] = buffer.to(device, kind)
-        own = [p for p in part._parameters.values() if p is not None]
-        for p in own:
+        parameters = [p for p in part._parameters.values() if p is not None]
+        for p in parameters:
             if p.is_floating_point() and not _narrower(p, dtype):
                 p.data = p.data.to(dtype)
-        if any(_lifts(p, dtype, device) for p in own):
+        if any(_lifts(p, dtype, device) for p in parameters):
             part.__dict__["_parameters"] = _Parameters(part._parameters, dtype, device)
     kinds = {p.dtype for p in module.parameters() if _narrower(p, dtype)}
     return tuple(sorted(kinds, key=str))
@@ -142,9 +142,9 @@ class _Parameters(dict[str, Any]):
     """Number of running model calls."""
 
     def __init__(
-        self, own: dict[str, Any], dtype: torch.dtype, device: torch.device | None
+        self, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device | None
     ) -> None:
-        super().__init__(own)
+        super().__init__(parameters)
         self.dtype, self.device = dtype, device
 
     def __getitem__(self, name: str) -> Any:
@@ -155,12 +155,12 @@ class _Parameters(dict[str, Any]):
         super().__setitem__(name, value if value is None else _stored.get(value, value))
 
     def items(self) -> Any:
-        own = super().items()
-        return ((name, self._lifted(p)) for name, p in own) if self.running else own
+        parameters = super().items()
+        return ((name, self._lifted(p)) for name, p in parameters) if self.running else parameters
 
     def values(self) -> Any:
-        own = super().values()
-        return (self._lifted(p) for p in own) if self.running else own
+        parameters = super().values()
+        return (self._lifted(p) for p in parameters) if self.running else parameters
 
     def _lifted(self, stored: Any) -> Any:
         return None if stored is None else _lift(stored, self.dtype, self.device)

@@ -109,8 +109,11 @@ def find_free_memory(device: torch.device, root: Path = Path("/")) -> int | None
     lines = _read(root / "proc/meminfo").splitlines()
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     # Inside a container its own group is the root, whatever the path says.
-    own, mount = Path(_read(root / "proc/self/cgroup").strip().removeprefix("0::/")), root / CGROUP
-    for group in (mount / own, *(mount / parent for parent in own.parents)):
+    path, mount = (
+        Path(_read(root / "proc/self/cgroup").strip().removeprefix("0::/")),
+        root / CGROUP,
+    )
+    for group in (mount / path, *(mount / parent for parent in path.parents)):
         allowed, used = (_read(group / f"memory.{name}").strip() for name in ("max", "current"))
         if allowed.isdigit() and used.isdigit():
             rows = _read(group / "memory.stat").splitlines()

@@ -20,6 +20,8 @@ OWN = "module"
 """Source of a module object that has no MODEL name."""
 NO_DECISION = "no-decision"
 """Code of the note on a model without a class decision, such as a multi-label model."""
+NEEDED = "this needs an embedding table, and a fast tokenizer beside config.json"
+"""Why attacks cannot change the texts of a model (see `Net.changes`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +85,6 @@ class Net(ModelSpec):
         """Return why the model has no accuracy."""
         said = next((note.text for note in self.notes if note.code == NO_DECISION), "")
         return said.partition(":")[0] or f"{self.architecture} has no class scores"
-
-    @property
-    def why_unchanged(self) -> str:
-        """Return why attacks cannot change its texts."""
-        return "this needs an embedding table, and a fast tokenizer beside config.json"
 
     def output(self, batch: Batch) -> Tensor:
         """Run the model on a batch: logits or features, (batch, ...)."""

@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEEDED = ("cuda", "xpu")
-"""Devices that have their own random state."""
+"""Devices that have their seeded random state."""
 
 
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Compute in the tensors' own precision with gradients: no TF32, autocast or inference mode.
+    """Compute in the tensors' seeded precision with gradients: no TF32, autocast or inference mode.
 
     All settings are restored. TF32 would leave three digits of a spectral norm. A model may still
     change settings itself, for example by `torch.backends.cudnn.flags()`: it is measured as it is.
@@ -99,10 +99,10 @@ def seed_device(seed: int, device: torch.device) -> Iterator[None]:
 
     Other devices are not used: reading the state of a GPU takes memory, which may be missing.
     """
-    own = [device] if device.type in SEEDED else []
-    with torch.random.fork_rng(devices=own, device_type=device.type if own else "cuda"):
+    seeded = [device] if device.type in SEEDED else []
+    with torch.random.fork_rng(devices=seeded, device_type=device.type if seeded else "cuda"):
         torch.default_generator.manual_seed(seed)
-        for each in own:
+        for each in seeded:
             accelerator = torch.get_device_module(each)
             with accelerator.device(each):
                 accelerator.manual_seed(seed)

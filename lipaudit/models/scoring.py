@@ -86,13 +86,13 @@ def _score_rows(net: Net, x: Tensor, mask: Tensor | None, how: Score, count: int
     every = ids[:, None].expand(order.shape[:2] + ids.shape[1:]).gather(2, order).flatten(0, 1)
     tokens = every[:, first + 1 :][where][:, None]
     logs = net.next_logits(z, first)[:, :-1][where].log_softmax(1)
-    own = logs.gather(1, tokens)[:, 0]
+    chosen = logs.gather(1, tokens)[:, 0]
     divisor = 1 if how == "sum" else where.sum(1)
-    scores = own.new_zeros(where.shape).index_put((where,), own).sum(1) / divisor
+    scores = chosen.new_zeros(where.shape).index_put((where,), chosen).sum(1) / divisor
     if count:
         return scores.view(-1, count)
     other = logs.scatter(1, tokens, -math.inf).amax(1)
-    ahead = own.new_full(where.shape, math.inf).index_put((where,), own - other).amin(1)
+    ahead = chosen.new_full(where.shape, math.inf).index_put((where,), chosen - other).amin(1)
     return torch.stack([scores, scores - ahead / divisor], 1)
 
 

@@ -116,8 +116,8 @@ class DigitsViT(nn.Module):
         tokens = x.shape[1]
         if tokens != positions.shape[1]:  # another size of images: interpolate the grid
             first, grid = positions[:, :1], positions[:, 1:]
-            side, own = math.isqrt(tokens - 1), SIZE // PATCH
-            grid = grid.mT.reshape(1, WIDTH, own, own)
+            side, known = math.isqrt(tokens - 1), SIZE // PATCH
+            grid = grid.mT.reshape(1, WIDTH, known, known)
             grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
             positions = torch.cat([first, grid.flatten(2).mT], 1)
         return self.head(self.norm(self.blocks(x + positions))[:, 0])

@@ -47,19 +47,19 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         return True
     weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
-    own, preprocess = getattr(module, "pretrained_cfg", None), net.preprocess
+    trained, preprocess = getattr(module, "pretrained_cfg", None), net.preprocess
     if isinstance(module, DigitsViT):
         architecture, arguments = AS_TIMM
         kept: dict[str, Any] = {}
-    elif own is not None:
-        architecture = str(own.get("architecture"))
+    elif trained is not None:
+        architecture = str(trained.get("architecture"))
         # The arguments the model was built with: of its directory, and of the options.
         file = Path(net.name) / "config.json"
         built = read_json(file).get("model_args", {}) if file.is_file() else {}
         built |= dict((options or LoadOptions()).model_kwargs)
         arguments = {k: v for k, v in built.items() if k not in ("pretrained", "num_classes")}
         names = ("interpolation", "crop_pct", "crop_mode", "first_conv", "classifier")
-        kept = {name: own[name] for name in names if own.get(name) is not None}
+        kept = {name: trained[name] for name in names if trained.get(name) is not None}
     else:
         return False
     classes = net.classes or 0

@@ -229,10 +229,10 @@ def pad_inputs(
         InputError: every id of the vocabulary ends a text of the batch.
     """
     config = find_text_config(module.config)
-    own = find_pad(config)
+    pad = find_pad(config)
     last = None if mask is None else mask.long().cumsum(1).argmax(1)
-    fill: int | None = own
-    if own is None or own == end:
+    fill: int | None = pad
+    if pad is None or pad == end:
         # An id that ends no text; without padding, one beyond the vocabulary, which no text has.
         size: int = config.vocab_size
         used = set() if last is None else {*x.gather(1, last[:, None]).flatten().tolist(), end}
@@ -244,7 +244,7 @@ def pad_inputs(
         )
 
     with ExitStack() as undo:
-        if own is None and is_classifier(module):
+        if pad is None and is_classifier(module):
             undo.callback(setattr, config, "pad_token_id", config.pad_token_id)
             config.pad_token_id = fill
         if mask is None:

@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEEDED = ("cuda", "xpu")
-"""Devices that have their seeded random state."""
+"""Devices that have their own random state."""
 
 
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Compute in the tensors' seeded precision with gradients: no TF32, autocast or inference mode.
+    """Compute in the tensors' own precision with gradients: no TF32, autocast or inference mode.
 
     All settings are restored. TF32 would leave three digits of a spectral norm. A model may still
     change settings itself, for example by `torch.backends.cudnn.flags()`: it is measured as it is.

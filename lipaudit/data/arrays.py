@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import gzip
-import io
-import json
 import re
-import zipfile
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from numpy.lib import format as npy
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lipaudit.data.batch import SampleOrigin
 from lipaudit.data.images import to_box
+from lipaudit.data.labels import require_labels
 from lipaudit.data.samples import (
-    DEFLATED,
     DataOptions,
     Samples,
-    check_size,
     draw_indices,
     make_samples,
     refuse_damage,
-    require_labels,
 )
 from lipaudit.errors import InputError
 
@@ -40,15 +31,11 @@ if TYPE_CHECKING:
 SUFFIXES = (".npz", ".safetensors")
 INPUTS = ("x", "images", "inputs")
 LABELS = ("y", "labels")
-HEADER = 1 << 16
-"""Number of bytes that contain the header of any numeric array."""
 NAME = re.compile(r"[-.]idx\d-ubyte(?:\.gz)?$")
 """Names of files in the IDX format, compressed or not."""
 KINDS = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 """Number types, by the third byte of an IDX file."""
 CHANNELS = (1, 3, 4)
-MADE_OF = "made_of"
-"""Metadata key in a file of adversarial examples: ids of the original samples, as JSON."""
 
 
 def holds_arrays(path: Path) -> bool:
@@ -74,13 +61,7 @@ def read_arrays(path: Path, net: Net, options: DataOptions) -> Samples:
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
             f"Call the inputs {' or '.join(INPUTS)} and the labels {' or '.join(LABELS)}.",
         )
-    names: list[str] = []
-    if path.suffix == ".safetensors":
-        with safe_open(path, "pt") as file:
-            given = (file.metadata() or {}).get(MADE_OF)
-        with suppress(ValueError, TypeError, RecursionError):  # other metadata of that name
-            names = [f"made of {name}" for name in json.loads(given or "[]")]
-    return draw_arrays(x, y, net, options, origin=str(path), names=names)
+    return draw_arrays(x, y, net, options, origin=str(path))
 
 
 def draw_arrays(
@@ -90,7 +71,6 @@ def draw_arrays(
     options: DataOptions,
     *,
     origin: str,
-    names: Sequence[str] = (),
 ) -> Samples:
     """Draw samples from tensors, in the layouts of `read_arrays`.
 
@@ -100,7 +80,6 @@ def draw_arrays(
         net: the model.
         options: number of samples and seed.
         origin: name of the data in messages.
-        names: the name of each sample in the file; empty without names.
 
     Raises:
         InputError: the shape does not fit the model, or values are out of range; the message names
@@ -124,8 +103,7 @@ def draw_arrays(
     labels = None if y is None else [int(v) for v in y[order]]
     if labels is not None:
         require_labels({str(v): v for v in labels}, net, f"{origin}: ")
-    named = len(names) == len(x)
-    origins = [SampleOrigin(f"index {i}, {names[i]}" if named else f"index {i}") for i in order]
+    origins = [SampleOrigin(f"index {i}") for i in order]
     return make_samples(list(samples), net, labels, origins=origins)
 
 
@@ -141,39 +119,15 @@ def load_arrays(path: Path) -> dict[str, Tensor]:
     with refuse_damage(path, f"{path.suffix} file", advice):
         if path.suffix == ".safetensors":
             return dict(load_file(path))
-        with zipfile.ZipFile(path) as archive:
-            entries = [each for each in archive.infolist() if each.filename.endswith(".npy")]
-            arrays = {each.filename[:-4]: _read_entry(archive, each) for each in entries}
-        return {name: torch.from_numpy(a) for name, a in arrays.items() if a is not None}
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        # Texts beside the numbers (such as a credit) are skipped.
+        return {name: torch.from_numpy(a) for name, a in arrays.items() if a.dtype.kind in "uif"}
 
 
 def find_array(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
     """Return the array that has one of the usual names."""
     return next((arrays[n] for n in names if n in arrays), None)
-
-
-def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray | None:
-    """Read an array after checking that its size fits the file; None if it holds no numbers.
-
-    Raises:
-        ValueError: the array claims more bytes than the file has, or it holds Python objects.
-    """
-    # Read the header first: memory is allocated only for sizes that fit the file.
-    with archive.open(entry) as file:
-        start = io.BytesIO(file.read(HEADER))
-    read_header = {1: npy.read_array_header_1_0, 2: npy.read_array_header_2_0}
-    shape, _, kind = read_header[npy.read_magic(start)[0]](start)
-    if kind.hasobject:
-        raise ValueError(f"{entry.filename} holds Python objects")
-    # Skip texts beside the numbers (such as a credit).
-    if kind.kind not in "uif":
-        return None
-    # The directory of an archive may state wrong sizes; the size of the file is true.
-    stored = min(entry.compress_size, Path(str(archive.filename)).stat().st_size)
-    packed = 1 if entry.compress_type == zipfile.ZIP_STORED else DEFLATED
-    check_size(shape, kind.itemsize, min(entry.file_size, packed * stored))
-    with archive.open(entry) as file:
-        return npy.read_array(file, allow_pickle=False)
 
 
 def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
@@ -240,14 +194,12 @@ def read_idx(path: Path) -> dict[str, Tensor]:
 
 def _read_idx_array(path: Path) -> Tensor:
     """Read one array: 0, 0, type, number of axes; then the sizes, big-endian; then the numbers."""
-    with refuse_damage(path, "IDX file", "Copy or download it again."), path.open("rb") as file:
-        packed = file.peek(2)[:2] == b"\x1f\x8b"
-        data = gzip.GzipFile(fileobj=file) if packed else file
-        _, _, code, axes = data.read(4)
-        kind, shape = np.dtype(KINDS[code]), np.frombuffer(data.read(4 * axes), ">i4", axes)
-        most = path.stat().st_size * (DEFLATED if packed else 1)
-        values = data.read(check_size(shape.tolist(), kind.itemsize, most) + 1)
-        array = np.frombuffer(values, kind).reshape(shape)
+    with refuse_damage(path, "IDX file", "Copy or download it again."):
+        data = path.read_bytes()
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        kind, axes = np.dtype(KINDS[data[2]]), data[3]
+        shape = np.frombuffer(data, ">i4", axes, 4)
+        array = np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
         return torch.from_numpy(array.astype(kind.newbyteorder("=")))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,13 +14,14 @@ from torch import Tensor
 from lipaudit.data.batch import SampleOrigin
 from lipaudit.data.samples import DataOptions, Samples, Task, draw, make_samples, warning
 from lipaudit.data.tables import (
-    TableRow,
-    check_row,
-    choose_label_column,
+    LABELS,
+    SampleTable,
+    choose_column,
+    choose_sound,
     choose_text_columns,
-    list_columns,
+    find_fault,
 )
-from lipaudit.data.text import join_row, leave_out_faulty, limit_tokens, shorten
+from lipaudit.data.text import limit_tokens, shorten
 from lipaudit.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,14 +48,25 @@ class Question:
     right: int = 0
 
 
+Ask = Callable[[Mapping[str, Any]], Question]
+"""The values of a row -> its question; a ValueError gives the fault of the row."""
+
+
 @dataclass(frozen=True)
-class _Columns:
-    """The columns of a table, and the kind of question that they ask."""
+class _Form:
+    """How the rows of a table ask.
+
+    Attributes:
+        kind: the kind of question.
+        needed: columns that may not be empty; those of the prompt come first.
+        ask: reads a question.
+        names: names of the continuations; empty for letters.
+    """
 
     kind: Literal["continuation", "choices", "labels"]
-    prompt: tuple[str, ...]
-    follows: str
-    right: str | None = None
+    needed: tuple[str, ...]
+    ask: Ask
+    names: tuple[str, ...] = ()
 
 
 def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
@@ -68,14 +79,7 @@ def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabula
     return torch.tensor([*prompt, *follow], dtype=torch.int64)
 
 
-def read_continuations(
-    rows: Sequence[TableRow],
-    net: Net,
-    options: DataOptions,
-    *,
-    origin: str,
-    classes: Sequence[str] | None = None,
-) -> Samples:
+def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Samples:
     """Read prompts, and the continuations that a language model scores behind each.
 
     The columns decide: a prompt and its continuation; a question, its choices and the answer; or a
@@ -84,32 +88,24 @@ def read_continuations(
     and continuation are tokenized together, and the ids behind the prompt's ids are the
     continuation's. A prompt that is too long loses its beginning.
 
-    Args:
-        rows: rows of the table.
-        net: the model.
-        options: number of rows, and names of columns.
-        origin: the table, for messages.
-        classes: class names of the numbers in the label column, if the table has them.
-
     Raises:
         InputError: columns are missing, rows have no question, or the model has no tokenizer.
     """
     limit, notes = limit_tokens(net, options)
+    origin = table.origin
     if net.tokenize is None or not net.vocabulary:
         raise InputError(
             f"{origin} holds text, and the model has no tokenizer",
             "Put tokenizer.json beside config.json.",
         )
     tokenize, vocabulary = net.tokenize, net.vocabulary
-    rows, faulty = leave_out_faulty(rows, options, origin)
-    columns = _choose_columns(list_columns(rows), options, origin)
-    names = () if columns.kind != "labels" else _list_label_words(rows, columns, classes, origin)
-    asked, count = _ask(rows, columns, names, classes)
-    rows, uneven = leave_out_faulty([row for row, _ in asked], options, origin)
-    questions = [question for _, question in asked if question is not None]
-    names = {"continuation": ("continuation", "rival"), "labels": names}.get(
-        columns.kind, tuple(LETTERS[:count])
-    )
+    choose_sound(table, table.faults, options)  # before columns: unreadable rows have none
+    rows = {i: table.row(i) for i in range(len(table.places)) if i not in table.faults}
+    form = _choose_form(table, rows, options)
+    asked, faults = _ask(rows, form)
+    sound, left_out = choose_sound(table, {**table.faults, **faults}, options)
+    questions = [asked[i] for i in sound]
+    names = form.names or tuple(LETTERS[: len(questions[0].continuations)])
 
     def read(k: int) -> tuple[Tensor, bool]:
         question = questions[k]
@@ -129,7 +125,7 @@ def read_continuations(
             )
         return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
 
-    drawn, skipped = draw(len(rows), options, read, what="rows")
+    drawn, skipped = draw(len(sound), options, read, what="rows")
     if cut := sum(is_cut for _, (_, is_cut) in drawn):
         text = (
             f"{cut} of {len(drawn)} prompts were cut at their beginning, so that prompt and "
@@ -140,33 +136,38 @@ def read_continuations(
         [ids for _, (ids, _) in drawn],
         net,
         [questions[k].right for k, _ in drawn],
-        notes=faulty + uneven + skipped + notes,
-        origins=[SampleOrigin(rows[k].name, shorten(questions[k].prompt)) for k, _ in drawn],
-        task=Task(columns.kind, names),
+        notes=left_out + skipped + notes,
+        origins=[
+            SampleOrigin(table.name(sound[k]), shorten((questions[k].prompt,))) for k, _ in drawn
+        ],
+        task=Task(form.kind, names),
     )
 
 
 def _ask(
-    rows: Sequence[TableRow],
-    columns: _Columns,
-    names: Sequence[str],
-    classes: Sequence[str] | None,
-) -> tuple[list[tuple[TableRow, Question | None]], int]:
-    """Return each row with its question or its fault, and the most frequent number of choices."""
-    asked: list[tuple[TableRow, Question | None]] = []
-    for row in rows:
+    rows: Mapping[int, Mapping[str, Any]], form: _Form
+) -> tuple[dict[int, Question], dict[int, str]]:
+    """Return the question of each row, and why rows have none."""
+    asked: dict[int, Question] = {}
+    faults: dict[int, str] = {}
+    for i, row in rows.items():
         try:
-            asked.append((row, _read_question(row, columns, names, classes)))
+            if empty := _find_empty(row, form.needed):
+                raise ValueError(f"has no {empty!r}")
+            asked[i] = form.ask(row)
         except ValueError as error:
-            asked.append((replace(row, fault=str(error)), None))
-    usual = Counter(len(q.continuations) for _, q in asked if q is not None).most_common(1)
-    count = usual[0][0] if usual else 0
-    for k, (row, question) in enumerate(asked):
+            faults[i] = str(error)
+    usual = Counter(len(question.continuations) for question in asked.values()).most_common(1)
+    for i, question in asked.items():
         # The classes of a batch are the choices, so all rows need the same number.
-        if question is not None and len(question.continuations) != count:
-            fault = f"has {len(question.continuations)} choices, most rows have {count}"
-            asked[k] = replace(row, fault=fault), None
-    return asked, count
+        if (count := len(question.continuations)) != usual[0][0]:
+            faults[i] = f"has {count} choices, most rows have {usual[0][0]}"
+    return asked, faults
+
+
+def _find_empty(row: Mapping[str, Any], needed: Sequence[str]) -> str | None:
+    """Return the first needed column that is empty in a row."""
+    return next((n for n in needed if row.get(n) is None or not str(row[n]).strip()), None)
 
 
 def _encode_pair(
@@ -182,91 +183,70 @@ def _encode_pair(
     return before, both[len(before) :]
 
 
-def _choose_columns(columns: Sequence[str], options: DataOptions, origin: str) -> _Columns:
-    """Derive the kind of question from the columns of a table."""
-    choose_prompt = partial(choose_text_columns, columns, options, origin=origin, usual=PROMPTS)
-    choices = next((name for name in CHOICES if name in columns), None)
-    if choices is not None:
-        right = choose_label_column(columns, options, origin=origin, usual=ANSWERS)
-        if right is None:
-            raise InputError(
-                f"{origin} does not say which of the {choices} is right",
-                "Name the column of the right choice with --label-column.",
-            )
-        return _Columns("choices", choose_prompt(), choices, right)
-    pair = next((pair for pair in CONTINUED if set(pair) <= set(columns)), None)
-    if pair is not None and options.text_column is None and options.label_column is None:
-        return _Columns("continuation", pair[:1], pair[1])
-    label = choose_label_column(columns, options, origin=origin)
-    if label is not None:
-        return _Columns("labels", choose_prompt(), label, label)
-    texts = () if options.text_column is None else choose_prompt()
-    if len(texts) == 2:
-        return _Columns("continuation", texts[:1], texts[1])
-    raise InputError(
-        f"{origin} has no column to score (columns: {', '.join(columns)})",
-        "It needs prompt and continuation (or --text-column PROMPT,CONTINUATION); question, "
-        "choices and answer; or a text and a label.",
-    )
-
-
-def _list_label_words(
-    rows: Sequence[TableRow], columns: _Columns, classes: Sequence[str] | None, origin: str
-) -> tuple[str, ...]:
-    """Return the class names, which are the continuations to score.
+def _choose_form(
+    table: SampleTable, rows: Mapping[int, Mapping[str, Any]], options: DataOptions
+) -> _Form:
+    """Derive the kind of question from the columns of a table.
 
     Raises:
-        InputError: labels are numbers without known names.
+        InputError: a column is missing, or labels are numbers without known names.
     """
-    if classes is not None:
-        return tuple(classes)
-    values = {
-        str(row.values[columns.follows]) for row in rows if _find_empty(row, columns) is None
-    }
-    number = next((v for v in values if v.strip().lstrip("-").replace(".", "").isdigit()), None)
-    if number is not None:
+    columns, origin = table.columns, table.origin
+    choices = next((name for name in CHOICES if name in columns), None)
+    label = choose_column(table, options.label_column, (*(ANSWERS if choices else ()), *LABELS))
+    pair = next((pair for pair in CONTINUED if set(pair) <= set(columns)), None)
+    plain = options.text_column is None and options.label_column is None
+    texts = () if options.text_column is None else choose_text_columns(table, options)
+    if pair is None and label is None and len(texts) == 2:
+        pair, plain = (texts[0], texts[1]), True
+    if choices is None and pair is not None and plain:
+        prompt, follows = pair
+        return _Form(
+            "continuation",
+            pair,
+            lambda row: Question(_join(row, (prompt,)), (_join(row, (follows,)),)),
+            ("continuation", "rival"),
+        )
+    if label is None:
         raise InputError(
-            f"{origin}: {columns.follows!r} holds numbers ({number}), but a language model "
-            "needs words",
+            f"{origin} has no column to score (columns: {', '.join(columns)})",
+            "It needs prompt and continuation (or --text-column PROMPT,CONTINUATION); question, "
+            "choices and answer (--label-column); or a text and a label.",
+        )
+    prompts = choose_text_columns(table, options, usual=PROMPTS)
+    needed = (*prompts, *([choices] if choices else []), label)
+    if choices is not None:
+
+        def choose(row: Mapping[str, Any]) -> Question:
+            texts, letters = _read_choices(row[choices])
+            return Question(_join(row, prompts), texts, _find_answer(row[label], texts, letters))
+
+        return _Form("choices", needed, choose)
+    known = table.classes.get(label)
+    values = {str(row[label]) for row in rows.values() if not _find_empty(row, needed)}
+    words = tuple(sorted(values) if known is None else known)
+    number = next((v for v in words if v.strip().lstrip("-").replace(".", "").isdigit()), None)
+    if number is not None and known is None:
+        raise InputError(
+            f"{origin}: {label!r} holds numbers ({number}), but a language model needs words",
             "Write the class names into that column, or name another with --label-column.",
         )
-    return tuple(sorted(values))
 
-
-def _find_empty(row: TableRow, columns: _Columns) -> str | None:
-    """Return the first needed column that is empty in a row."""
-    needed = (*columns.prompt, columns.follows, *([columns.right] if columns.right else []))
-    given = {name: row.values.get(name) for name in needed}
-    return next((n for n, v in given.items() if v is None or not str(v).strip()), None)
-
-
-def _read_question(
-    row: TableRow, columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
-) -> Question:
-    """Return the question of a row.
-
-    Raises:
-        ValueError: the row has no question; the message gives the fault.
-    """
-    if empty := _find_empty(row, columns):
-        raise ValueError(f"has no {empty!r}")
-    strings = (*columns.prompt, *([] if columns.kind == "choices" else [columns.follows]))
-    if fault := check_row(row, strings).fault:
-        raise ValueError(fault)
-    text, value = join_row(row.values, columns.prompt), row.values[columns.follows]
-    prompt = text if isinstance(text, str) else "\n".join(text)
-    if columns.kind == "continuation":
-        return Question(prompt, (str(value),))
-    if columns.kind == "labels":
-        known: Sequence[Any] = names if classes is None else range(len(classes))
-        label = str(value) if classes is None else value
-        if label not in known:
+    def classify(row: Mapping[str, Any]) -> Question:
+        value, allowed = row[label], words if known is None else range(len(words))
+        value = _join(row, (label,)) if known is None else value
+        if value not in allowed:
             raise ValueError(f"has the label {value!r}, which is not a class")
-        return Question(prompt, tuple(names), known.index(label))
-    choices, letters = _read_choices(value)
-    return Question(
-        prompt, choices, _find_answer(row.values[columns.right or ""], choices, letters)
-    )
+        return Question(_join(row, prompts), words, list(allowed).index(value))
+
+    return _Form("labels", needed, classify, words)
+
+
+def _join(row: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Return the text of a row; several columns are on lines of their own."""
+    if fault := find_fault(row, columns):
+        raise ValueError(fault)
+    return "\n".join(str(row[name]) for name in columns)
 
 
 def _read_choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -16,16 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lipaudit.data.batch import SampleOrigin
-from lipaudit.data.samples import (
-    DataOptions,
-    Samples,
-    draw,
-    make_samples,
-    match_classes,
-    refuse_damage,
-    remark,
-)
+from lipaudit.data.samples import refuse_damage
 from lipaudit.errors import InputError
 
 if TYPE_CHECKING:
@@ -106,42 +97,19 @@ def to_box(pixels: Tensor, box: tuple[float, float] | None) -> Tensor:
     return low + (high - low) * pixels
 
 
-def read_folder(path: Path, net: Net, options: DataOptions) -> Samples:
-    """Read pictures from sub-folders named by class, or from one folder without labels.
-
-    Raises:
-        InputError: there are no pictures, one is damaged, or classes are unknown to the model.
-    """
-    if net.kind != "image" or net.prepare is None:
-        raise InputError(
-            f"{path} is a folder of images; the model takes {net.kind}",
-            "Give --data a text file, an .npz file, or random.",
-        )
-    files, classes = _list_files(path)
-    prepare, labels = net.prepare, None
-    drawn, notes = draw(
-        len(files), options, lambda i: read_image(files[i], prepare), what="images"
-    )
-    origins = [SampleOrigin(files[i].relative_to(path).as_posix()) for i, _ in drawn]
-    x = [to_box(image, net.box) for _, image in drawn]
-    if classes and net.classes is None:
-        text = f"the classes of {path} are not used: the model has no classes"
-        notes += (remark("labels-unused", text),)
-    elif classes:
-        index, matched = match_classes(sorted(set(classes)), net)
-        labels, notes = [index[classes[i]] for i, _ in drawn], notes + matched
-    return make_samples(x, net, labels, notes=notes, origins=origins)
-
-
-def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
-    """Read one picture.
+def read_image(source: Path | Image.Image, name: str, net: Net) -> Tensor:
+    """Read one picture, from a file or as decoded by a data set, as pixels in [0, 1].
 
     Raises:
         InputError: the picture is damaged; the message names it.
     """
-    with refuse_images(path), Image.open(path) as image:
-        image.load()
-        return prepare(image)
+    assert net.prepare is not None
+    with refuse_images(name):
+        if isinstance(source, Image.Image):
+            return net.prepare(source)
+        with Image.open(source) as image:
+            image.load()
+            return net.prepare(image)
 
 
 @contextmanager
@@ -168,7 +136,7 @@ def find_common_shape(path: Path) -> tuple[int, int, int] | None:
     return shapes.pop() if shapes else None
 
 
-def _list_files(path: Path) -> tuple[list[Path], list[str]]:
+def list_images(path: Path) -> tuple[list[Path], list[str]]:
     """Return the pictures, and the class of each if they are in sub-folders."""
 
     def pictures(folder: Path) -> list[Path]:

@@ -23,12 +23,18 @@ from lipaudit.data.arrays import (
 from lipaudit.data.batch import SampleOrigin
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub_sets import read_dataset
-from lipaudit.data.images import find_common_shape, read_folder
+from lipaudit.data.images import find_common_shape
 from lipaudit.data.samples import DataOptions as DataOptions
 from lipaudit.data.samples import Samples as Samples
 from lipaudit.data.samples import make_samples, remark, warning
-from lipaudit.data.tables import TABLES, read_rows
-from lipaudit.data.text import cut_windows, read_table, read_text
+from lipaudit.data.tables import (
+    SUFFIXES,
+    SampleTable,
+    draw_table,
+    read_folder,
+    read_table,
+)
+from lipaudit.data.text import cut_windows, read_text
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.tables import Note
 
@@ -144,27 +150,39 @@ def _read(spec: str, net: Net, options: DataOptions) -> Samples:
         with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
             return read_arrays(file, net, options)
     if spec.startswith("hf:"):
-        return read_dataset(spec.removeprefix("hf:"), net, options)
+        table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
+        return replace(_draw(table, net, options), commit=commit)
     path = Path(spec)
     if path.is_dir():
-        return read_folder(path, net, options)
+        if net.kind != "image" or net.prepare is None:
+            raise InputError(
+                f"{path} is a folder of images; the model takes {net.kind}",
+                "Give --data a text file, an .npz file, or random.",
+            )
+        return draw_table(read_folder(path), net, options)
     if not path.is_file():
         known = (*DIGIT_FILES, "random", *neighbours(path))
         advice = suggestion(spec, known, f"--data is one of: {FORMS}.")
         raise InputError(f"there is no data {spec!r}", advice)
     if holds_arrays(path):
         return read_arrays(path, net, options)
-    if path.suffix not in (*TABLES, ".txt"):
+    if path.suffix not in (*SUFFIXES, ".txt"):
         raise InputError(f"{path} has an unsupported format", f"--data is one of: {FORMS}.")
     if net.kind != "text":
         raise InputError(
             f"{path} holds text; the model takes {net.kind}", "Give a folder or an .npz file."
         )
-    if path.suffix == ".txt":
-        return read_text(path, net, options)
-    if not options.scored:
-        return read_table(path, net, options)
-    return read_continuations(read_rows(path), net, options, origin=str(path))
+    return (
+        read_text(path, net, options)
+        if path.suffix == ".txt"
+        else _draw(read_table(path), net, options)
+    )
+
+
+def _draw(table: SampleTable, net: Net, options: DataOptions) -> Samples:
+    """Draw the samples of a table: questions for scored texts, else images or texts."""
+    draw = read_continuations if options.scored and net.kind == "text" else draw_table
+    return draw(table, net, options)
 
 
 def _make_random(net: Net, options: DataOptions) -> Samples:

@@ -1,20 +1,40 @@
-"""Rows of tables: CSV, TSV, JSON lines and parquet, and which columns hold texts and labels."""
+"""Tables of samples: CSV, TSV, JSON lines and parquet files, and the draw from any table."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lipaudit.data.samples import DEFLATED, DataOptions, check_size, refuse_damage
+from torch import Tensor
+
+from lipaudit.data.batch import SampleOrigin
+from lipaudit.data.images import list_images, read_image, to_box
+from lipaudit.data.labels import match_labels
+from lipaudit.data.samples import (
+    DataOptions,
+    Samples,
+    draw,
+    make_samples,
+    note_left_out,
+    refuse_damage,
+    remark,
+    warning,
+)
+from lipaudit.data.text import encode, limit_tokens, note_pairs, shorten
 from lipaudit.errors import InputError, suggestion
+from lipaudit.tables import Note
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-TABLES = (*SEPARATORS, ".jsonl", ".parquet")
+SUFFIXES = (*SEPARATORS, ".jsonl", ".parquet")
+IMAGES = ("image", "img", "picture")
 TEXTS = ("text", "sentence", "content", "review", "question", "document")
 PAIRS = (
     ("premise", "hypothesis"),
@@ -27,35 +47,81 @@ PAIRS = (
 )
 """Usual names of the columns of a pair of texts."""
 LABELS = ("label", "labels", "y", "target", "class", "sentiment")
-BATCH = 256
-"""Number of rows of a parquet file read at once."""
 LONGEST = 40
 """Number of characters of an id shown in a place."""
 
 
 @dataclass(frozen=True)
-class TableRow:
-    """A row of a table.
+class SampleTable:
+    """Rows of samples: of a file, of a folder of images, or of a data set.
 
     Attributes:
-        place: place of the row in messages: `line 7`.
-        values: values by column name.
-        fault: why the row cannot be read; empty if it can.
+        origin: the table, for messages.
+        columns: names of the columns.
+        places: place of each row, for messages: `line 7`.
+        row: index -> values by column; may be slow (images are decoded).
+        column: name -> the values of all rows.
+        faults: why rows cannot be read, by index.
+        classes: class names of the numbers in a label column, by its name.
     """
 
-    place: str
-    values: dict[str, Any]
-    fault: str = ""
+    origin: str
+    columns: Sequence[str]
+    places: Sequence[str]
+    row: Callable[[int], Mapping[str, Any]]
+    column: Callable[[str], Sequence[Any]]
+    faults: Mapping[int, str] = field(default_factory=dict)
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """Return its place, with the id of the row in the file if there is one."""
-        given = self.values.get("id")
-        return self.place if given is None else f"{self.place}, id {str(given)[:LONGEST]}"
+    def refuse(self, i: int, fault: str) -> InputError:
+        """Return the error on a row that cannot be read."""
+        return InputError(
+            f"{self.origin}: {self.places[i]} {fault}",
+            "Correct it, or leave such rows out with --skip-bad.",
+        )
+
+    def name(self, i: int) -> str:
+        """Return the place of a row, with its id if the table has ids."""
+        given = self.row(i).get("id") if "id" in self.columns else None
+        return self.places[i] + ("" if given is None else f", id {str(given)[:LONGEST]}")
 
 
-def read_rows(path: Path) -> list[TableRow]:
-    """Read every row of a file; unreadable rows have a `fault`.
+def collect_rows(
+    origin: str,
+    rows: Sequence[Mapping[str, Any]],
+    places: Sequence[str],
+    faults: Mapping[int, str] | None = None,
+    classes: Mapping[str, Sequence[str]] | None = None,
+) -> SampleTable:
+    """Return rows in memory as a table; its columns are those that occur in some row."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return SampleTable(
+        origin,
+        columns,
+        places,
+        rows.__getitem__,
+        lambda name: [row.get(name) for row in rows],
+        faults or {},
+        classes or {},
+    )
+
+
+def read_folder(path: Path) -> SampleTable:
+    """Return the pictures of sub-folders named by class, or of one folder without labels.
+
+    Raises:
+        InputError: there are no pictures, or some beside and some inside sub-folders.
+    """
+    files, folders = list_images(path)
+    names = sorted(set(folders))
+    labels = [{"label": names.index(folder)} for folder in folders] or [{}] * len(files)
+    rows = [{"image": file} | label for file, label in zip(files, labels, strict=True)]
+    places = [file.relative_to(path).as_posix() for file in files]
+    return collect_rows(str(path), rows, places, classes={"label": names})
+
+
+def read_table(path: Path) -> SampleTable:
+    """Read every row of a file; unreadable rows become faults.
 
     Raises:
         InputError: the file cannot be read, or has no rows.
@@ -68,29 +134,36 @@ def read_rows(path: Path) -> list[TableRow]:
             f"{path} has no rows",
             "Write the column names into the first line and the samples below.",
         )
-    return rows
+    places, values, faults = zip(*rows, strict=True)
+    return collect_rows(
+        str(path), values, places, {i: fault for i, fault in enumerate(faults) if fault}
+    )
 
 
-def _read_separated(path: Path) -> Iterator[TableRow]:
+_Line = tuple[str, dict[str, Any], str]
+"""Place, values and fault of a row."""
+
+
+def _read_separated(path: Path) -> Iterator[_Line]:
     """Yield the rows of a file whose first line has the column names; skip empty lines."""
     # Spreadsheets write a byte order mark, which is not part of the first name.
     with path.open(encoding="utf-8-sig", newline="") as lines:
         table = csv.reader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
         names: list[str] = []
-        try:
-            for cells in filter(None, table):
-                if not names:
-                    names = cells
-                    continue
-                surplus, known = len(cells) - len(names), f"the columns' {len(names)} fields"
-                fault = f"has {surplus} more than {known}: put texts with commas in quotes"
-                values = dict(zip_longest(names, cells[: len(names)]))
-                yield TableRow(f"line {table.line_num}", values, fault if surplus > 0 else "")
-        except csv.Error as error:
-            raise ValueError(f"line {table.line_num}: {error}") from None
+        for cells in filter(None, table):
+            if not names:
+                names = cells
+                continue
+            surplus = len(cells) - len(names)
+            fault = (
+                f"has {surplus} more than the columns' {len(names)} fields: put texts with "
+                "commas in quotes"
+            )
+            values = dict(zip_longest(names, cells[: len(names)]))
+            yield f"line {table.line_num}", values, fault if surplus > 0 else ""
 
 
-def _read_json_lines(path: Path) -> Iterator[TableRow]:
+def _read_json_lines(path: Path) -> Iterator[_Line]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -99,14 +172,12 @@ def _read_json_lines(path: Path) -> Iterator[TableRow]:
             try:
                 values = json.loads(line)
                 fault = "" if isinstance(values, dict) else "is not a {...} object"
-            except json.JSONDecodeError as error:
-                fault = f"is not JSON ({error.msg}, column {error.colno})"
-            except (ValueError, RecursionError) as error:  # a number or a depth beyond all bounds
+            except (ValueError, RecursionError) as error:  # broken, or nested beyond all bounds
                 fault = f"is not JSON ({error})"
-            yield TableRow(f"line {number}", {} if fault else values, fault)
+            yield f"line {number}", {} if fault else values, fault
 
 
-def _read_parquet(path: Path) -> Iterator[TableRow]:
+def _read_parquet(path: Path) -> Iterator[_Line]:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -114,91 +185,161 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
             f"{path} needs the library `pyarrow`, which is not installed",
             "pip install pyarrow, or save the table as .csv or .jsonl.",
         ) from error
-    size = path.stat().st_size
-    # A dictionary of one value may encode a million rows.
-    room, number = DEFLATED * size, 0
-    with parquet.ParquetFile(path) as file:
-        check_size([file.metadata.num_rows], 1, size)  # a row takes at least one byte
-        for batch in file.iter_batches(BATCH):
-            room -= batch.nbytes
-            if room < 0:
-                raise ValueError(f"it unpacks to more than {DEFLATED} times its size")
-            for values in batch.to_pylist():
-                number += 1
-                yield TableRow(f"row {number}", values)
+    for number, values in enumerate(parquet.read_table(path).to_pylist(), 1):
+        yield f"row {number}", values, ""
 
 
-def list_columns(rows: Sequence[TableRow]) -> list[str]:
-    """Return all columns that occur in some row, in order of appearance."""
-    return list(dict.fromkeys(name for row in rows for name in row.values))
-
-
-def check_row(row: TableRow, texts: Sequence[str], label: str | None = None) -> TableRow:
-    """Set a fault on a row without text or label, or with a value of the wrong type."""
+def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | None = None) -> str:
+    """Return why a row without a text or label, or with one of the wrong type, is unfit."""
     for name in (*texts, *([] if label is None else [label])):
-        value = row.values.get(name)
+        value = values.get(name)
         if value is None or (name == label and str(value).strip().lower() in ("", "nan")):
-            return replace(row, fault=f"has no {name!r}")
+            return f"has no {name!r}"
         if isinstance(value, (list, tuple, dict)):
             more = ", and a sample has only one" if name == label else ", not a text"
-            return replace(row, fault=f"has a {type(value).__name__} in {name!r}{more}")
-    return row
+            return f"has a {type(value).__name__} in {name!r}{more}"
+    return ""
+
+
+def choose_sound(
+    table: SampleTable, faults: Mapping[int, str], options: DataOptions
+) -> tuple[list[int], tuple[Note, ...]]:
+    """Return the readable rows; refuse the others, or with `skip_bad` leave them out.
+
+    Raises:
+        InputError: a row cannot be read; with `skip_bad`, none can.
+    """
+    first = min(faults, default=None)
+    if first is not None and (not options.skip_bad or len(faults) == len(table.places)):
+        raise table.refuse(first, faults[first])
+    listed = [f"{table.places[i]} {fault}" for i, fault in sorted(faults.items())]
+    sound = [i for i in range(len(table.places)) if i not in faults]
+    return sound, note_left_out(listed, "rows")
+
+
+def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
+    """Draw images, texts or pairs of texts from a table, with their labels if it has any.
+
+    Labels are class names or class numbers of the model.
+
+    Raises:
+        InputError: the table lacks a column or has labels unknown to the model, or a row cannot be
+            read; with `skip_bad`, none can.
+    """
+    choose_sound(table, table.faults, options)  # before columns: unreadable rows have none
+    inputs = _choose_inputs(table, net, options)
+    label = choose_column(table, options.label_column, LABELS)
+    used = None if net.classes is None else label
+    notes: tuple[Note, ...] = ()
+    others = ", ".join(name for name in table.columns if name not in inputs)
+    if label is not None and used is None:
+        text = f"the labels of {table.origin} ({label}) are not used: the model has no classes"
+        notes = (remark("labels-unused", text),)
+    elif used is None and net.classes is not None and others:
+        text = f"{table.origin} has no column called label: --label-column names one ({others})"
+        notes = (remark("no-label-column", text),)
+    faults, labels = dict(table.faults), table.column(used) if used else ()
+    for i, value in enumerate(labels):
+        if used and (fault := find_fault({used: value}, (), used)):
+            faults.setdefault(i, fault)
+    sound, left_out = choose_sound(table, faults, options)
+    y: list[int] | None = None
+    if used:
+        values, places = [labels[i] for i in sound], [table.places[i] for i in sound]
+        y, matched = match_labels(values, net, places, table.origin, table.classes.get(used))
+        notes += matched
+    is_text = net.kind == "text"
+    limit, limited = limit_tokens(net, options) if is_text else (0, ())
+
+    def read(k: int) -> tuple[Tensor, tuple[str, ...]]:
+        values, place = table.row(sound[k]), table.places[sound[k]]
+        if fault := find_fault(values, inputs):
+            raise table.refuse(sound[k], fault)
+        if not is_text:
+            return to_box(read_image(values[inputs[0]], place, net), net.box), ()
+        texts = tuple(str(values[name]) for name in inputs)
+        # One token more than allowed distinguishes a text that is cut from one that just fits.
+        return encode(texts, net, limit + 1, f"{table.origin}: {place}"), texts
+
+    drawn, skipped = draw(len(sound), options, read, what="texts" if is_text else "images")
+    x = [
+        encode(texts, net, limit, table.origin) if is_text and len(each) > limit else each
+        for _, (each, texts) in drawn
+    ]
+    if cut := sum(is_text and len(each) > limit for _, (each, _) in drawn):
+        text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
+        limited += (warning("text-cut", text),)
+    return make_samples(
+        x,
+        net,
+        None if y is None else [y[k] for k, _ in drawn],
+        texts=[texts for _, (_, texts) in drawn],
+        limit=limit,
+        origins=[SampleOrigin(table.name(sound[k]), shorten(texts)) for k, (_, texts) in drawn],
+        notes=left_out + skipped + limited + note_pairs(net, inputs) + notes,
+    )
+
+
+def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[str, ...]:
+    """Return the column of the images, or the columns of the texts."""
+    if net.kind == "text":
+        return choose_text_columns(table, options)
+    image = choose_column(table, None, IMAGES)
+    if net.kind != "image" or image is None:
+        raise InputError(
+            f"{table.origin} has no column of images (columns: {', '.join(table.columns)})",
+            f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
+        )
+    return (image,)
 
 
 def choose_text_columns(
-    columns: Sequence[str], options: DataOptions, *, origin: str, usual: Sequence[str] = ()
+    table: SampleTable, options: DataOptions, *, usual: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Choose the column of the texts, or the two columns of pairs.
 
     Args:
-        columns: columns of the table.
+        table: the table.
         options: hold the requested columns.
-        origin: the table, for messages.
         usual: further usual names of a text column, tried first.
 
     Raises:
         InputError: no column has a usual name, or the requested one is missing.
     """
-    if options.text_column is not None:
-        asked = tuple(name.strip() for name in options.text_column.split(","))
-        whole = options.text_column in columns  # a name may hold a comma
-        return (options.text_column,) if whole else _check_columns(asked, columns, origin)
+    columns, asked = table.columns, options.text_column
+    if asked is not None:
+        # A name may hold a comma.
+        names = [asked] if asked in columns else [name.strip() for name in asked.split(",")]
+        if len(names) > 2:
+            raise InputError(
+                f"--text-column names {len(names)} columns",
+                "Give one column, or two for pairs of texts.",
+            )
+        return tuple(_require_column(name, table) for name in names)
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
-    if pair is not None:
-        return pair
     column = next((name for name in (*usual, *TEXTS) if name in columns), None)
-    if column is None:
-        separated = Path(origin).suffix in SEPARATORS
-        unnamed = (
-            " If the first line is data, add a line with column names above it: text,label."
-        ) * separated
+    if pair is None and column is None:
+        headless = " If the first line is data, add a line with column names above it: text,label."
         raise InputError(
-            f"{origin} has no text column (columns: {', '.join(columns)})",
+            f"{table.origin} has no text column (columns: {', '.join(columns)})",
             "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
-            + unnamed,
+            + headless * (Path(table.origin).suffix in SEPARATORS),
         )
-    return (column,)
+    return pair or (str(column),)
 
 
-def choose_label_column(
-    columns: Sequence[str], options: DataOptions, *, origin: str, usual: Sequence[str] = ()
-) -> str | None:
-    """Choose the column of the labels; None if no column has a usual name.
+def choose_column(table: SampleTable, asked: str | None, usual: Sequence[str]) -> str | None:
+    """Return the requested column, else the first usual one, else None.
 
-    `usual` holds further usual names, tried first.
+    Raises:
+        InputError: the requested column is missing.
     """
-    if options.label_column is not None:
-        return _check_columns((options.label_column,), columns, origin)[0]
-    return next((name for name in (*usual, *LABELS) if name in columns), None)
+    if asked is not None:
+        return _require_column(asked, table)
+    return next((name for name in usual if name in table.columns), None)
 
 
-def _check_columns(asked: tuple[str, ...], columns: Sequence[str], origin: str) -> tuple[str, ...]:
-    strange = next((name for name in asked if name not in columns), None)
-    if strange is not None:
-        raise InputError(f"{origin} has no column {strange!r}", suggestion(strange, columns))
-    if len(asked) > 2:
-        raise InputError(
-            f"--text-column names {len(asked)} columns",
-            "Give one column, or two for pairs of texts.",
-        )
-    return asked
+def _require_column(name: str, table: SampleTable) -> str:
+    if name not in table.columns:
+        raise InputError(f"{table.origin} has no column {name!r}", suggestion(name, table.columns))
+    return name

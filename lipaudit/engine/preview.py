@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lipaudit.data.batch import Share
-from lipaudit.data.samples import LabelError
+from lipaudit.data.labels import LabelError
 from lipaudit.engine.prepare import LEFT_OUT, Job, Request, load_options, prepare
 from lipaudit.engine.provenance import list_origins
 from lipaudit.errors import LipauditError, find_user_error, out_of_memory

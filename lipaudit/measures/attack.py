@@ -260,6 +260,8 @@ ATTACK_TABLE = Layout(
 )
 
 
+MADE_OF = "made_of"
+"""Metadata key of `--save-adv`: the ids of the original samples, as JSON."""
 DRAWN = 512
 """Number of broken samples stored as examples, the worst first."""
 
@@ -564,7 +566,6 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
     import numpy as np
     from safetensors.numpy import save
 
-    from lipaudit.data.arrays import MADE_OF
     from lipaudit.measures import texts
 
     if options.save_adv is None:

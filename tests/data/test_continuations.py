@@ -148,7 +148,7 @@ def test_prompts_lose_their_beginning(loaded):
     [
         ([{"text": "a"}], {}, "has no column to score"),
         ([{"text": "a", "label": 1}], {}, "'label' holds numbers"),
-        ([{"question": "a", "choices": ["b", "c"]}], {}, "which of the choices is right"),
+        ([{"question": "a", "choices": ["b", "c"]}], {}, "no column to score"),
         ([MAZE | {"answer": "f"}], {}, "line 1 has the answer 'f', which is none of its 2"),
         ([MAZE | {"answer": 2}], {}, "has the answer 2"),
         ([MAZE | {"answer": "²"}], {}, "has the answer '²', which is none of its 2"),

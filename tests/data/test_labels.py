@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from lipaudit.data.labels import LabelError
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.data.samples import LabelError
 from lipaudit.errors import InputError
 
 STARS = ("1", "2", "3", "4", "5")

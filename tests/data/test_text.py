@@ -195,9 +195,9 @@ def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(tmp_path, tex
     assert samples.suite_id == good.suite_id
     notes = [note for note in samples.notes if note.code == "skipped-bad"]
     assert {note.level for note in notes} == {"warning"}
-    assert [note.text.partition(" (")[0].rpartition(" ")[2] for note in notes] == ["2", "1", "1"]
+    assert [note.text.partition(" (")[0].rpartition(" ")[2] for note in notes] == ["3", "1"]
     path.write_text("\n".join(["{broken", "[1]"]))
-    assert "no row can be read" in refused(path, net, skip_bad=True)
+    assert "line 1 is not JSON" in refused(path, net, skip_bad=True)
 
 
 def test_labels_that_a_model_has_no_use_for_are_not_called_missing(tmp_path, text_taker):

@@ -12,13 +12,10 @@ from lipaudit.tables.columns import Array, Row
 SHAPES: Mapping[str, tuple[int | None, ...]] = {
     "map": (None, None),
     "map_tokens": (2,),
-    "row": (None,),
-    "row_norms": (2,),
-    "first_row": (None,),
     "positions": (None, None),
 }
 """Shape of arrays by kind (the name before @); None is any length."""
-BESIDE = {"map": "map_tokens", "row": "row_norms"}
+BESIDE = {"map": "map_tokens"}
 """Arrays that need a second array of the same head."""
 
 

@@ -167,8 +167,6 @@ def _attention() -> Section:
             "p1p2_edges": Array.of(np.linspace(0.0, 1.0, 21)),
             "map@1.2": Array.of(weights / weights.sum(axis=1, keepdims=True)),
             "map_tokens@1.2": Array.of(np.array([17, 17])),
-            "row@0.1,3": Array.of(weights[3] / weights[3].sum()),
-            "row_norms@0.1,3": Array.of(np.array([0.1725, 0.1811])),
         },
     )
 

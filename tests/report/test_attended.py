@@ -14,7 +14,7 @@ from lipaudit.measures import layouts
 from lipaudit.report.blocks import Passage
 from lipaudit.report.charts import draw_svg
 from lipaudit.report.page.drawings import draw_attention
-from lipaudit.report.pictures import Curve, Heatmap
+from lipaudit.report.pictures import Heatmap
 from lipaudit.tables import Array, Section
 from lipaudit.tables.report import Attended
 from tests.report.conftest import keep
@@ -34,13 +34,9 @@ TEXT = Attended(sample="ab" * 8, tokens=WORDS)
 IMAGE = Attended(sample="ab" * 8, tokens=PATCHES, grid=(2, 2), first=1, image=picture())
 
 
-def section(whose: Attended | None, row: bool = False) -> Section:
+def section(whose: Attended | None) -> Section:
     arrays = {"map@1.3": Array.of(P), "map_tokens@1.3": Array.of(np.array([5, 5]))}
     name = "map@1.3"
-    if row:
-        arrays = {"row@1.3,1": Array.of(P[1]), "row_norms@1.3,1": Array.of(np.array([0.1, 0.2]))}
-        name = "first_row@1.3,1"
-        arrays[name] = Array.of(np.append(P[1], 0.0))  # padded
     kept = {} if whose is None else {name: whose}
     return layouts()["attention"].section(arrays=arrays, attended=kept)
 
@@ -75,15 +71,6 @@ def test_a_map_of_a_picture_is_laid_over_it():
     assert np.array(received.values) == pytest.approx(P.mean(0)[1:].reshape(2, 2))
     assert received.image == IMAGE.image
     assert f"({P.mean(0)[0]:.0%} on other tokens)" in received.title
-
-
-def test_a_row_is_that_of_the_first_sample_over_it():
-    curve, over = draw_attention({"": section(IMAGE, row=True)})
-    assert isinstance(curve, Curve)
-    assert over.title.startswith("Attention of query 1 (patch 0,0), head 1.3, sample abab")
-    assert np.array(over.values) == pytest.approx(np.full((2, 2), 0.2))
-    _, text = draw_attention({"": section(TEXT, row=True)})
-    assert (text.tokens, text.shares) == (WORDS, (0.2,) * 5)
 
 
 def test_a_picture_shows_through_where_nothing_is_paid():

@@ -133,47 +133,33 @@ def list_positions(sections: Sections) -> Iterator[Table]:
             yield Table("Positions with the largest norms", columns, rows)
 
 
-# Attention maps and rows, and what they lie over
+# Attention maps, and what they lie over
 
 
-def draw_attention(sections: Sections) -> Iterator[Heatmap | Curve | Passage]:
-    """Draw the attention map (map@HEAD) or row (row@HEAD,QUERY) of each report that has one."""
+def draw_attention(sections: Sections) -> Iterator[Heatmap | Passage]:
+    """Draw the attention map (map@HEAD) of each report that has one, and what receives it."""
     for label, section in sections.items():
         for name, array in section.arrays.items():
-            for block in _draw_array(name, array, section):
+            kind, _, head = name.partition("@")
+            for block in _draw_map(head, array, section) if kind == "map" and array.data else ():
                 yield replace(block, title=f"{label}: {block.title}") if label else block
 
 
-def _draw_array(name: str, array: Array, section: Section) -> Iterator[Heatmap | Curve | Passage]:
-    kind, _, which = name.partition("@")
-    head, _, query = which.partition(",")
-    whose, weight = section.attended.get(name), HEADINGS["P"]
+def _draw_map(head: str, array: Array, section: Section) -> Iterator[Heatmap | Passage]:
+    values, whose = array.numpy(), section.attended.get(f"map@{head}")
     of = f"head {head}, sample {whose.sample[:12]}" if whose else f"head {head}, first sample"
-    if kind == "map" and array.data:
-        values = array.numpy()
-        # Long maps are stored as means of square blocks; the last block may be narrower.
-        tokens = max(section.arrays[f"map_tokens@{which}"].numpy())
-        block = -(-int(tokens) // max(array.shape))
-        means = f", means of {block} x {block} tokens" if block > 1 else ""
-        names = (tuple(str(block * i) for i in range(size)) for size in array.shape)
-        rows, columns = (whose.tokens, whose.tokens) if whose else names
-        title, axes = f"Attention map of {of}{means}", ("query", "key")
-        matrix = tuple(map(tuple, values.tolist()))
-        yield Heatmap(title, matrix, rows, columns, weight, axes, square=True)
-        if whose:
-            title = f"Attention received, mean over queries, {of}"
-            yield _lay_over(title, values.mean(0), whose, HEADINGS["mean P"])
-    elif kind == "row":
-        norm, g1 = section.arrays[f"row_norms@{which}"].numpy()
-        keys = tuple(map(float, range(len(array.data))))
-        line = Series(f"head {head}", keys, tuple(array.numpy()))
-        figures = f"‖M‖ = {norm:.3f}, g1 = {g1:.3f}"
-        title = f"Query {query} of head {head}, mean over samples: {figures}"
-        yield Curve(title, HEADINGS["key"], weight, (line,))
-    elif kind == "first_row" and whose:
-        at = int(query)
-        token = f" ({whose.tokens[at]})" if at < len(whose.tokens) else ""
-        yield _lay_over(f"Attention of query {at}{token}, {of}", array.data, whose, weight)
+    # Long maps are stored as means of square blocks; the last block may be narrower.
+    tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
+    block = -(-int(tokens) // max(array.shape))
+    means = f", means of {block} x {block} tokens" if block > 1 else ""
+    names = (tuple(str(block * i) for i in range(size)) for size in array.shape)
+    rows, columns = (whose.tokens, whose.tokens) if whose else names
+    title, axes = f"Attention map of {of}{means}", ("query", "key")
+    matrix = tuple(map(tuple, values.tolist()))
+    yield Heatmap(title, matrix, rows, columns, HEADINGS["P"], axes, square=True)
+    if whose:
+        title = f"Attention received, mean over queries, {of}"
+        yield _lay_over(title, values.mean(0), whose, HEADINGS["mean P"])
 
 
 def _lay_over(

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from lipaudit.data.hub import Repository, explain_refusal, find_commit
 from lipaudit.data.images import resize
 from lipaudit.data.samples import remark, warning
@@ -143,12 +141,14 @@ def describe_timm(
         module.reset_classifier(options.classes)
         notes, known_labels = (*notes, new_classifier(options.classes)), False
     config = timm.data.resolve_model_data_config(module)
-    # The built model knows its channels and size: --model-kwargs may have changed them.
-    size = getattr(getattr(module, "patch_embed", None), "img_size", None)
+    # The built model knows its channels and size: --model-kwargs may have changed them. Not so its
+    # first convolution: a stem may rearrange the pixels before it.
+    patches = getattr(module, "patch_embed", None)
+    size = getattr(patches, "img_size", None)
     size = size or options.model_kwargs.get("img_size") or config["input_size"][1:]
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    stem = next((part for part in module.modules() if isinstance(part, nn.Conv2d)), None)
-    channels = config["input_size"][0] if stem is None else stem.in_channels
+    channels = getattr(getattr(patches, "proj", None), "in_channels", None)
+    channels = channels or options.model_kwargs.get("in_chans") or config["input_size"][0]
     shape = options.image_shape((channels, height, width))
     # The transform is built for the requested size.
     config["input_size"] = shape

@@ -8,7 +8,6 @@ from zlib import compress, crc32
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from lipaudit.data.loading import find_data_forms
@@ -119,13 +118,7 @@ def test_images_too_large_to_open_have_no_form(tmp_path):
     assert find_data_forms(str(tmp_path / "images")) == ()
 
 
-@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-def test_weights_that_claim_more_than_their_file_are_refused(tmp_path, name):
-    torch.save({"a": torch.zeros(4)}, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
-    whole = (tmp_path / "w.pt").read_bytes()
-    size = whole.rfind(b"K\x04N")  # the length of the storage
-    longer = whole[:size] + b"\x8a\x06" + (2**46).to_bytes(6, "little") + whole[size + 2 :]
-    (tmp_path / "w.pt").write_bytes(longer)
+def test_weights_that_claim_more_than_their_file_are_refused(tmp_path):
     tensors(tmp_path / "w.safetensors", entry([0, 2**63], 0))
-    with pytest.raises(InputError, match=f"{name} is not a complete"):
-        read_weights(tmp_path / name)
+    with pytest.raises(InputError, match=r"w\.safetensors is not a complete"):
+        read_weights(tmp_path / "w.safetensors")

@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from lipaudit.cli.commands import build
+from lipaudit.cli.commands import app
 from lipaudit.measures import load_measures
 from lipaudit.schema import dumps, load
 from lipaudit.tables import Report
@@ -20,7 +20,7 @@ from lipaudit.tables import Report
 def list_commands(group: Any = None, path: str = "") -> dict[str, Any]:
     """Return every command by what is typed for it."""
     found = {}
-    for name, command in (group or get_command(build())).commands.items():
+    for name, command in (group or get_command(app)).commands.items():
         typed = f"{path} {name}".strip()
         inner = hasattr(command, "commands")
         found |= list_commands(command, typed) if inner else {typed: command}
@@ -30,7 +30,7 @@ def list_commands(group: Any = None, path: str = "") -> dict[str, Any]:
 def invoke(*args: object, code: int | None = 0, columns: int | None = None) -> Result:
     """Run a command to its end; fail where its exit code is another (None: any will do)."""
     env = {} if columns is None else {"COLUMNS": f"{columns}"}
-    done = CliRunner(env=env).invoke(build(), [str(each) for each in args])
+    done = CliRunner(env=env).invoke(app, [str(each) for each in args])
     if code is not None:
         assert done.exit_code == code, done.output
         assert "Traceback" not in done.stderr
@@ -54,6 +54,16 @@ def read_figures(report: Report | str | Path) -> dict[str, Any]:
         document["run"].pop(name)
     for row in (row for section in document["sections"] for row in section["rows"]):
         row.pop("seconds", None)
+    return document
+
+
+def read_without_maps(report: Report | str | Path) -> dict[str, Any]:
+    """Return the figures without the attention map, which several processes do not draw."""
+    document = read_figures(report)
+    for section in document["sections"]:
+        arrays = {n: a for n, a in section.get("arrays", {}).items() if not n.startswith("map")}
+        section["arrays"] = arrays
+        section.pop("attended", None)
     return document
 
 

@@ -10,9 +10,9 @@ import pytest
 
 import lipaudit
 from lipaudit import errors
-from lipaudit.cli.options import CONFIGURABLE
 from lipaudit.gate.rules import configure
 from lipaudit.measures import layouts
+from lipaudit.settings import RunOptions
 from lipaudit.theory.bounds.catalogue import load_bounds
 from tests import tutorials
 from tests.commands import list_commands
@@ -114,7 +114,8 @@ def test_the_page_of_errors_has_every_class_and_its_code():
 def test_the_page_of_configuration_has_every_key():
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     shared = re.search(r"## Keys\n.*?```\n(.*?)```", text, re.DOTALL)
-    assert re.split(r",\s+", shared[1].strip()) == sorted(CONFIGURABLE)
+    known = sorted(name.replace("_", "-") for name in RunOptions.options())
+    assert re.split(r",\s+", shared[1].strip()) == known
     keys = re.findall(r"^\| `([a-z]+)` \|", text, re.M)
     assert sorted(keys) == sorted(configure({}))
 
@@ -127,8 +128,7 @@ def test_the_page_of_configuration_has_every_variable():
     files = [path.read_text(encoding="utf-8") for path in (ROOT / "lipaudit").rglob("*.py")]
     looking = "".join(text for text in files if re.search(r"\bos\.environ\b|\benv=\"", text))
     named = set(re.findall(r"[\"']([A-Z][A-Z]+(?:_[A-Z]+)+|RANK)[\"']", looking))
-    completion = {name for name in named if name.startswith("COMP_")}
-    assert listed == named - completion
+    assert listed == named
 
 
 def test_the_report_that_the_site_shows_has_the_figures_of_this_code():

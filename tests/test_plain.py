@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from lipaudit.cli.commands import build
+from lipaudit.cli.commands import app
 from lipaudit.report.topics import list_topics
 
 PACKAGE = Path(__file__).parents[1] / "lipaudit"
@@ -75,7 +75,7 @@ def notes_and_errors():
 
 
 SOURCES = {
-    "help": lambda: helps(typer.main.get_command(build())),
+    "help": lambda: helps(typer.main.get_command(app)),
     "explain": explanations,
     "code": notes_and_errors,
 }

@@ -42,7 +42,7 @@ PUBLIC = {
     "lipaudit.monitor": ([*CALLBACKS], "LightningCallback TrainerCallback"),
     "commands": (
         [name.replace(" ", "-") for name in list_commands()],
-        "attack attention audit baseline-check baseline-save baseline-show baseline-update bounds "
+        "attack attention audit baseline-check baseline-save baseline-update bounds "
         "certify check compare env explain gate init inspect jacobian merge models report scaling "
         "schema train watch",
     ),
@@ -61,7 +61,7 @@ PUBLIC = {
     "scripts": ([*PYPROJECT["project"]["scripts"]], "lipaudit"),
     "extras": (
         [*PYPROJECT["project"]["optional-dependencies"]],
-        "accelerate datasets dev mlflow tensorboard wandb",
+        "accelerate datasets dev",
     ),
     "inputs of the action": (
         [*ACTION["inputs"]],

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lipaudit.cli.commands import build
+from lipaudit.cli.commands import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -128,7 +128,7 @@ def _run(command: str) -> str:
     assert name == "lipaudit", command
     if any(Path().glob("*.dist-info")):  # what is installed is read once in a process
         return _run_apart(args)
-    done = CliRunner().invoke(build(), args, env={"COLUMNS": "80"})
+    done = CliRunner().invoke(app, args, env={"COLUMNS": "80"})
     assert done.exit_code == int(code or 0), f"{command}\n{done.output}"
     return done.stdout
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 import lipaudit
 from lipaudit import schema
-from lipaudit.cli.commands import build
+from lipaudit.cli.commands import app
 from lipaudit.cli.options import Output, Terminal
 from lipaudit.measures import AuditOptions, load_measures, option_types
 from lipaudit.report.topics import list_topics
@@ -76,7 +76,7 @@ def _commands() -> Iterator[str]:
     yield "# Commands\n\nThe help of every command, except for shared options. Those of measures"
     yield "and trainings are on [the page of options](../options.md), those of most commands"
     yield "[at the end](#most-commands).\n"
-    for name, each in _leaves(typer.main.get_command(build())):
+    for name, each in _leaves(typer.main.get_command(app)):
         yield f"\n## lipaudit {name}\n"
         yield from _help(Text.from_markup(each.help).plain)
         page, kind = MEASURING.get(name, ("", None))

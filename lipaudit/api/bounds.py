@@ -66,26 +66,19 @@ def heads(
     weights = [_read_numbers(f"W_{n}", w, 3) for n, w in zip("QKV", (wq, wk, wv), strict=True)]
     for name, weight in zip("QKV", weights, strict=True):
         fits = weight.shape[:2] == (len(weights[0]), tokens.shape[-1])
-        if not fits or (name == "K" and weight.shape != weights[0].shape):
-            shapes = ", ".join(str(tuple(each.shape)) for each in weights)
-            raise UsageError(
-                f"the weights have shapes {shapes}, which do not fit tokens of shape "
-                f"{tuple(tokens.shape)}",
-                "Give W_Q, W_K and W_V of shape (D, d) or (heads, D, d), and tokens of shape "
-                "(batch, tokens, D).",
-            )
+        fits &= name == "V" or weight.shape == weights[0].shape
+        _require_shape(
+            fits, f"W_{name}", weight, "(D, d) or (heads, D, d), as X and W_Q have them"
+        )
     layer = affine_heads(tokens, *weights)
     for name, bias in zip("qkv", biases, strict=True):
         if bias is not None:
             layer = _add_bias(layer, name, _read_numbers(f"bias {name}", bias, 2))
     added = None if mask is None else _read_numbers("mask", mask, 4, least=0)
-    whole = (*layer.q.shape[:3], layer.q.shape[2])
-    sizes = () if added is None else zip(added.shape, whole, strict=True)
-    if added is not None and any(size not in (1, most) for size, most in sizes):
-        raise UsageError(
-            f"a mask of shape {tuple(added.shape)} does not fit {whole}",
-            "Give a mask that broadcasts to (batch, heads, tokens, tokens).",
-        )
+    if added is not None:
+        whole = (*layer.q.shape[:3], layer.q.shape[2])
+        fits = all(size in (1, most) for size, most in zip(added.shape, whole, strict=True))
+        _require_shape(fits, "mask", added, f"that broadcasts to {whole}")
     scales = layer.scale if scale is None else tokens.new_full((1, 1), scale)
     return replace(layer, scale=scales, bias=added, causal=causal)
 
@@ -167,24 +160,24 @@ def _read_numbers(name: str, values: ArrayLike, ndim: int, least: int = -1) -> T
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}", "Give a tensor or an array of numbers.") from None
     least = ndim - 1 if least < 0 else least
-    if t.is_complex() or not t.numel() or not least <= t.ndim <= ndim:
-        kind = "complex numbers" if t.is_complex() else "numbers"
-        raise UsageError(
-            f"{name} holds {kind} of shape {tuple(t.shape)}",
-            f"Give real numbers (at least one) with {least} to {ndim} axes.",
-        )
+    fits = not t.is_complex() and bool(t.numel()) and least <= t.ndim <= ndim
+    _require_shape(fits, name, t, f"of real numbers (at least one) with {least} to {ndim} axes")
     return t.reshape((1,) * (ndim - t.ndim) + tuple(t.shape)).to(torch.float64)
+
+
+def _require_shape(fits: bool, name: str, values: Tensor, wanted: str) -> None:
+    if not fits:
+        raise UsageError(
+            f"{name} of shape {tuple(values.shape)} does not fit", f"Give a tensor {wanted}."
+        )
 
 
 def _add_bias(layer: Heads, name: str, bias: Tensor) -> Heads:
     tokens, to = getattr(layer, name), getattr(layer, f"to_{name}")
-    if bias.shape[0] not in (1, tokens.shape[1]) or bias.shape[1] != tokens.shape[-1]:
-        raise UsageError(
-            f"bias {name} of shape {tuple(bias.shape)} does not fit {tokens.shape[1]} heads of "
-            f"width {tokens.shape[-1]}",
-            "Give biases of shape (d,) or (heads, d).",
-        )
-    bias = bias.expand(tokens.shape[1], -1)  # one value for all heads counts for each
+    heads, width = tokens.shape[1], tokens.shape[-1]
+    fits = bias.shape[0] in (1, heads) and bias.shape[1] == width
+    _require_shape(fits, f"bias {name}", bias, f"({width},) or ({heads}, {width})")
+    bias = bias.expand(heads, -1)  # one value for all heads counts for each
     changes: dict[str, Any] = {
         name: tokens + bias[:, None],
         f"to_{name}": replace(to, bias=bias),

@@ -22,7 +22,7 @@ from lipaudit.api.requests import (
 )
 from lipaudit.data.arrays import list_forms
 from lipaudit.data.loading import Samples, draw_tensors
-from lipaudit.engine.execute import Observer, execute
+from lipaudit.engine.execute import Observer, execute, run_job
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
 from lipaudit.engine.several import (
     make_failed_report,
@@ -32,7 +32,6 @@ from lipaudit.engine.several import (
 )
 from lipaudit.errors import (
     InputError,
-    LipauditError,
     UsageError,
     find_user_error,
     of_machine,
@@ -104,13 +103,13 @@ def audit(
             samples and has its own report. `lipaudit.rank(reports)` ranks them,
             `lipaudit.render(reports, "html")` shows them side by side.
         measures: names of measures, or a dictionary from names to options. Default: bounds,
-            attention, jacobian and attack. Measures that model or data do not allow are left out,
-            with a note. `Report.failures` has the reason of each measure that failed.
+            attention, jacobian and attack, without those that model or data do not allow.
+            `Report.failures` has the reason of each measure that failed.
         data: as in `measure`.
         input_shape: as in `measure`.
         observer: as in `measure`.
-        options: options of every run (`samples=8, seed=1, device="cpu"`), and `eps`, `attack` and
-            `norm` of the attacks.
+        options: options of every run (`samples=8, seed=1, device="cpu"`), and those of
+            `lipaudit audit`: `eps`, `attack`, `norm`, `full`, `certify`.
 
     Raises:
         LipauditError: any failure; its `advice` says what to do. Models that do not share samples
@@ -126,32 +125,73 @@ def audit(
         raise UsageError("no model was given", "Give one model or a list of models.")
     demo = all(isinstance(each, str) and each.partition(":")[0] == "demo" for each in models)
     requests = [
-        audit_request(name, measures, options, demo=demo, quick=demo)
+        audit_request(name, measures, options, demo=demo, command="lipaudit.audit()")
         for name in name_models(models)
     ]
-    if not isinstance(model, list | tuple):
-        with open_job(model, requests[0], data, input_shape=input_shape) as job:
-            return execute(job, observer)
-    outlines = []  # prepare all models first: only one is in memory at a time
-    for each, request in zip(models, requests, strict=True):
+    audits = run_audits(models, requests, data, input_shape=input_shape, observer=observer)
+    reports = [report for report in audits if report is not None]
+    return reports if isinstance(model, list | tuple) else reports[0]
+
+
+def run_audits(
+    models: Sequence[AnyModel],
+    requests: Sequence[Request],
+    data: AnyData = None,
+    *,
+    input_shape: Sequence[int] | None = None,
+    observer: Observer | None = None,
+) -> Iterator[Report | None]:
+    """Yield the report of each model; one model is in memory at a time.
+
+    Several models are checked before any is measured; one that fails has a report with the
+    reason. Finished parts stay on disk until all reports are taken and complete.
+
+    Args:
+        models: the models.
+        requests: the request of each model.
+        data: as in `measure`.
+        input_shape: as in `measure`.
+        observer: as in `measure`.
+
+    Yields:
+        The report; None in a process that measured a shard for rank 0.
+
+    Raises:
+        LipauditError: the only model fails, or several do not share samples.
+    """
+    pairs = [*zip(models, requests, strict=True)]
+    if len(pairs) == 1:
+        with (
+            open_job(*pairs[0], data, input_shape=input_shape) as job,
+            run_job(job, observer) as report,
+        ):
+            yield report
+        return
+    outlines = []
+    for model, request in pairs:
         with (
             name_errors(request.model),
-            open_job(each, request, data, input_shape=input_shape) as job,
+            open_job(model, request, data, input_shape=input_shape) as job,
         ):
-            # Delete the name `job`, which would keep the model in memory while the next one is
-            # loaded.
             outlines.append(outline_job(job))
-            del job
+            del job  # the name would keep the model in memory while the next one is loaded
     require_shared(outlines)
-    reports = []
-    for each, request, outline in zip(models, requests, outlines, strict=True):
-        try:
-            with open_job(each, request, data, input_shape=input_shape) as job:
-                reports.append(execute(job, observer))
-                del job
-        except LipauditError as error:
-            reports.append(make_failed_report(outline, error))
-    return reports
+    with ExitStack() as stored:
+        whole = True
+        for (model, request), outline in zip(pairs, outlines, strict=True):
+            try:
+                with open_job(model, request, data, input_shape=input_shape) as job:
+                    report = stored.enter_context(run_job(job, observer))
+                    del job
+                assert report is not None, "one process measures several models"
+            except Exception as error:
+                if observer is not None:
+                    observer.fails(request.model, error)
+                report = make_failed_report(outline, error)
+            whole &= report.status == "complete"
+            yield report
+        if not whole:
+            stored.pop_all()  # the parts stay, for --resume
 
 
 @contextmanager

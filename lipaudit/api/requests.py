@@ -1,18 +1,18 @@
-"""Requests from Python: check and complete names, measures and options."""
+"""Requests: names of models, and options split into those of a measure and of every run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from lipaudit.engine.prepare import Request
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.measures import MeasureOptions, option_types
-from lipaudit.measures.audit import OF_ATTACK, QUICK_SAMPLES, USUAL, audit_options
+from lipaudit.measures import AuditOptions, option_types
 from lipaudit.models.spec import ModelSpec
-from lipaudit.settings import RunOptions
+from lipaudit.settings import RunOptions, Settings
 
 AnyModel = str | nn.Module | ModelSpec
 Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
@@ -47,89 +47,81 @@ def measure_request(model: str, name: str, options: Mapping[str, Any]) -> Reques
     Raises:
         UsageError: a measure or an option that there is not, or that makes no sense.
     """
-    kind = _find_options(name)
-    run, own = _split_options(options, kind)
+    if name not in option_types():
+        raise UsageError(f"there is no measure {name!r}", suggestion(name, option_types()))
+    kind = option_types()[name]
+    own, shared = _split_options(options, kind, RunOptions)
+    run = RunOptions.checked(shared)
     return Request(model, {name: kind.checked(own)}, run, command="lipaudit.measure()")
 
 
 def audit_request(
-    name: str,
-    measures: Measures,
-    options: Mapping[str, Any],
-    *,
-    demo: bool = False,
-    quick: bool = False,
-    command: str = "lipaudit.audit()",
+    model: str, measures: Measures, options: Mapping[str, Any], *, demo: bool, command: str
 ) -> Request:
-    """Return the request for an audit.
+    """Return the request for an audit from Python.
 
     Args:
-        name: name of the model.
+        model: name of the model.
         measures: as in `audit`.
         options: as in `audit`.
-        demo: whether the model is a demo.
-        quick: whether few samples suffice.
+        demo: whether every model is a demo.
         command: the command that the report records.
 
     Raises:
         UsageError: a measure or an option that there is not, or that makes no sense.
     """
-    of_attack = {n: options[n] for n in OF_ATTACK if n in options}
-    usual = audit_options(of_attack, demo=demo, quick=quick)
-    names = [measures] if isinstance(measures, str) else USUAL if measures is None else measures
-    if not names:
+    if measures is not None and not measures:
         raise UsageError("no measure was given", f"There are: {', '.join(option_types())}.")
-    if of_attack and not {"attack", "certify"} & {*names}:
-        given = ", ".join(of_attack)
-        raise UsageError(
-            f"{given}: these options are for attacks, and no attack was requested",
-            "Leave it out.",
-        )
-    own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
-    own |= measures if isinstance(measures, Mapping) else {}
-    plan: dict[str, MeasureOptions] = {}
-    for each, given_options in own.items():  # the user's options, else the usual ones
-        kind, known = _find_options(each), usual.get(each)
-        defaults = {n: getattr(known, n) for n in known.model_fields_set} if known else {}
-        plan[each] = kind.checked(defaults | _rename_options(given_options, kind))
-    run, _ = _split_options({n: v for n, v in options.items() if n not in of_attack}, None)
-    return Request(
-        name,
-        plan,
-        run,
-        QUICK_SAMPLES if quick else {},
-        optional=plan.keys(),
-        partial=True,
-        command=command,
-    )
+    own, shared = _split_options(options, AuditOptions, RunOptions)
+    names = (measures,) if isinstance(measures, str) else measures and tuple(measures)
+    # Radii of a command line are text; from Python they may be numbers, or lists of them.
+    for option, value in own.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            own[option] = str(value)
+        elif isinstance(value, list | tuple):
+            own[option] = ",".join(map(str, value))
+    extent = AuditOptions.checked({**own, "only": names})
+    request = plan_audit(model, extent, RunOptions.checked(shared), demo=demo, command=command)
+    plan = {name: request.measures[name] for name in names or request.measures}
+    for name, given in measures.items() if isinstance(measures, Mapping) else ():
+        usual, kind = plan[name], type(plan[name])
+        changed = {n: getattr(usual, n) for n in usual.model_fields_set}
+        plan[name] = kind.checked(changed | _split_options(given, kind)[0])
+    return replace(request, measures=plan, optional={*plan})
 
 
-def _find_options(name: str) -> type[MeasureOptions]:
-    known = option_types()
-    if name not in known:
-        raise UsageError(f"there is no measure {name!r}", suggestion(name, known))
-    return known[name]
+def plan_audit(
+    model: str, options: AuditOptions, run: RunOptions, *, demo: bool, command: str
+) -> Request:
+    """Return the request for an audit.
+
+    Raises:
+        UsageError: a radius, attack or norm is invalid.
+    """
+    plan, counts = options.plan(demo=demo), options.counts(demo=demo)
+    optional = {*plan} - options.required
+    return Request(model, plan, run, counts, optional=optional, partial=True, command=command)
 
 
 def _split_options(
-    options: Mapping[str, Any], kind: type[MeasureOptions] | None
-) -> tuple[RunOptions, dict[str, Any]]:
-    """Split options into those of every run and those of the measure.
+    options: Mapping[str, Any], *groups: type[Settings]
+) -> tuple[dict[str, Any], ...]:
+    """Return the options of each group, by field name; the first group with a name takes it.
+
+    On the command line some fields have other names, such as `to` and `mode`.
 
     Raises:
-        UsageError: an option belongs to neither.
+        UsageError: an option belongs to no group.
     """
-    shared = RunOptions.options()
-    own = {} if kind is None else kind.options()
-    given = options if kind is None else _rename_options(options, kind)
-    for name in given:
-        if name not in shared and name not in own:
-            raise UsageError(f"there is no option {name!r}", suggestion(name, [*own, *shared]))
-    run = RunOptions.checked({n: v for n, v in given.items() if n not in own})
-    return run, {n: v for n, v in given.items() if n in own}
-
-
-def _rename_options(options: Mapping[str, Any], kind: type[MeasureOptions]) -> dict[str, Any]:
-    """Return options by field name: `to` and `mode` on the command line are other names."""
-    spelled = {o.flags[0].removeprefix("--"): name for name, o in kind.options().items()}
-    return {spelled.get(name.replace("_", "-"), name): value for name, value in options.items()}
+    split: tuple[dict[str, Any], ...] = tuple({} for _ in groups)
+    known: dict[str, tuple[int, str]] = {}
+    for i, group in enumerate(groups):
+        for name, each in group.options().items():
+            known.setdefault(each.flags[0].removeprefix("--").replace("-", "_"), (i, name))
+            known.setdefault(name, (i, name))
+    for name, value in options.items():
+        if name not in known:
+            raise UsageError(f"there is no option {name!r}", suggestion(name, known))
+        place, field = known[name]
+        split[place][field] = value
+    return split

@@ -8,13 +8,11 @@ import sys
 def main() -> None:
     """Run the command that the arguments name (entry point `lipaudit`)."""
     try:
-        from lipaudit.cli.commands import build, words_of_bash
-        from lipaudit.cli.streams import make_printable, make_unheeded
+        from lipaudit.cli.commands import app
+        from lipaudit.cli.streams import replace_streams
 
-        make_printable()
-        make_unheeded()
-        with words_of_bash():
-            build()()
+        replace_streams()
+        app()
     except KeyboardInterrupt:  # before a command begins: imports take a second or two
         sys.stderr.write("error: interrupted\n")
         sys.exit(130)

@@ -17,16 +17,12 @@ import typer
 import typer.core
 
 from lipaudit import __version__
-from lipaudit.cli.options import Output, Terminal, complete_words, read_config, resolve_group
+from lipaudit.cli.options import Config, read_defaults, resolve_group
 from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, explain_error, visible
 from lipaudit.settings import RunOptions
 
 HELP_ALL = "help_all"
-SHARED = (RunOptions, Output, Terminal)
-"""Option groups that can get defaults from the configuration file."""
-
-
 RARE = {
     *("max_tokens", "text_column", "label_column", "score", "skip_bad"),  # data
     *("model_kwargs", "mean", "std", "input_size", "tower"),  # model
@@ -36,7 +32,7 @@ RARE = {
     *("gamma", "p_norm_tokens", "query", "rivals"),
     *("steps", "restarts", "queries", "save_adv", "order", "nodes"),
     *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
-    *("flip", "shift", "mixup", "cutmix", "classes", "watch", "poll", "logger", "skip"),
+    *("flip", "shift", "mixup", "cutmix", "classes", "skip"),
 }
 """Options that only --help-all shows, so that --help fits on one screen."""
 
@@ -203,11 +199,9 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
         try:
             # Schedulers end a job by SIGTERM: keep finished work, as after Ctrl-C.
             signal.signal(signal.SIGTERM, _terminate)
-            # Only commands that measure have a configuration: a report has its own settings.
-            shared = any(kind in SHARED for kind in kinds.values())
-            defaults = read_config(typed.get("config")) if shared else {}
+            defaults = read_defaults(typed["config"]) if RunOptions in kinds.values() else {}
             values = {
-                name: resolve_group(kind, typed, defaults if kind in SHARED else {})
+                name: resolve_group(kind, typed, defaults if kind is RunOptions else {})
                 for name, kind in kinds.items()
             }
             function(**{name: typed[name] for name in known if name not in groups}, **values)
@@ -233,9 +227,11 @@ def make_callback(function: Callable[..., None]) -> Callable[..., None]:
         if name not in groups
     ]
     parameters += [p for group in groups.values() for p in _list_parameters(group)]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    if RunOptions in kinds.values():  # only options of a run can be configured
+        parameters.append(inspect.Parameter("config", kind, default=None, annotation=Config))
     # A command without rare options shows all options in --help.
     if RARE & {p.name for p in parameters}:
-        kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(HELP_ALL, kind, default=False, annotation=HelpAll))
     return _set_signature(call, parameters)
 
@@ -286,7 +282,6 @@ def _list_parameters(group: Any) -> Iterator[inspect.Parameter]:
             rich_help_panel=option.panel or None,
             envvar=option.env or None,
             show_default=False,
-            autocompletion=complete_words(option.values, commas=option.commas),
         )
         kind: Any = list[option.kind] if option.repeats else option.kind  # type: ignore[name-defined]
         keyword = inspect.Parameter.KEYWORD_ONLY

@@ -5,60 +5,28 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lipaudit.cli.app import Group, app, command
-from lipaudit.cli.measure import require_one_process
-from lipaudit.cli.options import (
-    CONFIG,
-    Extent,
-    Lines,
-    Plain,
-    Several,
-    Shown,
-    complete_words,
-    format_option,
-    model_names,
-)
+from lipaudit.cli.measure import require_alone
+from lipaudit.cli.options import Config, Extent, Output, Several, Terminal, read_config
 from lipaudit.cli.remeasure import Remeasure, is_report, read_or_measure
 
-if TYPE_CHECKING:
-    pass
-
 COMPARE = "Compare and gate"
-Reports = Annotated[
-    list[Path], typer.Argument(metavar="REPORT", help="Reports written with -o X.json.")
-]
-Saved = Annotated[Path, typer.Argument(metavar="REPORT", help="A report written with -o X.json.")]
-Current = Annotated[
-    str,
-    typer.Argument(
-        metavar="CURRENT",
-        help="A report, or a MODEL to measure now.",
-        autocompletion=complete_words(model_names),
-    ),
-]
-Compared = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="REPORT",
-        help="Reports written with -o X.json; after the first also a MODEL to measure now.",
-    ),
-]
-Base = Annotated[Path, typer.Option("--baseline", "-b", help="The baseline report.")]
+SAVED = "A report written with -o X.json."
+Saved = Annotated[Path, typer.Argument(metavar="REPORT", help=SAVED)]
 DEFAULT_BASE = Path("lipaudit-baseline.json")
 
 
-def _list_metrics() -> tuple[str, ...]:
-    from lipaudit.gate.rules import metrics
-
-    return metrics()
-
-
 @command("report", panel=COMPARE)
-def report(reports: Reports, output: Shown, extent: Several, terminal: Plain) -> None:
+def report(
+    reports: Annotated[list[Path], typer.Argument(metavar="REPORT", help=SAVED)],
+    output: Output,
+    extent: Several,
+    terminal: Terminal,
+) -> None:
     """Render a saved report again, or several ranked side by side.
 
     It needs no model and no torch: the figures are those of the run.
@@ -80,8 +48,8 @@ def report(reports: Reports, output: Shown, extent: Several, terminal: Plain) ->
 @command("inspect", panel=COMPARE)
 def inspect(
     report: Saved,
-    output: Shown,
-    terminal: Plain,
+    output: Output,
+    terminal: Terminal,
     sample: Annotated[
         str | None,
         typer.Argument(
@@ -108,11 +76,14 @@ def inspect(
 
 @command("compare", panel=COMPARE)
 def compare(
-    reports: Compared,
+    reports: Annotated[
+        list[str],
+        typer.Argument(metavar="REPORT", help=f"{SAVED} After the first also a MODEL."),
+    ],
     how: Remeasure,
-    output: Shown,
+    output: Output,
     extent: Extent,
-    terminal: Plain,
+    terminal: Terminal,
 ) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
@@ -132,7 +103,7 @@ def compare(
     check_outputs(output, COMPARISON)
     # The store of a launcher serves one run: two models would use one port.
     if sum(not is_report(each) for each in reports[1:]) > 1:
-        require_one_process("comparing several")
+        require_alone("comparing several")
     loaded = [schema.load(reports[0])]
     for each in reports[1:]:
         report = read_or_measure(each, loaded[0], how, terminal)
@@ -143,34 +114,29 @@ def compare(
     emit(shown, output, always=False, details=extent.details)
 
 
-class Judged(Shown):
-    """Where the verdicts of a gate go."""
-
-    format: str | None = format_option(
-        "Format of stdout: text, table, json, markdown, latex, html or junit.", usual="text"
-    )
-
-
 @command("gate", panel=COMPARE)
 def gate(
-    current: Current,
+    current: Annotated[
+        str, typer.Argument(metavar="CURRENT", help="A report, or a MODEL to measure now.")
+    ],
     how: Remeasure,
-    output: Judged,
-    terminal: Plain,
-    baseline: Base = DEFAULT_BASE,
+    output: Output,
+    terminal: Terminal,
+    baseline: Annotated[
+        Path, typer.Option("--baseline", "-b", help="The baseline report.")
+    ] = DEFAULT_BASE,
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
             metavar="RULE",
             help="Judge this rule in place of the configured ones; repeatable.",
-            autocompletion=complete_words(_list_metrics),
         ),
     ] = None,
     strict: Annotated[
         bool,
         typer.Option("--strict", help="Also fail if a rule is not proven to hold (exit code 6)."),
     ] = False,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help=CONFIG)] = None,
+    config: Config = None,
 ) -> None:
     """Fail (exit 1) when a checkpoint is less robust than the baseline.
 
@@ -182,14 +148,13 @@ def gate(
       [cyan]lipaudit gate ./model -b base.json --fail-on 'attack.robust >= -2pp'[/]
       [cyan]lipaudit gate ./model -b base.json --data /data/val --report now.json[/]
     """
-    from lipaudit.cli.config import read
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.gate import configure, judge, load_baseline
     from lipaudit.report import JUDGEMENT, of_judgement, render
 
     check_outputs(output, JUDGEMENT)
     before = load_baseline(baseline)
-    settings = configure(read(config).get("gate", {}), fail_on or (), before.sections)
+    settings = configure(read_config(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
     report = read_or_measure(current, before, how, terminal)
     if report is None:
@@ -209,19 +174,16 @@ def gate(
     raise typer.Exit(judged.exit_code)
 
 
-baselines = typer.Typer(
-    cls=Group, no_args_is_help=True, help="Save, show, check and update a baseline."
-)
+baselines = typer.Typer(cls=Group, no_args_is_help=True, help="Save, update and check a baseline.")
 app.add_typer(baselines, name="baseline", rich_help_panel=COMPARE)
 Reason = Annotated[str, typer.Option("--reason", help="Why this report becomes the baseline.")]
 Target = Annotated[Path, typer.Option("--output", "-o", help="File of the baseline.")]
-Kept = Annotated[Path, typer.Argument(metavar="BASELINE", help="The baseline.")]
 
 
 @command("save", parent=baselines)
 def save(
     report: Saved,
-    terminal: Plain,
+    terminal: Terminal,
     output: Target = DEFAULT_BASE,
     reason: Reason = "first baseline",
 ) -> None:
@@ -232,41 +194,14 @@ def save(
         where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
         advice = f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'"
         raise UsageError(f"{output} exists", advice)
-    _keep_baseline(report, output, reason, terminal)
+    update(report, reason, terminal, output)
 
 
 @command("update", parent=baselines)
-def update(report: Saved, reason: Reason, terminal: Plain, output: Target = DEFAULT_BASE) -> None:
+def update(
+    report: Saved, reason: Reason, terminal: Terminal, output: Target = DEFAULT_BASE
+) -> None:
     """Replace a baseline by a report, and record why."""
-    _keep_baseline(report, output, reason, terminal)
-
-
-@command("show", parent=baselines)
-def show(output: Shown, extent: Extent, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
-    """Print a baseline, and on stderr why it is one."""
-    from lipaudit.cli.emit import emit
-    from lipaudit.gate import load_baseline
-
-    standard = load_baseline(baseline)
-    terminal.tell(f"baseline because: {standard.run.reason or 'no reason given'}")
-    emit(standard, output, always=False, details=extent.details)
-
-
-@command("check", parent=baselines)
-def check(output: Lines, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
-    """Check that a baseline can be read and gated against."""
-    from lipaudit.cli.emit import emit
-    from lipaudit.errors import BaselineError
-    from lipaudit.gate import find_problems, load_baseline
-
-    reasons = find_problems(load_baseline(baseline))
-    if reasons:
-        raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
-    line, record = f"{baseline}: usable as a baseline", {"baseline": str(baseline), "fit": True}
-    emit({"lines": lambda: [line], "record": lambda: record}, output)
-
-
-def _keep_baseline(report: Path, output: Path, reason: str, terminal: Plain) -> None:
     from lipaudit import schema
     from lipaudit.engine.files import require_writable, write
     from lipaudit.gate import promote
@@ -274,3 +209,22 @@ def _keep_baseline(report: Path, output: Path, reason: str, terminal: Plain) -> 
     require_writable(output)
     write(output, schema.dumps(promote(schema.load(report), reason)).encode())
     terminal.tell(f"wrote {output}")
+
+
+@command("check", parent=baselines)
+def check(
+    output: Output,
+    terminal: Terminal,
+    baseline: Annotated[
+        Path, typer.Argument(metavar="BASELINE", help="The baseline.")
+    ] = DEFAULT_BASE,
+) -> None:
+    """Check that a baseline can be read and gated against."""
+    from lipaudit.cli.emit import emit
+    from lipaudit.errors import BaselineError
+    from lipaudit.gate import find_problems, load_baseline
+
+    if reasons := find_problems(load_baseline(baseline)):
+        raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
+    record = {"baseline": str(baseline), "fit": True}
+    emit({"lines": lambda: [f"{baseline}: usable"], "record": lambda: record}, output)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.options import Extent, ModelArgument, Output, Plain, Shown, Terminal
+from lipaudit.cli.options import Extent, ModelArgument, Output, Terminal
 from lipaudit.errors import ExitCode, LipauditError, UsageError
 from lipaudit.measures import MeasureOptions, option_types
 from lipaudit.settings import RunOptions
 
 if TYPE_CHECKING:
     from lipaudit.tables import Report
-    from lipaudit.tables.report import Failure
 
 MEASURING = "Measure a checkpoint"
 
@@ -29,11 +28,12 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
     def measure(
         model: str, options: MeasureOptions, run: RunOptions, output: Output, terminal: Terminal
     ) -> None:
+        from lipaudit.api.measuring import open_job
         from lipaudit.cli.emit import check_outputs, emit
         from lipaudit.cli.progress import OnStderr
         from lipaudit.engine.execute import run_job
         from lipaudit.engine.launcher import find_place
-        from lipaudit.engine.prepare import Request, prepare
+        from lipaudit.engine.prepare import Request
         from lipaudit.report import REPORT
 
         check_outputs(output, REPORT)
@@ -46,8 +46,9 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
             )
         request = Request(model, {name: options}, run, command=typed_command(), place=find_place())
         with (
-            OnStderr(model, quiet=terminal.quiet) as observer,
-            run_job(prepare(request), observer) as report,
+            OnStderr(terminal) as observer,
+            open_job(model, request) as job,
+            run_job(job, observer) as report,
         ):
             if report is None:
                 return
@@ -69,39 +70,31 @@ for _name, _options in option_types().items():
     command(_name, panel=MEASURING)(_command(_name, _options))
 
 
-def require_alone(run: RunOptions, what: str, *, unlimited: bool = False) -> None:
+def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = False) -> None:
     """Refuse shards, launchers or time limits for work that one process does as a whole.
 
     Args:
-        run: the shared options.
         what: the work, as a text after "not for".
-        unlimited: whether the work ignores time limits.
+        run: the shared options; None: only several processes are refused.
+        limited: whether the work observes time limits.
 
     Raises:
         UsageError: a shard, several processes or a time limit is requested.
     """
-    if run.shard:
-        text = f"--shard works only when one MODEL is measured, not for {what}"
-        raise UsageError(text, "Leave it out.")
-    if unlimited and run.time_limit:
-        text = f"--time-limit works only when a MODEL is measured, not for {what}"
-        raise UsageError(text, "Leave it out. An interrupted command can be continued.")
-    require_one_process(what)
-
-
-def require_one_process(what: str) -> None:
-    """Refuse a launcher with several processes for work of a single process.
-
-    Raises:
-        UsageError: a launcher started several processes.
-    """
     from lipaudit.engine.launcher import find_place
 
-    if find_place():
-        raise UsageError(
-            f"several processes work only when one MODEL is measured, not for {what}",
-            "Run it as one process: without srun, and with RANK and WORLD_SIZE unset.",
-        )
+    refused = {"several processes": find_place() is not None}
+    if run is not None:
+        refused |= {
+            "--shard": run.shard is not None,
+            "--time-limit": run.time_limit is not None and not limited,
+        }
+    for name, given in refused.items():
+        if given:
+            raise UsageError(
+                f"{name}: only when one MODEL is measured, not for {what}",
+                "Leave it out. One process: no srun, and RANK and WORLD_SIZE unset.",
+            )
 
 
 def typed_command() -> str:
@@ -114,9 +107,9 @@ def merge(
     reports: Annotated[
         list[Path], typer.Argument(metavar="SHARD", help="Reports of commands with --shard.")
     ],
-    output: Shown,
+    output: Output,
     extent: Extent,
-    terminal: Plain,
+    terminal: Terminal,
 ) -> None:
     """Make one report of all shards of a run: what one process would have written.
 
@@ -151,17 +144,22 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
     Raises:
         LipauditError: some measures failed or ran out of time; the reports have the others.
     """
-    reasons, left = [], []
-    faults: list[Failure] = []
-    for model, report in reports.items():
-        before = f"{model}: " if len(reports) > 1 else ""
-        faults += report.failures.values()
-        reasons += [f"{before}{n} failed: {fault.reason}" for n, fault in report.failures.items()]
-        left += [f"{count} samples of {before}{n}" for n, count in report.unmeasured.items()]
+    faults = {(m, n): fault for m, r in reports.items() for n, fault in r.failures.items()}
+    left = [
+        f"{count} samples of {n}" for r in reports.values() for n, count in r.unmeasured.items()
+    ]
     # A failure outweighs a time limit: its exit code tells what to fix.
     if faults:
-        said, advice = "; ".join(reasons), f"{faults[0].advice} {again}".strip()
-        raise LipauditError(f"the report is partial: {said}", advice, faults[0].exit_code)
+        several = len(reports) > 1
+        reasons = [
+            f"{f'{model}: ' * several}{name} failed: {fault.reason}"
+            for (model, name), fault in faults.items()
+        ]
+        first = next(iter(faults.values()))
+        advice = f"{first.advice} {again}".strip()
+        raise LipauditError(
+            f"the report is partial: {'; '.join(reasons)}", advice, first.exit_code
+        )
     if left:
         text = f"the report is partial: the time limit ended the run before {', '.join(left)}"
         raise LipauditError(text, again, ExitCode.TIME_LIMIT)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from lipaudit.cli.config import SUBTABLES, read
 from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import RunOptions, Settings, option
@@ -16,70 +17,33 @@ from lipaudit.settings import RunOptions, Settings, option
 OUTPUT = "Output"
 BY_MEASURE = {"samples": "by measure"}
 """Default shown if a command runs several measures."""
-CONFIG = "A TOML file in place of lipaudit.toml and pyproject.toml."
-"""Help of --config."""
-
-
-def model_names() -> tuple[str, ...]:
-    """Return the possible MODEL arguments except paths; timm's names come from its source."""
-    from lipaudit.models.sources.names import SOURCES, demo_names, timm_names
-
-    others = (f"{source}:" for source in SOURCES if source not in ("demo", "timm"))
-    return (*demo_names(), *others, *(f"timm:{name}" for name in timm_names()))
-
-
-def complete_words(
-    values: Callable[[], Iterable[str]], *, commas: bool = False
-) -> Callable[[str], list[str]]:
-    """Return a completion function for a parameter; typer keeps the matching words.
-
-    Args:
-        values: returns all words.
-        commas: whether several words may be given, separated by commas.
-    """
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, _ = incomplete.rpartition(",") if commas else ("", "", "")
-        return [before + comma + value for value in values()]
-
-    return complete
-
-
-def _declare_model() -> Any:
-    return typer.Argument(
-        metavar="MODEL",
-        autocompletion=complete_words(model_names),
-        help="demo, timm:NAME, hf:ORG/NAME, a folder, a file, py:FILE:FACTORY.",
-    )
-
-
-ModelArgument = Annotated[str, _declare_model()]
-ModelsArgument = Annotated[list[str], _declare_model()]
-
-
-def list_formats() -> tuple[str, ...]:
-    """Return the names of all formats."""
-    from lipaudit.report import RENDERERS
-
-    return tuple(RENDERERS)
-
-
-def format_option(
-    help: str, usual: str, values: Callable[[], Iterable[str]] = list_formats
-) -> Any:
-    """Declare the option --format of a command."""
-    return option(None, help, "--format", "-f", panel=OUTPUT, usual=usual, values=values)
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A TOML file in place of lipaudit.toml and pyproject.toml.",
+        rich_help_panel="Run",
+    ),
+]
+MODEL: Any = typer.Argument(
+    metavar="MODEL", help="demo, timm:NAME, hf:ORG/NAME, a folder, a file, py:FILE:FACTORY."
+)
+ModelArgument = Annotated[str, MODEL]
 
 
 class Output(Settings):
     """Where a result goes."""
 
-    format: str | None = format_option(
-        "Format of stdout: table, json, csv, html...", usual="table"
+    format: str | None = option(
+        None,
+        "Format of stdout, such as table, json, csv, markdown or html.",
+        "--format",
+        "-f",
+        panel=OUTPUT,
     )
     output: tuple[Path, ...] = option(
         (),
-        "Also write FILE: .json, .csv, .md, .tex, .html or .txt.",
+        "Also write FILE: .json, .csv, .md, .tex, .html, .xml or .txt.",
         "--output",
         "-o",
         panel=OUTPUT,
@@ -115,28 +79,11 @@ class Several(Extent):
         if self.rank_by != ORDER:
             make_rule(self.rank_by)
         if count < 2:
-            raise UsageError(
-                "--rank-by needs several models, and only one was given", "Leave it out."
-            )
+            raise UsageError("--rank-by needs several models, and one was given", "Leave it out.")
 
 
-class Shown(Output):
-    """Where a result goes that the configuration file has no say in: it is no report of a run."""
-
-
-class Lines(Shown):
-    """Where a result goes that is lines of text, or data."""
-
-    format: str | None = format_option(
-        "Format of stdout: text or json.", usual="text", values=lambda: ("text", "json")
-    )
-    output: tuple[Path, ...] = option(
-        (), "Also write FILE (.txt, .json); repeatable.", "--output", "-o", panel=OUTPUT
-    )
-
-
-class Plain(Settings):
-    """What is said on stderr."""
+class Terminal(Settings):
+    """The messages on stderr."""
 
     quiet: bool = option(False, "Print no progress and no notes.", "--quiet", "-q", panel=OUTPUT)
     verbose: bool = option(False, "Print tracebacks and details.", "--verbose", "-v", panel=OUTPUT)
@@ -147,35 +94,65 @@ class Plain(Settings):
             say(text)
 
 
-class Terminal(Plain):
-    """What is said on stderr, and where defaults come from."""
-
-    config: Path | None = option(None, CONFIG, panel="Run")
-
-
-CONFIGURABLE: dict[str, str] = {
-    name.replace("_", "-"): name
-    for group in (RunOptions, Output, Terminal)
-    for name in group.options()
-    if name not in ("config", "verbose")
-}
-"""Keys of `[tool.lipaudit]`, and the option for which each sets a default."""
-
 Group = TypeVar("Group", bound=Settings)
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """Return the shared options set in the configuration file, by name.
+    """Return the configuration, from `path` or from the file in the working directory.
 
     Raises:
-        UsageError: a key is not an option.
+        UsageError: `path` is missing, a file is not valid TOML, or a table has a plain value.
     """
-    values = {key: value for key, value in read(path).items() if key not in SUBTABLES}
-    for key in values:
-        if key not in CONFIGURABLE:
-            advice = suggestion(key, sorted(CONFIGURABLE))
+    usual = (Path(name) for name in ("lipaudit.toml", "pyproject.toml"))
+    path = path or next(filter(Path.is_file, usual), None)
+    if path is None:
+        return {}
+    text = ""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        advice = ""
+        # tomllib gives the line only in the text of its error.
+        if found := re.search(r"at line (\d+)", str(error)):
+            line = text.split("\n")[int(found[1]) - 1].strip()
+            advice = f'Line {found[1]} is {line!r}; put text in quotes: key = "value".'
+        raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
+    # lipaudit.toml does not need the table [tool.lipaudit] of pyproject.toml.
+    table = document.get("tool", {})
+    inner = isinstance(table, dict) and "lipaudit" in table
+    values = table["lipaudit"] if inner else {} if path.name == "pyproject.toml" else document
+    if not isinstance(values, dict) or not isinstance(values.get("gate", {}), dict):
+        raise UsageError(
+            f"tool.lipaudit and gate in {path} must be tables", "Write [tool.lipaudit] or [gate]."
+        )
+    return values
+
+
+def read_defaults(path: Path | None) -> dict[str, Any]:
+    """Return the options of every run that the configuration sets, by name.
+
+    Raises:
+        UsageError: a key is not an option, or its value has the wrong type or is invalid, even if
+            the command line overrides it.
+    """
+    known = {name.replace("_", "-"): each for name, each in RunOptions.options().items()}
+    values = {}
+    for key, value in read_config(path).items():
+        if key == "gate":
+            continue
+        if key not in known:
+            advice = suggestion(key, sorted(known))
             raise UsageError(f"unknown key {key!r} in the lipaudit configuration", advice)
-    return {CONFIGURABLE[key]: value for key, value in values.items()}
+        # pydantic would take true as a number.
+        if isinstance(value, bool) != (known[key].kind is bool):
+            wanted = "true or false" if known[key].kind is bool else "a value"
+            raise UsageError(f"{key} in the lipaudit configuration is {value!r}: give {wanted}")
+        values[known[key].name] = value
+    if values:
+        spelling = "{} in the lipaudit configuration".format
+        RunOptions.checked(values, spelled=lambda name: spelling(name.replace("_", "-")))
+    return values
 
 
 def resolve_group(
@@ -184,26 +161,7 @@ def resolve_group(
     """Return a group of options: typed values, else configured ones, else defaults.
 
     Raises:
-        UsageError: an option does not accept its value, even if another value overrides it, or a
-            value of the configuration has the wrong type, such as true for a number.
+        UsageError: an option does not accept its value.
     """
-    options, configured = group.options(), dict[str, Any]()
-    for name, value in defaults.items():
-        if (known := options.get(name)) is None:
-            continue
-        if isinstance(value, bool) != (known.kind is bool):
-            wanted = "true or false" if known.kind is bool else "a value"
-            raise UsageError(f"{_spell_key(name)} is {value!r}: it takes {wanted}")
-        # One file needs no list: output = "page.md".
-        configured[name] = (value,) if known.repeats and isinstance(value, str) else value
-    # Checked separately from typed values: the error names the key of the file, and an invalid
-    # value is refused even if the command line overrides it.
-    if configured:
-        group.checked(configured, spelled=_spell_key)
-    said = {name: typed[name] for name in options if typed.get(name) is not None}
-    return group.checked(configured | said, configured=configured.keys() - said.keys())
-
-
-def _spell_key(name: str) -> str:
-    """Return the key of an option in the configuration file."""
-    return f"{name.replace('_', '-')} in the lipaudit configuration"
+    given = {name: typed[name] for name in group.options() if typed.get(name) is not None}
+    return group.checked({**defaults, **given}, configured=defaults.keys() - given.keys())

@@ -7,56 +7,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.cli.audit import RUNS, make_folder
-from lipaudit.cli.options import Plain
-from lipaudit.errors import InputError, UsageError
+from lipaudit.cli.options import Terminal
+from lipaudit.errors import UsageError
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings, flag, option
 from lipaudit.settings.parsing import Keywords, Size
 
 if TYPE_CHECKING:
-    from lipaudit.engine.prepare import Job
+    from lipaudit.engine.prepare import Request
     from lipaudit.tables import Report
 
-PANEL = "Measure a MODEL now"
 OF_RUN: Any = RunOptions.model_fields
 
 
 class Remeasure(Settings):
-    """How a MODEL is measured as the baseline was: where things are, and on what it runs."""
+    """The options of a MODEL that is measured like a baseline: other paths, another machine."""
 
+    # Not as for every run: LIPAUDIT_DATA says nothing about the baseline's samples.
     data: str | None = option(
-        None,
-        "Where the baseline's samples are now.",
-        panel=PANEL,
-        usual="the path in the baseline",
+        None, "Where the baseline's samples are now.", usual="the path in the baseline"
     )
-    arch: str | None = option(
-        None, "Architecture of a weights file.", panel=PANEL, usual="the baseline's"
-    )
-    model_kwargs: Keywords = option(
-        None, "k=v,... for the model's constructor.", panel=PANEL, usual="the baseline's"
-    )
-    report: Path | None = option(
-        None,
-        "Folder for the report of this measurement.",
-        panel=PANEL,
-        usual="a new folder in lipaudit-runs",
-    )
-    # Declared in the same way as for every run.
+    arch: str | None = copy(OF_RUN["arch"])
+    model_kwargs: Keywords = copy(OF_RUN["model_kwargs"])
     device: str | None = copy(OF_RUN["device"])
     batch_size: Size = copy(OF_RUN["batch_size"])
     resume: bool = copy(OF_RUN["resume"])
     offline: bool = copy(OF_RUN["offline"])
+    report: Path | None = option(
+        None, "File for the report of a MODEL.", usual="in a new folder of lipaudit-runs"
+    )
 
     @property
-    def given(self) -> dict[str, object]:
+    def given(self) -> dict[str, Any]:
         """Return the given options, by name."""
         values = {name: getattr(self, name) for name in self.options()}
         return {n: v for n, v in values.items() if v is not None and v is not False}
 
 
 def read_or_measure(
-    current: str, baseline: Report, how: Remeasure, terminal: Plain
+    current: str, baseline: Report, how: Remeasure, terminal: Terminal
 ) -> Report | None:
     """Read the report, or measure the model with the baseline's settings and save the report.
 
@@ -84,24 +73,27 @@ def read_or_measure(
                 "Leave them out: they are for a MODEL.",
             )
         return schema.load(Path(current))
+    from lipaudit.api.measuring import open_job
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import run_job
     from lipaudit.engine.files import require_writable, write
+    from lipaudit.gate import require_samples
     from lipaudit.report import render
 
     path = how.report
     if path:
         require_writable(path)
-    with (
-        OnStderr(current, quiet=terminal.quiet) as observer,
-        run_job(_prepare(current, baseline, how), observer) as report,
-    ):
-        if report is None:
-            return None
-        if path is None:
-            folder = RUNS / f"gate-{report.run.model.weights_sha256[:12]}"
-            path = make_folder(folder, "--report") / "report.json"
-        write(path, render(report, "json"))
+    request = _plan_again(current, baseline, how)
+    with OnStderr(terminal) as observer, open_job(current, request) as job:
+        ids = job.samples.batch.ids
+        require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
+        with run_job(job, observer) as report:
+            if report is None:
+                return None
+            if path is None:
+                folder = RUNS / f"gate-{report.run.model.weights_sha256[:12]}"
+                path = make_folder(folder, "--report") / "report.json"
+            write(path, render(report, "json"))
     terminal.tell(f"measured: {path}")
     return report
 
@@ -111,17 +103,15 @@ def is_report(given: str) -> bool:
     return given.endswith(".json")
 
 
-def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
-    """Load the model and the baseline's samples, with the baseline's settings."""
+def _plan_again(model: str, baseline: Report, how: Remeasure) -> Request:
+    """Return the request of the baseline for another model; given options change only paths."""
     from lipaudit.cli.measure import typed_command
     from lipaudit.engine.launcher import find_place
-    from lipaudit.engine.prepare import Request, prepare
-    from lipaudit.gate import require_samples
+    from lipaudit.engine.prepare import Request
     from lipaudit.measures import option_types
 
-    before, spec = baseline.run, baseline.run.data.spec
-    # Given options change only paths and the machine.
-    run = {"data": spec, "seed": before.seed, "dtype": before.dtype} | before.options
+    before = baseline.run
+    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
     run |= {name: value for name, value in how.given.items() if name != "report"}
     measures, counts = {}, {}
     for section in baseline.sections:
@@ -130,24 +120,5 @@ def _prepare(current: str, baseline: Report, how: Remeasure) -> Job:
             # `once` has values that old reports lack: the defaults of that time.
             measures[section.measure] = kind.checked({**kind.once, **section.settings})
             counts[section.measure] = len(section.ids) or before.data.samples
-    request = Request(
-        current,
-        measures,
-        RunOptions.checked(run),
-        counts,
-        command=typed_command(),
-        place=find_place(),
-    )
-    try:
-        job = prepare(request)
-    except InputError as error:
-        if how.data or repr(spec) not in error.message:
-            raise
-        raise InputError(
-            f"{error.message}, and the baseline was measured on it",
-            f"Run in the folder that holds {spec}, or give the path of the same samples with "
-            "--data PATH.",
-        ) from None
-    ids = job.samples.batch.ids
-    require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
-    return job
+    options = RunOptions.checked(run)
+    return Request(model, measures, options, counts, command=typed_command(), place=find_place())

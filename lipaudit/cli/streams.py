@@ -2,63 +2,27 @@
 
 from __future__ import annotations
 
-import codecs
-import itertools
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from lipaudit.errors import visible
 
-PLAIN = str.maketrans(
-    {
-        "‖": "||",
-        "×": "x",
-        "≤": "<=",
-        "≥": ">=",
-        "±": "+-",
-        "∘": "o",
-        "•": "*",
-        "–": "-",
-        "⁻": "-",
-        "✓": "+",
-        "✗": "x",
-        "▸": ">",
-        "═": "=",
-        **dict.fromkeys("─━", "-"),
-        **dict.fromkeys("█▇▆▅", "#"),
-        **dict.fromkeys("▄", "+"),
-        **dict.fromkeys("▃▂▁", "."),
-    }
-)
-"""ASCII replacements of characters that a terminal cannot show."""
-
 _SEQUENCE = re.compile(r"(\x1b\[(?:[\d;]*m|\?25[hl]|1A|2K)|\r)")
 """Escape sequences of colours and progress bars."""
 
 
-def make_unheeded() -> None:
-    """Make stdout and stderr accept text without a reader (None: closed)."""
+def replace_streams() -> None:
+    """Let stdout and stderr accept every character, also without a reader (None: closed)."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        # Strict streams of an ASCII terminal would end a long run with a UnicodeEncodeError.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, Unheeded(stream))
-
-
-def make_printable() -> None:
-    """Let stdout and stderr replace characters that their encoding lacks.
-
-    An ASCII terminal, or PYTHONIOENCODING=ascii, would raise an error at the first such character.
-    """
-    # Strict streams would end a long run with a UnicodeEncodeError at its last line.
-    codecs.register_error("lipaudit.plain", _replace_characters)
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="lipaudit.plain")
 
 
 def say(text: str) -> None:
@@ -101,7 +65,7 @@ class Unheeded:
 
         Terminals also get rich's colours and cursor moves.
         """
-        shown = text if text.isprintable() else visible(text, keep="\n\t")
+        shown = visible(text, keep="\n\t")
         if shown != text:
             from rich.console import Console
 
@@ -117,14 +81,3 @@ class Unheeded:
         """Flush the written text."""
         with drop_output(self._stream):
             self._stream.flush()
-
-
-def _replace_characters(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    text = error.object[error.start : error.end]
-    # A caret before superscripts, which would otherwise run into the text before them.
-    runs = itertools.groupby(text, lambda c: unicodedata.decomposition(c).startswith("<super>"))
-    text = "".join("^" * above + "".join(run) for above, run in runs).translate(PLAIN)
-    parts = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
-    return parts or "?", error.end

@@ -8,26 +8,20 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import require_alone, typed_command
-from lipaudit.cli.options import Lines, ModelArgument, Plain, Terminal
+from lipaudit.cli.options import ModelArgument, Output, Terminal
 from lipaudit.errors import UsageError
-from lipaudit.measures.audit import DEMO_EPS
 from lipaudit.settings import Recipe, RunOptions
 
 if TYPE_CHECKING:
-    from lipaudit.data.batch import Batch
     from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
     from lipaudit.train import Epoch
-
-FOLDER = "lipaudit-watch"
-READ_AS = ("data", "text_column", "label_column", "max_tokens", "skip_bad")
-"""Options of data loading that do not depend on the model."""
 
 USUAL = {
     "batch_size": str(Recipe.model_fields["batch_size"].default),
@@ -41,7 +35,7 @@ def train(
     model: ModelArgument,
     recipe: Recipe,
     run: Annotated[RunOptions, USUAL],
-    output: Lines,
+    output: Output,
     terminal: Terminal,
     out: Annotated[
         Path,
@@ -59,15 +53,6 @@ def train(
     ] = None,
     held_out: Annotated[
         str | None, typer.Option(help="Data to measure the accuracy on after every epoch.")
-    ] = None,
-    watch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="EPOCHS",
-            min=1,
-            help="Audit the model on the held-out data every so many epochs; reports in "
-            "DIR/lipaudit-watch.",
-        ),
     ] = None,
 ) -> None:
     """Fine-tune a classifier with a penalty on attention, or against attacks.
@@ -88,7 +73,7 @@ def train(
     from lipaudit.train import train as epochs_of
     from lipaudit.train.record import TrainingRecord, check_target, read_record, save_model
 
-    require_alone(run, "a training", unlimited=True)
+    require_alone("a training", run)
     if classes is not None and classes < 2:
         raise UsageError(f"--classes {classes}: a classifier needs at least 2 classes")
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})
@@ -96,7 +81,7 @@ def train(
     check_outputs(output, ("lines", "record"))
     check_target(out, resume=run.resume)
     options = replace(load_options(run), classes=classes)
-    with OnStderr(model, quiet=terminal.quiet) as observer:
+    with OnStderr(terminal) as observer:
         net = load_net(model, options)
         run.require_kind(net.kind)
         demo = "demo" if net.source == "demo" else None
@@ -113,8 +98,6 @@ def train(
         if done:
             terminal.tell(f"Continuing after epoch {done} of {recipe.epochs}.")
         epochs = epochs_of(net, data.batch, recipe, held_out=batch, state=state)
-        if watch is not None:
-            epochs = _watch_epochs(epochs, net, batch, watch, out / FOLDER, after=done)
         for epoch in _report_epochs(epochs, recipe.epochs, terminal):
             record.keep(epoch)
     except (Exception, KeyboardInterrupt):
@@ -124,43 +107,12 @@ def train(
         raise
     complete = save_model(net, out, options)
     record.write_record(finished=True)
-    if watch:
-        terminal.tell(f"Watched: {out / FOLDER / 'report.html'}")
-    said = f"Load {out}/model.safetensors in your py: factory."
-    if complete:  # measured on its held-out data
-        words, flags = ["lipaudit", "audit", str(out)], RunOptions.options()
-        given = {n: getattr(run, n) for n in READ_AS} | {"data": held_out or run.data}
-        for name, value in ((n, v) for n, v in given.items() if v not in (None, False)):
-            words += [flags[name].flags[0], *([] if value is True else [str(value)])]
-        said = f"Measure the result: {shlex.join(words)}"
-    terminal.tell(f"Training finished. {said}")
+    words = ["lipaudit", "audit", str(out), "--data", str(held_out or run.data)]
+    advice = f"Measure the result: {shlex.join(words)}"
+    if not complete:
+        advice = f"Load {out}/model.safetensors in your py: factory."
+    terminal.tell(f"Training finished. {advice}")
     emit({"lines": lambda: [str(out)], "record": lambda: read_record(out)}, output)
-
-
-def _watch_epochs(
-    epochs: Iterable[Epoch],
-    net: Net,
-    held_out: Batch | None,
-    every: int,
-    folder: Path,
-    *,
-    after: int,
-) -> Iterator[Epoch]:
-    """Yield the epochs unchanged, and measure the model every N epochs."""
-    from lipaudit.monitor import watch
-
-    if held_out is None or held_out.y is None:
-        raise UsageError("--watch needs held-out data to measure", "Add --held-out DATA.")
-    asked: dict[str, Any] = {"every": every, "to": folder}
-    if net.source == "demo":
-        asked["eps"] = DEMO_EPS
-    monitor = watch(net, data=(held_out.x, held_out.y), **asked)
-    if not after:  # the weights of a continued run are not loaded yet
-        monitor.measure(0)
-    for epoch in epochs:
-        yield epoch
-        monitor(epoch.number)
-    monitor.close()
 
 
 def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
@@ -176,7 +128,7 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
     return replace(samples, notes=kept)
 
 
-def _report_epochs(epochs: Iterable[Epoch], total: int, terminal: Plain) -> Iterator[Epoch]:
+def _report_epochs(epochs: Iterable[Epoch], total: int, terminal: Terminal) -> Iterator[Epoch]:
     """Yield the epochs unchanged, and print a line for each on stderr."""
     # A resumed run starts at a later epoch: only epochs of this process are timed.
     start, first = time.monotonic(), None

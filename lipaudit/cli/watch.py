@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.audit import audit_request
-from lipaudit.cli.measure import MEASURING, require_alone, require_whole
+from lipaudit.cli.measure import MEASURING, require_alone, require_whole, typed_command
 from lipaudit.cli.options import BY_MEASURE, Extent, Output, Terminal
-from lipaudit.cli.streams import say
-from lipaudit.errors import InputError, LipauditError, explain_error
+from lipaudit.errors import InputError, LipauditError, UsageError, explain_error
 from lipaudit.measures import AuditOptions
-from lipaudit.settings import RunOptions, Settings, option
-from lipaudit.settings.option import Need
-from lipaudit.settings.parsing import Names
-
-if TYPE_CHECKING:
-    from lipaudit.cli.progress import OnStderr
-    from lipaudit.monitor.checkpoints import CheckpointFolder
-    from lipaudit.monitor.loggers import Logger
+from lipaudit.settings import RunOptions
 
 FOLDER = "lipaudit-checkpoints"
-PANEL = "Watch"
-TRIES = 3
-"""Number of attempts to read a checkpoint that may still be incomplete."""
 AGAIN = "Delete its report to measure it again."
-
-
-def _list_loggers() -> tuple[str, ...]:
-    from lipaudit.monitor.loggers import LOGGERS
-
-    return tuple(LOGGERS)
-
-
-class Following(Settings):
-    """Whether it waits for more checkpoints, and where the figures go besides."""
-
-    follow: bool = option(False, "Keep waiting for new checkpoints until Ctrl-C.", panel=PANEL)
-    poll: float = option(
-        10.0,
-        "Seconds between two checks for new checkpoints.",
-        panel=PANEL,
-        need=Need("--follow", lambda options: options.follow),
-        gt=0,
-    )
-    logger: Names = option(
-        None,
-        "Also log to: tensorboard, mlflow, wandb (comma-separated).",
-        panel=PANEL,
-        values=_list_loggers,
-    )
 
 
 @command("watch", panel=MEASURING)
@@ -67,7 +29,6 @@ def watch(
     output: Output,
     extent: Extent,
     terminal: Terminal,
-    following: Following,
 ) -> None:
     """Audit every checkpoint of a training, and show them side by side in their order.
 
@@ -77,49 +38,51 @@ def watch(
 
     [dim]Examples:[/]
       [cyan]lipaudit watch trainer_output --data val/[/]
-      [cyan]lipaudit watch weights/ --arch timm:vit_tiny_patch16_224 --data val/ --follow[/]
+      [cyan]lipaudit watch weights/ --arch timm:vit_tiny_patch16_224 --data val/[/]
       [cyan]lipaudit watch out/ --data val/ --only jacobian,attack --eps 1/255 -o training.html[/]
     """
+    from lipaudit.api.requests import plan_audit
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.progress import OnStderr
     from lipaudit.monitor.checkpoints import CheckpointFolder
-    from lipaudit.monitor.loggers import loggers
     from lipaudit.report import REPORT, of_reports
 
     check_outputs(output, REPORT)
-    require_alone(run, "the course of a training", unlimited=True)
+    require_alone("the course of a training", run)
     if not folder.is_dir():
         raise InputError(
             f"there is no directory {folder}", "Give a directory that holds checkpoints."
         )
-    request = audit_request("", options, run, demo=False)
+    request = plan_audit("", options, run, demo=False, command=typed_command())
     where = options.run_dir or folder / FOLDER
-    watched = CheckpointFolder(folder, request, where, tries=TRIES if following.follow else 1)
-    logs = loggers(following.logger or (), where)
-    observer = OnStderr("", quiet=terminal.quiet, verbose=terminal.verbose)
-    stopped: KeyboardInterrupt | None = None
-    waiting = False
+    watched = CheckpointFolder(folder, request, where)
+    pending = watched.list_pending()
+    failed: dict[str, LipauditError] = {}
+    interrupted: KeyboardInterrupt | None = None
     try:
-        _measure_pending(watched, logs, observer)
-        while following.follow:
-            waiting = True
-            time.sleep(following.poll)
-            waiting = False
-            _measure_pending(watched, logs, observer)
+        for number, checkpoint in enumerate(pending, 1):
+            count = f"{number} of {len(pending)} new"
+            terminal.tell(f"step {checkpoint.step}: {checkpoint.name} ({count})")
+            try:
+                with OnStderr(terminal) as observer:
+                    watched.measure(checkpoint, observer)
+            except UsageError:  # for every checkpoint
+                raise
+            except Exception as error:  # it may be incomplete: the others are measured
+                failed[checkpoint.name] = explain_error(error)
     except KeyboardInterrupt as stop:
-        # Ctrl-C while waiting ends --follow; SIGTERM has an argument and is an interruption.
-        stopped = None if waiting and not stop.args else stop
+        interrupted = stop
     reports = watched.reports.load()
     if reports:
         page = watched.reports.draw(reports)
         emit(of_reports(*reports, by="order"), output, details=extent.details)
         terminal.tell(f"reports: {where}\npage:    {page}")
-    if stopped is not None:
-        raise stopped
+    if interrupted is not None:
+        raise interrupted
     # Checkpoints that could not be measured decide the exit code; the others have reports.
-    if faults := {name: explain_error(error) for name, error in watched.failed.items()}:
-        reasons = "; ".join(f"{name}: {fault.message}" for name, fault in faults.items())
-        first = next(iter(faults.values()))
+    if failed:
+        reasons = "; ".join(f"{name}: {fault.message}" for name, fault in failed.items())
+        first = next(iter(failed.values()))
         raise LipauditError(
             f"not every checkpoint was measured: {reasons}", first.advice, first.exit_code
         )
@@ -129,19 +92,3 @@ def watch(
             "Use names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt.",
         )
     require_whole({each.run.model.spec: each for each in reports}, AGAIN)
-
-
-def _measure_pending(watched: CheckpointFolder, logs: list[Logger], observer: OnStderr) -> None:
-    from lipaudit.monitor.loggers import collect_figures
-
-    pending = watched.pending()
-    for number, checkpoint in enumerate(pending, 1):
-        if not observer.quiet:
-            said = f"step {checkpoint.step}: {checkpoint.name} ({number} of {len(pending)} new)"
-            say(said)
-        observer.model = checkpoint.name
-        with observer:
-            report = watched.measure(checkpoint, observer)
-        figures = collect_figures(report) if report else {}
-        for log in logs if figures else ():
-            log(figures, checkpoint.step)

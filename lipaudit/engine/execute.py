@@ -11,7 +11,7 @@ from itertools import chain, groupby, islice, takewhile
 from lipaudit.data.batch import Batch, Share
 from lipaudit.engine.files import write
 from lipaudit.engine.journal import Journal
-from lipaudit.engine.launcher import gather_texts, join_processes, share_verdict
+from lipaudit.engine.launcher import gather_texts, join_processes
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import (
     describe_run,
@@ -30,10 +30,6 @@ from lipaudit.models.requirements import find_first_failure
 from lipaudit.schema import dumps, loads
 from lipaudit.tables import Note, Report, Section
 from lipaudit.tables.summary import steepest
-
-CANDIDATES = 8
-"""Number of heads whose maps a shard stores; the steepest head over all shards is probably one of
-them."""
 
 
 class Observer:
@@ -70,9 +66,7 @@ def execute(job: Job, observer: Observer | None = None) -> Report:
 
 
 @contextmanager
-def run_job(
-    job: Job, observer: Observer | None = None, journals: list[Journal] | None = None
-) -> Iterator[Report | None]:
+def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | None]:
     """Run the measures of a job; the caller writes the report inside the block.
 
     Finished parts stay on disk until the block ends without an error and the report is complete,
@@ -82,9 +76,8 @@ def run_job(
     report is partial and holds the finished batches.
 
     Args:
-        job: from `prepare`.
+        job: from `prepare`; not referenced while the block runs, which frees the model.
         observer: receives progress and notes.
-        journals: receives the journals, for the caller to delete; None: they are deleted here.
 
     Yields:
         The report. With several processes of a launcher, rank 0 yields the report of all samples,
@@ -93,63 +86,54 @@ def run_job(
     Raises:
         LipauditError: any failure, with its exit code.
     """
-    place = job.request.place
+    request = job.request
+    place = request.place
     if observer is None or (place is not None and place.rank > 0):
         # Only rank 0 reports: the notes of all processes are equal.
         observer = Observer()
     for note in job.notes:
         observer.note(note)
-    kept: dict[str, Journal] = {}
+    journals: list[Journal] = []
     with join_processes(place):
         try:
-            own = _measure(job, observer, kept)
-            report: Report | None = own
+            report: Report | None = _measure(job, observer, journals)
+            del job
+            assert report is not None
+            complete = report.status == "complete"
             if place is not None:
                 # Shards travel as JSON, as between machines: one format, and no pickles.
-                texts = gather_texts(dumps(own), place)
-                reports = [loads(text) for text in texts or ()]
-                report = merge(reports, command=job.request.command) if texts else None
+                shards = [loads(text) for text in gather_texts(dumps(report), place)]
+                complete = all(shard.status == "complete" for shard in shards)
+                report = merge(shards, command=request.command) if place.rank == 0 else None
             yield report
-            complete = (report or own).status == "complete"
-            if place is not None:  # the parts of all shards go once rank 0 has written the report
-                complete = share_verdict(complete, place)
         except (Exception, KeyboardInterrupt):
-            # Note which parts of the interrupted run are stored, and how to continue.
-            parts = []
-            for name, journal in kept.items():
-                ids = job.samples.batch.ids[: job.counts[name]]
-                if done := len(sample_ids(journal.parts(ids))):
-                    parts.append(f"{done} of {len(ids)} samples of {name}")
-            if parts:
-                text = f"{', '.join(parts)} are kept: {job.request.continuation}"
+            if any(journal.paths for journal in journals):
+                text = f"finished batches are kept: {request.continuation}"
                 observer.note(Note(level="info", code="kept", text=text))
             raise
-        if journals is not None:
-            journals += kept.values()
-        elif complete:
-            for journal in kept.values():
-                journal.clear()
+    # All processes arrive here once rank 0 has written the report.
+    for journal in journals if complete else ():
+        journal.clear()
 
 
-def _measure(job: Job, observer: Observer, journals: dict[str, Journal]) -> Report:
+def _measure(job: Job, observer: Observer, journals: list[Journal]) -> Report:
     """Run every measure on the samples of this process, and make its report."""
     sections: list[Section] = []
     errors: list[Exception] = []
     measured: dict[str, list[Part]] = {}
     with eager(), exact_arithmetic(job.net.device):
         # In this order: the attention map is drawn for the head that bounds found to be the
-        # steepest.
+        # steepest. A shard does not know it.
         for name, options in job.request.measures.items():
-            if job.request.draws_steepest:
-                some = job.request.run.shard is not None
-                heads = steepest(sections, CANDIDATES if some else 1)
-                options = options.draw_steepest(heads, some=some)
+            if job.request.draws_steepest and job.request.run.shard is None:
+                for head in steepest(sections, 1):
+                    options = options.draw_steepest(head)
             measurement = Measurement(job, name, options, observer)
             # The code of a module object is unknown: its runs cannot be recognised, so nothing is
             # stored.
-            journals[name] = Journal(measurement.identity(), keeps=job.net.source != OWN)
+            journals.append(Journal(measurement.identity(), keeps=job.net.source != OWN))
             try:
-                measured[name] = measurement.run(journals[name])
+                measured[name] = measurement.run(journals[-1])
                 sections += measurement.summarise(measured[name])
             except Exception as error:
                 if not job.request.partial:
@@ -188,23 +172,19 @@ class Measurement:
 
     def run(self, journal: Journal) -> list[Part]:
         """Return the parts in order, with those of an interrupted run if it is continued."""
-        resume, parts = self.job.request.run.resume, journal.parts(self.ids)
+        parts = journal.read_parts(self.ids) if self.job.request.run.resume else []
         if parts:
-            code, what = "kept", "to continue it, stop this run and add --resume"
-            if resume:
-                code, what = "reused", "continuing from there"
             done = f"{len(sample_ids(parts))} of {len(self.ids)} samples of {self.name}"
-            text = f"an interrupted run finished {done}: {what}"
-            self.observer.note(Note(level="info", code=code, text=text))
-        parts, told = parts if resume else [], False
+            text = f"an interrupted run finished {done}: continuing from there"
+            self.observer.note(Note(level="info", code="reused", text=text))
         self.observer.begins(self.name, sum(map(len, self._list_left(sample_ids(parts)))))
         with listening(partial(self.observer.moves, self.name)):
             for part in journal.record(self._measure_left(sample_ids(parts))):
-                if journal.refusal and not told:
-                    told, text = True, f"results are not saved for --resume: {journal.refusal}"
-                    self.observer.note(Note(level="info", code="not-kept", text=text))
                 self.observer.advances(self.name, len(part.ids))
                 parts.append(part)
+        if journal.refusal:
+            text = f"results are not saved for --resume: {journal.refusal}"
+            self.observer.note(Note(level="info", code="not-kept", text=text))
         self.observer.ends(self.name)
         # Texts are batched by length: their parts come in another order.
         return in_order(parts, self.job.samples.batch.ids)
@@ -215,21 +195,8 @@ class Measurement:
             contents = self.measure.written(parts, self.options)
             for path, content in zip(self.options.files, contents, strict=True):
                 write(path, content)
-        notes, left = [*self.job.notes], len(self.ids) - len(sample_ids(parts))
-        if not self.ids:
-            text = (
-                f"{self.name} has no batch in this shard: {self.job.counts[self.name]} samples in "
-                f"batches of {self.job.cut(self.name)} give fewer batches than shards"
-            )
-            notes.append(Note(level="info", code="empty-shard", text=text))
-        if left:
-            limit, done = self.job.request.run.time_limit or 0.0, len(self.ids) - left
-            text = (
-                f"the time limit of {limit:g} s ended {self.name} after {done} of "
-                f"{len(self.ids)} samples"
-            )
-            notes.append(Note(level="warning", code="cut-short", text=text))
-        return summarise(self.name, parts, self.options, tuple(notes), left)
+        left = len(self.ids) - len(sample_ids(parts))
+        return summarise(self.name, parts, self.options, self.job.notes, left)
 
     def _list_left(self, finished: Collection[str], size: int | None = None) -> list[Batch]:
         """Return the unfinished samples of each batch, in batches of at most `size`."""
@@ -262,8 +229,7 @@ class Measurement:
                     self._blame_sample(error, suspects)
                     raise
                 if size == 1:
-                    text = "out of memory with one sample at a time"
-                    raise EvaluationError(text, advise_on_memory(self.job)) from None
+                    raise
                 # The largest remaining batch may be smaller than the size: halve that one.
                 size = max(1, min(size, max(map(len, left))) // 2)
 
@@ -304,18 +270,3 @@ class Measurement:
                     "Leave that sample out of --data, or fix the model. If numbers overflow, "
                     "try --dtype float64.",
                 ) from (cause or error)
-
-
-def advise_on_memory(job: Job) -> str:
-    """Return the hint for a single sample that does not fit into memory."""
-    ways = {
-        "--weights stored": any(n.code == "half-precision" for n in job.net.notes),
-        "--max-tokens": job.net.kind == "text",
-        "--input-size": job.net.kind == "image",
-        "--device cpu": job.net.device.type != "cpu",
-    }
-    helping = " or ".join(name for name, helps in ways.items() if helps)
-    start = f"Try {helping}, or" if helping else "Try"
-    return (
-        f"{start} a machine with more memory. `lipaudit check` estimates the memory of a sample."
-    )

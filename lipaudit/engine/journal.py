@@ -50,6 +50,7 @@ class Journal:
 
     Attributes:
         folder: folder of the parts.
+        paths: files that this run read or wrote.
         refusal: why parts could not be stored; empty if they could.
     """
 
@@ -62,9 +63,9 @@ class Journal:
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.folder = (root or home / "lipaudit" / "journal") / digest
         self.keeps, self.refusal = keeps, ""
-        self._own: set[Path] = set()
+        self.paths: set[Path] = set()
 
-    def parts(self, ids: Sequence[str]) -> list[Part]:
+    def read_parts(self, ids: Sequence[str]) -> list[Part]:
         """Return the parts of an earlier run on these samples, ordered by their first samples.
 
         Damaged files, and files of other samples, are left out.
@@ -79,7 +80,7 @@ class Journal:
                 if part.ids[:1] == (path.stem,) and left.issuperset(part.ids):
                     finished.append(part)
                     left.difference_update(part.ids)
-                    self._own.add(path)
+                    self.paths.add(path)
         return sorted(finished, key=lambda part: place[part.ids[0]])
 
     def record(self, parts: Iterable[Part]) -> Iterator[Part]:
@@ -97,7 +98,7 @@ class Journal:
 
     def clear(self) -> None:
         """Delete the parts that this run read or wrote."""
-        for path in self._own:
+        for path in self.paths:
             path.unlink(missing_ok=True)
         with suppress(OSError):  # another run has parts here, or nothing was stored
             self.folder.rmdir()
@@ -111,7 +112,7 @@ class Journal:
                         shutil.rmtree(folder, ignore_errors=True)
         path = self.folder / f"{part.ids[0]}.npz"
         write(path, encode_part(part))
-        self._own.add(path)
+        self.paths.add(path)
 
 
 def encode_part(part: Part) -> bytes:

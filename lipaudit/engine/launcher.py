@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.errors import EvaluationError, UsageError, first_line
 from lipaudit.settings import RunOptions
 
 JOIN = timedelta(seconds=300)
@@ -124,32 +124,18 @@ def join_processes(place: Place | None) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def gather_texts(text: str, place: Place) -> list[str] | None:
-    """Gather the texts of all processes, in order, on rank 0; the others get None.
+def gather_texts(text: str, place: Place) -> list[str]:
+    """Return the texts of all processes, in order, on every process.
 
     Raises:
         EvaluationError: another process has ended.
     """
     import torch.distributed
 
-    texts = [""] * place.size if place.rank == 0 else None
+    texts = [""] * place.size
     with _require_others(place):
-        torch.distributed.gather_object(text, texts)
+        torch.distributed.all_gather_object(texts, text)
     return texts
-
-
-def share_verdict(verdict: bool, place: Place) -> bool:
-    """Return the value of rank 0 on every process, once rank 0 has it.
-
-    Raises:
-        EvaluationError: another process has ended.
-    """
-    import torch.distributed
-
-    verdicts = [verdict]
-    with _require_others(place):
-        torch.distributed.broadcast_object_list(verdicts, src=0)
-    return verdicts[0]
 
 
 def _connect(place: Place) -> None:
@@ -178,7 +164,7 @@ def _connect(place: Place) -> None:
             if time.monotonic() > end:
                 raise EvaluationError(
                     f"rank {place.rank} of {place.size} cannot reach the other processes at "
-                    f"{place.host}:{place.port}: {str(error).partition(chr(10))[0]}",
+                    f"{place.host}:{place.port}: {first_line(error)}",
                     "Start WORLD_SIZE processes, rank 0 on that machine, and use a free "
                     "port. To run one process, unset RANK and WORLD_SIZE.",
                 ) from error

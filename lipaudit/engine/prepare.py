@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.labels import LabelError
@@ -261,9 +262,7 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
         return load_data(spec, net, options)
     except LabelError as error:
         if labelled:
-            others = ",".join(name for name in request.measures if name not in labelled)
-            more = f" Only attacks need labels: `lipaudit audit --only {others}`." * bool(others)
-            raise LabelError(error.message, error.advice + more) from error
+            raise
         text = f"labels are not used: {error.message}"
         samples = load_data(spec, replace(net, classes=None), options)
     note = Note(level="warning", code="labels-unused", text=text)
@@ -273,20 +272,17 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
 
 def data_options(run: RunOptions, samples: int) -> DataOptions:
     """Return the options for reading a number of samples."""
-    return DataOptions(
-        samples=samples,
-        seed=run.seed,
-        max_tokens=run.max_tokens or DataOptions.max_tokens,
-        text_column=run.text_column,
-        label_column=run.label_column,
-        offline=run.offline,
-        skip_bad=run.skip_bad,
-        scored=run.score is not None,
-    )
+    given = _select_options(DataOptions, run)
+    return DataOptions(**given | {"samples": samples, "scored": run.score is not None})
 
 
 def load_options(run: RunOptions) -> LoadOptions:
     """Return the options for loading the model."""
-    names = {each.name for each in fields(LoadOptions)} & RunOptions.model_fields.keys()
-    given = {name: value for name in names if (value := getattr(run, name)) is not None}
-    return LoadOptions(**given, forms=lambda: find_data_forms(run.data))
+    given = _select_options(LoadOptions, run)
+    return LoadOptions(**given | {"forms": lambda: find_data_forms(run.data)})
+
+
+def _select_options(kind: type[DataOptions | LoadOptions], run: RunOptions) -> dict[str, Any]:
+    """Return the given options of a run that are fields of another record, too."""
+    values = {each.name: getattr(run, each.name, None) for each in fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}

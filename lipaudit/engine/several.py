@@ -16,7 +16,6 @@ from lipaudit.models.spec import Kind
 from lipaudit.tables import Report, Run
 
 TAKES: Mapping[Kind, str] = {"image": "images", "text": "text", "tokens": "sequences of numbers"}
-APART = "Audit them separately."
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Outline:
         labels: class numbers of the samples; None without labels.
         ids: ids of the samples.
         origins: places of the samples in the data; empty for random samples.
-        counts: number of samples of each measure.
         measures: options of each measure, as in its section.
         run: the run, as in the report.
         samples: places of the samples, as in the report.
@@ -44,7 +42,6 @@ class Outline:
     labels: tuple[int, ...] | None
     ids: tuple[str, ...]
     origins: tuple[SampleOrigin, ...]
-    counts: Mapping[str, int]
     measures: Mapping[str, dict[str, Any]]
     run: Run
     samples: dict[str, tuple[str, ...]]
@@ -61,7 +58,6 @@ def outline_job(job: Job) -> Outline:
         labels=None if batch.y is None else tuple(batch.y.tolist()),
         ids=batch.ids,
         origins=job.samples.origins,
-        counts=job.counts,
         measures={name: options.model_dump() for name, options in job.request.measures.items()},
         run=describe_run(job),
         samples=list_origins(job.samples),
@@ -99,45 +95,37 @@ def require_shared(outlines: Sequence[Outline]) -> None:
             raise InputError(
                 f"{first.model} takes {TAKES[first.kind]}, {other.model} {TAKES[other.kind]}, "
                 "so they cannot share samples",
-                APART,
+                "Audit them separately.",
             )
-        _require_same_samples(first, other)
-        _require_same_classes(first, other)
+        # Ids differ where two models read one file at two sizes: then the places are equal.
+        if first.ids != other.ids and not (first.origins and first.origins == other.origins):
+            raise InputError(
+                f"{first.model} and {other.model} do not read the same samples: "
+                f"{first.run.data.spec} and {other.run.data.spec}",
+                "Give --data that both can read: a folder of images, a table of texts. Random "
+                "samples depend on the model's input.",
+            )
+        if reason := _compare_classes(first, other):
+            raise InputError(
+                f"{reason}, so the labels of {first.run.data.spec} cannot fit both",
+                "Use class names in the data that both models know, or audit them separately.",
+            )
 
 
-def _require_same_samples(first: Outline, other: Outline) -> None:
-    if first.ids == other.ids or (first.origins and first.origins == other.origins):
-        return
-    specs = [each.run.data.spec for each in (first, other)]
-    if specs[0] != specs[1]:
-        text = f"{first.model} would be measured on {specs[0]}, but {other.model} on {specs[1]}"
-        raise InputError(text, "Give samples that both can read with --data.")
-    advice = f"Give --data that both can read: a folder of images, a table of texts. {APART}"
-    if not first.origins:
-        advice = "Random samples depend on the model's input: give real samples with --data."
-    raise InputError(
-        f"{first.model} and {other.model} do not read the same samples from {specs[0]}", advice
-    )
+def _compare_classes(first: Outline, other: Outline) -> str:
+    """Return why labels mean other classes in another model; empty if they may not.
 
-
-def _require_same_classes(first: Outline, other: Outline) -> None:
-    """Refuse labels with a different meaning in each model; equal numbers do not suffice."""
+    Labels that differ were matched by name, so they mean the same.
+    """
     if first.labels is None or first.labels != other.labels:
-        return
-    said = ""
+        return ""
     if first.classes and other.classes and first.classes != other.classes:
-        said = f"{first.model} has {first.classes} classes, {other.model} {other.classes}"
-    pairs = [
-        (_list_names(first, i), _list_names(other, i)) for i in sorted({*first.labels} - {-1})
-    ]
-    if pairs and all(one and two and not {*one} & {*two} for one, two in pairs):
-        one, two = (", ".join(names) for names in pairs[0])
-        said = f"the class {one!r} of {first.model} is {two!r} in {other.model}"
-    if said:
-        raise InputError(
-            f"{said}, so the labels of {first.run.data.spec} cannot fit both",
-            f"Use class names in the data that both models know. {APART}",
-        )
+        return f"{first.model} has {first.classes} classes, {other.model} {other.classes}"
+    pairs = [(_list_names(first, i), _list_names(other, i)) for i in {*first.labels} - {-1}]
+    if not pairs or not all(one and two and not {*one} & {*two} for one, two in pairs):
+        return ""
+    one, two = (", ".join(names) for names in pairs[0])
+    return f"the class {one!r} of {first.model} is {two!r} in {other.model}"
 
 
 def _list_names(outline: Outline, label: int) -> list[str]:
@@ -145,9 +133,8 @@ def _list_names(outline: Outline, label: int) -> list[str]:
     if not outline.names or label >= len(outline.names):
         return []
     # ImageNet has names like `tabby, tabby cat`: one common name suffices.
-    name = outline.names[label].casefold().replace("_", " ")
-    words = (word.strip() for word in name.split(","))
-    return [word for word in words if word and word != f"label {label}"]
+    words = outline.names[label].casefold().replace("_", " ").split(",")
+    return [w.strip() for w in words if w.strip() not in ("", f"label {label}")]
 
 
 def make_failed_report(outline: Outline, error: Exception) -> Report:

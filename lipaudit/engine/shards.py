@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +15,6 @@ from lipaudit.measures import MeasureOptions, Part, layouts, load_measures, opti
 from lipaudit.measures.measure import in_order, sample_ids
 from lipaudit.tables import Note, Report, Section
 from lipaudit.tables.report import Shard
-from lipaudit.tables.summary import steepest
 
 OWN = frozenset({"command", "created", "device", "device_map"})
 """Fields in which shards of one run may differ (devices must be of one kind)."""
@@ -41,7 +39,7 @@ def summarise(
     parts: Sequence[Part],
     options: MeasureOptions,
     notes: tuple[Note, ...],
-    unmeasured: int,
+    left: int,
 ) -> list[Section]:
     """Return the sections of a measure.
 
@@ -50,13 +48,17 @@ def summarise(
         parts: its parts, in the order of the samples.
         options: its options.
         notes: notes on loading, which come first.
-        unmeasured: number of samples that a time limit left out.
+        left: number of samples that a time limit left out.
     """
+    if left:
+        done = len(sample_ids(parts))
+        text = f"the time limit ended {name} after {done} of {done + left} samples"
+        notes += (Note(level="warning", code="cut-short", text=text),)
     if not parts:
         settings = options.model_dump()
-        return [layouts()[name].section(settings=settings, notes=notes, unmeasured=unmeasured)]
+        return [layouts()[name].section(settings=settings, notes=notes, unmeasured=left)]
     first, *others = load_measures()[name].summarise(parts, options)
-    changes = {"notes": notes + first.notes, "unmeasured": unmeasured}
+    changes = {"notes": notes + first.notes, "unmeasured": left}
     return [first.model_copy(update=changes), *others]
 
 
@@ -74,29 +76,28 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
         InputError: the shards do not belong together, or one is missing, repeated or damaged.
     """
     whole = sorted(reports, key=lambda report: _require_shard(report).number)
-    _require_complete([_require_shard(report) for report in whole])
+    shards = [_require_shard(report) for report in whole]
+    if not shards or [s.number for s in shards] != [*range(1, shards[0].of + 1)]:
+        given = ", ".join(f"{shard.number}/{shard.of}" for shard in shards) or "none"
+        raise InputError(
+            f"shards given: {given}; the shards of a run are needed once each",
+            "Measure a missing one with --shard, and name each once.",
+        )
     first, *others = whole
-    conditions = dict(_list_conditions(first))
+    conditions = _list_conditions(first)
     for other in others:
-        pairs = conditions, dict(_list_conditions(other))
-        changes = []
-        for name in dict.fromkeys([*pairs[0], *pairs[1]]):
-            one, two = (str(pair.get(name, "not given")) for pair in pairs)
-            if pairs[0].get(name) != pairs[1].get(name) or one != two:
-                shown = (each if len(each) <= 20 else f"{each[:16]}..." for each in (one, two))
-                changes.append(f"{name} {' and '.join(shown)}")
-        if changes:
+        pairs = conditions, _list_conditions(other)
+        names = [n for n in pairs[0] | pairs[1] if pairs[0].get(n) != pairs[1].get(n)]
+        if names:
             numbers = " and ".join(f"{_require_shard(each).number}" for each in (first, other))
             raise InputError(
-                f"shards {numbers} are not from the same run: {'; '.join(changes)}",
+                f"shards {numbers} are not from the same run: they differ in {', '.join(names)}",
                 "Measure both with the same command and software; only --shard may differ.",
             )
     devices = ", ".join(dict.fromkeys(report.run.device for report in whole))
     created = datetime.now(UTC).isoformat(timespec="seconds")
     own = {"command": command, "created": created, "device": devices}
-    sections: list[Section] = []
-    for name in _list_measures(first):
-        sections += _merge_sections(name, whole, sections)
+    sections = [s for name in _list_measures(first) for s in _merge_sections(name, whole)]
     return make_report(first.run.model_copy(update=own), sections, first.samples)
 
 
@@ -110,89 +111,41 @@ def _require_shard(report: Report) -> Shard:
     return report.shard
 
 
-def _require_complete(shards: Sequence[Shard]) -> None:
-    """Refuse a missing or repeated shard.
-
-    Raises:
-        InputError: the message gives its number.
-    """
-    if not shards:
-        raise InputError("no reports were given to merge", "Give the reports of all shards.")
-    sizes = sorted({shard.of for shard in shards})
-    if len(sizes) > 1:
-        raise InputError(
-            f"these shards come from runs of {' and of '.join(map(str, sizes))} shards",
-            "Merge the shards of one run only.",
-        )
-    count = Counter(shard.number for shard in shards)
-    if twice := ", ".join(f"{n}" for n in sorted(count) if count[n] > 1):
-        raise InputError(f"shard {twice} of {sizes[0]} was given twice", "Name each shard once.")
-    if missing := [n for n in range(1, sizes[0] + 1) if not count[n]]:
-        raise InputError(
-            f"shard {', '.join(map(str, missing))} of {sizes[0]} is missing",
-            f"Measure it: run the same command with --shard {missing[0]}/{sizes[0]}.",
-        )
-
-
-def _list_conditions(report: Report) -> Iterator[tuple[str, Any]]:
-    """Yield everything that determines the numbers, by name."""
+def _list_conditions(report: Report) -> dict[str, Any]:
+    """Return everything that determines the numbers, by name."""
     shard, run = _require_shard(report), report.run.model_dump(mode="json")
-    # GPUs of one kind may differ by name; a CPU and a GPU may not be mixed.
-    yield "device", report.run.device.split(" ")[0]
-    yield from _flatten({name: value for name, value in run.items() if name not in OWN})
-    yield "samples", shard.ids
-    yield from ((f"samples of {name}", count) for name, count in shard.counts.items())
-    for name in _list_measures(report):
-        yield from ((f"{name} {key}", value) for key, value in _list_settings(report, name))
+    return {
+        **{name: value for name, value in run.items() if name not in OWN},
+        # GPUs of one kind may differ by name; a CPU and a GPU may not be mixed.
+        "device": report.run.device.split(" ")[0],
+        "samples": (shard.ids, shard.counts),
+        **{name: _read_settings(report, name) for name in _list_measures(report)},
+    }
 
 
-def _list_settings(report: Report, measure: str) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a measure as JSON: settings of its section, and others."""
+def _read_settings(report: Report, measure: str) -> dict[str, Any]:
+    """Return the options of a measure as JSON: settings of its section, and others."""
     section = report.section(measure)
     settings = {} if section is None else section.settings
     both = settings | _require_shard(report).options.get(measure, {})
-    yield from json.loads(json.dumps(both, default=str)).items()
+    known: dict[str, Any] = json.loads(json.dumps(both, default=str))
+    return known
 
 
 def _list_measures(report: Report) -> list[str]:
     return [section.measure for section in report.sections if "." not in section.measure]
 
 
-def _flatten(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{above}{name} ")
-        else:
-            yield f"{above}{name}", value
-
-
-def _merge_sections(
-    measure: str, reports: Sequence[Report], before: Sequence[Section]
-) -> list[Section]:
+def _merge_sections(measure: str, reports: Sequence[Report]) -> list[Section]:
     """Return the sections of a measure over all samples, or its first failure."""
     failed = [s for r in reports if (s := r.section(measure)) is not None and s.failure]
     if failed:
         return failed[:1]
-    first = _require_shard(reports[0])
-    notes, ids = [*first.notes], first.ids[: first.counts[measure]]
+    shard = _require_shard(reports[0])
     left = sum(report.unmeasured.get(measure, 0) for report in reports)
-    parts = _collect_parts(measure, reports, ids, left)
-    options = option_types()[measure].checked(dict(_list_settings(reports[0], measure)))
-    # Shards store maps of several heads: the map of the head with the largest norm is drawn.
-    maps = parts[0].facts.get("maps") if parts else None
-    heads = steepest(before, 1) if maps else ()
-    if maps and heads and heads[0] in maps:
-        options = options.draw_steepest(heads, some=False)
-    elif heads:
-        text = (
-            f"no shard has the attention map of head {heads[0]}: draw it with lipaudit attention "
-            f"MODEL --map {heads[0]}"
-        )
-        notes.append(Note(level="info", code="no-map", text=text))
-    if left:
-        text = f"the time limit ended {measure} after {len(ids) - left} of {len(ids)} samples"
-        notes.append(Note(level="warning", code="cut-short", text=text))
-    return summarise(measure, parts, options, tuple(notes), left)
+    parts = _collect_parts(measure, reports, shard.ids[: shard.counts[measure]], left)
+    options = option_types()[measure].checked(_read_settings(reports[0], measure))
+    return summarise(measure, parts, options, shard.notes, left)
 
 
 def _collect_parts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -190,10 +190,6 @@ class AttackOptions(MeasureOptions):
     def files(self) -> tuple[Path, ...]:
         """The files that the measure writes beside the report."""
         return () if self.save_adv is None else (self.save_adv,)
-
-    def shorten(self, layers: Mapping[int, bool]) -> Self:
-        """Return the options themselves: each step of an attack takes what one gradient takes."""
-        return self
 
     def trials(self) -> tuple[Trial, ...]:
         """Return the trials: attacks one after the other, in each ball.
@@ -596,7 +592,6 @@ ATTACK = Measure(
     summarise,
     batch=CHUNK,
     chunk=CHUNK,
-    by_gradient=True,
     written=adversarial_examples,
     check=check,
 )

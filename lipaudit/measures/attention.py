@@ -6,11 +6,9 @@ histograms are kept, so a map of 8192 x 8192 is never in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
-
-from pydantic import Field
 
 from lipaudit.errors import UsageError
 from lipaudit.measures.measure import (
@@ -19,7 +17,6 @@ from lipaudit.measures.measure import (
     Part,
     Values,
     join_parts,
-    keep_ends,
     notes,
     number_or_none,
     sample_ids,
@@ -68,19 +65,9 @@ class AttentionOptions(MeasureOptions):
         exclude=True,
     )
 
-    candidates: tuple[str, ...] = Field((), exclude=True)
-    """Heads whose maps are stored until it is known which one is drawn."""
-
-    def shorten(self, layers: Mapping[int, bool]) -> Self | None:
-        """Return the options for two of the layers."""
-        ends = keep_ends(layers)
-        return self.model_copy(update={"layers": ends}) if ends else None
-
-    def draw_steepest(self, heads: Sequence[str], *, some: bool) -> Self:
-        """Return options that draw the map of the first head, or store the maps of candidates."""
-        if not heads:
-            return self
-        return self.model_copy(update={"candidates": heads} if some else {"map": heads[0]})
+    def draw_steepest(self, head: str) -> Self:
+        """Return options that draw the map of a head."""
+        return self.model_copy(update={"map": head})
 
 
 OVER_ROWS = "mean over all rows (queries) of all samples"
@@ -215,9 +202,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     from lipaudit.measures.by_layer import by_layer
     from lipaudit.models.sources.weights import few
 
-    # The head named by --map, else those that may be the steepest: drawn for the first sample.
-    names = options.candidates if options.map is None else (options.map,)
-    asked = {name: read_head(name) for name in names}
+    # The head of --map, drawn for the first sample.
+    asked = {} if options.map is None else {options.map: read_head(options.map)}
     maps: dict[str, dict[str, Values]] = {}
     windowed: dict[int, None] = {}  # layers whose attention is limited to windows of a sample
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lipaudit.measures.balls import (
     BALLS_TABLE,
@@ -18,7 +18,6 @@ from lipaudit.measures.measure import (
     Part,
     Values,
     join_parts,
-    keep_ends,
     lower_estimates,
     notes,
     reduce_columns,
@@ -100,11 +99,6 @@ class BoundsOptions(NormOptions):
         gt=0,
         allow_inf_nan=False,
     )
-
-    def shorten(self, layers: Mapping[int, bool]) -> Self | None:
-        """Return the options for two of the layers with a closed form."""
-        ends = keep_ends(layer for layer, closed in layers.items() if closed)
-        return self.model_copy(update={"layers": ends}) if ends else None
 
     @property
     def layer_accuracy(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from lipaudit.models.attention.residual import Residual
     from lipaudit.models.net import Net
 
-
-FEW_STEPS = 2
-"""Number of Lanczos steps whose memory is tried."""
 
 EndPoint = Annotated[str, AfterValidator(lambda text: Target.parse(text).text)]
 """Output of a Jacobian, as `Target` reads it."""
@@ -94,12 +91,6 @@ class JacobianOptions(NormOptions):
         "Also compute the norm of every block, from its input to its output.",
         need=needs("norm", "2"),
     )
-
-    def shorten(self, layers: Mapping[int, bool]) -> Self:
-        """Return options with few steps at one place: each step adds one vector."""
-        end = self.target and self.target.replace(":all", ":last")  # as many at a time
-        quick = {"max_steps": FEW_STEPS, "per_layer": False, "target": end}
-        return self.model_copy(update=quick)
 
 
 JACOBIAN_TABLE = Layout(

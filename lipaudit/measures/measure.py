@@ -82,22 +82,8 @@ class MeasureOptions(Settings):
         """Return the options that can be typed but are not settings of the report."""
         return {n: getattr(self, n) for n in self.options() if n not in self.model_dump()}
 
-    def shorten(self, layers: Mapping[int, bool]) -> Self | None:
-        """Return options with the same memory and a small part of the time; None if impossible.
-
-        Args:
-            layers: the layers to measure, each with whether it has a closed form.
-        """
-        return None
-
-    def draw_steepest(self, heads: Sequence[str], *, some: bool) -> Self:
-        """Return options that draw the maps of the heads with the largest norms.
-
-        Args:
-            heads: as LAYER.HEAD, the largest norm first.
-            some: whether only a part of the samples is measured; another head may then be the
-                first.
-        """
+    def draw_steepest(self, head: str) -> Self:
+        """Return options that draw the map of a head (LAYER.HEAD), if the measure has maps."""
         return self
 
 
@@ -125,16 +111,6 @@ class NormOptions(MeasureOptions):
     def accuracy(self) -> dict[str, Any]:
         """Return the accuracy for the solver."""
         return {"tol": self.tol, "max_steps": self.max_steps, "within": self.within}
-
-
-def keep_ends(layers: Iterable[int]) -> tuple[int, ...]:
-    """Return the first and the last layer: layers between them need no more memory.
-
-    >>> keep_ends([3, 4, 7]), keep_ends([])
-    ((3, 7), ())
-    """
-    known = sorted(layers)
-    return tuple(dict.fromkeys([*known[:1], *known[-1:]]))
 
 
 @dataclass(frozen=True)
@@ -167,8 +143,6 @@ class Measure:
         batch: default number of samples at a time.
         chunk: samples per Part, if the result depends on it; the batch size then goes to the
             options.
-        by_gradient: whether it takes many gradients one after the other, so that one of them
-            needs the memory of all.
         written: returns the contents of the files that its options name, in order.
         check: refuses unsuitable models, samples or options before anything is measured.
     """
@@ -180,7 +154,6 @@ class Measure:
     summarise: Callable[[Sequence[Part], Any], list[Section]]
     batch: int
     chunk: int | None = None
-    by_gradient: bool = False
     written: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
     check: Callable[[Net, Batch, Any], None] = lambda _net, _batch, _options: None
 

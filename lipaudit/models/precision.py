@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SEEDED = ("cuda", "xpu")
 """Devices that have their own random state."""
@@ -120,12 +119,3 @@ def eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-class EagerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode under which nothing is compiled."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Say no to a wrapper that keeps the compiler out, and imports it for that: a second."""
-        return False

@@ -83,22 +83,18 @@ def trainer_callback() -> type:
 
 
 def lightning_callback() -> type:
-    """Return callbacks for the Lightning packages in use, else for one that is installed."""
-    used = [name for name in LIGHTNING if name in sys.modules]
-    names = used or [name for name in LIGHTNING if find_spec(name.partition(".")[0])][:1]
+    """Return a callback of Lightning, under the name that is in use, else installed."""
+    names = [name for name in LIGHTNING if find_spec(name.partition(".")[0])]
     if not names:
-        raise UsageError(
-            "Lightning is not installed",
-            "Install it: pip install lightning (or pytorch-lightning).",
-        )
-    return _lightning_callback(*names)
+        raise UsageError("Lightning is not installed", "Install it: pip install lightning")
+    return _lightning_callback(min(names, key=lambda name: name not in sys.modules))
 
 
 @cache
-def _lightning_callback(*names: str) -> type:
-    bases: Any = [import_module(name).Callback for name in names]
+def _lightning_callback(name: str) -> type:
+    base: Any = import_module(name).Callback
 
-    class LightningCallback(WatchingCallback, *bases):  # type: ignore[misc]
+    class LightningCallback(WatchingCallback, base):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             folder = trainer.log_dir or trainer.default_root_dir  # log_dir: every process asks
             if trainer.is_global_zero:

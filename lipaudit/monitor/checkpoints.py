@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.files import require_folder, write
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.errors import EvaluationError
 from lipaudit.models.sources.weights import BESIDE, SUFFIXES, list_weight_files
 from lipaudit.report import of_reports, render
 from lipaudit.tables import Report
@@ -38,14 +37,12 @@ class Checkpoint:
         name: name of its file or directory.
         model: what to load: the directory, or a file of weights.
         step: step of the training, or the epoch if the name has no step.
-        size: size in bytes.
         changed: time of the last change, in nanoseconds.
     """
 
     name: str
     model: Path
     step: int
-    size: int
     changed: int
 
 
@@ -69,9 +66,8 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
             model = path if CONFIG in names else files[0]
         elif path.suffix not in SUFFIXES:
             continue
-        stats = [each.stat() for each in files]
-        size, changed = sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)
-        known.append(Checkpoint(path.name, model, step, size, changed))
+        changed = max(each.stat().st_mtime_ns for each in files)
+        known.append(Checkpoint(path.name, model, step, changed))
     known.sort(key=lambda each: (each.step, each.changed))
     return list({each.step: each for each in known}.values())
 
@@ -154,46 +150,31 @@ class CheckpointFolder:
         folder: folder of the checkpoints.
         request: the request for each checkpoint; its model is filled in.
         to: folder of the reports.
-        tries: number of attempts for a checkpoint that may still be being written.
     """
 
-    def __init__(self, folder: Path, request: Request, to: Path, *, tries: int = 1) -> None:
-        self.folder, self.request, self.tries = folder, request, tries
+    def __init__(self, folder: Path, request: Request, to: Path) -> None:
+        self.folder, self.request = folder, request
         measures = {name: options.model_dump() for name, options in request.measures.items()}
         asked = repr((request.run.model_dump(exclude=FREE), measures, dict(request.counts)))
         self.reports = StepReports(to, f"-{hashlib.sha256(asked.encode()).hexdigest()[:8]}")
         self.samples: Samples | None = None
-        self.failed: dict[str, Exception] = {}
-        self._tried: Counter[Checkpoint] = Counter()
 
-    def pending(self) -> list[Checkpoint]:
-        """Return the checkpoints that are new, changed or not yet given up, in order."""
-        pending = []
-        for checkpoint in checkpoints(self.folder):
-            path = self.reports.path(checkpoint.step)
-            measured = path.exists() and path.stat().st_mtime_ns > checkpoint.changed
-            if self._tried[checkpoint] < self.tries and not measured:
-                pending.append(checkpoint)
-        return pending
+    def list_pending(self) -> list[Checkpoint]:
+        """Return the checkpoints that are new or changed, in order."""
+        paths = {each: self.reports.path(each.step) for each in checkpoints(self.folder)}
+        return [
+            each
+            for each, path in paths.items()
+            if not path.exists() or path.stat().st_mtime_ns <= each.changed
+        ]
 
-    def measure(self, checkpoint: Checkpoint, observer: Observer) -> Report | None:
-        """Measure a checkpoint and write its report; None if it could not be measured.
+    def measure(self, checkpoint: Checkpoint, observer: Observer) -> None:
+        """Measure a checkpoint on the samples of the others, and write its report.
 
         Raises:
-            UsageError: the command is invalid for every checkpoint.
+            LipauditError: it could not be measured.
         """
-        self._tried[checkpoint] += 1
-        try:
-            request = replace(self.request, model=str(checkpoint.model))
-            job = prepare(request, samples=self.samples)
-            self.samples = job.samples
-            report = execute(job, observer)
-        except UsageError:
-            raise
-        except Exception as error:
-            self.failed[checkpoint.name] = error
-            return None
-        self.failed.pop(checkpoint.name, None)
-        self.reports.write(checkpoint.step, report)
-        self._tried[checkpoint] = self.tries
-        return report
+        request = replace(self.request, model=str(checkpoint.model))
+        job = prepare(request, samples=self.samples)
+        self.samples = job.samples
+        self.reports.write(checkpoint.step, execute(job, observer))

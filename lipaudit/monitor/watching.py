@@ -28,7 +28,7 @@ from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.assembly import unwrap
 from lipaudit.models.spec import ModelSpec
 from lipaudit.monitor.checkpoints import StepReports
-from lipaudit.monitor.loggers import PREFIX, Logger, collect_figures, loggers
+from lipaudit.monitor.figures import PREFIX, Logger, collect_figures
 from lipaudit.tables import Report
 
 ATTACK = "pgd"
@@ -48,7 +48,7 @@ def watch(
     data: AnyData = None,
     every: int = 100,
     to: str | os.PathLike[str] = FOLDER,
-    loggers: str | Logger | Iterable[str | Logger] = (),
+    loggers: Iterable[Logger] = (),
     strict: bool = False,
     step: int = 0,
     **options: Any,
@@ -71,8 +71,7 @@ def watch(
         every: number of steps between two measurements.
         to: folder of the reports (`step-0000100.json`) and of the page that shows them side by
             side. A report of the same step is replaced: use one folder per training.
-        loggers: further destinations of figures: tensorboard, mlflow, wandb, or a function of
-            figures by name and a step.
+        loggers: functions of figures by name and a step, such as `mlflow.log_metrics`.
         strict: whether a failed measurement ends the training; otherwise it is a Python warning.
         step: number of steps already done, if the training continues from a checkpoint.
         options: as in `lipaudit.audit`.
@@ -84,7 +83,9 @@ def watch(
         raise UsageError("time_limit applies to one run, not to a training", "Leave it out.")
     names = [measures] if isinstance(measures, str) else measures
     usual = {"attack": ATTACK} if names is None or "attack" in names else {}
-    request = audit_request("", measures, usual | options, quick=True, command="lipaudit.watch()")
+    request = audit_request(
+        "", measures, {"quick": True, **usual, **options}, demo=False, command="lipaudit.watch()"
+    )
     if request.run.shard:
         raise UsageError(
             "shard is not possible here: a training is measured on all samples", "Leave it out."
@@ -112,7 +113,7 @@ class Monitor:
         data: AnyData,
         every: int,
         to: str | os.PathLike[str],
-        loggers_: str | Logger | Iterable[str | Logger],
+        loggers: Iterable[Logger],
         step: int,
     ) -> None:
         if every < 1:
@@ -121,7 +122,11 @@ class Monitor:
             )
         self.folder, self.report = Path(to), None
         self.seconds, self._every, self._data = 0.0, every, data
-        self._model = _innermost(model)
+        self._model, self._loggers = _innermost(model), tuple(loggers)
+        if not all(map(callable, self._loggers)):
+            raise UsageError(
+                "loggers are functions of figures and a step", "Give [mlflow.log_metrics]."
+            )
         if isinstance(self._model, Net):
             name = self._model.name
         else:
@@ -135,7 +140,6 @@ class Monitor:
         if self._active:
             self._samples = self._draw_samples()
             self._reports = StepReports(self.folder)
-            self._loggers = loggers(loggers_, self.folder)
 
     report: Report | None
 
@@ -242,7 +246,7 @@ def _innermost(model: Watched) -> Watched:
             raise InputError(
                 f"the weights are sharded over processes ({where}), so no process can measure "
                 "the whole model",
-                "Measure the saved checkpoints instead: lipaudit watch DIR --follow.",
+                "Measure the saved checkpoints instead: lipaudit watch DIR.",
             )
     return model
 

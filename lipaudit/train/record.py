@@ -94,15 +94,11 @@ class TrainingRecord:
             if out_of_memory(error):
                 raise
             raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
-        for name, value in self.same.items():
-            before, now = kept.get(name) or {}, value or {}
-            if before != now:
-                key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
-                raise UsageError(
-                    f"{self.out} was trained with another {name}: {key} {before.get(key)}, not "
-                    f"{now.get(key)}",
-                    "Repeat the command of that training, or give another --out.",
-                )
+        if changed := [name for name in self.same if kept.get(name) != self.same[name]]:
+            raise UsageError(
+                f"{self.out} was trained with another {' and another '.join(changed)}",
+                f"Repeat the command of {self.out / RECORD}, or give another --out.",
+            )
         self.epochs = epochs
         return state
 

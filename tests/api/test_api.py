@@ -253,7 +253,7 @@ def test_one_measure_may_be_named_without_a_list():
         ),
         (
             lambda m: lipaudit.audit("demo", ["bounds"], eps="0.1"),
-            "eps: these options are for attacks",
+            "--eps needs a measure attack or certify",
         ),
         (lambda m: lipaudit.measure("demo", "bounds", samples=0), "--samples"),
         (lambda m: lipaudit.measure(m, "bounds"), "the input shape of Attention is unknown"),

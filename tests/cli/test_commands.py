@@ -169,7 +169,7 @@ def test_a_comparison_shows_the_change_of_every_head_in_every_format(folder):
         ("explain max-tokens", "--max-tokens of every measure: Cut texts"),
         ("explain within", "--within of bounds"),
         ("env", "torch"),
-        ("models", "timm:NAME"),
+        ("models", "demo:robust"),
         ("schema", '"properties"'),
     ],
 )
@@ -210,7 +210,6 @@ def test_env_asks_for_no_accelerator_where_there_is_none(monkeypatch):
         ("attack", "--samples", "[default: 128]"),
         ("train", "--batch-size", "[default: 512]"),
         ("bounds", "--batch-size", "[default: auto]"),
-        ("bounds", "--format", "[default: table]"),
         ("bounds", "--resume", ""),
     ],
 )

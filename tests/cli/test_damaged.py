@@ -152,7 +152,7 @@ def command(name: str, reader: str, folder: Path, chosen: random.Random) -> tupl
         "inspect": ("inspect", bad, *show),
         "compare": ("compare", *pair, *show),
         "gate": ("gate", pair[0], "-b", pair[1], *show),
-        "baseline": ("baseline", "show", bad, *show) if first else ("baseline", "check", bad),
+        "baseline": ("baseline", "check", bad, *show) if first else ("baseline", "check", bad),
         "promote": ("baseline", "update", bad, "-o", str(folder / "new.json"), "--reason", "x"),
         "merge": ("merge", bad, str(folder / f"shard{3 - int(name[-1:])}.json"), *show)
         if reader == "merge"

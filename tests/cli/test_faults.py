@@ -278,6 +278,7 @@ def test_options_of_a_kind_are_refused_from_python_alike():
 
 BESIDE = {
     "api/measuring.py:open_job": "asks find_user_error",
+    "api/measuring.py:run_audits": "leaves the reason in a report",
     "models/attention/observe/events.py:_can_broadcast": "compares shapes",
     "models/precision.py:exact_arithmetic": "reads a setting",
     "models/sources/offload.py:find_device": "asks for a device",
@@ -286,7 +287,6 @@ BESIDE = {
     "engine/execute.py:run_job": "raises again",
     "engine/launcher.py:_connect": "meets the other processes",
     "engine/launcher.py:_require_others": "hears from the other processes",
-    "engine/preview.py:_plan_measure": "asks find_user_error",
 }
 """Broad handlers that need not ask whose fault an error is, and why."""
 

@@ -46,12 +46,11 @@ def moved(folder, monkeypatch):
     monkeypatch.chdir(folder / "elsewhere")
 
 
-def test_a_path_that_leads_nowhere_is_said_to_be_the_baselines(measured, monkeypatch):
+def test_data_may_be_elsewhere(measured, monkeypatch):
     moved(measured, monkeypatch)
     done = invoke("gate", "demo", "-b", "../base.json", "-q", code=4)
     said = " ".join(done.stderr.split())
-    assert "'val.npz', and the baseline was measured on it" in said
-    assert "--data PATH" in said
+    assert "'val.npz'" in said
     there = invoke("gate", "demo", "-b", "../base.json", "-q", "--data", "../val.npz")
     assert "unchanged" in there.stdout
 

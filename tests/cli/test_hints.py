@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 import lipaudit
-from lipaudit.cli.commands import build
+from lipaudit.cli.commands import app
 from lipaudit.errors import UsageError
 from lipaudit.measures import AuditOptions, option_types
 from lipaudit.settings import Recipe, RunOptions
@@ -26,7 +26,7 @@ def flags(command) -> set[str]:
     return own.union({"--help"}, *map(flags, getattr(command, "commands", {}).values()))
 
 
-ROOT = get_command(build())
+ROOT = get_command(app)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs", "lipaudit"])

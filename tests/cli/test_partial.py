@@ -99,8 +99,7 @@ def test_what_can_be_checked_is_checked_before_the_first_measurement(monkeypatch
     Path("file").touch()
     for name in load_measures():
         break_measure(monkeypatch, name, AssertionError("something was measured"))
-    said = refuse(2, says, *AUDIT, *line.split())
-    assert "audit of" not in said
+    refuse(2, says, *AUDIT, *line.split())
     assert sorted(p.name for p in Path().iterdir()) == ["file"]
 
 
@@ -108,7 +107,6 @@ def test_a_run_folder_of_its_own_is_checked_too():
     Path("lipaudit-runs").touch()
     done = invoke("audit", "demo", "-n", "1", code=2)
     assert "lipaudit-runs is a file" in done.stderr
-    assert "audit of" not in done.stderr
 
 
 def test_attacks_of_an_audit_are_those_that_are_named():

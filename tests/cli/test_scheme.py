@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from lipaudit.cli.commands import build
+from lipaudit.cli.commands import app
 from lipaudit.data.samples import DataOptions
 from lipaudit.settings import Recipe, RunOptions
 from tests.commands import invoke, list_commands
@@ -35,7 +35,7 @@ def test_short_options_mean_the_same_everywhere(name):
 
 def test_groups_say_so_too():
     assert set(COMMANDS) > {"bounds", "audit", "train", "report", "gate", "explain", "models"}
-    for command in (get_command(build()), get_command(build()).commands["baseline"]):
+    for command in (get_command(app), get_command(app).commands["baseline"]):
         assert all(len(set(p.opts) & set(SHORT)) < 2 for p in command.params)
 
 

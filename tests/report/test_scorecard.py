@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from scipy.stats import binom
 
-from lipaudit.cli.commands import build
+from lipaudit.cli.commands import app
 from lipaudit.measures import ATTENTION_TABLE, CERTIFY_TABLE, layouts
 from lipaudit.report import of_reports, render
 from lipaudit.report.page.scorecard import list_lines
@@ -299,7 +299,7 @@ def test_steps_are_commands_of_the_tool_each_listed_once(report):
     assert not any(split(each)[1] == "attack" for each in steps(report))
     assert any(split(each)[1] == "attack" for each in steps(calm))
     assert f"lipaudit inspect report.json {worst(report)[0][:12]}" in steps(report)
-    known = {command.name for command in build().registered_commands}
+    known = {command.name for command in app.registered_commands}
     text = " ".join(render(report, "table").decode().split())
     for command, aim in steps(report).items():
         assert text.count(command) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from lipaudit.cli.commands import build
+from lipaudit.cli.commands import app
 from lipaudit.errors import UsageError
 from lipaudit.measures import AuditOptions, option_types
 from lipaudit.settings import Recipe, RunOptions
@@ -23,7 +23,7 @@ def test_the_page_is_that_of_the_settings():
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_command_has_every_option_of_its_settings(name):
-    command = typer.main.get_command(build()).commands[name]
+    command = typer.main.get_command(app).commands[name]
     typed = {parameter.name: parameter for parameter in command.params}
     for option in [*GROUPS[name].options().values(), *RunOptions.options().values()]:
         parameter = typed[option.name]

@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lipaudit.models.sources.demo as demo
-from lipaudit.cli.commands import build
+from lipaudit.cli.commands import app
 from lipaudit.data.arrays import list_forms
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
@@ -390,10 +390,10 @@ def test_the_option_that_a_refusal_names_settles_the_shape(size, tmp_path):
     (tmp_path / "m.py").write_text(MODEL)
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).random((5, 8, 5, 4), np.float32))
     args = ["jacobian", "-n", "1", f"py:{tmp_path}/m.py:build", "--data", f"{tmp_path}/x.npz"]
-    refused = CliRunner().invoke(build(), args)
+    refused = CliRunner().invoke(app, args)
     assert refused.exit_code == ExitCode.USAGE
     assert size in refused.output
-    settled = CliRunner().invoke(build(), [*args, "--input-size", size])
+    settled = CliRunner().invoke(app, [*args, "--input-size", size])
     assert settled.exit_code == ExitCode.OK, settled.output
 
 

@@ -97,13 +97,13 @@ def test_a_model_is_not_written_over():
 def test_a_model_of_transformers_brings_its_files_along(tmp_path):
     config = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=16)
     ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
-    (tmp_path / "vit/notes.md").write_text("cats\n")
+    (tmp_path / "vit/notes.txt").write_text("cats\n")
     out = tmp_path / "vit/tuned"
     out.mkdir()
     net = load_net(str(tmp_path / "vit"))
     assert save_model(net, out, LoadOptions())
-    assert (out / "notes.md").read_text() == "cats\n"
-    assert {p.name for p in out.iterdir()} == {"config.json", "model.safetensors", "notes.md"}
+    assert (out / "notes.txt").read_text() == "cats\n"
+    assert {p.name for p in out.iterdir()} == {"config.json", "model.safetensors", "notes.txt"}
     again = load_net(str(out))
     x = torch.rand(2, 3, 16, 16)
     torch.testing.assert_close(again.read(again.call(x, None)), net.read(net.call(x, None)))

@@ -6,8 +6,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from traceback import extract_tb
 
@@ -237,6 +238,44 @@ def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator
         raise InputError(f"{what} ({reason})", advice) from error
 
 
+@cache
+def find_unmet_requirement() -> tuple[str, str] | None:
+    """Return message and advice on a package that is missing or too old; None if none is."""
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    from packaging.requirements import Requirement
+
+    try:
+        needed = [Requirement(text) for text in requires("lipaudit") or ()]
+    except PackageNotFoundError:  # lipaudit runs from a checkout that is not installed
+        return None
+    for package in needed:
+        if package.marker is not None and not package.marker.evaluate({"extra": ""}):
+            continue
+        found = "is not installed"
+        with suppress(PackageNotFoundError):
+            installed = version(package.name)
+            if package.specifier.contains(installed, prereleases=True):
+                continue
+            found = f"{installed} is installed"
+        wanted = f"{package.name}{package.specifier}"
+        beside = " from the index that torch was installed from" * (package.name == "torchvision")
+        return f"{package.name} {found}, and lipaudit needs {wanted}", (
+            f"pip install '{wanted}'{beside}"
+        )
+    return None
+
+
+def require_versions() -> None:
+    """Refuse to run with a package that is missing or too old.
+
+    Raises:
+        InputError: the message names installed and required versions.
+    """
+    if words := find_unmet_requirement():
+        raise InputError(*words)
+
+
 def list_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception and those that led to it, the last one first."""
     while error is not None:
@@ -256,8 +295,15 @@ def find_user_error(error: BaseException) -> LipauditError | None:
     if out_of_memory(error):
         advice = "Try --batch-size 1, --device cpu, fewer --samples, or a smaller model."
         return EvaluationError("out of memory" + (f" ({said})" if said else ""), advice)
+    # The operators of torchvision work with one version of torch only.
+    if misfit := next((e for e in list_causes(error) if "torchvision::" in str(e)), None):
+        return InputError(
+            f"torchvision does not fit the installed torch: {first_line(misfit)}",
+            "Install torchvision from the index that torch was installed from.",
+        )
     if isinstance(error, ImportError):
-        return InputError(f"a package is missing or too old: {said}", "Look for it: pip check")
+        words = f"a package is missing or too old: {said}", "Look for it: pip check"
+        return InputError(*(find_unmet_requirement() or words))
     if isinstance(error, OSError):
         file = f"{error.filename}: " if error.filename else ""
         reason = f"{file}{error.strerror or said}"
@@ -272,8 +318,15 @@ def find_user_error(error: BaseException) -> LipauditError | None:
 
 
 def explain_error(error: BaseException) -> LipauditError:
-    """Return any exception as an error with a hint; an unexpected one is a bug."""
-    return find_user_error(error) or LipauditError(
+    """Return any exception as an error with a hint.
+
+    An unexpected exception is a bug, or comes from a package that is too old.
+    """
+    if (known := find_user_error(error)) is not None:
+        return known
+    if words := find_unmet_requirement():
+        return InputError(*words)
+    return LipauditError(
         f"internal error: {type(error).__name__}: {first_line(error)}",
         "This is a bug in lipaudit: run again with -v to see where.",
     )

@@ -1,9 +1,13 @@
-"""Preview of an audit: model, data and attention layers, without measuring."""
+"""Preview of an audit: model, data, attention layers and one timed batch, without measuring."""
 
 from __future__ import annotations
 
+import resource
+import time
 from collections import Counter
 from typing import Any
+
+import torch
 
 from lipaudit.engine.prepare import Job, Request, prepare
 from lipaudit.engine.provenance import list_origins
@@ -13,6 +17,8 @@ from lipaudit.models.precision import eager, exact_arithmetic
 
 SHOWN = 5
 """Number of samples shown."""
+TIMED = 8
+"""Largest number of samples of the timed batch."""
 
 
 def preview(request: Request) -> dict[str, Any]:
@@ -53,6 +59,7 @@ def preview(request: Request) -> dict[str, Any]:
         "data": job.samples.spec,
         "samples": len(batch),
         "first": _describe_first(job),
+        "forward": _time_batch(job),
         "measures": dict(job.counts),
         "notes": notes,
     }
@@ -69,3 +76,23 @@ def _describe_first(job: Job) -> list[str]:
         name = "" if names.get(y, str(y)) == str(y) else f" ({names[y]})"
         shown.append(f"{place}: label {y}{name}" if y >= 0 else f"{place}: no label")
     return shown
+
+
+def _time_batch(job: Job) -> dict[str, Any]:
+    """Return samples, seconds and memory of one forward pass, the basis of every estimate.
+
+    The memory is the most that was in use so far: of the device, or of this process on a CPU.
+    """
+    net = job.net
+    batch = job.samples.batch[:TIMED].to(net.device, net.dtype)
+    with eager(), torch.no_grad():
+        for _ in range(2):  # the first pass compiles kernels and fills caches
+            start = time.perf_counter()
+            net.output(batch).sum().item()  # waits for the device
+            seconds = time.perf_counter() - start
+    if net.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(net.device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
+    gigabytes = round(peak / 1e9, 2)
+    return {"samples": len(batch), "seconds": round(seconds, 4), "gigabytes": gigabytes}

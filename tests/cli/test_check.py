@@ -118,3 +118,11 @@ def test_a_model_without_attention_says_so():
     seen, text = check("py:own.py:convolution")
     assert seen["layers"] == 0
     assert "no attention was found" in text
+
+
+def test_one_forward_pass_is_timed_and_its_memory_said():
+    facts = json.loads(invoke("check", "demo", "-f", "json").stdout)
+    forward = facts["forward"]
+    assert forward["samples"] == 8
+    assert 0 < forward["seconds"] < 60
+    assert 0.01 < forward["gigabytes"] < 100

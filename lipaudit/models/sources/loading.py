@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lipaudit.data.hub import hub_access
-from lipaudit.errors import InputError, UsageError, neighbours, similar
+from lipaudit.errors import InputError, UsageError, neighbours, require_versions, similar
 from lipaudit.models.net import Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources import huggingface, own, timm
@@ -47,6 +47,7 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
         UsageError: the options do not fit (a file of weights without `arch`).
         InputError: the model is missing, damaged or not supported.
     """
+    require_versions()
     options = options or LoadOptions()
     # Random weights are the same each time; the caller's random state is restored.
     with seed_device(SEED, find_device(options.device)), hub_access(offline=options.offline):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lipaudit.measures import jacobian
+from lipaudit.measures.measure import in_order, join_parts
 from tests.nets import own_batch, own_net
 
 
@@ -46,9 +47,14 @@ def test_writing_into_embeddings_is_not_taken_for_reading_padding():
     net = own_net(MaskedMean(), (4,), kind="text", vocabulary=20)
     mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
     batch = own_batch(torch.tensor([[3, 7, 0, 0], [2, 2, 9, 4]]), mask)
-    (together,) = jacobian.measure(net, [batch], jacobian.JacobianOptions())
-    alone = list(jacobian.measure(net, batch.split(1), jacobian.JacobianOptions()))
-    assert together.values["norm"] == pytest.approx([p.values["norm"][0] for p in alone], rel=1e-4)
+    together, alone = (
+        join_parts(in_order(list(parts), batch.ids), "norm")
+        for parts in (
+            jacobian.measure(net, [batch], jacobian.JacobianOptions()),
+            jacobian.measure(net, batch.split(1), jacobian.JacobianOptions()),
+        )
+    )
+    assert together == pytest.approx(alone, rel=1e-4)
 
 
 class MaskedMean(InPlace):

@@ -9,15 +9,17 @@ from benchmarks.reference.loaded import alone
 from benchmarks.reference.mechanisms import load, texts
 from lipaudit.data.batch import Batch
 from lipaudit.measures import load_measures, option_types
+from lipaudit.measures.measure import in_order, join_parts, notes
 from lipaudit.models.attention.routing import Routing
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load_net
 
 
-def measured(net: Net, batch: Batch):
+def measure_norms(net: Net, batch: Batch):
+    """Return the notes and the norms of all samples, in their order."""
     options = option_types()["jacobian"](tol=1e-10, within=1e-6)
-    (part,) = load_measures()["jacobian"].parts(net, [batch], options)
-    return part
+    parts = in_order(list(load_measures()["jacobian"].parts(net, [batch], options)), batch.ids)
+    return notes(parts), join_parts(parts, "norm")
 
 
 @pytest.mark.parametrize(
@@ -31,18 +33,18 @@ def measured(net: Net, batch: Batch):
 def test_routers_are_named_and_the_norm_is_that_of_their_choice(name, first):
     net = load(name)
     batch = texts(net)
-    part = measured(net, batch)
-    said = [note for note in part.notes if note.code == "routed"]
+    remarks, norms = measure_norms(net, batch)
+    said = [note for note in remarks if note.code == "routed"]
     assert [f"(first in {first})" in note.text for note in said] == [True] * (first is not None)
-    assert "routed-tie" not in [note.code for note in part.notes]
-    for i, norm in enumerate(part.values["norm"]):
+    assert "routed-tie" not in [note.code for note in remarks]
+    for i, norm in enumerate(norms):
         assert norm == pytest.approx(truth.norm(truth.whole(net, alone(batch, i))), rel=1e-9)
 
 
 def test_a_tie_between_experts_is_a_warning():
     net = load("experts")
     net.module.model.layers[0].mlp.gate.weight.data[1:] = 0.0  # two experts with equal scores
-    codes = {note.code: note.level for note in measured(net, texts(net)).notes}
+    codes = {note.code: note.level for note in measure_norms(net, texts(net))[0]}
     assert codes["routed-tie"] == "warning"
 
 

@@ -154,9 +154,17 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
         InputError: access failed; the message gives the reason.
     """
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RevisionNotFoundError,
+    )
 
     name, revision = repository.name, repository.revision
+    try:
+        cache = repository.cache
+    except HFValidationError as error:
+        raise explain_refusal(error, repository) from error
     unasked, denied = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)", False
     refused: Exception = OfflineModeIsEnabled(OFFLINE)
     if not is_offline(asked=offline):
@@ -176,9 +184,9 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             return Commit(repository, str(info.sha), files)
     if denied:
         raise explain_refusal(refused, repository) from refused
-    reference = repository.cache / "refs" / revision
+    reference = cache / "refs" / revision
     sha = reference.read_text().strip() if reference.is_file() else revision
-    snapshot = repository.cache / "snapshots" / sha
+    snapshot = cache / "snapshots" / sha
     if not snapshot.is_dir():
         raise explain_refusal(refused, repository) from refused
     stored = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())

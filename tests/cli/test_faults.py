@@ -107,7 +107,7 @@ def test_junk_is_no_file_of_weights(name, content, says):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torchscript_is_named_as_such():
     torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)).save("scripted.pt")
-    refuse(4, "TorchScript (a program), not a weights file", "bounds", "scripted.pt", *ARCH)
+    refuse(4, "is TorchScript (a program), not a weights file", "bounds", "scripted.pt", *ARCH)
     refuse(4, "is TorchScript", "bounds", "py:own.py:traced", "--data", "demo")
 
 

@@ -218,7 +218,7 @@ def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
         ("certify --eps 0.1", 4, "scores continuations"),
         ("attack --attack words", 2, "it scores continuations"),
         ("attack", 2, "no attack radius"),
-        ("jacobian --score sum --to hidden", 4, "different hidden for each continuation"),
+        ("jacobian --score sum --to hidden", 4, "has no single output 'hidden' per sample"),
         ("jacobian --score sum --to logits:1", 4, "hint: Use --to logits."),
         ("jacobian --score sum --per-layer", 2, "--per-layer does not work with --score"),
         ("attack --eps 0.1 --data random", 2, "labelled"),

@@ -84,9 +84,14 @@ def _read_pickle(path: Path) -> Any:
                 "Opening it could run code. If you trust it, save only model.state_dict(), best "
                 "as .safetensors.",
             ) from error
+        if "TorchScript" in str(error):  # torch advises to open it without this check
+            raise InputError(
+                f"{path} is TorchScript (a program), not a weights file",
+                "Save the state_dict() of the model that it was made from.",
+            ) from error
         raise InputError(
             f"{path} is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})",
-            "Copy or download it again. Of a TorchScript program save the state_dict().",
+            "Copy or download it again.",
         ) from error
 
 

@@ -119,6 +119,9 @@ def _split_options(
         for name, each in group.options().items():
             known.setdefault(each.flags[0].removeprefix("--").replace("-", "_"), (i, name))
             known.setdefault(name, (i, name))
+    # In Python also fields that cannot be typed: `layers` of every measure.
+    for i, group in enumerate(groups):
+        known = {name: (i, name) for name in group.model_fields} | known
     for name, value in options.items():
         if name not in known:
             raise UsageError(f"there is no option {name!r}", suggestion(name, known))

@@ -332,7 +332,10 @@ def true_jacobian(net, batch: Batch, path: str, projection: str) -> torch.Tensor
     with module.register_forward_pre_hook(note, with_kwargs=True), AllWide():
         net.output(batch)
     args, kwargs = calls[0]
-    kwargs.pop("past_key_values", None)
+    # A cache would add the keys of the first pass; versions of transformers name it differently.
+    kwargs = {
+        name: value for name, value in kwargs.items() if not isinstance(value, transformers.Cache)
+    }
     x = args[0] if args else kwargs.pop("hidden_states")
 
     def concatenated(row: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@ from benchmarks.shared.demos import load_shipped
 from benchmarks.shared.models import random_gpt2
 from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, quartiles, resident, spread, timed
-from lipaudit.models.derivative.linearize import Linearization, linearize
-from lipaudit.models.derivative.model_norms import DENSE, compute_jacobian_norms
+from lipaudit.models.linearize import Linearization, linearize
+from lipaudit.models.model_norms import DENSE, compute_jacobian_norms
 from lipaudit.models.sources.demo import MEAN, STD, WIDTH, load_demo
 
 

@@ -19,10 +19,9 @@ from benchmarks.shared.models import loaded
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.net import Net
+from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions
-from lipaudit.models.spec import ModelSpec
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.exact.products import head_products
 from lipaudit.theory.heads import Heads

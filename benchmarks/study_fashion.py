@@ -33,9 +33,8 @@ from lipaudit.measures import (
     CertifyOptions,
     JacobianOptions,
 )
-from lipaudit.models.net import Net
+from lipaudit.models.net import LoadOptions, ModelSpec, Net
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.settings.recipe import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import train

@@ -14,7 +14,7 @@ __version__ = "0.2.0"
 
 PUBLIC = {
     "LipauditError": "lipaudit.errors:LipauditError",
-    "ModelSpec": "lipaudit.models.spec:ModelSpec",
+    "ModelSpec": "lipaudit.models.net:ModelSpec",
     "Observer": "lipaudit.engine.execute:Observer",
     "Report": "lipaudit.tables:Report",
     "attention_penalty": "lipaudit.train.penalty:attention_penalty",

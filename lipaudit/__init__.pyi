@@ -6,7 +6,7 @@ from lipaudit.engine.execute import Observer as Observer
 from lipaudit.engine.shards import merge as merge
 from lipaudit.errors import LipauditError as LipauditError
 from lipaudit.gate import rank as rank
-from lipaudit.models.spec import ModelSpec as ModelSpec
+from lipaudit.models.net import ModelSpec as ModelSpec
 from lipaudit.monitor.watching import watch as watch
 from lipaudit.report import render as render
 from lipaudit.report import summarize as summarize

@@ -95,7 +95,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what a layer is, is decided at generic points",
-        "models/generic.py",
+        "models/attention/survey.py",
         "samples[seed] = 0.5 * (t + noise)",
         "samples[seed] = t",
         "tests/models/attention/test_generic.py",
@@ -109,14 +109,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a bias is judged by its row, and kept where it moves P",
-        "models/attention/project/logits.py",
+        "models/attention/logits.py",
         "absent = ~(bias.abs() > rounding)",
         "absent = ~(bias.abs() > 1e-5 * linear.abs().amax())",
         "tests/models/attention/test_tolerances.py",
     ),
     Mutation(
         "one input is one tensor of the graph",
-        "models/attention/observe/calls.py",
+        "models/attention/calls.py",
         "self.root is not other.root",
         "False",
         "tests/models/attention/test_inputs.py",
@@ -130,7 +130,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the comparison allows for what rounding has lost",
-        "models/attention/agreement.py",
+        "models/attention/capture.py",
         "1 / (1 + forward_error(heads).to(u) / AGREES)",
         "torch.ones_like(forward_error(heads)).to(u)",
         "tests/models/attention/test_large_logits.py",
@@ -144,17 +144,17 @@ MUTATIONS = (
     ),
     Mutation(
         "rivals are looked at until no other can be nearer",
-        "models/derivative/model_norms.py",
+        "models/model_norms.py",
         "complete |= (later >= 0) & (later >= radius * most) | later.isinf()",
         "complete |= True",
-        "tests/models/derivative/test_model_norms.py",
+        "tests/models/test_model_norms.py",
     ),
     Mutation(
         "only a weight's own standardisation may use batch statistics",
-        "models/derivative/linear_mode.py",
+        "models/linearize.py",
         "if training and (running_mean is not None or mixes):",
         "if False:",
-        "tests/models/derivative/test_linear_mode.py",
+        "tests/models/test_linear_mode.py",
     ),
 )
 

@@ -17,10 +17,9 @@ from benchmarks.reference.loaded import perturb
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.net import Net
+from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.spec import LoadOptions
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.ingredients import are_affine_everywhere
 from tests.models.attention import own_modules

@@ -18,12 +18,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lipaudit.data.batch import Batch, identify_samples
-from lipaudit.models.net import Net
+from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import DigitsViT, describe_demo
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.spec import LoadOptions
 from lipaudit.settings.recipe import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import Epoch, train

@@ -11,7 +11,7 @@ from torch import nn
 from lipaudit.engine.prepare import Request
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import AuditOptions, option_types
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.net import ModelSpec
 from lipaudit.settings import RunOptions, Settings
 
 AnyModel = str | nn.Module | ModelSpec

@@ -12,7 +12,7 @@ from lipaudit.data.batch import SampleOrigin
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import describe_run, list_origins, make_failed
 from lipaudit.errors import InputError, LipauditError, UsageError, visible
-from lipaudit.models.spec import Kind
+from lipaudit.models.net import Kind
 from lipaudit.tables import Report, Run
 
 TAKES: Mapping[Kind, str] = {"image": "images", "text": "text", "tokens": "sequences of numbers"}

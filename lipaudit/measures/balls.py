@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from lipaudit.measures.bounds import BoundsOptions
     from lipaudit.measures.by_layer import Reduced
-    from lipaudit.models.attention.sites import Site
+    from lipaudit.models.attention.capture import Site
     from lipaudit.theory.heads import Heads
     from lipaudit.theory.ingredients import Weights
 

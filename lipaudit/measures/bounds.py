@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from lipaudit.data.batch import Batch
     from lipaudit.measures.by_layer import Facts, Reduced
-    from lipaudit.models.attention.capture import Layer
-    from lipaudit.models.attention.sites import Site
+    from lipaudit.models.attention.capture import Layer, Site
     from lipaudit.models.net import Net
     from lipaudit.theory.heads import Heads
     from lipaudit.theory.ingredients import Weights
@@ -183,7 +182,7 @@ def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Itera
 
     from lipaudit.measures.by_layer import by_layer
     from lipaudit.measures.guard import require_bounds_hold
-    from lipaudit.models.attention.sites import APART, MODULE_INPUT
+    from lipaudit.models.attention.capture import APART, MODULE_INPUT
     from lipaudit.theory.ingredients import KnownWeights
 
     # What depends on weights alone is computed once for each layer.
@@ -348,7 +347,7 @@ def _make_rows(facts: Mapping[str, Any], measured: Mapping[str, Values]) -> Iter
     """Yield a row per head: medians over the samples, and maxima of the columns named so."""
     import numpy as np
 
-    from lipaudit.models.attention.sites import MODULE_INPUT
+    from lipaudit.models.attention.capture import MODULE_INPUT
 
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(measured["exact"] > 0, measured["sharp"] / measured["exact"], np.nan)

@@ -12,8 +12,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, find_first
 from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.measure import Part
-from lipaudit.models.attention.capture import Layer, capture
-from lipaudit.models.attention.sites import Site, list_blocks_without_attention
+from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
 from lipaudit.models.attention.survey import find_layers, list_unread
 from lipaudit.models.attention.surveyor import HALF
 from lipaudit.models.net import Net

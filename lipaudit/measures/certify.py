@@ -291,7 +291,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     """
     from lipaudit.attacks.evaluate import require_radius
     from lipaudit.models.certificate import choose_order, require_room, require_rules
-    from lipaudit.models.lifting import devices
+    from lipaudit.models.precision import devices
 
     if net.classes is None or net.classes < 2:
         lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes

@@ -12,7 +12,7 @@ from torch import Tensor
 from lipaudit.errors import EvaluationError
 from lipaudit.measures.by_layer import HeadName, per_sample
 from lipaudit.measures.measure import Values
-from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.capture import Site
 from lipaudit.tables import Note
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.bounds.sharp import SHARP

@@ -22,7 +22,7 @@ from lipaudit.measures.measure import (
     sample_ids,
     seed_of,
 )
-from lipaudit.models.derivative.target import ENDS, PLACED, StartPoint, Target
+from lipaudit.models.target import ENDS, PLACED, StartPoint, Target
 from lipaudit.settings.option import Need, needs, option
 from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import Column, Reduction, count_column, text_column
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lipaudit.data.batch import Batch
-    from lipaudit.models.attention.residual import Residual
+    from lipaudit.models.attention.numeric import Residual
     from lipaudit.models.net import Net
 
 
@@ -190,9 +190,9 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     import torch
 
     from lipaudit.data.batch import find_first
-    from lipaudit.models.attention.residual import compute_residual_norms, find_residuals
-    from lipaudit.models.attention.routing import Routing
+    from lipaudit.models.attention.numeric import compute_residual_norms, find_residuals
     from lipaudit.models.attention.survey import find_layers
+    from lipaudit.models.attention.uses import Routing
 
     blocks: tuple[Residual, ...] | None = None
     remarks: tuple[Note, ...] = ()
@@ -228,7 +228,7 @@ def _find_columns(net: Net, batch: Batch, end: Target) -> Tensor | None:
 
     -1 marks a position that the text lacks. A text has a loss from its second token on.
     """
-    from lipaudit.models.derivative.endpoints import find_places
+    from lipaudit.models.endpoints import find_places
 
     if end.what == "loss" and net.classes is None:
         return find_places(batch, "1")
@@ -241,7 +241,7 @@ def _measure_batch(
     """Return the figures of samples of one length, at the position or positions asked for."""
     import numpy as np
 
-    from lipaudit.models.derivative.endpoints import resolve_target
+    from lipaudit.models.endpoints import resolve_target
 
     end = resolve_target(net, batch, options.target)
     columns = _find_columns(net, batch, end)
@@ -276,9 +276,9 @@ def _measure_outputs(
     import torch
 
     from lipaudit.measures import tokens
-    from lipaudit.models.derivative.endpoints import make_sample_function
-    from lipaudit.models.derivative.linearize import linearize
-    from lipaudit.models.derivative.model_norms import compute_jacobian_norms, compute_margins
+    from lipaudit.models.endpoints import make_sample_function
+    from lipaudit.models.linearize import linearize
+    from lipaudit.models.model_norms import compute_jacobian_norms, compute_margins
 
     at = make_sample_function(net, batch, start=options.start, target=end.text, place=place)
     linear = linearize(at.f, at.x)
@@ -445,7 +445,7 @@ def _write_notes(
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
     """Refuse an output that the model lacks, `--per-layer` of several texts, or no text."""
-    from lipaudit.models.derivative.endpoints import resolve_target
+    from lipaudit.models.endpoints import resolve_target
 
     if net.scored and options.per_layer:
         raise UsageError(

@@ -1,8 +1,17 @@
-"""Walk and differentiate small autograd graphs."""
+"""Walk and query small autograd graphs: which entries depend on which, and how.
+
+Between a linear map and the q of an attention call there are only cheap ops (reshapes, rotary
+positions, norms per head), so a vector-Jacobian product costs almost nothing. Dependence is read
+from exact zeros: without a threshold, unaffected by rounding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, islice
+from math import comb
 from typing import cast
 
 import torch
@@ -134,3 +143,220 @@ def nodes(t: Tensor, stop: Collection[Node] = ()) -> Iterator[Node]:
         yield node
         if node not in stop:
             todo += [parent for parent, _ in node.next_functions]
+
+
+AFFINE_TOLERANCE = 2e-5  # relative to the head's largest |q|: float32 rounding, and nothing else
+LINEAR_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A tensor t of an attention call, (windows, heads, tokens, width), and its origin.
+
+    Attributes:
+        t: q, k or v, with its graph down to `leaf`.
+        leaves: the leaves that it depends on, usually the output y of a linear map.
+        as_rows: converts tensors of their shapes to one token per row.
+    """
+
+    t: Tensor
+    leaves: tuple[Tensor, ...]
+    as_rows: Callable[..., Tensor]
+
+    def pull(self, cotangent: Tensor) -> Tensor:
+        """Return J^T u with respect to y, one token per row."""
+        return self.as_rows(*pull_back(self.t, self.leaves, cotangent))
+
+    def values(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the entries of y behind t, (windows, heads, tokens, e)."""
+        return _pick_entries(self.as_rows(*(leaf.detach() for leaf in self.leaves)), rows, columns)
+
+    def join_heads(self) -> Probed:
+        """Return all heads as one."""
+        return replace(self, t=self.t.transpose(1, 2).flatten(2).unsqueeze(1))
+
+    def find_touched(self, cotangent: Tensor, axis: int) -> Tensor:
+        """Return which columns (axis 0) or rows (axis 1) of y a cotangent depends on."""
+        return _find_touched(self.pull(cotangent), axis)
+
+    @cached_property
+    def read(self) -> Tensor:
+        """Return the pullback of `random`: zero where t does not depend on y."""
+        return self.pull(self.random)
+
+    @cached_property
+    def random(self) -> Tensor:
+        """Return a cotangent without zeros."""
+        # Away from zero: entries of a sum then vanish together with no probability.
+        generator = torch.Generator(self.t.device).manual_seed(0)
+        shape, dtype, device = self.t.shape, self.t.dtype, self.t.device
+        return torch.rand(shape, generator=generator, dtype=dtype, device=device) + 0.5
+
+
+def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Index one axis by a tensor of any shape; a view of t if the index counts up by one."""
+    if index not in _FIRST:
+        flat = index.flatten()
+        start, steps = flat[0], flat.diff()
+        first, plain = torch.stack([start, steps.eq(1).all().to(start)]).tolist()
+        _FIRST[index] = int(first) if plain else None
+    first = _FIRST[index]
+    if first is not None:
+        return torch.unflatten(t.narrow(dim, first, index.numel()), dim, index.shape)
+    return torch.unflatten(t.index_select(dim, index.flatten()), dim, index.shape)
+
+
+def _pick_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return entries of y by token and head, (windows, heads, tokens, e)."""
+    return take(take(y, rows, 0), columns, -1).transpose(1, 2)
+
+
+_FIRST = WeakTensorKeyDictionary()
+"""First entries of indices that count up by one, else None: every query waits for the device."""
+
+
+def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
+    """Return the value of `code`, broadcast over t, that each row (or column) of y affects.
+
+    Each value has a set of probes, half of all. A row that affects two values is hit by more than
+    half of the probes, a row that affects one value exactly by the probes of its set.
+
+    Returns:
+        One label per row or column of y, -1 without an effect; None if one affects parts of t with
+        different values.
+    """
+    axis, values = 1 if rows else 0, int(code.max()) + 1
+    # Distinct halves of the fewest possible probes, (values, probes).
+    number = next(k for k in range(2, 2 + values) if comb(k, k // 2) >= values)
+    # 12 heads take 6 probes: C(6, 3) = 20 sets.
+    halves = torch.tensor(list(islice(combinations(range(number), number // 2), values)))
+    sets = torch.zeros(values, number, dtype=torch.bool).scatter_(1, halves, True).to(code.device)
+    picks = sets[code].to(source.random.dtype)  # (..., probes)
+    touched = [source.find_touched(source.random * pick, axis) for pick in picks.unbind(-1)]
+    hits = torch.stack(touched, -1)
+    count = hits.sum(-1)
+    if ((count > 0) & (count != sets[0].sum())).any():
+        return None
+    # A set shares all its probes with itself, and fewer with every other set of its size.
+    return (hits.float() @ sets.mT.float()).argmax(-1).masked_fill(count == 0, -1)
+
+
+def reads_only(source: Probed, rows: Tensor) -> bool:
+    """Check a row map by one product: half of the tokens of t must not affect other rows of y."""
+    pick = source.random[:, :1, :, :1]
+    half = pick > pick.median()  # a random half of the tokens
+    touched = source.find_touched(source.random * half, 1)
+    rows, half = rows.flatten(), half[:, 0, :, 0].flatten()
+    touched[rows] &= ~half  # a row affects one token
+    return not bool(touched.any())
+
+
+def is_in_order(source: Probed, rows: Tensor) -> bool:
+    """Say whether y has exactly these rows: the usual case, checked by two products."""
+    touched = _find_touched(source.read, 1)
+    return len(touched) == rows.numel() and bool(touched.all()) and reads_only(source, rows)
+
+
+def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return M (heads, d, e) and c (heads, d) with t = M y + c at every token, or None."""
+    t = source.t.detach()
+    windows, heads, tokens, width = t.shape
+    slot = torch.arange(windows * tokens, device=t.device).view(windows, 1, tokens)
+    mix = t.new_zeros(heads, width, columns.shape[1])
+    for channel, g in _probe(source, rows, columns, slot):
+        mix[:, channel[:, 0].flatten()] = g.transpose(0, 1).flatten(1, 2)
+    # M from one product per channel is exact if t is affine; whether it is, every token shows.
+    image = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
+    rest = t - image
+    offset = rest.mean((0, 2))
+    if not is_rounding(rest - offset[:, None], AFFINE_TOLERANCE, t, image):
+        return None
+    zero = _find_largest_per_head(
+        offset[None, :, None]
+    ) <= AFFINE_TOLERANCE * _find_largest_per_head(t)
+    return mix, offset.masked_fill(zero[:, None], 0.0)
+
+
+def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
+    """Return G (1, 1, tokens, d, e) with t_i = G_i y_i in every head and window, or None."""
+    t = source.t.detach()
+    windows, heads, tokens, width = t.shape
+    slot = torch.arange(windows * heads, device=t.device).view(windows, heads, 1)
+    local = t.new_zeros(tokens, width, columns.shape[1])
+    for channel, g in _probe(source, rows, columns, slot):
+        local[:, channel[..., 0].flatten()] = g.flatten(0, 1).transpose(0, 1)
+    local = local[None, None]
+    return local if is_linear(source, local, rows, columns) else None
+
+
+def compute_local_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the local Jacobian of t, (windows, heads, tokens, d, e): one product per channel."""
+    t = source.t.detach()
+    local = t.new_zeros(*t.shape, columns.shape[1])
+    slot = torch.zeros(1, 1, 1, dtype=torch.long, device=t.device)
+    for c, (_, g) in enumerate(_probe(source, rows, columns, slot)):
+        local[..., c, :] = g
+    return local
+
+
+def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
+    """Check t = G y."""
+    t, y = source.t.detach(), source.values(rows, columns)
+    if local.shape[:2] == (1, 1):  # otherwise torch copies it for every head
+        image = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
+    else:
+        image = (local @ y[..., None])[..., 0]
+    return is_rounding(t - image, LINEAR_TOLERANCE, t)
+
+
+def is_rounding(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
+    """Say whether a difference is rounding in every head, so that large heads hide no small one.
+
+    Args:
+        rest: the difference, (windows, heads, tokens, width).
+        tolerance: relative to the largest entry of the head in any of `sizes`.
+        sizes: the tensors of the difference.
+    """
+    size = torch.stack([_find_largest_per_head(t) for t in sizes]).amax(0)
+    return bool(
+        (_find_largest_per_head(rest) <= tolerance * size + torch.finfo(rest.dtype).tiny).all()
+    )
+
+
+def is_orthogonal(local: Tensor) -> bool:
+    """Check G G^T = c I with one c for all tokens."""
+    gram = local @ local.mT
+    c = gram.diagonal(dim1=-2, dim2=-1).mean()
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return bool(_find_largest(gram - c * eye) <= LINEAR_TOLERANCE * c)
+
+
+def _probe(
+    source: Probed, rows: Tensor, columns: Tensor, slot: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Differentiate one channel of every vector of t at a time, until each slot has had all.
+
+    Vectors in different slots get different channels, so that a map which many vectors share
+    takes few products; `slot` counts them, and stands for all vectors along its axes of size 1.
+    Yields the channels (windows, heads, tokens) and their gradients with
+    respect to y, (windows, heads, tokens, e).
+    """
+    *vectors, width = source.t.shape
+    count = slot.numel()
+    for shift in range(-(-width // count)):
+        channel = ((slot + shift * count) % width).expand(vectors)
+        unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
+        yield channel, _pick_entries(source.pull(unit), rows, columns)
+
+
+def _find_touched(pulled: Tensor, axis: int) -> Tensor:
+    # (pulled != 0).any(axis), several times faster; NaN sometimes counts as an effect
+    return (pulled.amax(axis) != 0) | (pulled.amin(axis) != 0)
+
+
+def _find_largest(t: Tensor) -> Tensor:
+    return t.abs().amax()
+
+
+def _find_largest_per_head(t: Tensor) -> Tensor:
+    return t.abs().amax((0, 2, 3))

@@ -1,20 +1,200 @@
-"""A model for all measures: a function from a point of the attacked space to the output."""
+"""A model for all measures: its description by its source, and the functions that call it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from PIL.Image import Image
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lipaudit.attacks.oracle import ByRow, Classifier
+from lipaudit.attacks.text import Lexicon
+from lipaudit.data.arrays import SampleForm
 from lipaudit.data.batch import Batch
-from lipaudit.models.lifting import devices, precision
-from lipaudit.models.spec import ModelSpec
+from lipaudit.data.hub import Commit
+from lipaudit.data.samples import warning
+from lipaudit.errors import UsageError
+from lipaudit.models.precision import devices, precision
+from lipaudit.tables import Note
 from lipaudit.tables.trials import Norm
+
+RANDOM = warning(
+    "random-weights",
+    "RANDOM WEIGHTS: no weights were loaded, so the results say nothing about a trained model",
+)
+"""Note on a model with random weights on request."""
+
+
+def new_classifier(classes: int) -> Note:
+    """Return the note on a requested new classifier with random weights."""
+    return warning(
+        "new-classifier", f"the classifier for {classes} classes is new and random: train it first"
+    )
+
+
+Kind = Literal["image", "tokens", "text"]
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """How a causal language model scores the next token, at every position of a text.
+
+    Attributes:
+        head: the linear map from the last hidden states, (batch, tokens, width), to the
+            vocabulary; entry-wise functions may follow.
+        read: returns the logits, (batch, tokens, vocabulary), from a result of `call`.
+    """
+
+    head: nn.Module
+    read: Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model and the description of its input and output; a `py:` factory may return one.
+
+    Attributes:
+        module: the model. Loading puts it in eval mode, freezes its parameters and may move it to
+            another device or dtype: build a fresh one if you need it elsewhere.
+        input_shape: shape of one sample: (channels, height, width), (tokens, width) or
+            (samples,) of a waveform, or (most tokens,) for text. A number n stands for
+            (3, n, n) of an image, else for (n,).
+        kind: image, tokens (a float sequence) or text (token ids).
+        mean: subtracted from the pixels, per channel or one for all; images only.
+        std: divides the pixels after that.
+        box: smallest and largest value of an input; images default to (0, 1), others to None.
+        classifier: whether the columns of the output are classes; else they are features.
+        labels: class names by index.
+        aliases: other names of the classes that data sets may use.
+        vocabulary: number of token ids; text only.
+        next_token: how the model scores the next token; causal language models only.
+        tokenize: text -> token ids with special tokens, cut to a number of tokens; text only.
+        tokenize_pair: two texts -> token ids of both, likewise; text only.
+        pad_id: the id that fills shorter samples; text only.
+        end_id: the id that every text must end with, if the model needs one; text only.
+        unknown_id: the id of unknown tokens, if the vocabulary has one; text only.
+        lexicon: returns the words of the token ids, for attacks that change texts; by default
+            every id except pad_id and end_id is a word.
+        next_logits: scores continuations with a causal language model: (embeddings, first) ->
+            logits of the token behind each position from `first` on; text only.
+        prepare: PIL image -> (channels, height, width) in [0, 1]; by default resized and cropped
+            to the input shape.
+        call: runs the module on (x, mask), x normalised; by default `module(x)`, or `module(x,
+            mask)` if there is a mask.
+        read: returns the output tensor of a result; by default the result or its `logits`.
+        entry: the embedding module; by default the first `nn.Embedding` that takes the ids of a
+            text model, or `patch_embed` of an image model.
+        architecture: name for the report; by default the class of the module.
+        preprocess: further facts on preprocessing, for the report.
+        notes: remarks on loading, shown with the results.
+        commit: the commit of the repository of the Hub.
+    """
+
+    module: nn.Module
+    input_shape: tuple[int, ...]
+    _: KW_ONLY
+    kind: Kind = "image"
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    box: tuple[float, float] | None = None
+    classifier: bool = True
+    labels: tuple[str, ...] | None = None
+    aliases: Mapping[str, int] = field(default_factory=dict)
+    vocabulary: int | None = None
+    next_token: NextToken | None = None
+    tokenize: Callable[[str, int], list[int]] | None = None
+    tokenize_pair: Callable[[str, str, int], list[int]] | None = None
+    pad_id: int = 0
+    end_id: int | None = None
+    unknown_id: int | None = None
+    lexicon: Callable[[], Lexicon] | None = None
+    next_logits: Callable[[Tensor, int], Tensor] | None = None
+    prepare: Callable[[Image], Tensor] | None = None
+    call: Callable[[Tensor, Tensor | None], Any] | None = None
+    read: Callable[[Any], Tensor] | None = None
+    entry: nn.Module | None = None
+    architecture: str = ""
+    preprocess: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+    commit: Commit | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.input_shape
+        size = (given,) if isinstance(given, int) else tuple(given)
+        image = isinstance(given, int) and self.kind == "image"
+        object.__setattr__(self, "input_shape", (3, *size, *size) if image else size)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The user's options for a model, beyond its name.
+
+    Attributes:
+        arch: architecture of a file of weights, `timm:NAME` or `py:FILE:FACTORY`.
+        model_kwargs: arguments of the architecture; `pretrained=False` asks for random weights.
+        mean: overrides the mean of the normalisation, per channel or one for all.
+        std: overrides its standard deviation.
+        input_size: overrides the shape of one image: (side,), (height, width) or
+            (channels, height, width).
+        device: where to run; "auto" is the CUDA device if there is one, else the CPU.
+        dtype: precision of the parameters.
+        weights: converted (to `dtype` on loading) or stored (converted layer by layer when used).
+        device_map: placement of the weights over devices, CPU and disk: auto, balanced or a JSON
+            file (module name -> device, cpu or disk); None: `device` holds all.
+        offline: never open a connection; only what is on this machine.
+        classes: number of classes; a model with another number gets a new random classifier (to be
+            trained; timm and transformers).
+        tower: image or text, for models with two towers.
+        forms: returns the possible readings of the data, for modules that do not declare their
+            input.
+    """
+
+    arch: str | None = None
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    input_size: tuple[int, ...] | None = None
+    device: str = "auto"
+    dtype: Literal["float32", "float64"] = "float32"
+    weights: Literal["converted", "stored"] = "converted"
+    device_map: str | None = None
+    offline: bool = False
+    classes: int | None = None
+    tower: str | None = None
+    forms: Callable[[], tuple[SampleForm, ...]] = tuple
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether trained weights are wanted, not random ones."""
+        return bool(self.model_kwargs.get("pretrained", True))
+
+    @property
+    def building(self) -> dict[str, Any]:
+        """The arguments of the architecture itself."""
+        return {key: v for key, v in self.model_kwargs.items() if key != "pretrained"}
+
+    def image_shape(self, known: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return (channels, height, width), given the shape that the source of the model declares.
+
+        Raises:
+            UsageError: `input_size` is not a shape.
+        """
+        size = self.input_size
+        if size is None:
+            return known
+        if not 1 <= len(size) <= 3 or min(size) < 1:
+            raise UsageError(
+                f"input size {size} is not a shape",
+                "Give one side (32), height and width (32,32), or channels, height and width "
+                "(3,32,32).",
+            )
+        channels = size[0] if len(size) == 3 else known[0]
+        return channels, size[-1] if len(size) == 1 else size[-2], size[-1]
+
 
 OWN = "module"
 """Source of a module object that has no MODEL name."""

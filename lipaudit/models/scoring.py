@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.data.samples import Task, remark
 from lipaudit.errors import InputError
-from lipaudit.models.lifting import lifting
 from lipaudit.models.net import Net
-from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.precision import eager, exact_arithmetic, lifting
 from lipaudit.models.requirements import agree
 
 Score = Literal["sum", "mean"]

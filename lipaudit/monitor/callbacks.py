@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from lipaudit.errors import UsageError
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.net import ModelSpec
 from lipaudit.monitor.watching import FOLDER, Monitor, watch
 
 Part = Callable[[nn.Module], nn.Module | ModelSpec]

@@ -22,9 +22,8 @@ from lipaudit.attacks.balls import Ball, random_start
 from lipaudit.attacks.steps import pgd, usual_step
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.models.lifting import has_lifted_weights
 from lipaudit.models.net import Net
-from lipaudit.models.precision import seed_device
+from lipaudit.models.precision import has_lifted_weights, seed_device
 from lipaudit.settings.recipe import Recipe
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 

@@ -14,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.attention.observe.calls import (
+from lipaudit.models.attention.calls import (
     Address,
     AttentionCall,
     Explicit,
+    Linear,
     make_additive,
 )
-from lipaudit.models.attention.observe.events import AttentionMode
-from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.trace import Tracer, freeze, run_observed
+from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.attention.survey import survey
+from lipaudit.models.attention.trace import Tracer, freeze, run_observed
 from lipaudit.models.net import Net
 from lipaudit.theory.penalties import (
     Reduction,

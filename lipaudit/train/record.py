@@ -17,8 +17,7 @@ from lipaudit.models.sources.weights import read_json
 
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
-    from lipaudit.models.net import Net
-    from lipaudit.models.spec import LoadOptions
+    from lipaudit.models.net import LoadOptions, Net
     from lipaudit.settings import Recipe
     from lipaudit.train import Epoch
 

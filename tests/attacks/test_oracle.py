@@ -14,8 +14,8 @@ from lipaudit.attacks.oracle import (
     margins,
 )
 from lipaudit.errors import EvaluationError
-from lipaudit.models.derivative import model_norms
-from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models import model_norms
+from lipaudit.models.linearize import linearize
 
 
 @pytest.fixture

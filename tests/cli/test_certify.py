@@ -15,7 +15,7 @@ from tests.commands import invoke
 FILE = """
 import torch
 from torch import nn
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.net import ModelSpec
 
 
 class Small(nn.Module):

@@ -8,7 +8,7 @@ import torch
 
 import lipaudit
 from lipaudit.errors import EvaluationError
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.net import ModelSpec
 from lipaudit.schema import load
 from tests.commands import invoke
 from tests.models.conftest import Handwritten

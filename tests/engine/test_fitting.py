@@ -5,14 +5,14 @@ import torch
 import transformers
 
 from lipaudit import measure
-from lipaudit.models import lifting
+from lipaudit.models import precision
 
 PASSES_OF_SURVEY = 5
 
 MODEL = '''
 import torch
 from torch import nn
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.net import ModelSpec
 
 class Attention(nn.Module):
     """Two heads; gated logits have no closed form."""
@@ -48,8 +48,8 @@ def stored(tmp_path):
 @pytest.mark.parametrize("name", ["attention", "bounds"])
 def test_weights_are_lifted_once_for_a_survey_and_once_for_a_batch(stored, name, monkeypatch):
     lifted = []
-    refer = lifting.TensorWeakRef  # to each converted copy
-    monkeypatch.setattr(lifting, "TensorWeakRef", lambda p: lifted.append(p.numel()) or refer(p))
+    refer = precision.TensorWeakRef  # to each converted copy
+    monkeypatch.setattr(precision, "TensorWeakRef", lambda p: lifted.append(p.numel()) or refer(p))
     model, entries = stored
     how = {"samples": 12, "max_tokens": 8, "batch_size": 2}
     measure(model, name, weights="stored", **how)

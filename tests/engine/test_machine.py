@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipaudit
 from lipaudit.errors import find_user_error
-from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.linearize import linearize
+from lipaudit.models.net import ModelSpec
 from tests.models.conftest import Handwritten
 
 MEASURES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions, measure, summarise
-from lipaudit.models.derivative import endpoints
-from lipaudit.models.spec import NextToken
+from lipaudit.models import endpoints
+from lipaudit.models.net import NextToken
 from tests.attacks.text_folders import InDouble
 from tests.live import Live
 from tests.nets import hf_net, own_net

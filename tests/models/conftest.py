@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.net import Net
+from lipaudit.models.net import LoadOptions, ModelSpec, Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.spec import LoadOptions, ModelSpec
 from tests.nets import TEXT
 
 VOCABULARY, MOST_TOKENS = 60, 32

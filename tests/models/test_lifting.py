@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lipaudit import measure
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
-from lipaudit.models import lifting
+from lipaudit.models import precision
 from lipaudit.models.attention.survey import find_layers
-from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.linearize import linearize
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.weights import hash_weights
 from tests.live import Live
@@ -45,7 +45,7 @@ def stored(tmp_path_factory):
 @pytest.fixture
 def alive(monkeypatch):
     """The most bytes of lifted weights that were alive at a time."""
-    lift, most, storages = lifting._lift, [0], {}
+    lift, most, storages = precision._lift, [0], {}
 
     def counted(weight, *how):
         lifted = lift(weight, *how)
@@ -57,7 +57,7 @@ def alive(monkeypatch):
         most[0] = max(most[0], sum(storages.values()))
         return lifted
 
-    monkeypatch.setattr(lifting, "_lift", counted)
+    monkeypatch.setattr(precision, "_lift", counted)
     return most
 
 
@@ -145,7 +145,7 @@ def test_one_lifted_layer_is_alive_at_a_time(stored, alive):
     find_layers(net, texts(net))
     assert alive[0] < 1.5 * largest  # a weight and its bias
     gc.collect()
-    assert len(lifting._stored) == 0
+    assert len(precision._stored) == 0
 
 
 def test_the_derivative_of_a_model_keeps_no_lifted_layer(stored, alive):
@@ -177,9 +177,9 @@ def test_a_model_that_asks_for_its_own_type_gets_that_of_the_run():
 
     module = Asking(3, 2).bfloat16().requires_grad_(False)
     plain = copy.deepcopy(module).float()
-    assert lifting.hold(module, torch.float32) == (torch.bfloat16,)
+    assert precision.hold(module, torch.float32) == (torch.bfloat16,)
     x = torch.rand(5, 3) + 2**-20
-    assert torch.equal(lifting.lifting(module)(x), plain(x))
+    assert torch.equal(precision.lifting(module)(x), plain(x))
 
 
 def test_modules_that_read_weights_of_others_read_lifted_ones():
@@ -187,7 +187,7 @@ def test_modules_that_read_weights_of_others_read_lifted_ones():
     recurrent = nn.GRU(8, 8).bfloat16().eval().requires_grad_(False)
     both = nn.ModuleList([attention, recurrent])
     plain = copy.deepcopy(both).float()
-    lifting.hold(both, torch.float32)
+    precision.hold(both, torch.float32)
     x = torch.rand(4, 1, 8)
     assert torch.equal(attention(x, x, x)[0], plain[0](x, x, x)[0])
     assert torch.equal(recurrent(x)[0], plain[1](x)[0])
@@ -197,7 +197,7 @@ def test_modules_that_read_weights_of_others_read_lifted_ones():
 def test_tied_weights_stay_one_tensor_and_what_was_read_can_be_put_back():
     table, head = nn.Embedding(5, 3).half(), nn.Linear(3, 5, bias=False).half()
     head.weight = table.weight
-    lifting.hold(nn.ModuleList([table, head]), torch.float32)
+    precision.hold(nn.ModuleList([table, head]), torch.float32)
     assert table.weight is head.weight
     assert torch.func.functional_call(head, {}, torch.ones(3)).dtype == torch.float32
     head.weight = head.weight
@@ -207,12 +207,12 @@ def test_tied_weights_stay_one_tensor_and_what_was_read_can_be_put_back():
 
 def test_a_view_that_is_kept_is_lifted_again_to_the_same_values():
     module = nn.Linear(300, 400).bfloat16()  # large enough for pages of its own
-    lifting.hold(module, torch.float64)
-    kept = lifting.keep(module.weight.t()[10:20])
-    assert isinstance(kept, lifting.Kept)
-    assert torch.equal(lifting.read(kept), next(module.parameters()).double().t()[10:20])
+    precision.hold(module, torch.float64)
+    kept = precision.keep(module.weight.t()[10:20])
+    assert isinstance(kept, precision.Kept)
+    assert torch.equal(precision.read(kept), next(module.parameters()).double().t()[10:20])
     assert kept.shape == (10, 400)
-    assert torch.equal(lifting.read(lifting.keep(kept.stored)), kept.stored)
+    assert torch.equal(precision.read(precision.keep(kept.stored)), kept.stored)
     assert F.linear(torch.ones(300).double(), module.weight).dtype == torch.float64
 
 

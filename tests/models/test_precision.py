@@ -12,9 +12,9 @@ import lipaudit
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import option_types
+from lipaudit.models.net import LoadOptions
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.spec import LoadOptions
 from lipaudit.settings import RunOptions
 
 MATMUL = torch.set_float32_matmul_precision

@@ -8,9 +8,9 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.continuations import pack
 from lipaudit.data.samples import Task, make_samples
 from lipaudit.errors import InputError
+from lipaudit.models.net import LoadOptions
 from lipaudit.models.scoring import score_continuations
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.spec import LoadOptions
 from tests.nets import hf_net
 
 pytestmark = pytest.mark.rounding

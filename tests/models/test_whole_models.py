@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.derivative.endpoints import make_sample_function
-from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import compute_jacobian_norms
+from lipaudit.models.endpoints import make_sample_function
+from lipaudit.models.linearize import linearize
+from lipaudit.models.model_norms import compute_jacobian_norms
 from lipaudit.models.sources.loading import LoadOptions, load_net
 
 STARTS = 200

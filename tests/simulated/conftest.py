@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from lipaudit.models.net import LoadOptions, ModelSpec
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.spec import LoadOptions, ModelSpec
 from tests.simulated import device
 
 SMALL = {

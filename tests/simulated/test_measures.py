@@ -9,9 +9,9 @@ import torch
 
 import lipaudit
 from benchmarks.shared.demos import load_shipped
+from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.spec import LoadOptions
 from lipaudit.settings import Recipe
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.head_bounds import head_bounds

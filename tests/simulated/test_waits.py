@@ -5,10 +5,10 @@ import torch
 
 import lipaudit
 from benchmarks.shared.demos import load_shipped
-from lipaudit.models.attention.project.probes import take
-from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.graph import take
+from lipaudit.models.linearize import linearize
+from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.spec import LoadOptions
 from lipaudit.settings import Recipe
 from lipaudit.theory.spectral.lanczos import random_starts, spectral_norms
 from lipaudit.train import train

@@ -10,8 +10,8 @@ from torch import nn
 from benchmarks.shared.demos import RECIPES, load_shipped, make_demo
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.models.net import LoadOptions, ModelSpec
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.settings import Recipe
 from lipaudit.train import train
 from lipaudit.train.loop import Training, flip_images, make_mix, shift_images, split_batches

@@ -12,8 +12,8 @@ from benchmarks.shared.demos import load_shipped, make_demo
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention.capture import capture
+from lipaudit.models.net import LoadOptions, ModelSpec
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.theory.penalties import jasmin, jasmin_rows
 from lipaudit.train import penalty
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty

@@ -52,7 +52,7 @@ def test_a_model_of_transformers_keeps_its_tokenizer(tmp_path):
 def test_a_model_of_nobody_is_weights_alone(tmp_path):
     (tmp_path / "toy.py").write_text(
         "import torch\n"
-        "from lipaudit.models.spec import ModelSpec\n"
+        "from lipaudit.models.net import ModelSpec\n"
         "def model():\n"
         "    encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
         "    return ModelSpec(encoder, (5, 8), kind='tokens', classifier=False)\n"

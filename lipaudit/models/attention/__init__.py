@@ -1,6 +1,8 @@
 """The attention of any model: `survey.find_layers` finds its layers, `capture.capture` reads them.
 
-`observe` finds attention calls and linear maps while the unmodified model runs. `project`
-recovers, from their autograd graphs, the linear maps of the tokens behind q, k, v and the logits.
-`capture` combines both into the `Heads` of the theory.
+`events` recognises attention calls and linear maps, op by op, while the unmodified model runs.
+`trace` cuts the graph there and numbers them, `calls` holds the results, and `uses` counts
+attention that `events` does not recognise. `projections` and `logits` recover, from the autograd
+graphs, the linear maps of the tokens behind q, k and v, and the terms beside q k^T. `capture`
+combines all into the `Heads` of the theory.
 """

@@ -7,29 +7,32 @@ of one layer are in memory. The first half of this file turns an attention call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, StructureError
-from lipaudit.models.attention.agreement import matches_autograd
-from lipaudit.models.attention.observe.calls import Address, AttentionCall, Explicit, Fused
-from lipaudit.models.attention.observe.trace import Frame, Tracer, freeze, run_observed
-from lipaudit.models.attention.project.logits import read_logits, read_position_terms
-from lipaudit.models.attention.project.projections import (
+from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop
+from lipaudit.models.attention.logits import read_logits, read_position_terms
+from lipaudit.models.attention.projections import (
     NotClosedForm,
     Projected,
+    ProjectionForm,
     TokenIndex,
     project,
 )
-from lipaudit.models.attention.sites import Site, Structure, list_loops
+from lipaudit.models.attention.trace import Frame, Tracer, freeze, run_observed
+from lipaudit.models.graph import pull_back
 from lipaudit.models.net import Net
-from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.precision import Kept, exact_arithmetic, read
+from lipaudit.models.requirements import AGREES
+from lipaudit.theory.condition import forward_error
+from lipaudit.theory.exact.head_norms import sketched_vjp_x
 from lipaudit.theory.heads import Heads, Pairs
 
 
@@ -258,3 +261,227 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     order = [] if frame is None else frame.attentions
     numbers = [order.index(address) for address in site.addresses if address in order]
     return Layer(site, call, batch, attention, frame, numbers)
+
+
+ONE_INPUT, APART, KEYS = "one input", "queries apart", "keys and values"
+MODULE_INPUT = "module input"
+"""Inputs with respect to which a norm can be computed; the last one always works."""
+
+
+@dataclass(frozen=True)
+class OutputMap:
+    """W_O, if the layer's output is sum_h O_h W_O,h.
+
+    Attributes:
+        kept: weight of the output projection, (channels in, channels out), see `precision.keep`.
+        order: its row for each channel of the concatenated heads.
+        gain: factor of each channel before the projection.
+    """
+
+    kept: Tensor | Kept
+    order: Tensor
+    gain: Tensor
+
+    def per_head(self, heads: int) -> Tensor:
+        """Return W_O of each head, (heads, d_v, D_out)."""
+        weight = read(self.kept)[self.order] * self.gain[:, None]
+        return weight.view(heads, -1, weight.shape[1])
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The origins of the tensors of a closed-form layer.
+
+    Attributes:
+        q, k, v: their forms; None for a query that does not depend on the input.
+        joint: whether q reads the same tokens as k and v.
+        out: the output projection, if there is a plain one.
+    """
+
+    q: ProjectionForm | None
+    k: ProjectionForm
+    v: ProjectionForm
+    joint: bool
+    out: OutputMap | None
+
+    @property
+    def queries(self) -> TokenIndex | None:
+        """Return the tokens of the queries, if these depend on the input."""
+        return None if self.q is None else self.q.index
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention layer of a model.
+
+    Attributes:
+        index: its number, in call order.
+        module: path of the innermost module that computes it.
+        heads: number of heads.
+        kinds: kinds of q, k and v as functions of the layer's input: affine, rotation, linear-pos,
+            local, cross-head, constant, or the obstacle to a closed form.
+        reason: why there is no closed form; None if there is one.
+        address: address of its attention call in the forward pass.
+        layout: the axes of its q, k and v (see `calls.arrange`).
+        structure: origins of its tensors; None without a closed form.
+        sources: the ops at which the graph must be cut to read it.
+        explicit: whether the model writes its softmax out.
+        scope: path of the innermost module that holds the layer and its projections.
+        inputs: arguments of that module that depend on the model's input; empty if the Jacobian
+            cannot be computed numerically.
+        inner: further linear maps between the input and q, k and v.
+        direct: whether the projections read these arguments directly: the norm with respect to the
+            projections' inputs is then the module's.
+        line: the line of code that computes it, `file:line`.
+        partners: numbers of all layers that share its maps of q and k; empty if none do.
+        loop: its attention calls, if the model computes heads, or chunks of queries, one by one;
+            `address` is the last one.
+    """
+
+    index: int
+    module: str
+    heads: int
+    kinds: tuple[str, str, str]
+    reason: str | None
+    address: Address
+    layout: str
+    structure: Structure | None
+    sources: frozenset[Address]
+    explicit: bool
+    scope: str
+    inputs: tuple[int | str, ...]
+    inner: frozenset[Address] = frozenset()
+    direct: bool = False
+    line: str = ""
+    partners: tuple[int, ...] = ()
+    loop: Loop | None = None
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Return the addresses of its attention calls in the forward pass."""
+        return (self.address,) if self.loop is None else self.loop.addresses
+
+    @property
+    def closed_form(self) -> bool:
+        """Return whether the Jacobian has the closed form of the theory."""
+        return self.structure is not None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the modules whose input is X; without a closed form, the module of the layer."""
+        if not self.closed_form:
+            return (self.scope,)
+        return tuple(sorted({source.module for source in self.sources}))
+
+    @property
+    def reads_inside(self) -> bool:
+        """Return whether these are the attention's module and its parts."""
+        within = f"{self.module}." if self.module else ""
+        return all(f"{name}.".startswith(within) for name in self.reads)
+
+    @property
+    def input(self) -> str:
+        """Return the input with respect to which the norm is computed."""
+        if self.structure is None:
+            return MODULE_INPUT
+        if self.structure.q is None:
+            return KEYS
+        return ONE_INPUT if self.structure.joint else APART
+
+
+def list_loops(sites: Iterable[Site]) -> list[Loop]:
+    """Return the loops of layers that are computed in parts."""
+    return [site.loop for site in sites if site.loop is not None]
+
+
+def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[str, ...]:
+    """Return the paths of blocks without attention, in stacks of which other blocks have some.
+
+    A stack is a list of modules that is not inside another stack. A module shared by several
+    blocks counts in each.
+    """
+    # By identity: blocks may share one attention module under several paths.
+    holders = {id(module.get_submodule(site.module)) for site in sites}
+
+    def holds(block: nn.Module) -> bool:
+        return any(id(part) in holders for part in block.modules())
+
+    lists = {n: part for n, part in module.named_modules() if isinstance(part, nn.ModuleList)}
+    blocks = [
+        (f"{name}.{i}", block)
+        for name, stack in lists.items()
+        if holds(stack) and not any(name.startswith(f"{outer}.") for outer in lists)
+        for i, block in enumerate(stack)
+    ]
+    return tuple(path for path, block in blocks if not holds(block))
+
+
+HOPELESS = 0.1
+"""If rounding changes J by more than this, the closed form cannot be checked against autograd."""
+SKETCH = 16  # number of directions in an input's channels in which gradients are compared
+
+
+def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: AttentionCall) -> bool:
+    """Compare the closed form of J^T u with autograd on every measured sample.
+
+    u is random, scaled in each head and row of the batch such that ||J^T u|| = 1. Gradients of
+    different rows and heads cancel only by chance, so the norm of the whole difference is at least
+    about the relative error of any head on any sample. Rounding errors of all heads add up, so the
+    u of a head is reduced by what `forward_error` allows it. Gradients are compared in some random
+    directions of the channels. The cost is one backward pass through the attention and about as
+    much for the closed form: together 1.3 forward passes of a ViT.
+
+    Args:
+        heads: the heads of the layer.
+        parts: its q, k and v.
+        call: the attention call with canonical axes.
+    """
+    generator = torch.Generator(call.output.device).manual_seed(0)
+    # The same u in every run: whether a layer has a closed form must not be a matter of chance.
+    u = torch.randn(
+        call.output.shape, generator=generator, dtype=heads.q.dtype, device=call.output.device
+    )
+    if heads.valid is not None:
+        u = u * heads.valid[:, None, :, None]
+    queries, memory = [parts["q"]] if "q" in parts else [], [parts["k"], parts["v"]]
+    sketches = {"x": _draw_sketch(heads.x), "x_kv": _draw_sketch(memory[0].x)}
+    most = 1 / (1 + forward_error(heads).to(u) / AGREES)
+    u, pulled = sketched_vjp_x(heads, u, most, sketches)
+    u = u.to(call.output)
+    # Gradients are compared at the inputs of the linear maps, where both are exact.
+    readers = {"x": queries, "x_kv": memory}
+    closed = [(readers[name][0], z) for name, z in pulled.items()]
+    made = [{id(y) for part in side for y in part.outputs} for side in (queries, memory)]
+    one = heads.x_kv is None or bool(made[0] & made[1])
+    apart = []
+    for group in [queries + memory] if one or not queries else [queries, memory]:
+        # R^T J^T u through the graph, for what the linear maps read, a token per row.
+        leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
+        linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
+        gradients = pull_back(call.output, [leaf.tensor for leaf in leaves], u)
+        sketch, each = _draw_sketch(group[0].x), zip(linears, gradients, strict=True)
+        true = torch.stack([li.outputs(g) @ (li.weight.T @ sketch) for li, g in each]).sum(0)
+        read = [_scatter(p, z) for p, z in closed if any(p is part for part in group)]
+        apart.append(torch.linalg.vector_norm(true - torch.stack(read).sum(0)))
+    return bool(torch.stack(apart).norm() <= AGREES)
+
+
+def _draw_sketch(x: Tensor) -> Tensor:
+    """Return random directions R of the channels of an input, with E ||R^T g||^2 = ||g||^2.
+
+    Summed over tokens that is the norm of the whole gradient to some per cent.
+    """
+    width = x.shape[-1]
+    if width <= SKETCH:
+        return torch.eye(width, dtype=x.dtype, device=x.device)
+    generator = torch.Generator(x.device).manual_seed(width)
+    noise = torch.randn(width, SKETCH, generator=generator, dtype=x.dtype, device=x.device)
+    return noise / SKETCH**0.5
+
+
+def _scatter(part: Projected, dx: Tensor) -> Tensor:
+    """Return the same for the closed form, whose tokens are those of the attention."""
+    inputs, index = part.linear.inputs, part.index
+    rows = index.rows(len(inputs) // index.length).flatten()
+    whole = dx.new_zeros(len(inputs), dx.shape[-1])
+    return whole.index_add_(0, rows, dx.flatten(0, 1))

@@ -1,10 +1,16 @@
-"""Analyse each attention layer of a model once, and check the analysis before any number."""
+"""Analyse each attention layer of a model once, and check the analysis before any number.
+
+Layers are analysed at generic points: inputs at which nothing is equal, zero or constant by
+accident. On a black image all tokens are equal: a normalisation of queries looks affine, heads
+look repeated, two inputs look like one, and mixing of samples stays invisible.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +18,17 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, LipauditError, first_line, is_ours, of_machine
 from lipaudit.models import requirements
-from lipaudit.models.attention.observe.calls import Address, AttentionCall, Loop
-from lipaudit.models.attention.observe.trace import CallStack, Tracer, freeze, run_observed
-from lipaudit.models.attention.observe.uses import Uses
-from lipaudit.models.attention.sites import Site, list_loops
+from lipaudit.models.attention.calls import Address, AttentionCall, Loop
+from lipaudit.models.attention.capture import Site, list_loops
 from lipaudit.models.attention.surveyor import Surveyor
-from lipaudit.models.generic import make_generic, shape_at, watch_embeddings
+from lipaudit.models.attention.trace import (
+    CallStack,
+    Tracer,
+    freeze,
+    run_observed,
+    watch_embeddings,
+)
+from lipaudit.models.attention.uses import Uses
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import agree
@@ -221,3 +232,62 @@ def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
         "jacobian` or `lipaudit attack`. Flash and flex attention, torch.compile and TorchScript "
         "hide the softmax: load the model uncompiled with attn_implementation='sdpa' or 'eager'.",
     )
+
+
+FEWEST_TOKENS = 16  # with one token, a rotary position of 0 is no rotation
+MOST_TOKENS = 1024  # long enough to show the structure, short enough: autograd keeps whole maps
+
+
+def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
+    """Return a net, and two pairs of samples: a generic sample beside each of two companions.
+
+    All come from the first sample of the batch (for texts: the longest) plus seeded noise: half
+    noise inside the box, or noise of the sample's size without a box. Texts keep their token ids,
+    and so their special tokens and masks; the returned net adds noise to the embeddings instead.
+    """
+
+    def call(x: Tensor, mask: Tensor | None) -> Any:
+        seeds = count()  # from the start in every pass, so that all passes have the same noise
+
+        def move(out: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(next(seeds))
+            return out + _measure_size(out) * torch.randn(out.shape, generator=generator).to(out)
+
+        with watch_embeddings(net, move):
+            return net.call(x, mask)
+
+    x = _take_longest(net, batch) if net.kind == "text" else batch.x[:1]
+    samples = [x, x.flip(-1), x]
+    for seed, t in enumerate(samples if net.kind != "text" else ()):
+        generator = torch.Generator().manual_seed(seed)
+        if net.box is None:
+            noise = torch.randn(x.shape, generator=generator).to(x)
+            samples[seed] = t + _measure_size(t) * noise
+        else:
+            low, high = net.box
+            noise = low + (high - low) * torch.rand(x.shape, generator=generator).to(x)
+            samples[seed] = 0.5 * (t + noise)
+    ids = (batch.ids[0], batch.ids[0] + "-companion")
+    pairs = [Batch(torch.cat([samples[0], other]), None, ids) for other in samples[1:]]
+    return replace(net, call=call) if net.kind == "text" else net, pairs[0], pairs[1]
+
+
+def shape_at(net: Net, batch: Batch) -> torch.Size:
+    """Return the shape of the generic sample of a batch."""
+    return (_take_longest(net, batch) if net.kind == "text" else batch.x[:1]).shape[1:]
+
+
+def _take_longest(net: Net, batch: Batch) -> Tensor:
+    """Return the longest sample without its padding, repeated or cut to a useful length."""
+    ids = batch.x[:1]
+    if batch.mask is not None:
+        i = int(batch.mask.sum(1).argmax())
+        ids = batch.x[i : i + 1, batch.mask[i]]
+    wanted = max(ids.shape[1], min(FEWEST_TOKENS, net.input_shape[0]))
+    return ids.repeat(1, -(-wanted // ids.shape[1]))[:, : min(wanted, MOST_TOKENS)]
+
+
+def _measure_size(x: Tensor) -> Tensor:
+    """Return the root mean square of every token, or 1 where it is zero."""
+    size = x.square().mean(-1, keepdim=True).sqrt()
+    return torch.where(size == 0, 1.0, size)

@@ -17,33 +17,39 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import first_line, of_machine
-from lipaudit.models.attention.agreement import HOPELESS, matches_autograd
-from lipaudit.models.attention.capture import add_inputs, make_layer, read_product
-from lipaudit.models.attention.numeric import find_obstacle
-from lipaudit.models.attention.observe.calls import (
+from lipaudit.models import graph
+from lipaudit.models.attention.calls import (
     Address,
     AttentionCall,
     Explicit,
     Fused,
+    Linear,
     Loop,
     Origin,
     arrange,
     list_layouts,
 )
-from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.trace import Frame, Tracer
-from lipaudit.models.attention.observe.uses import line_of_code
-from lipaudit.models.attention.project import probes
-from lipaudit.models.attention.project.probes import Probed
-from lipaudit.models.attention.project.projections import (
+from lipaudit.models.attention.capture import (
+    HOPELESS,
+    OutputMap,
+    Site,
+    Structure,
+    add_inputs,
+    make_layer,
+    matches_autograd,
+    read_product,
+)
+from lipaudit.models.attention.numeric import find_obstacle
+from lipaudit.models.attention.projections import (
     NotClosedForm,
     ProjectionForm,
     decode,
     find_token_rows,
 )
-from lipaudit.models.attention.sites import OutputMap, Site, Structure
-from lipaudit.models.graph import is_affine, root
-from lipaudit.models.lifting import keep
+from lipaudit.models.attention.trace import Frame, Tracer
+from lipaudit.models.attention.uses import line_of_code
+from lipaudit.models.graph import Probed, is_affine, root
+from lipaudit.models.precision import keep
 from lipaudit.models.requirements import agree
 from lipaudit.theory.condition import forward_error
 
@@ -112,7 +118,7 @@ def find_output_map(linear: Linear, source: Probed) -> OutputMap | None:
     except NotClosedForm:
         return None
     plain = index.numel() == rows and is_affine(source.t)
-    affine = probes.find_affine_map(source, index, columns) if plain else None
+    affine = graph.find_affine_map(source, index, columns) if plain else None
     if affine is None:
         return None
     mix = affine[0][0]

@@ -21,9 +21,8 @@ from lipaudit.errors import (
     first_line,
     of_machine,
 )
-from lipaudit.models.lifting import devices, hold, lifting, precision
-from lipaudit.models.net import Net
-from lipaudit.models.precision import eager
+from lipaudit.models.net import LoadOptions, ModelSpec, Net
+from lipaudit.models.precision import devices, eager, hold, lifting, precision
 from lipaudit.models.sources.offload import Placement, find_device, plan_placement
 from lipaudit.models.sources.weights import (
     few,
@@ -31,7 +30,6 @@ from lipaudit.models.sources.weights import (
     note_half_precision,
     require_finite_weights,
 )
-from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.tables import Note
 
 Call = Callable[[Tensor, Tensor | None], Any]

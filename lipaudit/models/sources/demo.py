@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lipaudit.errors import InputError, suggestion
+from lipaudit.models.net import ModelSpec
 from lipaudit.models.sources.names import DEMOS
-from lipaudit.models.spec import ModelSpec
 
 WIDTH, HIDDEN, DEPTH, HEADS, PATCH, SIZE, CLASSES = 48, 96, 3, 4, 2, 8, 10
 MEAN, STD = 0.5, 0.5

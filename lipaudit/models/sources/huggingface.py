@@ -16,6 +16,7 @@ from torch import nn
 from lipaudit.data.hub import Commit, Repository, explain_refusal, find_commit, hub_bars
 from lipaudit.data.samples import remark, warning
 from lipaudit.errors import InputError, UsageError, explain_failure
+from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.outputs import (
     CLASSIFIERS,
     HEADS,
@@ -32,7 +33,6 @@ from lipaudit.models.sources.weights import (
     note_half_precision,
     read_json,
 )
-from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.tables import Note
 
 SETTINGS = (".json", ".txt", ".model")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from lipaudit.data.hub import hub_access
 from lipaudit.errors import InputError, UsageError, neighbours, require_versions, similar
+from lipaudit.models.net import LoadOptions as LoadOptions
+from lipaudit.models.net import ModelSpec as ModelSpec
 from lipaudit.models.net import Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources import huggingface, own, timm
@@ -16,8 +18,6 @@ from lipaudit.models.sources.demo import load_demo
 from lipaudit.models.sources.names import FORMS, similar_models
 from lipaudit.models.sources.offload import find_device
 from lipaudit.models.sources.weights import SUFFIXES, read_json
-from lipaudit.models.spec import LoadOptions as LoadOptions
-from lipaudit.models.spec import ModelSpec as ModelSpec
 
 SEED = 0
 """Seed of random weights, so that they are always the same."""

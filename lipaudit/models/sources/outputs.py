@@ -25,10 +25,9 @@ from torch import Tensor
 from lipaudit.data.images import resize
 from lipaudit.data.samples import warning
 from lipaudit.errors import InputError, explain_failure
-from lipaudit.models.net import NO_DECISION
+from lipaudit.models.net import NO_DECISION, LoadOptions, ModelSpec
 from lipaudit.models.sources.timm import list_synsets
 from lipaudit.models.sources.weights import read_json
-from lipaudit.models.spec import LoadOptions, ModelSpec
 
 Pooling = Callable[[Any, Tensor | None], Tensor]
 

@@ -22,7 +22,7 @@ from lipaudit.errors import (
     explain_failure,
     suggestion,
 )
-from lipaudit.models.net import OWN, Net
+from lipaudit.models.net import OWN, Kind, LoadOptions, ModelSpec, Net
 from lipaudit.models.sources.assembly import assemble, require_values, unwrap
 from lipaudit.models.sources.weights import (
     hash_weights,
@@ -31,7 +31,6 @@ from lipaudit.models.sources.weights import (
     require_finite_weights,
     strip_prefix,
 )
-from lipaudit.models.spec import Kind, LoadOptions, ModelSpec
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
 KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}

@@ -9,11 +9,10 @@ from typing import Any
 
 from safetensors.torch import save
 
-from lipaudit.models.net import Net
+from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.sources.demo import AS_TIMM, DigitsViT
 from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
 from lipaudit.models.sources.weights import read_json
-from lipaudit.models.spec import LoadOptions
 
 
 def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
 from lipaudit.data.samples import remark
 from lipaudit.errors import InputError, explain_failure
+from lipaudit.models.net import ModelSpec, NextToken
 from lipaudit.models.sources.outputs import (
     LANGUAGE_MODELS,
     Pooling,
@@ -32,7 +33,6 @@ from lipaudit.models.sources.outputs import (
     is_classifier,
     read_tower,
 )
-from lipaudit.models.spec import ModelSpec, NextToken
 
 READINGS = 2**14
 """Number of texts whose token ids are cached."""

@@ -13,6 +13,7 @@ from lipaudit.data.hub import Repository, explain_refusal, find_commit
 from lipaudit.data.images import resize
 from lipaudit.data.samples import remark, warning
 from lipaudit.errors import InputError, UsageError, of_machine, out_of_memory, suggestion
+from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.names import timm_names
 from lipaudit.models.sources.weights import (
     PREFERRED,
@@ -23,7 +24,6 @@ from lipaudit.models.sources.weights import (
     read_weights,
     strip_prefix,
 )
-from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.tables import Note
 
 DEFAULT_NORMALISATION = warning(

@@ -13,8 +13,7 @@ from torch import nn
 from benchmarks.reference.truth import AllWide
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
-from lipaudit.models.attention.capture import Layer, capture
-from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.capture import Layer, Site, capture
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import Heads

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused, make_additive
-from lipaudit.models.attention.observe.events import AttentionMode
-from lipaudit.models.attention.observe.linears import Linear, find_operands
+from lipaudit.models.attention.calls import AttentionCall, Explicit, Fused, Linear, make_additive
+from lipaudit.models.attention.events import AttentionMode, find_operands
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -9,8 +9,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.capture import Layer, capture
-from lipaudit.models.attention.survey import survey
-from lipaudit.models.generic import make_generic
+from lipaudit.models.attention.survey import make_generic, survey
 from lipaudit.theory.exact.head_norms import head_norms
 from tests.nets import draw, own_batch, own_net
 

@@ -11,9 +11,8 @@ from benchmarks.reference import truth
 from benchmarks.reference.loaded import alone
 from benchmarks.reference.mechanisms import MECHANISMS, load, row, texts
 from lipaudit.measures import load_measures, option_types
-from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.capture import Layer, capture, list_blocks_without_attention
 from lipaudit.models.attention.numeric import compute_numeric_norms
-from lipaudit.models.attention.sites import list_blocks_without_attention
 from lipaudit.models.attention.survey import survey
 from lipaudit.theory.bounds.catalogue import load_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian

@@ -8,8 +8,7 @@ from torch import nn
 
 import lipaudit
 from lipaudit.engine import prepare
-from lipaudit.models.attention import capture, surveyor
-from lipaudit.models.attention.observe import trace, uses
+from lipaudit.models.attention import capture, surveyor, trace, uses
 from tests.models.attention import own_modules
 from tests.models.attention.own_modules import CASES
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lipaudit.models.attention.residual import compute_residual_norms, find_residuals
+from lipaudit.models.attention.numeric import compute_residual_norms, find_residuals
 
 PATHS = {
     "timm-vit": "blocks.{}",

@@ -13,8 +13,8 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
-from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import compute_jacobian_norms
+from lipaudit.models.linearize import linearize
+from lipaudit.models.model_norms import compute_jacobian_norms
 
 X = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lipaudit.models import graph
 from lipaudit.models.attention import surveyor
 from lipaudit.models.attention.capture import capture
-from lipaudit.models.attention.project import probes
-from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.survey import survey
+from lipaudit.models.graph import Probed
 from lipaudit.models.requirements import agree
 from lipaudit.theory.exact.head_norms import head_norms
 from tests.nets import draw, own_batch, own_net
@@ -184,12 +184,12 @@ def test_an_affine_map_is_judged_head_by_head():
     t = y.view(3, 4, 2, 4).transpose(1, 2) * scale
     rows, columns = torch.arange(12).view(3, 4), torch.arange(8).view(2, 4)
     source = Probed(t, (y,), lambda t: t)
-    assert probes.find_affine_map(source, rows, columns) is not None
+    assert graph.find_affine_map(source, rows, columns) is not None
     shift = torch.tensor([0.0, 1e-2])[None, :, None, None] * torch.arange(4.0)[:, None]
-    assert probes.find_affine_map(Probed(t + shift, (y,), lambda t: t), rows, columns) is None
+    assert graph.find_affine_map(Probed(t + shift, (y,), lambda t: t), rows, columns) is None
     identity = torch.eye(4).expand(3, 2, 4, 4, 4) * scale[..., None]
-    assert probes.is_linear(source, identity, rows, columns)
-    assert not probes.is_linear(Probed(t + shift, (y,), lambda t: t), identity, rows, columns)
+    assert graph.is_linear(source, identity, rows, columns)
+    assert not graph.is_linear(Probed(t + shift, (y,), lambda t: t), identity, rows, columns)
 
 
 HEADS = 12
@@ -202,7 +202,7 @@ def probed(columns: torch.Tensor) -> Probed:
 
 
 def heads_of(source: Probed) -> torch.Tensor | None:
-    return probes.label_fed(source, torch.arange(HEADS).view(1, HEADS, 1, 1), rows=False)
+    return graph.label_fed(source, torch.arange(HEADS).view(1, HEADS, 1, 1), rows=False)
 
 
 def test_every_column_has_the_head_that_it_feeds():

@@ -11,9 +11,9 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention.survey import find_layers, list_unread, survey
-from lipaudit.models.derivative.endpoints import make_sample_function
-from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import compute_jacobian_norms
+from lipaudit.models.endpoints import make_sample_function
+from lipaudit.models.linearize import linearize
+from lipaudit.models.model_norms import compute_jacobian_norms
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.outputs import mean_pooling
 from tests.models.sources.cases import refused

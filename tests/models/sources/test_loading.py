@@ -25,7 +25,7 @@ from tests.models.sources.cases import refused
 PLAIN = """
 import torch
 from torch import nn
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.net import ModelSpec
 
 class Scaled(nn.Module):
     def __init__(self, classes=4):

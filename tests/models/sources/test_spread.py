@@ -15,8 +15,8 @@ from benchmarks.shared.demos import load_shipped
 from lipaudit import measure, merge
 from lipaudit.engine.launcher import Place, share_run
 from lipaudit.errors import EvaluationError, InputError, UsageError
-from lipaudit.models import lifting
-from lipaudit.models.lifting import devices
+from lipaudit.models import precision
+from lipaudit.models.precision import devices
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.train import train
@@ -148,7 +148,7 @@ def test_of_half_precision_on_the_disk_no_lifted_copy_stays(qwen, written):
         output = net.read(net.call(ids, None))
     gc.collect()
     assert output.dtype == torch.float32
-    assert len(lifting._stored) == 0
+    assert len(precision._stored) == 0
 
 
 def test_the_report_says_what_lies_where(qwen, written):
@@ -312,5 +312,7 @@ def test_a_full_disk_is_one_line(written, monkeypatch):
 
 def test_samples_go_where_the_first_parameter_is_read():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    lifting.hold(module, torch.float32, lambda path: torch.device("meta") if path == "0" else None)
+    precision.hold(
+        module, torch.float32, lambda path: torch.device("meta") if path == "0" else None
+    )
     assert [d.type for d in devices(module)] == ["meta", "meta", "cpu", "cpu"]

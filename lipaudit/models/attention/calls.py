@@ -17,8 +17,71 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lipaudit.models.attention.observe.linears import LEFT, RIGHT, Linear
 from lipaudit.models.graph import leaves
+from lipaudit.models.precision import Kept, read
+
+RIGHT, LEFT = "linear", "linear from the left"
+"""Name of the operation, by the side of the weight."""
+
+LARGEST = 2**24
+"""Largest number of entries of a block matrix."""
+
+Arrange = Callable[..., Tensor]
+"""Moves the channels of a tensor to the last axis."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product y = x W + b with a weight that does not depend on the sample.
+
+    Attributes:
+        x: the input, channels last.
+        parameter: W, (channels in, channels out), for any orientation of the parameter, or a
+            reference to it (`precision.keep`).
+        bias: b, or None.
+        arrange: converts y to the axes of x; for joined maps, the y of each.
+    """
+
+    x: Tensor
+    parameter: Tensor | Kept
+    bias: Tensor | None
+    arrange: Arrange = lambda y: y
+
+    @property
+    def weight(self) -> Tensor:
+        """Return W."""
+        return read(self.parameter)
+
+    @property
+    def inputs(self) -> Tensor:
+        """Return X, one token per row."""
+        return self.x.reshape(-1, self.parameter.shape[0])
+
+    def reads_same(self, other: Linear) -> bool:
+        """Say whether another map reads the same values in the same order."""
+        x, y = self.inputs, other.inputs
+        return x.shape == y.shape and torch.equal(x, y)
+
+    def outputs(self, *y: Tensor) -> Tensor:
+        """Return y, or anything of its shape, with one token per row."""
+        return self.arrange(*y).reshape(-1, self.parameter.shape[1])
+
+
+def join_linears(linears: Sequence[Linear]) -> Linear:
+    """Return linear maps of one input as one: y = (y_1, y_2, ...), x [W_1 W_2 ...]."""
+    if len(linears) == 1:
+        return linears[0]
+    weights = [linear.weight for linear in linears]
+    biases = [
+        w.new_zeros(w.shape[1]) if each.bias is None else each.bias
+        for each, w in zip(linears, weights, strict=True)
+    ]
+
+    def arrange(*parts: Tensor) -> Tensor:
+        rows = (each.outputs(y) for each, y in zip(linears, parts, strict=True))
+        return torch.cat([*rows], 1)
+
+    return Linear(linears[0].x, torch.cat(weights, 1), torch.cat(biases), arrange)
 
 
 class Address(NamedTuple):

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.observe.calls import Address, AttentionCall, Loop, Origin, Origins
-from lipaudit.models.attention.observe.events import AttentionMode, Cut
-from lipaudit.models.attention.observe.linears import RIGHT, Linear, Operands
-from lipaudit.models.generic import watch_embeddings
+from lipaudit.models.attention.calls import (
+    RIGHT,
+    Address,
+    AttentionCall,
+    Linear,
+    Loop,
+    Origin,
+    Origins,
+)
+from lipaudit.models.attention.events import AttentionMode, Cut, Operands
 from lipaudit.models.graph import divides_channels, is_affine, root
-from lipaudit.models.lifting import keep
 from lipaudit.models.net import Net
-from lipaudit.models.precision import Widening
+from lipaudit.models.precision import Widening, keep
 
 _QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
 """Frequent modules that contain no attention."""
@@ -237,3 +242,26 @@ def freeze(module: nn.Module) -> Iterator[None]:
                     part.training = flag
             for p in trainable:
                 p.requires_grad_(True)
+
+
+@contextmanager
+def watch_embeddings(net: Net, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Pass the outputs of a text model's token embedding through `change` (None keeps them).
+
+    So are those of every embedding that shares its weight.
+    """
+    with ExitStack() as hooks:
+        for module in _find_token_embeddings(net):
+            hooks.enter_context(module.register_forward_hook(lambda _m, _args, out: change(out)))
+        yield
+
+
+def _find_token_embeddings(net: Net) -> list[nn.Module]:
+    # A function of its own: a converted weight must not live as long as the hooks.
+    if net.kind != "text" or net.entry is None:
+        return []
+    table = getattr(net.entry, "weight", None)
+    tied: list[nn.Module] = [
+        m for m in net.module.modules() if isinstance(m, nn.Embedding) and m.weight is table
+    ]
+    return tied or [net.entry]

@@ -19,7 +19,7 @@ J^T u, its vector-Jacobian product, with u of our choice:
    Jacobian G_i at X (local: a norm of queries).
 
 The rows of M and G_i are products J^T e_c, one channel c at a time for all tokens and heads: no
-two of them share an entry of y. See `probes` for the products; what is recovered is kept as a
+two of them share an entry of y. See `graph` for the products; what is recovered is kept as a
 `ProjectionForm`, which `project` applies to any batch.
 """
 
@@ -31,11 +31,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipaudit.models.attention.observe.calls import Address, Leaf
-from lipaudit.models.attention.observe.linears import Linear, join_linears
-from lipaudit.models.attention.project import probes
-from lipaudit.models.attention.project.probes import Probed
-from lipaudit.models.graph import is_affine
+from lipaudit.models import graph
+from lipaudit.models.attention.calls import Address, Leaf, Linear, join_linears
+from lipaudit.models.graph import Probed, is_affine
 from lipaudit.theory.heads import Projection
 
 
@@ -153,7 +151,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         _refuse_large(source, form)
         return replace(form, kind="local")
     # The cheapest first: one map for all tokens, one for each position, one for each token.
-    affine = probes.find_affine_map(source, rows, columns)
+    affine = graph.find_affine_map(source, rows, columns)
     if affine is not None:
         mix, offset = affine
         eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
@@ -161,14 +159,14 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
         moved = bool(offset.any())
         return replace(form, mix=mix if mixed else None, offset=offset if moved else None)
     # t_i = G_i y_i, orthogonal or not, or an affine function with a constant by position.
-    local = probes.find_position_map(source, rows, columns)
+    local = graph.find_position_map(source, rows, columns)
     shared = local is not None
     if local is None:
         _refuse_large(source, form)
-        local = probes.compute_local_map(source, rows, columns)
-        if not probes.is_linear(source, local, rows, columns):
+        local = graph.compute_local_map(source, rows, columns)
+        if not graph.is_linear(source, local, rows, columns):
             return replace(form, kind="local")
-    kind = "rotation" if probes.is_orthogonal(local) else "linear-pos"
+    kind = "rotation" if graph.is_orthogonal(local) else "linear-pos"
     return replace(form, kind=kind, shared=shared)
 
 
@@ -177,9 +175,9 @@ def find_token_rows(source: Probed) -> Tensor:
     windows, _, tokens, _ = source.t.shape
     # In most models the rows of y are the tokens in order, which two products show.
     number = torch.arange(windows * tokens, device=source.t.device)
-    if probes.is_in_order(source, number.view(windows, tokens)):
+    if graph.is_in_order(source, number.view(windows, tokens)):
         return number.view(windows, tokens)
-    token = probes.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
+    token = graph.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
     if token is None:
         raise NotClosedForm("depends on several tokens", "mixing")
     times = torch.bincount(token[token >= 0], minlength=number.numel())
@@ -237,7 +235,7 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
 def _find_head_columns(source: Probed) -> Tensor | None:
     heads = source.t.shape[1]
     number = torch.arange(heads, device=source.t.device).view(1, heads, 1, 1)
-    head = probes.label_fed(source, number, rows=False)
+    head = graph.label_fed(source, number, rows=False)
     if head is None:
         return None
     sizes = torch.bincount(head[head >= 0], minlength=heads)
@@ -305,19 +303,19 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     if index is None:
         index = attribute_rows(find_token_rows(source), samples, total)
     # An affine map is compared by value on every token, where other rows would show.
-    elif form.kind != "affine" and not probes.reads_only(source, index.rows(samples)):
+    elif form.kind != "affine" and not graph.reads_only(source, index.rows(samples)):
         raise NotClosedForm("reads other tokens than in the first pass", "changed")
     rows = index.rows(samples)
     columns, heads, local = form.columns, source.t.shape[1], None
-    weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
-    bias = None if linear.bias is None else probes.take(linear.bias, columns, 0)
+    weight = graph.take(linear.weight, columns, 1).transpose(0, 1)
+    bias = None if linear.bias is None else graph.take(linear.bias, columns, 0)
     if form.kind == "affine":
         weight, bias = _apply_affine(form, source, rows, weight, bias)
     else:
         # t_i = phi(X_i W + b) with the Jacobian G_i of phi.
         joined = source.join_heads() if form.kind == "cross-head" else source
-        local = probes.find_position_map(joined, rows, columns) if form.shared else None
-        local = probes.compute_local_map(joined, rows, columns) if local is None else local
+        local = graph.find_position_map(joined, rows, columns) if form.shared else None
+        local = graph.compute_local_map(joined, rows, columns) if local is None else local
     if form.kind == "cross-head" and local is not None:
         # One projection of all heads becomes one per head, each reading all columns.
         local = local[:, 0]
@@ -330,7 +328,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         bias = None if bias is None else bias.repeat_interleave(form.repeat, 0)
         weight = weight.repeat_interleave(form.repeat, 0)
     projection = Projection(weight, bias, local, form.kind)
-    x = probes.take(linear.inputs, rows, 0)
+    x = graph.take(linear.inputs, rows, 0)
     return Projected(form, projection, x, index, linear, made_by)
 
 
@@ -346,6 +344,6 @@ def _apply_affine(
     if offset is not None:
         value = value + offset[:, None]
         bias = offset if bias is None else offset + bias
-    if not probes.is_rounding(value - t, probes.LINEAR_TOLERANCE, t):
+    if not graph.is_rounding(value - t, graph.LINEAR_TOLERANCE, t):
         raise NotClosedForm("is no longer an affine function of its input", "changed")
     return weight, bias

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused
-from lipaudit.models.attention.project import probes
-from lipaudit.models.attention.project.probes import Probed
-from lipaudit.models.attention.project.projections import NotClosedForm, Projected
-from lipaudit.models.graph import SHAPE_OPS, leaves, nodes, op
+from lipaudit.models import graph
+from lipaudit.models.attention.calls import AttentionCall, Explicit, Fused
+from lipaudit.models.attention.projections import NotClosedForm, Projected
+from lipaudit.models.graph import SHAPE_OPS, Probed, leaves, nodes, op
 from lipaudit.theory.heads import Heads, Pairs
 
 _ADDED = {"Add", "Clamp", "MaskedFill", "Maximum", "Rsub", "Sub", "Where"}
@@ -305,7 +304,7 @@ def _read_term(
         largest_gradient = torch.maximum(largest_gradient, _find_largest(gradient))
         largest = torch.maximum(largest, _find_largest(mean[None]))
         parts.append(mean)
-    if not bool((apart <= probes.LINEAR_TOLERANCE * largest_gradient).all()):
+    if not bool((apart <= graph.LINEAR_TOLERANCE * largest_gradient).all()):
         raise NotClosedForm(BESIDE)
     rounding = _GRADIENT_ROUNDING * torch.finfo(largest_gradient.dtype).eps * largest_gradient
     return torch.stack(parts, -1)[None] if bool((largest > rounding).any()) else None
@@ -321,9 +320,9 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
     """
     windows, heads, tokens, _ = source.t.shape
     number = torch.arange(windows * tokens, device=rows.device)
-    by_row = probes.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
+    by_row = graph.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
     head = torch.arange(heads, device=rows.device)
-    by_column = probes.label_fed(source, head.view(1, heads, 1, 1), rows=False)
+    by_column = graph.label_fed(source, head.view(1, heads, 1, 1), rows=False)
     own = head.repeat_interleave(width)
     places = (rows.flatten(), torch.arange(len(own), device=rows.device))
     for labels, place, want in zip((by_row, by_column), places, (number, own), strict=True):

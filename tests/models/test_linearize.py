@@ -12,8 +12,8 @@ from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2dSame
 from torch import nn
 
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import compute_jacobian_norms
+from lipaudit.models.linearize import linearize
+from lipaudit.models.model_norms import compute_jacobian_norms
 from tests.live import Live
 
 TEXT = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -302,7 +302,7 @@ def test_rows_are_formed_together_or_one_by_one(monkeypatch):
     weight = torch.randn(4, 5, dtype=torch.float64)
     x = torch.randn(3, 5, dtype=torch.float64)
     rows = [linearize(lambda x, _: x.square() @ weight.T, x).rows]
-    monkeypatch.setattr("lipaudit.models.derivative.linearize.TOGETHER", 2 * x.numel())
+    monkeypatch.setattr("lipaudit.models.linearize.TOGETHER", 2 * x.numel())
     rows += [linearize(lambda x, _: x.square() @ weight.T, x).rows]
     Unmappable.passes = 0
     rows += [linearize(lambda x, _: Unmappable.apply(x) @ weight.T, x).rows]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import compute_jacobian_norms, compute_margins
+from lipaudit.models.linearize import linearize
+from lipaudit.models.model_norms import compute_jacobian_norms, compute_margins
 
 
 def matrices(samples, outputs, inputs, seed=0):

@@ -19,12 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, of_machine
-from lipaudit.models.derivative.linearize import Function
-from lipaudit.models.derivative.target import PLACED, StartPoint, Target
-from lipaudit.models.net import Net
+from lipaudit.models.linearize import Function
+from lipaudit.models.net import Net, NextToken
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
-from lipaudit.models.spec import NextToken
+from lipaudit.models.target import PLACED, StartPoint, Target
 
 TRIED = 8
 """Number of tokens used to check the head."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.models.derivative.linearize import Linearization, require_finite
+from lipaudit.models.linearize import Linearization, require_finite
 from lipaudit.theory.policy import TOL, WITHIN
 from lipaudit.theory.spectral.lanczos import Norms, Products, random_starts, spectral_norms
 

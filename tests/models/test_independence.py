@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lipaudit
 from lipaudit.errors import EvaluationError, InputError
-from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import compute_jacobian_norms
+from lipaudit.models.linearize import linearize
+from lipaudit.models.model_norms import compute_jacobian_norms
 
 
 class Checkpointed(nn.Module):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipaudit.errors import InputError
-from lipaudit.models.derivative.linear_mode import LinearMode
+from lipaudit.models.linearize import LinearMode
 
 
 @pytest.mark.parametrize(

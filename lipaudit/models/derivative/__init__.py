@@ -1,1 +1,0 @@
-"""The Jacobian of a whole model: `linearize` gives its products, `model_norms` its norms."""

@@ -107,7 +107,7 @@ def profiled(
 
 def figures(values: Any) -> dict[str, list[float]]:
     """Exact norms, and every bound with what it bounds."""
-    from lipaudit.theory.bounds.catalogue import load_bounds
+    from lipaudit.theory.bounds.record import load_bounds
 
     exact = {"exact norms of heads": "exact", "exact norms of layers before W_O": "layer_exact"}
     exact["exact norms of layers after W_O"] = "layer_out"

@@ -22,10 +22,10 @@ from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions
-from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.exact.products import head_products
+from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads
-from lipaudit.theory.spectral.lanczos import random_starts
+from lipaudit.theory.products import head_products
+from lipaudit.theory.spectral import random_starts
 
 STOP, MOST = 1e-3, 1000
 

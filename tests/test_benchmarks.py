@@ -18,7 +18,7 @@ from benchmarks.shared.profile import Profile
 from benchmarks.shared.rounds import Round
 from benchmarks.shared.sides import Side, attempt
 from benchmarks.shared.timing import quartiles, spread
-from lipaudit.theory import scale
+from lipaudit.theory import spectral
 
 EXACT = "exact norms"
 BOUND = f"bound sharp of {EXACT}"
@@ -69,14 +69,16 @@ def test_what_a_commit_lacks_is_left_out_and_named():
 
 def test_a_profile_leaves_out_what_other_watched_functions_take(monkeypatch):
     ticks = iter(range(100))
-    inner = scale.times_power
-    monkeypatch.setattr(scale, "outer", lambda *given: scale.times_power(*given), raising=False)
-    scale.outer.__module__ = scale.__name__
+    inner = spectral.times_power
+    monkeypatch.setattr(
+        spectral, "outer", lambda *given: spectral.times_power(*given), raising=False
+    )
+    spectral.outer.__module__ = spectral.__name__
     functions = {"inner": ["times_power"], "outer": ["outer"], "none": ["no_such_name"]}
     profile = Profile(functions, lambda: next(ticks))
     with profile.watching():
-        scale.outer(torch.ones(1), torch.zeros(1, dtype=torch.int64))
-    assert scale.times_power is inner
+        spectral.outer(torch.ones(1), torch.zeros(1, dtype=torch.int64))
+    assert spectral.times_power is inner
     # The clock ticks at the start of both and at the end of both: 3 in all, 1 of them inside.
     assert profile.seconds == {"inner": 1, "outer": 2}
 
@@ -119,7 +121,7 @@ def test_operations_are_counted_by_precision_in_every_mode(mode):
     with mode(), Flops() as flops:
         a @ a.mT
         b @ b.mT
-        scale.times_power(b[0] @ b.mT, torch.zeros(6, dtype=torch.int64))
+        spectral.times_power(b[0] @ b.mT, torch.zeros(6, dtype=torch.int64))
     assert flops.counts == {"float32": 2 * 3 * 4 * 5 * 4, "float64": 2 * 6 * 7 * 6 + 2 * 7 * 6}
 
 

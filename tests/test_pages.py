@@ -13,7 +13,7 @@ from lipaudit import errors
 from lipaudit.gate.rules import configure
 from lipaudit.measures import layouts
 from lipaudit.settings import RunOptions
-from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import load_bounds
 from tests import tutorials
 from tests.commands import list_commands
 

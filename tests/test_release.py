@@ -19,7 +19,7 @@ from lipaudit.errors import ExitCode
 from lipaudit.measures.registry import GROUP as MEASURES
 from lipaudit.monitor.callbacks import CALLBACKS
 from lipaudit.report.formats import RENDERERS
-from lipaudit.theory.bounds.catalogue import GROUP as BOUNDS
+from lipaudit.theory.bounds.record import GROUP as BOUNDS
 from tests.commands import list_commands
 
 ROOT = Path(__file__).parents[1]

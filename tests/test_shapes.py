@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
-from lipaudit.certify.rounding import up
+from lipaudit.certify.symbols import up
 from tests.shapes import checked
 
 

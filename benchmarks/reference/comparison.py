@@ -17,7 +17,7 @@ from lipaudit.errors import LipauditError
 from lipaudit.measures import load_measures, option_types
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import load_bounds
 
 GAINS = (1.3, 0.6, 0.2)
 """How large the weights are; smaller ones where the larger overflow or magnify rounding."""

@@ -20,8 +20,7 @@ from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.theory.heads import Heads
-from lipaudit.theory.ingredients import are_affine_everywhere
+from lipaudit.theory.heads import Heads, are_affine_everywhere
 from tests.models.attention import own_modules
 
 TOKENS = 7

@@ -26,8 +26,7 @@ from lipaudit.report.topics import list_topics
 from lipaudit.settings import Recipe, RunOptions, Settings
 from lipaudit.settings.option import Option
 from lipaudit.tables import Column
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.record import SYMBOLS
+from lipaudit.theory.bounds.record import SYMBOLS, load_bounds
 
 HERE = Path(__file__).parent
 KINDS: dict[str, type[Settings]] = {**option_types(), "audit": AuditOptions, "train": Recipe}

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.theory import ball
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.growth import ascent
+from lipaudit.theory import ascent, ball
+from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads, affine_heads
 
 ArrayLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
@@ -99,8 +98,7 @@ def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any)
     if not norms.converged.all():
         raise EvaluationError(
             f"{int((~norms.converged).sum())} norms did not converge to 1e-6",
-            "Call lipaudit.theory.exact.head_norms to choose the accuracy and to get proven "
-            "limits.",
+            "Call lipaudit.theory.head_norms to choose the accuracy and to get proven limits.",
         )
     return _drop_axes(norms.norm, x, wq)
 

@@ -31,8 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.certify.form import Form
-from lipaudit.certify.rounding import DOUBLE, gamma, up
-from lipaudit.certify.symbols import Norm
+from lipaudit.certify.symbols import DOUBLE, Norm, gamma, up
 from lipaudit.theory.policy import NODES
 
 NUMBERS = 2**26

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lipaudit.certify.affine import MOVES
 from lipaudit.certify.form import Form, forms_of
-from lipaudit.certify.rules.moves import MOVES
 from lipaudit.certify.symbols import Sizes, Symbols
 from lipaudit.errors import of_machine
 

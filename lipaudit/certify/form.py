@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lipaudit.certify.error_blocks import ErrorBlock
-from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, tiny, up
-from lipaudit.certify.symbols import Sizes, Symbols
+from lipaudit.certify.symbols import DOUBLE, ErrorBlock, Sizes, Symbols, cast_up, gamma, tiny, up
 from lipaudit.errors import EvaluationError, InputError
 
 PARTS = ("centre", "dense", "blocks", "slack")

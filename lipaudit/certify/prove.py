@@ -4,21 +4,111 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lipaudit.certify import affine, bilinear, curves, mixing
+from lipaudit.certify.affine import add, broadcast, is_row, linear_map, make_constant, make_move
+from lipaudit.certify.bilinear import mul
+from lipaudit.certify.curves import SQRT, make_unary, relax
 from lipaudit.certify.demand import DeviationError, plan
 from lipaudit.certify.form import Form, NoRuleError, forms_of
-from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, up
-from lipaudit.certify.rules.affine import add, broadcast, is_row, linear_map
-from lipaudit.certify.rules.bilinear import mul
-from lipaudit.certify.rules.smooth import SQRT, relax
-from lipaudit.certify.rules.table import RULES
-from lipaudit.certify.symbols import SETTLE, Norm, Symbols
+from lipaudit.certify.symbols import DOUBLE, SETTLE, Norm, Symbols, cast_up, gamma, up
 from lipaudit.errors import UsageError
+
+OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
+    *(affine.add, affine.sub, affine.neg, affine.expand, affine.linear, affine.batch_norm),
+    *(affine.dropout, bilinear.matmul, bilinear.mul, bilinear.div),
+    *(affine.cat, affine.stack, affine.where, affine.masked_fill, affine.pad),
+    *(affine.unfold, bilinear.einsum, bilinear.addmm),
+    *(mixing.softmax, mixing.log_softmax, mixing.logsumexp),
+    *(mixing.scaled_dot_product_attention, mixing.multi_head_attention_forward),
+    *(mixing.layer_norm, mixing.rms_norm, mixing.group_norm),
+    *(mixing.vector_norm, mixing.normalize),
+    *(curves.relu, curves.leaky_relu, curves.prelu, curves.hardsigmoid, curves.hardswish),
+    *(curves.maximum, curves.minimum, curves.clamp, curves.amax, curves.amin),
+    curves.max_pool2d,
+    *(curves.gelu, curves.silu, curves.elu, curves.softplus, curves.glu),
+    curves.square,
+)
+"""Rules of the operations that have their name."""
+
+RULES: dict[str, Callable[..., Any]] = {
+    **{rule.__name__: rule for rule in OF_THE_SAME_NAME},
+    # Affine operations.
+    **dict.fromkeys(("to", "float", "double", "type", "type_as"), affine.same),
+    **dict.fromkeys(("contiguous", "detach", "data"), affine.same),
+    "clone": lambda input, *, memory_format=None: input.copy(),
+    "negative": affine.neg,
+    "radd": affine.add,
+    "rsub": lambda x, other, *, alpha=1: affine.sub(other, x, alpha=alpha),
+    "broadcast_to": affine.expand,
+    "expand_as": lambda x, other: affine.expand(x, *other.shape),
+    **dict.fromkeys(("conv1d", "conv2d"), affine.convolve),
+    "sum": affine.reduce_axes,
+    "mean": partial(affine.reduce_axes, mean=True),
+    "baddbmm": lambda input, batch1, batch2, **how: bilinear.addmm(input, batch1, batch2, **how),
+    "avg_pool1d": affine.make_pooling(F.avg_pool1d, 1),
+    "avg_pool2d": affine.make_pooling(F.avg_pool2d, 2),
+    "adaptive_avg_pool1d": affine.make_pooling(F.adaptive_avg_pool1d, 1),
+    "adaptive_avg_pool2d": affine.make_pooling(F.adaptive_avg_pool2d, 2),
+    # Entries elsewhere, and new tensors.
+    **{name: make_move(name) for name in affine.MOVES},
+    **{name: make_move(name) for name in ("gather", "take_along_dim", "repeat_interleave")},
+    "view": make_move("reshape"),
+    **dict.fromkeys(("view_as", "reshape_as"), lambda x, other: x.reshape(other.shape)),
+    "T": lambda x: x.permute(*range(x.ndim)[::-1]),
+    "mT": lambda x: x.transpose(-1, -2),
+    "iter": lambda x: iter(x.unbind(0)),
+    "getitem": make_move("__getitem__"),
+    "concat": affine.cat,
+    **{name: make_constant(name) for name in ("zeros_like", "ones_like", "full_like")},
+    **{name: make_constant(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
+    # Products.
+    "bmm": bilinear.matmul,
+    "rmatmul": lambda x, other: bilinear.matmul(other, x),
+    **dict.fromkeys(("multiply", "rmul"), bilinear.mul),
+    **dict.fromkeys(("divide", "true_divide", "truediv"), bilinear.div),
+    "rdiv": lambda x, other: bilinear.div(other, x),
+    # Norms and moments.
+    "linalg_vector_norm": mixing.vector_norm,
+    "var": affine.variance,
+    "std": lambda *args, **how: curves.relax(
+        affine.variance(*args, **how), curves.SQRT, positive=True
+    ),
+    "norm": lambda input, p="fro", dim=None, keepdim=False, dtype=None: mixing.vector_norm(
+        input, p, dim, keepdim
+    ),
+    # Functions of each entry, and extremes.
+    "exp": make_unary(curves.EXP),
+    "tanh": make_unary(curves.TANH),
+    "sigmoid": make_unary(curves.SIGMOID),
+    "erf": make_unary(curves.ERF),
+    "sin": make_unary(curves.SIN),
+    "cos": make_unary(curves.COS),
+    "log": make_unary(curves.LOG, positive=True),
+    "mish": lambda input, inplace=False: curves.relax(input, curves.MISH),
+    "abs": lambda input: curves.leaky_relu(input, -1.0),
+    "clip": curves.clamp,
+    "clamp_min": lambda input, min: curves.clamp(input, min),
+    "clamp_max": lambda input, max: curves.clamp(input, None, max),
+    "relu6": lambda input, inplace=False: curves.clamp(input, 0.0, 6.0),
+    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: curves.clamp(
+        input, min_val, max_val
+    ),
+    "max": curves.make_extreme(curves.maximum, curves.amax),
+    "min": curves.make_extreme(curves.minimum, curves.amin),
+    "rsqrt": make_unary(curves.RSQRT, positive=True),
+    "sqrt": make_unary(curves.SQRT, positive=True),
+    "reciprocal": make_unary(curves.RECIPROCAL, positive=True),
+    "pow": curves.raise_power,
+}
+"""Rules of all supported operations, by name."""
 
 
 def ball(

@@ -24,7 +24,7 @@ from lipaudit.tables import Data, Model, Note, Report, Run, Section
 from lipaudit.tables.columns import Cell
 from lipaudit.tables.report import Failure, Shard
 from lipaudit.tables.worst import worst
-from lipaudit.theory.bounds.catalogue import GROUP as BOUNDS
+from lipaudit.theory.bounds.record import GROUP as BOUNDS
 
 PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
 GROUPS = (BOUNDS, MEASURES, ATTACKS)

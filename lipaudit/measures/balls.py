@@ -110,8 +110,8 @@ def measure_balls(
     """
     import torch
 
+    from lipaudit.theory.ascent import ball_norm
     from lipaudit.theory.ball import ball_sharp, ball_size_bounds
-    from lipaudit.theory.growth.ascent import ball_norm
 
     parts = []
     for r in map(float, radii):
@@ -148,7 +148,7 @@ def require_balls_hold(
     from lipaudit.measures.by_layer import per_sample
     from lipaudit.measures.guard import require_bound
     from lipaudit.theory.bounds.sharp import SHARP
-    from lipaudit.theory.condition import ball_error, bound_error
+    from lipaudit.theory.head_norms import ball_error, bound_error
 
     def slack(r: float) -> Tensor:
         double = heads.to(torch.float64)

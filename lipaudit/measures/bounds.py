@@ -30,7 +30,7 @@ from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import Column, Reduction, count_column, text_column
 from lipaudit.tables.common import HEAD_NORMS, WITHIN_COLUMN, norm_of
 from lipaudit.tables.report import Display, Layout
-from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.policy import LAYER_WITHIN, POLICY
 from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
     from lipaudit.theory.heads import Heads
     from lipaudit.theory.ingredients import Weights
-    from lipaudit.theory.spectral.lanczos import Norms
+    from lipaudit.theory.spectral import Norms
 
 
 class BoundsOptions(NormOptions):
@@ -224,7 +224,7 @@ def _measure_out_norm(heads: Heads) -> float:
     """Return ||W_O||, NaN without an output projection."""
     import torch
 
-    from lipaudit.theory.spectral.upper import spectral_norm
+    from lipaudit.theory.spectral import spectral_norm
 
     out = heads.out
     return torch.nan if out is None else float(spectral_norm(out.double().flatten(0, 1)))
@@ -242,9 +242,8 @@ def _measure_heads(
     import torch
 
     from lipaudit.measures.by_layer import per_sample
-    from lipaudit.theory.condition import forward_error
-    from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
     from lipaudit.theory.head_bounds import head_bounds
+    from lipaudit.theory.head_norms import forward_error, head_norms, layer_norms, splitting_gain
 
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
     reduced = head_bounds(heads, weights=weights) | _read_norms(exact)
@@ -289,7 +288,7 @@ def _measure_numerically(layer: Layer, seeds: Sequence[int], options: BoundsOpti
 
     from lipaudit.measures.by_layer import per_sample
     from lipaudit.models.attention.numeric import compute_numeric_norms
-    from lipaudit.theory.condition import forward_error
+    from lipaudit.theory.head_norms import forward_error
 
     reduced = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     open_head = torch.full_like(reduced["exact"], torch.nan)

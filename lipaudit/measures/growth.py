@@ -18,17 +18,16 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net
 from lipaudit.tables import Note
-from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.growth.ascent import steepest_tokens
-from lipaudit.theory.growth.worst_tokens import (
+from lipaudit.theory.ascent import steepest_tokens
+from lipaudit.theory.head_norms import head_norms
+from lipaudit.theory.heads import Heads, are_affine
+from lipaudit.theory.worst_tokens import (
     Adversary,
     adversary,
     duplicated_norm,
     mean_field_norm,
     move_heads,
 )
-from lipaudit.theory.heads import Heads
-from lipaudit.theory.ingredients import are_affine
 
 if TYPE_CHECKING:
     from lipaudit.measures.scaling import ScalingOptions

@@ -14,9 +14,9 @@ from lipaudit.measures.by_layer import HeadName, per_sample
 from lipaudit.measures.measure import Values
 from lipaudit.models.attention.capture import Site
 from lipaudit.tables import Note
-from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
-from lipaudit.theory.condition import bound_error
+from lipaudit.theory.head_norms import bound_error
 from lipaudit.theory.heads import Heads
 
 DOUBLE = torch.float64

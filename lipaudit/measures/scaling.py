@@ -34,15 +34,14 @@ from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import Column, count_column, text_column
 from lipaudit.tables.common import NORM
 from lipaudit.tables.report import Display, Layout
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.record import Bound
+from lipaudit.theory.bounds.record import Bound, load_bounds
 from lipaudit.theory.policy import TOL
 
 if TYPE_CHECKING:
     from lipaudit.data.batch import Batch
     from lipaudit.measures.growth import Cells
     from lipaudit.models.net import Net
-    from lipaudit.theory.growth.worst_tokens import PowerLaw
+    from lipaudit.theory.worst_tokens import PowerLaw
 
 
 ScalingMode = Literal["real", "adversarial", "radius", "ascent"]
@@ -396,7 +395,7 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
     import numpy as np
     import torch
 
-    from lipaudit.theory.growth.worst_tokens import power_law
+    from lipaudit.theory.worst_tokens import power_law
 
     known = np.isfinite(norm) & (norm > 0)  # the fit is one of logarithms
     law = power_law(torch.from_numpy(n[known]), torch.from_numpy(norm[known]))
@@ -429,7 +428,7 @@ def _write_notes(
     apart: Sequence[Sequence[Row]],
 ) -> tuple[Note, ...]:
     """Note what the norms refer to, the lengths not reached, and the searches that disagree."""
-    from lipaudit.theory.growth.ascent import SEARCHES
+    from lipaudit.theory.ascent import SEARCHES
 
     remarks: list[Note] = []
     reached = len({row.n for row in rows if row.mode == "real"})

@@ -29,26 +29,22 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.errors import UsageError
+from lipaudit.theory.block_norms import affine_rows
 from lipaudit.theory.bounds.castin import castin
 from lipaudit.theory.bounds.hu import hu
 from lipaudit.theory.bounds.mean_field import mean_field
 from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.head_bounds import ROUNDING, chunks, head_bounds
-from lipaudit.theory.heads import Heads
+from lipaudit.theory.heads import Heads, are_affine, factor, projections, unit_values
 from lipaudit.theory.ingredients import (
     Ingredients,
     Tokens,
     Weights,
-    affine_rows,
-    are_affine,
     centre_heads,
-    factor,
-    projections,
     squared_distances,
     weights_of,
 )
-from lipaudit.theory.scale import unit_values
-from lipaudit.theory.spectral.upper import spectral_norm
+from lipaudit.theory.spectral import spectral_norm
 
 PANELS = 8
 """Number of panels of the integral over the radius; more panels would tighten the bound by a few

@@ -14,41 +14,101 @@ rounding error. u in comments on rounding is the unit roundoff, eps / 2.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.exact.attend import (
-    Anchored,
-    anchor_outputs,
-    join_rows,
-    key_gradients,
-    query_gradients,
-)
-from lipaudit.theory.exact.head_norms import dense_jacobian
-from lipaudit.theory.heads import Heads
+from lipaudit.theory.heads import Heads, are_affine, factor, local_map, projections
 from lipaudit.theory.ingredients import (
-    AffineRows,
     Centred,
     Ingredients,
-    are_affine,
-    factor,
-    local_map,
-    projections,
-    query_term,
+    Stack,
+    Weights,
     rounding,
     sum_spread,
     tiles,
     value_norms,
+    weights_of,
 )
 from lipaudit.theory.policy import POLICY, Policy
-from lipaudit.theory.spectral.upper import (
+from lipaudit.theory.products import (
+    Anchored,
+    anchor_outputs,
+    dense_jacobian,
+    join_rows,
+    key_gradients,
+    query_gradients,
+)
+from lipaudit.theory.spectral import (
     keeps_single,
     nonnegative_norm,
     nonnegative_pair,
     product_rounding,
     spectral_norm,
 )
+
+
+@dataclass(frozen=True)
+class AffineRows(Stack):
+    """What the bounds of affine heads are made of, beside their maps and values."""
+
+    wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
+    shared: Float[Tensor, "batch heads 1 1"]  # ||W_V^T X||, W_Q = X R, X^T X <= 1
+    u: Float[Tensor, "batch heads n 1"]  # ||u_i||
+    images: Float[Tensor, "batch heads n r"]  # u_i, in coordinates that keep inner products
+    inside: Float[Tensor, "batch heads n 1"]  # ||X^T u_i||
+    a: Float[Tensor, "batch heads n dv"]  # W_V^T u_i
+    z: Float[Tensor, "batch heads m d"]  # s W_Q k_j, in coordinates that keep inner products
+
+
+def affine_rows(heads: Heads, at: Centred, weights: Weights | None = None) -> AffineRows:
+    """Return what the bounds of affine heads are made of."""
+    weights = weights or weights_of(heads)
+    s = heads.scale[..., None, None]
+    # <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l; a_i = W_V^T u_i = s (W_K^T W_V)^T q_i: D is gone.
+    images = heads.q @ (s * weights.to_u)
+    u = torch.linalg.vector_norm(images, dim=-1, keepdim=True)
+    inside = torch.linalg.vector_norm(heads.q @ (s * weights.to_inside), dim=-1, keepdim=True)
+    return AffineRows(
+        wv=weights.value[:, None, None].expand_as(at.s),
+        shared=weights.shared[:, None, None].expand_as(at.s),
+        u=u,
+        images=images,
+        inside=inside + weights.left[:, None, None] * u,
+        a=heads.q @ (s * weights.to_a),
+        z=at.k @ (s * weights.to_z),
+    )
+
+
+def query_term(
+    at: Centred, rows: AffineRows
+) -> tuple[Float[Tensor, "batch heads n"], Float[Tensor, "batch heads n"]]:
+    """Bound s ||T_i W_Q^T||_F by N x N kernels, no T_i formed; and by how much it can be less.
+
+    With kappa_jl = <z_j, z_l> and ||v_j - v_l||^2 = 2 h_jl the square is
+    sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl). With m_k = sum_j P_ij ||z_j|| ||v_j||^k its
+    terms add up to at most m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2), and each has
+    relative errors below those of sums of N terms of products.
+    """
+    # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so
+    # either half may stand for both: ||w_il||^2 and, for -h_jl, <v_j, v_l> - ||v_l||^2.
+    inner = at.p @ (at.gram - at.v2.mT).mul_(rows.z @ rows.z.mT)
+    inner.addcmul_((at.p @ rows.z) @ rows.z.mT, at.w2)
+    squares = inner.mul_(at.p).sum(-1)
+    z, v2 = torch.linalg.vector_norm(rows.z, dim=-1), at.v2[..., 0]
+    m0, m1, m2 = (torch.stack([z, z * v2.sqrt(), z * v2], -2) @ at.p.mT).unbind(-2)
+    o2 = at.o2[..., 0]
+    terms = m1.square() + m0 * (2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2)
+    # In units u = eps / 2 of terms, rounding(x of n columns) = 2 n + 32. The two sums over tokens
+    # cost 2 m, kappa d, <v_j, v_l> d_v, casting P, P, z, z, v, v 6, other sums and products 20.
+    # Downwards ||w||^2 counts too, which is raised by 2 d_v + 32 and off by 2 d_v + 10.
+    channels = max(rounding(at.v), rounding(rows.z))
+    over, under = ((rounding(at.p) + times * channels) * terms for times in (2, 3))
+    upper, lower = ((squares + e).clamp_min(0.0).sqrt() for e in (over, -under))
+    return upper, upper - lower
+
 
 Rows = Float[Tensor, "batch heads n"]
 
@@ -90,7 +150,9 @@ def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
             sizes.append(size)
         return torch.stack(sizes) * nonnegative_norm(torch.stack(norms)).sqrt()
     if are_affine(heads):
-        return gram_bound(at, known.rows, joint=joint, policy=heads.policy)
+        return gram_bound(
+            at, affine_rows(heads, at, known.weights), joint=joint, policy=heads.policy
+        )
     return nonnegative_norm(_bound_local_blocks(heads, at, joint=joint))
 
 

@@ -9,18 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, LipauditError, of_machine
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.record import Bound
-from lipaudit.theory.heads import Heads
-from lipaudit.theory.ingredients import (
-    Ingredients,
-    Tokens,
-    Weights,
+from lipaudit.theory.bounds.record import Bound, load_bounds
+from lipaudit.theory.heads import (
+    Heads,
     are_affine,
-    weights_of,
+    unit_values,
 )
+from lipaudit.theory.ingredients import Ingredients, Tokens, Weights, weights_of
 from lipaudit.theory.policy import cut
-from lipaudit.theory.scale import unit_values
 
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding takes from it.

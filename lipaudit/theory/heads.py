@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.spectral import powers_of_two, shift_exponent
 
 MASK = 9e3
 """A bias entry this far below the largest of its row hides the key. Common masks are -inf, the
@@ -353,3 +354,122 @@ def rows_in_reach(
     k, v = heads.k[:, :, keys], heads.v[:, :, keys, :0]
     reached = replace(heads, k=k, v=v, bias=bias, x_kv=None, to_k=None, to_v=None, out=None)
     return reached.rows(start, stop), keys
+
+
+def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
+    """Return the projections to q, k and v; a constant is a projection with W = 0."""
+    source = heads.x if heads.x_kv is None else heads.x_kv
+
+    def read(to: Projection | None, x: Tensor, rows: Tensor) -> Projection:
+        shape = rows.shape[1], x.shape[-1], rows.shape[-1]
+        return to or Projection(x.new_zeros(shape), None, None, "constant")
+
+    q, k = read(heads.to_q, heads.x, heads.q), read(heads.to_k, source, heads.k)
+    return q, k, read(heads.to_v, source, heads.v)
+
+
+def are_affine(heads: Heads) -> bool:
+    """Whether the formulas for affine heads apply: no rotation, no norm, plain logits, no sink."""
+    if heads.pairs is not None or heads.sink is not None:
+        return False
+    return all(projection.local is None for projection in projections(heads))
+
+
+def are_affine_everywhere(heads: Heads) -> bool:
+    """Whether hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3 apply.
+
+    They need self-attention whose queries, keys and values all are affine in the tokens.
+    """
+    constant = heads.to_q is None or heads.to_k is None or heads.to_v is None
+    return not constant and heads.x_kv is None and are_affine(heads)
+
+
+def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d e"]:
+    """Return G_i of Phi_i = G_i W^T; the identity, for all tokens at once, where it is affine."""
+    if projection.local is not None:
+        return projection.local
+    width = projection.weight.shape[-1]
+    eye = torch.eye(width, dtype=projection.weight.dtype, device=projection.weight.device)
+    return eye[None, None, None]
+
+
+def factor(projection: Projection) -> Float[Tensor, "heads 1 r e"]:
+    """Return R with R^T R = W^T W: ||R y|| = ||W y||, and the width D leaves the computation."""
+    return torch.linalg.qr(projection.weight, mode="r").R[:, None]
+
+
+_SWAMPED = 16
+"""Times the values that their bias may be: it drops out of J, but it costs them their digits.
+
+Not with a sink, where the rows of P sum to less than 1: there the bias acts.
+"""
+
+
+def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
+    """Return the heads with values divided by c, and c of every head, float64 on the CPU.
+
+    c is the power of two next to the largest entry of Phi^v, or of v where that is constant.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> heads = affine_heads(torch.ones(1, 2, 3), *torch.full((3, 2, 3, 4), 1e-30))
+    >>> unit, c = unit_values(heads)
+    >>> unit.v[0, 0, 0], c[0] < 1e-29, torch.equal(unit.v * c[0].float(), heads.v)
+    (tensor([1.9015, 1.9015, 1.9015, 1.9015]), tensor(True), True)
+    """
+    to_v = heads.to_v
+    if to_v is None:
+        exponents = _exponents(heads.v.abs().amax((0, 2, 3)))
+        v = shift_exponent(heads.v, -exponents[:, None, None])
+        return heads.with_same_map(v=v), powers_of_two(exponents)
+    # An expanded weight stays expanded: heads that are normalised together share it.
+    weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
+    by_weight = _exponents(weight.abs().amax((1, 2)))
+    weight = shift_exponent(weight, -by_weight[:, None, None]).expand_as(to_v.weight)
+    bias = None if to_v.bias is None else shift_exponent(to_v.bias, -by_weight[:, None])
+    unit, exponents = replace(to_v, weight=weight, bias=bias), by_weight.expand(len(to_v.weight))
+    if to_v.local is not None:
+        behind = _exponents(to_v.local.abs().amax((0, 2, 3, 4)))
+        unit = replace(unit, local=shift_exponent(to_v.local, -behind[:, None, None, None]))
+        exponents = exponents + behind
+    v = _values(heads, unit, exponents)
+    return heads.with_same_map(v=v, to_v=unit), powers_of_two(exponents)
+
+
+def scale_values(heads: Heads, gains: Float[Tensor, " heads"]) -> Heads:
+    """Return the heads with values times a number each, as far as J depends on them.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> heads = affine_heads(torch.ones(1, 2, 3), *torch.ones(3, 2, 3, 4))
+    >>> scale_values(heads, torch.tensor([1.0, 0.5])).to_v.weight[:, 0, 0]
+    tensor([1.0000, 0.5000])
+    """
+    gains = gains.to(heads.v)[:, None, None]
+    to_v = heads.to_v and replace(heads.to_v, weight=gains * heads.to_v.weight, bias=None)
+    return heads.with_same_map(v=gains * heads.v, to_v=to_v)
+
+
+def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "heads n m"], float]:
+    """Return matrices divided by c, the power of two next to the largest entry of all, and c.
+
+    >>> unit_matrices(torch.full((2, 1, 1), 12.0))[1]
+    16.0
+    """
+    exponent = _exponents(stack.abs().amax())
+    return shift_exponent(stack, -exponent), 2.0 ** int(exponent)
+
+
+def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
+    """Return v / c; if the bias dominates affine values, without it, as X W_V."""
+    v = shift_exponent(heads.v, -exponents[:, None, None])
+    if unit.local is not None or unit.bias is None or heads.sink is not None:
+        return v
+    bias = unit.bias[:, None]
+    if (bias.abs().amax((1, 2)) <= _SWAMPED * (v - bias).abs().amax((0, 2, 3))).all():
+        return v
+    source = heads.x if heads.x_kv is None else heads.x_kv
+    return source[:, None] @ unit.weight
+
+
+def _exponents(largest: Float[Tensor, "*heads"]) -> Int[Tensor, "*heads"]:
+    """Return the exponents of positive numbers, on the CPU; 0 for 0."""
+    return torch.frexp(largest.cpu()).exponent

@@ -14,16 +14,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.exact.attend import key_gradients, query_gradients
-from lipaudit.theory.heads import Heads, Projection
-from lipaudit.theory.policy import POLICY, Policy, cut
-from lipaudit.theory.softmax import row_maxima
-from lipaudit.theory.spectral.upper import (
-    gram_root,
-    map_norm,
-    single_pays,
-    spectral_norm,
+from lipaudit.theory.heads import (
+    Heads,
+    Projection,
+    are_affine,
+    are_affine_everywhere,
+    factor,
+    local_map,
+    projections,
 )
+from lipaudit.theory.policy import POLICY, Policy, cut
+from lipaudit.theory.products import key_gradients, query_gradients
+from lipaudit.theory.softmax import row_maxima
+from lipaudit.theory.spectral import gram_root, map_norm, single_pays, spectral_norm
 
 S = TypeVar("S", bound="Stack")
 T = TypeVar("T")
@@ -132,39 +135,6 @@ def tiles(
             yield b, h
 
 
-def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
-    """Return the projections to q, k and v; a constant is a projection with W = 0."""
-    source = heads.x if heads.x_kv is None else heads.x_kv
-
-    def read(to: Projection | None, x: Tensor, rows: Tensor) -> Projection:
-        shape = rows.shape[1], x.shape[-1], rows.shape[-1]
-        return to or Projection(x.new_zeros(shape), None, None, "constant")
-
-    q, k = read(heads.to_q, heads.x, heads.q), read(heads.to_k, source, heads.k)
-    return q, k, read(heads.to_v, source, heads.v)
-
-
-def are_affine(heads: Heads) -> bool:
-    """Whether the formulas for affine heads apply: no rotation, no norm, plain logits, no sink."""
-    if heads.pairs is not None or heads.sink is not None:
-        return False
-    return all(projection.local is None for projection in projections(heads))
-
-
-def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d e"]:
-    """Return G_i of Phi_i = G_i W^T; the identity, for all tokens at once, where it is affine."""
-    if projection.local is not None:
-        return projection.local
-    width = projection.weight.shape[-1]
-    eye = torch.eye(width, dtype=projection.weight.dtype, device=projection.weight.device)
-    return eye[None, None, None]
-
-
-def factor(projection: Projection) -> Float[Tensor, "heads 1 r e"]:
-    """Return R with R^T R = W^T W: ||R y|| = ||W y||, and the width D leaves the computation."""
-    return torch.linalg.qr(projection.weight, mode="r").R[:, None]
-
-
 @dataclass(frozen=True)
 class Weights(Stack):
     """What comes of the weights of affine heads alone.
@@ -255,66 +225,6 @@ class KnownWeights:
         return self._known[layer][2]
 
 
-@dataclass(frozen=True)
-class AffineRows(Stack):
-    """What the bounds of affine heads are made of, beside their maps and values."""
-
-    wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
-    shared: Float[Tensor, "batch heads 1 1"]  # ||W_V^T X||, W_Q = X R, X^T X <= 1
-    u: Float[Tensor, "batch heads n 1"]  # ||u_i||
-    images: Float[Tensor, "batch heads n r"]  # u_i, in coordinates that keep inner products
-    inside: Float[Tensor, "batch heads n 1"]  # ||X^T u_i||
-    a: Float[Tensor, "batch heads n dv"]  # W_V^T u_i
-    z: Float[Tensor, "batch heads m d"]  # s W_Q k_j, in coordinates that keep inner products
-
-
-def affine_rows(heads: Heads, at: Centred, weights: Weights | None = None) -> AffineRows:
-    """Return what the bounds of affine heads are made of."""
-    weights = weights or weights_of(heads)
-    s = heads.scale[..., None, None]
-    # <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l; a_i = W_V^T u_i = s (W_K^T W_V)^T q_i: D is gone.
-    images = heads.q @ (s * weights.to_u)
-    u = torch.linalg.vector_norm(images, dim=-1, keepdim=True)
-    inside = torch.linalg.vector_norm(heads.q @ (s * weights.to_inside), dim=-1, keepdim=True)
-    return AffineRows(
-        wv=weights.value[:, None, None].expand_as(at.s),
-        shared=weights.shared[:, None, None].expand_as(at.s),
-        u=u,
-        images=images,
-        inside=inside + weights.left[:, None, None] * u,
-        a=heads.q @ (s * weights.to_a),
-        z=at.k @ (s * weights.to_z),
-    )
-
-
-def query_term(
-    at: Centred, rows: AffineRows
-) -> tuple[Float[Tensor, "batch heads n"], Float[Tensor, "batch heads n"]]:
-    """Bound s ||T_i W_Q^T||_F by N x N kernels, no T_i formed; and by how much it can be less.
-
-    With kappa_jl = <z_j, z_l> and ||v_j - v_l||^2 = 2 h_jl the square is
-    sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl). With m_k = sum_j P_ij ||z_j|| ||v_j||^k its
-    terms add up to at most m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2), and each has
-    relative errors below those of sums of N terms of products.
-    """
-    # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so
-    # either half may stand for both: ||w_il||^2 and, for -h_jl, <v_j, v_l> - ||v_l||^2.
-    inner = at.p @ (at.gram - at.v2.mT).mul_(rows.z @ rows.z.mT)
-    inner.addcmul_((at.p @ rows.z) @ rows.z.mT, at.w2)
-    squares = inner.mul_(at.p).sum(-1)
-    z, v2 = torch.linalg.vector_norm(rows.z, dim=-1), at.v2[..., 0]
-    m0, m1, m2 = (torch.stack([z, z * v2.sqrt(), z * v2], -2) @ at.p.mT).unbind(-2)
-    o2 = at.o2[..., 0]
-    terms = m1.square() + m0 * (2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2)
-    # In units u = eps / 2 of terms, rounding(x of n columns) = 2 n + 32. The two sums over tokens
-    # cost 2 m, kappa d, <v_j, v_l> d_v, casting P, P, z, z, v, v 6, other sums and products 20.
-    # Downwards ||w||^2 counts too, which is raised by 2 d_v + 32 and off by 2 d_v + 10.
-    channels = max(rounding(at.v), rounding(rows.z))
-    over, under = ((rounding(at.p) + times * channels) * terms for times in (2, 3))
-    upper, lower = ((squares + e).clamp_min(0.0).sqrt() for e in (over, -under))
-    return upper, upper - lower
-
-
 class Tokens:
     """What all heads of a layer share, without padding; with any bias, X is [X 1].
 
@@ -347,15 +257,6 @@ class Tokens:
     def norm(self) -> Float[Tensor, "batch 1"]:
         """||X||."""
         return spectral_norm(self._x)[:, None]
-
-
-def are_affine_everywhere(heads: Heads) -> bool:
-    """Whether hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3 apply.
-
-    They need self-attention whose queries, keys and values all are affine in the tokens.
-    """
-    constant = heads.to_q is None or heads.to_k is None or heads.to_v is None
-    return not constant and heads.x_kv is None and are_affine(heads)
 
 
 def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
@@ -391,11 +292,6 @@ class Ingredients:
     def at(self) -> Centred:
         """P, and the centred keys, values and outputs."""
         return centre_heads(self.heads)
-
-    @cached_property
-    def rows(self) -> AffineRows:
-        """u_i, a_i and z_j of heads with affine projections."""
-        return affine_rows(self.heads, self.at, self.weights)
 
     @cached_property
     def p_norm(self) -> Float[Tensor, "batch heads"]:

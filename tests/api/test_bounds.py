@@ -10,8 +10,8 @@ from torch import Tensor
 
 import lipaudit
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.bounds.record import load_bounds
+from lipaudit.theory.head_norms import head_norms
 
 
 def attention(x, wq, wk, wv, *, biases=(0, 0, 0), scale=None, causal=False, mask=None):

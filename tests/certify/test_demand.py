@@ -6,8 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lipaudit.certify import prove
-from lipaudit.certify.error_blocks import create_errors
 from lipaudit.certify.prove import ball, margins, run
+from lipaudit.certify.symbols import create_errors
 
 DIM, TOKENS, HEADS = 6, 5, 2
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from lipaudit.certify import mixing
+from lipaudit.certify.bilinear import lengths
 from lipaudit.certify.form import Form
-from lipaudit.certify.lengths import lengths
 from lipaudit.certify.prove import ball, run
-from lipaudit.certify.rules import mixing
 
 N, K, VECTORS, ERRORS = 3, 4, 5, 6
 

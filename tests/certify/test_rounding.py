@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lipaudit.certify import curves
+from lipaudit.certify.affine import linear
 from lipaudit.certify.form import Form
 from lipaudit.certify.prove import ball, run
-from lipaudit.certify.rounding import LIBRARY, cast_up, gamma, summed_up
-from lipaudit.certify.rules import smooth
-from lipaudit.certify.rules.affine import linear
+from lipaudit.certify.symbols import LIBRARY, cast_up, gamma, summed_up
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -123,31 +123,31 @@ def _activations(m):
 
 
 SMOOTH = {
-    "gelu": (smooth.GELU, lambda x: x * mpmath.ncdf(x)),
+    "gelu": (curves.GELU, lambda x: x * mpmath.ncdf(x)),
     "tanh-gelu": (
-        smooth.TANH_GELU,
+        curves.TANH_GELU,
         lambda x: (
             x
             / 2
             * (1 + mpmath.tanh(mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3)))
         ),
     ),
-    "silu": (smooth.SILU, lambda x: x / (1 + mpmath.exp(-x))),
-    "tanh": (smooth.TANH, mpmath.tanh),
-    "sigmoid": (smooth.SIGMOID, lambda x: 1 / (1 + mpmath.exp(-x))),
-    "exp": (smooth.EXP, mpmath.exp),
-    "rsqrt": (smooth.RSQRT, lambda x: 1 / mpmath.sqrt(x)),
-    "sqrt": (smooth.SQRT, mpmath.sqrt),
-    "reciprocal": (smooth.RECIPROCAL, lambda x: 1 / x),
-    "erf": (smooth.ERF, mpmath.erf),
-    "softplus": (smooth.SOFTPLUS, lambda x: mpmath.log1p(mpmath.exp(x))),
-    "mish": (smooth.MISH, lambda x: x * mpmath.tanh(mpmath.log1p(mpmath.exp(x)))),
-    "elu": (smooth.ELU, lambda x: x if x > 0 else mpmath.expm1(x)),
-    "log": (smooth.LOG, mpmath.log),
-    "sin": (smooth.SIN, mpmath.sin),
-    "cos": (smooth.COS, mpmath.cos),
-    "cube": (smooth.monomial(3), lambda x: x**3),
-    "seventh": (smooth.monomial(7), lambda x: x**7),
+    "silu": (curves.SILU, lambda x: x / (1 + mpmath.exp(-x))),
+    "tanh": (curves.TANH, mpmath.tanh),
+    "sigmoid": (curves.SIGMOID, lambda x: 1 / (1 + mpmath.exp(-x))),
+    "exp": (curves.EXP, mpmath.exp),
+    "rsqrt": (curves.RSQRT, lambda x: 1 / mpmath.sqrt(x)),
+    "sqrt": (curves.SQRT, mpmath.sqrt),
+    "reciprocal": (curves.RECIPROCAL, lambda x: 1 / x),
+    "erf": (curves.ERF, mpmath.erf),
+    "softplus": (curves.SOFTPLUS, lambda x: mpmath.log1p(mpmath.exp(x))),
+    "mish": (curves.MISH, lambda x: x * mpmath.tanh(mpmath.log1p(mpmath.exp(x)))),
+    "elu": (curves.ELU, lambda x: x if x > 0 else mpmath.expm1(x)),
+    "log": (curves.LOG, mpmath.log),
+    "sin": (curves.SIN, mpmath.sin),
+    "cos": (curves.COS, mpmath.cos),
+    "cube": (curves.monomial(3), lambda x: x**3),
+    "seventh": (curves.monomial(7), lambda x: x**7),
 }
 POSITIVE = ("rsqrt", "sqrt", "reciprocal", "log")
 

@@ -9,11 +9,11 @@ import torch
 
 import lipaudit
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import POLICY
-from lipaudit.theory.spectral.lanczos import random_starts, spectral_norms
+from lipaudit.theory.spectral import random_starts, spectral_norms
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.test_measures import CASES, MEASURES, same
 

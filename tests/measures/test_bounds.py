@@ -9,8 +9,8 @@ from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.growth import ascent
+from lipaudit.theory import ascent
+from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.policy import Policy
 from tests.nets import own_batch, own_net
 

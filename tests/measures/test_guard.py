@@ -9,11 +9,10 @@ from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
 from lipaudit.measures.measure import seed_of
 from lipaudit.models.sources.loading import load_net
-from lipaudit.theory import ball, ingredients
-from lipaudit.theory import head_bounds as theory
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.spectral import upper
+from lipaudit.theory import ball, ingredients, spectral
+from lipaudit.theory.bounds.record import load_bounds
+from lipaudit.theory.head_bounds import head_bounds as theory
+from lipaudit.theory.head_norms import head_norms
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_a_layer_that_rounding_excuses_is_named(demo, monkeypatch, share, passes
     (part,) = bounds.measure(*demo_parts(demo), options)
     sharp, norms = (torch.as_tensor(part.values[name]) for name in ("sharp", "layer_out"))
     least = (norms[:, 0] / sharp.square().sum(1).sqrt()).max() * (1 - share)
-    monkeypatch.setattr(upper, "spectral_norm", lambda a: least)
+    monkeypatch.setattr(spectral, "spectral_norm", lambda a: least)
     assert_excused(demo, options, passes, "sharp_rss of layer 0 (blocks.0.attn)")
 
 
@@ -147,7 +146,7 @@ def test_ill_conditioned_heads_pass(name, factors):
 
 
 def test_a_layer_above_the_sum_of_its_heads_ends_the_run(demo, monkeypatch):
-    monkeypatch.setattr(upper, "spectral_norm", lambda a: torch.tensor(1e-9))
+    monkeypatch.setattr(spectral, "spectral_norm", lambda a: torch.tensor(1e-9))
     with pytest.raises(EvaluationError, match=r"sharp_rss of layer 0"):
         list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
 

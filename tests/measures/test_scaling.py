@@ -17,7 +17,7 @@ from lipaudit.measures.scaling import ScalingOptions, measure, summarise
 from lipaudit.models.attention import survey
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.settings.parsing import read_lengths
-from lipaudit.theory.growth import ascent
+from lipaudit.theory import ascent
 from tests.nets import own_batch, own_net
 
 WIDTH, WORDS = 12, 40

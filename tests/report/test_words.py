@@ -18,7 +18,7 @@ from lipaudit.settings import Recipe, RunOptions
 from lipaudit.tables import Column
 from lipaudit.tables.columns import Status
 from lipaudit.tables.trials import Norm
-from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import load_bounds
 from tests.commands import invoke
 
 

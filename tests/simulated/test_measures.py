@@ -13,11 +13,11 @@ from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import Recipe
-from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory import spectral
 from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import POLICY
-from lipaudit.theory.spectral import upper
 from lipaudit.train import train
 from tests.simulated.conftest import MODELS, samples
 
@@ -118,7 +118,7 @@ def test_training_of_a_text_model_on_an_accelerator(simulated):
 
 
 def test_bounds_met_in_single_precision_hold_on_an_accelerator(simulated, monkeypatch):
-    monkeypatch.setattr(upper, "_PRODUCTS", {simulated: "cuda"})
+    monkeypatch.setattr(spectral, "_PRODUCTS", {simulated: "cuda"})
     generator = torch.Generator().manual_seed(3)
     x, *weights = (
         torch.randn(*shape, generator=generator) for shape in ((2, 150, 16), *[(2, 16, 8)] * 3)

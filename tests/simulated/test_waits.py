@@ -10,7 +10,7 @@ from lipaudit.models.linearize import linearize
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import Recipe
-from lipaudit.theory.spectral.lanczos import random_starts, spectral_norms
+from lipaudit.theory.spectral import random_starts, spectral_norms
 from lipaudit.train import train
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.device import Waits

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.condition import bound_error, forward_error
-from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
-from lipaudit.theory.exact.products import head_products
 from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_norms import bound_error, forward_error, head_norms
 from lipaudit.theory.heads import Heads, affine_heads
+from lipaudit.theory.products import dense_jacobian, head_products
 
 GAINS = (1.0, 30.0, 300.0, 3e3, 3e4)
 

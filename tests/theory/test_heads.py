@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lipaudit.measures.by_layer import per_sample
-from lipaudit.theory.condition import forward_error
 from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_norms import forward_error
 from lipaudit.theory.policy import Policy
 
 

@@ -4,16 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.exact.head_norms import (
-    head_norms,
-    layer_norms,
-    sketched_vjp_x,
-    splitting_gain,
-)
+from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import Projection, affine_heads, rows_in_reach
 from lipaudit.theory.policy import Policy
+from lipaudit.theory.products import sketched_vjp_x
 from tests.live import Live
 
 SEEDS = range(10)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
+from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.scale import unit_values
+from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
+from lipaudit.theory.heads import unit_values
 
 KINDS = ("affine", "biases", "causal", "rotary", "all-norm", "cross-attention", "padding")
 POWERS = (-30, -20, -12, -3, 3, 12, 20, 30)  # of ten

@@ -7,12 +7,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lipaudit.theory.exact.head_norms import (
-    head_norms,
-    layer_norms,
-    splitting_gain,
-)
 from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import Heads, affine_heads
 
 KINDS = ("affine", "padding", "rotary", "causal", "windows", "softcap", "sink-padding")

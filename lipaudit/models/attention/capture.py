@@ -31,9 +31,9 @@ from lipaudit.models.graph import pull_back
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Kept, exact_arithmetic, read
 from lipaudit.models.requirements import AGREES
-from lipaudit.theory.condition import forward_error
-from lipaudit.theory.exact.head_norms import sketched_vjp_x
+from lipaudit.theory.head_norms import forward_error
 from lipaudit.theory.heads import Heads, Pairs
+from lipaudit.theory.products import sketched_vjp_x
 
 
 def read_product(

@@ -28,7 +28,7 @@ from lipaudit.models.model_norms import JacobianNorms, compute_jacobian_norms, r
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import AGREES, agree
-from lipaudit.theory.spectral.lanczos import Norms, random_starts, spectral_norms
+from lipaudit.theory.spectral import Norms, random_starts, spectral_norms
 
 
 def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any) -> Norms:

@@ -51,7 +51,7 @@ from lipaudit.models.attention.uses import line_of_code
 from lipaudit.models.graph import Probed, is_affine, root
 from lipaudit.models.precision import keep
 from lipaudit.models.requirements import agree
-from lipaudit.theory.condition import forward_error
+from lipaudit.theory.head_norms import forward_error
 
 
 def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:

@@ -8,16 +8,27 @@ imports torch, and whatever needs it, inside its functions.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from lipaudit.tables.columns import Better, Column, Reduction
+from lipaudit.tables.common import HEAD_NORMS
+from lipaudit.tables.plugins import entries
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lipaudit.theory.ingredients import Ingredients
+
+
+GROUP = "lipaudit.bounds"
+"""Entry points of plug-ins that add bounds."""
 
 AT_X = "at X"
 EVERYWHERE = "all inputs, every ||x_i|| <= R"
@@ -140,3 +151,26 @@ class Bound:
         meaning = f"The exponent of the bound {self.name}."
         column = Column(label=self.label, meaning=meaning, status="estimate")
         return {f"{self.name}_exponent": column}
+
+
+@cache
+def read_records() -> tuple[Bound, ...]:
+    """Return our bounds in the order of columns, tables and pictures: see `Bound.place`."""
+    # The files of this folder: `castin.py` has its record under the name `CASTIN`. Read on first
+    # use: they import this module.
+    names = {module.name for module in iter_modules([str(Path(__file__).parent)])} - {"record"}
+    modules = {name: import_module(f"{__package__}.{name}") for name in names}
+    records: list[Bound] = [getattr(module, name.upper()) for name, module in modules.items()]
+    return tuple(sorted(records, key=lambda bound: bound.place))
+
+
+@cache
+def load_bounds() -> Mapping[str, Bound]:
+    """Return the record of every bound by its name: ours, then those of plug-ins.
+
+    Raises:
+        UsageError: a plug-in cannot be used; the message names its package.
+    """
+    taken = {*HEAD_NORMS, *(name for bound in read_records() for name in bound.columns())}
+    records = {bound.name: bound for bound in read_records()} | entries(GROUP, Bound, taken)
+    return MappingProxyType(records)

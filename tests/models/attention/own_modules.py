@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lipaudit
 from lipaudit.errors import LipauditError
 from lipaudit.tables import Report, Row
-from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import load_bounds
 
 TOKENS, WIDTH, HEADS = 5, 8, 2
 SAMPLES = 2

@@ -14,10 +14,10 @@ from benchmarks.reference.truth import AllWide
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.attention.capture import Layer, Site, capture
-from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.ingredients import KnownWeights
+from lipaudit.theory.products import dense_jacobian
 from lipaudit.train.penalty import SpecformerPenalty
 
 AFFINE = ("affine", "affine", "affine")

@@ -10,7 +10,7 @@ from lipaudit.errors import InputError
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import make_generic, survey
-from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.head_norms import head_norms
 from tests.nets import draw, own_batch, own_net
 
 TOKENS, WIDTH, HEADS = 7, 8, 2

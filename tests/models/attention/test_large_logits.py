@@ -6,7 +6,7 @@ import transformers
 
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
-from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import load_bounds
 from tests.nets import TEXT, hf_net, own_batch
 
 

@@ -14,9 +14,9 @@ from lipaudit.measures import load_measures, option_types
 from lipaudit.models.attention.capture import Layer, capture, list_blocks_without_attention
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.survey import survey
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.products import dense_jacobian
 from tests.models.attention import own_modules
 
 PAGE = Path(__file__).parents[3] / "docs" / "mechanisms.md"

@@ -9,7 +9,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.measures.by_layer import per_sample
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
-from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.head_norms import head_norms
 
 SEEDS = [3, 4]
 

@@ -14,7 +14,7 @@ from lipaudit.models.attention import surveyor
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.survey import survey
-from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.products import dense_jacobian
 from tests.nets import draw, own_batch, own_net
 
 TOKENS, WIDTH = 6, 8

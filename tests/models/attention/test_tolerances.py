@@ -12,7 +12,7 @@ from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.graph import Probed
 from lipaudit.models.requirements import agree
-from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.head_norms import head_norms
 from tests.nets import draw, own_batch, own_net
 
 TOKENS, WIDTH = 6, 8

@@ -5,16 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.block_norms import affine_rows, query_term
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import affine_heads
-from lipaudit.theory.ingredients import (
-    KnownWeights,
-    affine_rows,
-    centre_heads,
-    query_term,
-)
+from lipaudit.theory.ingredients import KnownWeights, centre_heads
 from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.products import dense_jacobian
 
 DOUBLE = 1e-6  # what double precision loses itself
 GAINS = [0.1, 1.0, 5.0, 20.0]  # one-hot rows at the end, where differences cancel

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
 from lipaudit.theory import ball
+from lipaudit.theory.ascent import ball_norm
 from lipaudit.theory.ball import ball_sharp
-from lipaudit.theory.growth.ascent import ball_norm
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.ingredients import weights_of

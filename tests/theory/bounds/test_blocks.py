@@ -7,22 +7,17 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.block_norms import (
+    affine_rows,
     block_norms,
     bound_by_blocks,
     gram_bound,
+    query_term,
     row_lengths,
     row_spread,
     value_key_norm,
 )
 from lipaudit.theory.heads import Heads, affine_heads
-from lipaudit.theory.ingredients import (
-    Centred,
-    Ingredients,
-    Tokens,
-    affine_rows,
-    centre_heads,
-    query_term,
-)
+from lipaudit.theory.ingredients import Centred, Ingredients, Tokens, centre_heads
 from lipaudit.theory.policy import Policy
 
 NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attention"]

@@ -13,14 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lipaudit.theory.ascent import ball_norm
 from lipaudit.theory.ball import ball_sharp
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.condition import bound_error
-from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
-from lipaudit.theory.growth.ascent import ball_norm
+from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.heads import Heads, Projection, affine_heads
-from lipaudit.theory.scale import unit_values
+from lipaudit.theory.head_norms import bound_error, head_norms
+from lipaudit.theory.heads import Heads, Projection, affine_heads, unit_values
+from lipaudit.theory.products import dense_jacobian
 
 N, WIDTH, HEADS, D = 6, 5, 2, 3
 ROUNDING = 1e-9  # of logits up to 3e5, computed in two ways

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lipaudit.theory import ingredients
-from lipaudit.theory.bounds.catalogue import load_bounds
+from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.policy import POLICY, Policy
-from lipaudit.theory.spectral.upper import keeps_single, single_pays
+from lipaudit.theory.spectral import keeps_single, single_pays
 
 N, D = 24, 10
 SINGLE = Policy(single_keys=1)

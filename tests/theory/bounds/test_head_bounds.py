@@ -7,21 +7,13 @@ import torch
 
 from lipaudit.errors import EvaluationError, LipauditError
 from lipaudit.theory.ball import ball_size_bounds
-from lipaudit.theory.block_norms import bound_by_blocks
-from lipaudit.theory.bounds.catalogue import load_bounds
-from lipaudit.theory.bounds.record import Bound
-from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.block_norms import affine_rows, bound_by_blocks, query_term
+from lipaudit.theory.bounds.record import Bound, load_bounds
 from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.heads import Pairs
-from lipaudit.theory.ingredients import (
-    Ingredients,
-    Tokens,
-    affine_rows,
-    are_affine_everywhere,
-    centre_heads,
-    query_term,
-)
+from lipaudit.theory.heads import Pairs, are_affine_everywhere
+from lipaudit.theory.ingredients import Ingredients, Tokens, centre_heads
 from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.products import dense_jacobian
 
 OTHER = ("softcap", "relative", "relative-softcap", "sink", "sink-rotary")
 AFFINE = ("hu", "castin", "mean_field", "appendix_c")

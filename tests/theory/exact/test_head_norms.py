@@ -9,20 +9,12 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
 from lipaudit.measures.by_layer import per_sample
-from lipaudit.theory.exact.head_norms import (
-    dense_jacobian,
-    head_norms,
-    layer_norms,
-    sketched_vjp_x,
-    splitting_gain,
-)
-from lipaudit.theory.exact.products import (
-    head_products,
-)
 from lipaudit.theory.head_bounds import head_bounds
+from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import Policy
-from lipaudit.theory.spectral.lanczos import random_starts
+from lipaudit.theory.products import dense_jacobian, head_products, sketched_vjp_x
+from lipaudit.theory.spectral import random_starts
 
 SEEDS = (0, 1)
 

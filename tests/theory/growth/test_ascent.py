@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.exact.head_norms import dense_jacobian
-from lipaudit.theory.growth import ascent
-from lipaudit.theory.growth.ascent import ball_norm, climb, steepest_tokens
-from lipaudit.theory.growth.worst_tokens import move_heads, power_law
+from lipaudit.theory import ascent
+from lipaudit.theory.ascent import ball_norm, climb, steepest_tokens
 from lipaudit.theory.heads import Projection, affine_heads
+from lipaudit.theory.products import dense_jacobian
+from lipaudit.theory.worst_tokens import move_heads, power_law
 
 
 def random_head(seed, *, width=6, d=3, gain=1.5, bias=True):

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipaudit.theory.exact.head_norms import dense_jacobian
-from lipaudit.theory.growth.worst_tokens import (
+from lipaudit.theory.heads import Projection, affine_heads
+from lipaudit.theory.products import dense_jacobian
+from lipaudit.theory.worst_tokens import (
     adversary,
     duplicated_norm,
     mean_field_norm,
@@ -18,7 +19,6 @@ from lipaudit.theory.growth.worst_tokens import (
     power_law,
     weighted_norm,
 )
-from lipaudit.theory.heads import Projection, affine_heads
 
 
 def random_head(seed, *, n=4, width=5, d=3, dv=2, gain=1.5, biases=True):

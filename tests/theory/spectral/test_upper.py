@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from lipaudit.theory.spectral.upper import (
-    map_norm,
-    nonnegative_norm,
-    nonnegative_pair,
-    spectral_norm,
-)
+from lipaudit.theory.spectral import map_norm, nonnegative_norm, nonnegative_pair, spectral_norm
 
 
 def test_the_certificate_of_a_nonnegative_matrix_is_an_upper_bound():

@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.exact.head_norms import dense_jacobian
-from lipaudit.theory.heads import Heads, Projection
-from lipaudit.theory.ingredients import are_affine_everywhere, projections
-from lipaudit.theory.spectral.upper import spectral_norm
+from lipaudit.theory.heads import Heads, Projection, are_affine_everywhere, projections
+from lipaudit.theory.products import dense_jacobian
+from lipaudit.theory.spectral import spectral_norm
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lipaudit.theory.exact.attend import mean_value
-from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.growth.worst_tokens import affine_projections, duplicated_norm, move_heads
 from lipaudit.theory.head_bounds import chunks
-from lipaudit.theory.heads import Heads, Projection
-from lipaudit.theory.ingredients import are_affine, projections
-from lipaudit.theory.scale import unit_values
-from lipaudit.theory.spectral.lanczos import random_starts
+from lipaudit.theory.head_norms import head_norms
+from lipaudit.theory.heads import Heads, Projection, are_affine, projections, unit_values
+from lipaudit.theory.products import mean_value
+from lipaudit.theory.spectral import random_starts
+from lipaudit.theory.worst_tokens import affine_projections, duplicated_norm, move_heads
 
 Heights = Callable[[Float[Tensor, "rows size"]], Float[Tensor, " rows"]]
 

@@ -1,1 +1,0 @@
-"""Rules of basic operations on forms: affine maps, moves, curves, products, attention, norms."""

@@ -1,1 +1,0 @@
-"""The exact Jacobian of attention heads at a point, as products, and its norms."""

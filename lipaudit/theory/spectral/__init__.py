@@ -1,1 +1,0 @@
-"""Spectral norms: upper bounds, and estimates from below by Lanczos."""

@@ -38,7 +38,7 @@ from benchmarks.shared.models import RANDOM, batch_of
 from benchmarks.shared.timing import cpu_seconds, least, resident, short, spread
 from lipaudit.measures import AttackOptions, JacobianOptions, load_measures
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.report.pictures import Series
+from lipaudit.report.blocks import Series
 
 Sizes = dict[str, int]
 SMALL = {"tokens": 256, "width": 128, "heads": 4, "layers": 2, "samples": 2, "classes": 10}

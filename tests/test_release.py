@@ -18,7 +18,7 @@ from lipaudit.engine import provenance
 from lipaudit.errors import ExitCode
 from lipaudit.measures.registry import GROUP as MEASURES
 from lipaudit.monitor.callbacks import CALLBACKS
-from lipaudit.report.formats import RENDERERS
+from lipaudit.report import RENDERERS
 from lipaudit.theory.bounds.record import GROUP as BOUNDS
 from tests.commands import list_commands
 

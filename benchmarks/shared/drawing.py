@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from lipaudit.report.blocks import Curve, Series
 from lipaudit.report.charts import draw_svg
-from lipaudit.report.pictures import Curve, Series
 from lipaudit.tables import Column
 
 SPACE = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" color="#333333"'

@@ -53,18 +53,17 @@ def emit(
 
     subject = of_reports(result) if isinstance(result, Report) else result
     if not always:  # no measurement would be lost
-        check_outputs(output, subject.keys())
+        check_outputs(output, subject.forms)
     # Files first: a pipe without a reader must not prevent them.
-    stdout, files = _formats(output, subject.keys())
+    stdout, files = _formats(output, subject.forms)
     refused: list[EvaluationError] = []
     for path, format in files.items():
         try:
-            write(path, format.render(subject[format.takes]()))
+            write(path, format.render(subject.take(format.takes)))
         except EvaluationError as error:  # such as a full disk: print the figures
             refused.append(error)
     if always or output.format or not files or refused:
-        short = stdout.screen and stdout.takes == "page" and "screen" in subject and not details
-        shown = subject["screen" if short else stdout.takes]()
+        shown = subject.take(stdout.takes, short=bool(stdout.screen) and not details)
         if stdout.screen:
             stdout.screen(shown, sys.stdout)
         else:

@@ -98,9 +98,9 @@ def compare(
     from lipaudit import schema
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.gate import compare as compared
-    from lipaudit.report import COMPARISON, of_comparison
+    from lipaudit.report import REPORT, of_comparison
 
-    check_outputs(output, COMPARISON)
+    check_outputs(output, REPORT)
     # The store of a launcher serves one run: two models would use one port.
     if sum(not is_report(each) for each in reports[1:]) > 1:
         require_alone("comparing several")
@@ -149,7 +149,9 @@ def gate(
       [cyan]lipaudit gate ./model -b base.json --data /data/val --report now.json[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.gate import configure, judge, load_baseline
+    from lipaudit.gate import judge
+    from lipaudit.gate.conditions import load_baseline
+    from lipaudit.gate.rules import configure
     from lipaudit.report import JUDGEMENT, of_judgement, render
 
     check_outputs(output, JUDGEMENT)
@@ -204,7 +206,7 @@ def update(
     """Replace a baseline by a report, and record why."""
     from lipaudit import schema
     from lipaudit.engine.files import require_writable, write
-    from lipaudit.gate import promote
+    from lipaudit.gate.conditions import promote
 
     require_writable(output)
     write(output, schema.dumps(promote(schema.load(report), reason)).encode())
@@ -222,9 +224,10 @@ def check(
     """Check that a baseline can be read and gated against."""
     from lipaudit.cli.emit import emit
     from lipaudit.errors import BaselineError
-    from lipaudit.gate import find_problems, load_baseline
+    from lipaudit.gate.conditions import find_problems, load_baseline
+    from lipaudit.report import FACTS, Subject
 
     if reasons := find_problems(load_baseline(baseline)):
         raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
     record = {"baseline": str(baseline), "fit": True}
-    emit({"lines": lambda: [f"{baseline}: usable"], "record": lambda: record}, output)
+    emit(Subject(FACTS, record, lines=[f"{baseline}: usable"]), output)

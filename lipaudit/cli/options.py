@@ -74,7 +74,7 @@ class Several(Extent):
         """
         if self.rank_by is None:
             return
-        from lipaudit.gate.standings import ORDER, make_rule
+        from lipaudit.gate.comparison import ORDER, make_rule
 
         if self.rank_by != ORDER:
             make_rule(self.rank_by)

@@ -77,7 +77,7 @@ def read_or_measure(
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import run_job
     from lipaudit.engine.files import require_writable, write
-    from lipaudit.gate import require_samples
+    from lipaudit.gate.conditions import require_samples
     from lipaudit.report import render
 
     path = how.report

@@ -63,6 +63,7 @@ def explain(
       [cyan]lipaudit explain jacobian.norm:median[/]
     """
     from lipaudit.cli.emit import emit
+    from lipaudit.report import FACTS, Subject
     from lipaudit.report.topics import FORMULA, find_topics
     from lipaudit.theory.bounds.record import SYMBOLS
 
@@ -90,7 +91,7 @@ def explain(
         for group, names in groups.items():
             lines += ["", group, *_wrap(", ".join(names), "  ", "  ")] if group else []
     record = [asdict(topic) for topic in entries]
-    emit({"lines": lambda: lines, "record": lambda: record}, output)
+    emit(Subject(FACTS, record, lines=lines), output)
 
 
 def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
@@ -108,6 +109,7 @@ def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
 def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
     """Write facts: a line of each name with its values, or JSON."""
     from lipaudit.cli.emit import emit
+    from lipaudit.report import FACTS, Subject
 
     lines = []
     width = max(map(len, facts)) + 2
@@ -117,7 +119,7 @@ def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
             values = [f"{key or 'all else'}: {inner}" for key, inner in value.items()]
         for i, each in enumerate(values):
             lines += _wrap(str(each), f"{'' if i else name:<{width}}", " " * width)
-    emit({"lines": lambda: lines, "record": lambda: facts}, output)
+    emit(Subject(FACTS, facts, lines=lines), output)
 
 
 @command("env", panel=LEARN)
@@ -172,13 +174,14 @@ def models(
     """
     from lipaudit.cli.emit import emit
     from lipaudit.models.sources.names import demo_names, timm_names
+    from lipaudit.report import FACTS, Subject
 
     known = (*demo_names(), *(f"timm:{each}" for each in timm_names()))
     names = [each for each in known if name in each]
     if not names:
         advice = suggestion(name, timm_names(), "Try: vit, swin")
         raise UsageError(f"no model has {name!r} in its name", advice)
-    emit({"lines": lambda: names, "record": lambda: {"models": names}}, output)
+    emit(Subject(FACTS, {"models": names}, lines=names), output)
 
 
 @command("check", panel=LEARN)
@@ -244,6 +247,7 @@ def init(
 def schema(output: Output, terminal: Terminal) -> None:
     """Print the JSON Schema of a report."""
     from lipaudit.cli.emit import emit
+    from lipaudit.report import FACTS, Subject
     from lipaudit.schema import json_schema
 
-    emit({"record": json_schema}, output)
+    emit(Subject(FACTS[1:], json_schema()), output)

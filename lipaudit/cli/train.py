@@ -70,6 +70,7 @@ def train(
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import load_options
     from lipaudit.models.sources.loading import load_net
+    from lipaudit.report import FACTS, Subject
     from lipaudit.train import train as epochs_of
     from lipaudit.train.record import TrainingRecord, check_target, read_record, save_model
 
@@ -112,7 +113,7 @@ def train(
     if not complete:
         advice = f"Load {out}/model.safetensors in your py: factory."
     terminal.tell(f"Training finished. {advice}")
-    emit({"lines": lambda: [str(out)], "record": lambda: read_record(out)}, output)
+    emit(Subject(FACTS, read_record(out), lines=[str(out)]), output)
 
 
 def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:

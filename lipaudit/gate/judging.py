@@ -17,41 +17,10 @@ from typing import Any
 import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
-from lipaudit.gate.comparable import (
-    BINDING,
-    REPEAT,
-    find_fault,
-    find_obstacle,
-    has_other_starts,
-    has_same_weights,
-    list_differences,
-)
-from lipaudit.gate.pairing import (
-    ALL_BUT_FEW,
-    Key,
-    RuleValues,
-    find_shared,
-    find_unsettled,
-    is_mean,
-    name_rows,
-    read,
-)
-from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
-from lipaudit.gate.statistics import (
-    DIGITS,
-    LEAST,
-    LEVEL,
-    STATISTICS,
-    Evidence,
-    Values,
-    compute_changes,
-    correct_by_holm,
-    judge_by_bootstrap,
-    judge_mean,
-    judge_median,
-    judge_share,
-)
-from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
+from lipaudit.gate import conditions, pairing, statistics
+from lipaudit.gate.pairing import REPEAT, Key, RuleValues
+from lipaudit.gate.rules import DEFAULT_RULES, Judgement, Rule, Verdict, VerdictStatus, parse_rule
+from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, Values
 from lipaudit.measures.audit import USUAL
 from lipaudit.tables import Report, Section
 from lipaudit.tables.summary import summary
@@ -149,7 +118,7 @@ def judge(
         alpha=alpha,
         strict=strict,
         verdicts=verdicts,
-        notes=(*notes, *list_differences(current, baseline).values()),
+        notes=(*notes, *conditions.list_differences(current, baseline).values()),
         warnings=tuple(note.text for note in summary(current).warnings),
         places={sample: places[sample] for sample in sorted(moved & places.keys())},
     )
@@ -201,22 +170,24 @@ def _contrast_reports(
         raise BaselineError(f"the current report has no section {rule.measure}", REPEAT)
     if current.shard is not None:
         raise BaselineError(
-            find_fault(current, new), "Merge all shards with lipaudit merge first."
+            pairing.find_fault(current, new), "Merge all shards with lipaudit merge first."
         )
     # The current report comes first: a run that failed is an error, whatever the baseline is.
-    points = read_trusted(rule, current, new, lenient=lenient).points
+    points = pairing.read_trusted(rule, current, new, lenient=lenient).points
     if rule.limit.kind == "absolute":
         return [Contrast(str(name), None, value) for name, value in points.items()]
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}", "Save a new baseline.")
     try:
-        read_trusted(rule, baseline, old, lenient=lenient)
+        pairing.read_trusted(rule, baseline, old, lenient=lenient)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
-    if obstacle := find_obstacle(current, baseline, new, old):
+    if obstacle := conditions.find_obstacle(current, baseline, new, old):
         raise BaselineError(obstacle, REPEAT)
-    differences = {} if lenient else list_differences(current, baseline)
-    if changes := [text for name, text in differences.items() if name.split()[0] in BINDING]:
+    differences = {} if lenient else conditions.list_differences(current, baseline)
+    if changes := [
+        text for name, text in differences.items() if name.split()[0] in conditions.BINDING
+    ]:
         raise BaselineError("; ".join(changes), REPEAT)
     after, before, ids = _read_shared(rule, new, old, lenient)
     # A head that is gone may be the one that got worse. A new one has nothing to compare with, but
@@ -228,38 +199,12 @@ def _contrast_reports(
         which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
         raise BaselineError(f"{rule.metric}: only one of the reports has {which}", REPEAT)
     # Other starts break other samples of the same model, which is no change of the model.
-    restarted = has_other_starts(new, old) and rule.column not in ("clean", "correct")
-    same = _compute_margin(rule) >= 0 and has_same_weights(current, baseline)
+    restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
+    same = _compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
     tol = new.settings.get("tol")
     tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
     contrasts = (_contrast(rule, name, before, after, ids, tol) for name in before.points)
     return [replace(c, same=same and (c.same or restarted)) for c in contrasts]
-
-
-def read_trusted(
-    rule: Rule, report: Report, section: Section, *, lenient: bool = False
-) -> RuleValues:
-    """Read the values of a rule from a report's section; refuse unreliable ones.
-
-    Raises:
-        EvaluationError: the values are not complete, finite and converged.
-        UsageError: the rule matches nothing.
-    """
-    if reason := find_fault(report, section, lenient=lenient):
-        raise EvaluationError(reason, "Let the run finish, or raise --tol.")
-    reading = read(rule, section)
-    if not lenient:
-        _require_finite(rule, reading)
-    return reading
-
-
-def _require_finite(rule: Rule, reading: RuleValues) -> None:
-    if bad := reading.count_nonfinite():
-        count = "1 value is" if bad == 1 else f"{bad} values are"
-        raise EvaluationError(
-            f"{rule.metric}: {count} not finite",
-            "Fix the model: NaN and infinite values cannot be judged.",
-        )
 
 
 def _read_shared(
@@ -275,8 +220,8 @@ def _read_shared(
     """
     column = rule.column if rule.per_sample else ""
     # Norms that did not converge may be far too low, in either report: neither may be compared.
-    rows, samples = find_unsettled((new, old), column) if lenient else (set(), set())
-    if rows and (rule.per_sample or rows >= set(name_rows(old))):
+    rows, samples = pairing.find_unsettled((new, old), column) if lenient else (set(), set())
+    if rows and (rule.per_sample or rows >= set(pairing.name_rows(old))):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge", REPEAT)
     shared = set(new.ids) & set(old.ids)
     if shared and shared <= samples:
@@ -287,14 +232,16 @@ def _read_shared(
     again = False
     if new.ids and old.ids:  # without ids, `find_obstacle` has refused other samples
         known = [name if name not in samples else "" for name in old.ids]
-        takes = find_shared(rule.measure, new.ids, known, 0.0 if lenient else ALL_BUT_FEW)
+        takes = pairing.find_shared(
+            rule.measure, new.ids, known, 0.0 if lenient else pairing.ALL_BUT_FEW
+        )
         again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
     after, before = (
-        read(rule, section, take, again=again, skipped=rows)
+        pairing.read(rule, section, take, again=again, skipped=rows)
         for section, take in zip((new, old), takes, strict=True)
     )
     for reading in (after, before):
-        _require_finite(rule, reading)
+        pairing.require_finite(rule, reading)
     return after, before, tuple(old.ids[i] for i in takes[1] or ())
 
 
@@ -308,7 +255,7 @@ def _contrast(
     if paired:
         before, now = old.pairs[name], new.pairs[name]
         # Medians of exactly the tested samples, so that figures and their change agree.
-        if rule.stat == "each" and not is_mean(rule):
+        if rule.stat == "each" and not pairing.is_mean(rule):
             first, last = float(np.median(before)), float(np.median(now))
         evidence = _test_change(rule, before, now)
     # Figures are the same if they are equal within their accuracy.
@@ -326,7 +273,7 @@ def _contrast(
             return Contrast(str(name), first, last, same=same)
         before, now = (np.median(np.stack(lines), axis=0) for lines in zip(*known, strict=True))
         _require_positive(rule, before, now)
-        evidence = judge_mean(_compute_change(rule, before, now))
+        evidence = statistics.judge_mean(_compute_change(rule, before, now))
     worse = _compute_change(rule, before, now)
     # Stored arrays without ids name no sample.
     named = ids if worse.size == len(ids) else ()
@@ -343,7 +290,7 @@ def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
                 "Use -2pp in place of -2%.",
             )
         worse = rule.worse * (new - old)
-        return judge_share(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
+        return statistics.judge_share(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
     if rule.stat == "max":
         raise UsageError(
             f"{rule.text!r}: the random variation of a maximum is unknown",
@@ -351,21 +298,23 @@ def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
         )
     _require_positive(rule, old, new)
     if rule.stat == "median":
-        return judge_median(_compute_change(rule, old, new))
+        return statistics.judge_median(_compute_change(rule, old, new))
     if rule.stat == "each":
-        return judge_mean(_compute_change(rule, old, new))
-    statistic = STATISTICS[rule.stat]
-    return judge_by_bootstrap(
+        return statistics.judge_mean(_compute_change(rule, old, new))
+    statistic = statistics.STATISTICS[rule.stat]
+    return statistics.judge_by_bootstrap(
         old,
         new,
         lambda a, b: _compute_change(rule, statistic(a, axis=1), statistic(b, axis=1)),
-        LEAST[rule.stat],
+        statistics.LEAST[rule.stat],
     )
 
 
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
     """Return changes for the worse: logarithms of ratios for a relative limit."""
-    return rule.worse * compute_changes(old, new, relative=rule.limit.kind == "relative")
+    return rule.worse * statistics.compute_changes(
+        old, new, relative=rule.limit.kind == "relative"
+    )
 
 
 def _require_positive(rule: Rule, *values: Values) -> None:
@@ -412,14 +361,18 @@ def _decide(
     ]
     # By the union bound, whatever the dependence between rows.
     smallest = [min(1.0, len(ps) * min(ps.values())) for ps in rows if ps]
-    corrected = zip(*correct_by_holm(smallest, alpha), strict=True)
+    corrected = zip(*statistics.correct_by_holm(smallest, alpha), strict=True)
     for rule, examined, ps in zip(rules, examinations, rows, strict=True):
         if isinstance(examined, Verdict):
             yield examined
             continue
         of_rule, level = next(corrected) if ps else (0.0, alpha)
         of_rows = dict(
-            zip(ps, zip(*correct_by_holm([*ps.values()], level), strict=True), strict=True)
+            zip(
+                ps,
+                zip(*statistics.correct_by_holm([*ps.values()], level), strict=True),
+                strict=True,
+            )
         )
         for contrast in examined:
             p, row_level = of_rows.get(contrast.name, (None, alpha))
@@ -432,7 +385,7 @@ def judge_change(rule: Rule, contrast: Contrast, level: float = LEVEL) -> Verdic
     """Say whether there is a change at all: the verdict on a rule without a margin."""
     verdict = _make_verdict(rule, contrast, level)
     ends = [verdict.change] if verdict.low is None else [verdict.low, verdict.high]
-    none = ("change_status", "change_low", "change_high", "detectable", "samples_needed")
+    none = ("change_status", "change_low", "change_high", "samples_needed")
     status = _reword(verdict.status, ends, verdict.unit)
     return verdict.model_copy(update=dict.fromkeys(none) | {"status": status})
 
@@ -464,8 +417,6 @@ def _make_verdict(
         # The distance to the limit shrinks with the root of the number of samples.
         ratio = (evidence.estimate - lowest) / (evidence.estimate - bound)
         needed = math.ceil(evidence.samples * ratio**2)
-    reach = evidence.reach(bound, level)
-    detectable = _express_change(rule, reach) if math.isfinite(reach) else rule.worse * math.inf
     most = np.argsort(-worse, kind="stable")[:MOVED] if contrast.ids else ()
     return Verdict(
         status=status,
@@ -479,7 +430,6 @@ def _make_verdict(
         change_low=ends[0],
         change_high=ends[1],
         samples=evidence.samples,
-        detectable=None if math.isnan(reach) else detectable,
         moved=tuple(contrast.ids[i] for i in most if worse[i] > 0),
         samples_needed=needed,
         **known,

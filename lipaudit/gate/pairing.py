@@ -14,24 +14,17 @@ from typing import Any
 import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggestion
-from lipaudit.gate.comparable import REPEAT
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
-from lipaudit.tables import Report, Row, Section
+from lipaudit.tables import Report, Row, Section, trials
 from lipaudit.tables.columns import naming
-from lipaudit.tables.trials import (
-    WORST,
-    TrialKey,
-    is_repeat,
-    parse_column,
-    parse_radius,
-    worst_cases,
-)
+from lipaudit.tables.trials import WORST, TrialKey
 
 Key = TrialKey | str
 """The name of a row or a per-sample column; trials are equal in any notation of their radius."""
 TESTED = ("each", "median")
 """Row statistics with a test over samples; other statistics are compared as plain values."""
+REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
 _NAMES = ("layer", "head", "from", "to", "mode", "n", "r", "module")
 
 
@@ -50,15 +43,6 @@ class RuleValues:
     names: tuple[Key, ...]
     points: Mapping[Key, float]
     pairs: Mapping[Key, Values]
-
-    def count_nonfinite(self) -> int:
-        """Count the values of the first row or column that has any which is not finite."""
-        counts = (
-            int((~np.isfinite(self.pairs.get(name, np.array([point])))).sum())
-            or int(not math.isfinite(point))
-            for name, point in self.points.items()
-        )
-        return next(filter(None, counts), 0)
 
 
 def read(
@@ -113,7 +97,7 @@ def read(
             reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
             points = {key: reduced[key] for key in points}
     if not points:
-        columns = [name for name in section.samples if parse_column(name)[0] == rule.column]
+        columns = [name for name in section.samples if trials.parse_column(name)[0] == rule.column]
         some = "; ".join([*map(str, columns or rows)][:8])
         advice = f"{'Columns' if columns else 'Rows'}: {some or 'none'}."
         if left := [note.text for note in section.notes if note.code == "left-out"]:
@@ -123,6 +107,69 @@ def read(
     if not rule.per_sample and rule.stat != "each":
         points = {"": float(STATISTICS[rule.stat](list(points.values())))}
     return RuleValues(names, points, pairs)
+
+
+def find_fault(report: Report, section: Section, *, lenient: bool = False) -> str:
+    """Return why figures are not reliable (incomplete, empty, not converged), or nothing.
+
+    A shard is incomplete: it has some of the samples.
+
+    Args:
+        report: the report.
+        section: one of its sections.
+        lenient: whether only this section counts: others may have failed, and what did not
+            converge is left out elsewhere.
+    """
+    if report.shard is not None:
+        return f"the report is {report.shard.name}: join all shards with lipaudit merge"
+    if section.failure is not None:
+        return f"{section.measure} failed: {section.failure.reason}"
+    if report.failures and not lenient:
+        return f"the report is partial: {', '.join(report.failures)} failed"
+    if report.unmeasured:
+        return "the report is partial: the time limit ended its run"
+    if report.status != "complete" and not report.failures:
+        return "the report is partial: its run was cut short"
+    if section.samples.get("ids") == () or not (section.rows or section.samples):
+        return f"section {section.measure} has no samples"
+    flags = section.samples.get("converged", ())
+    rows = [row.get("converged") for row in section.rows]
+    failed = sum(not flag for flag in flags) or sum(flag is False for flag in rows)
+    what = "samples" if flags else "rows"
+    return f"{section.measure}: {failed} {what} did not converge" if failed and not lenient else ""
+
+
+def read_trusted(
+    rule: Rule, report: Report, section: Section, *, lenient: bool = False
+) -> RuleValues:
+    """Read the values of a rule from a report's section; refuse unreliable ones.
+
+    Raises:
+        EvaluationError: the values are not complete, finite and converged.
+        UsageError: the rule matches nothing.
+    """
+    if reason := find_fault(report, section, lenient=lenient):
+        raise EvaluationError(reason, "Let the run finish, or raise --tol.")
+    reading = read(rule, section)
+    if not lenient:
+        require_finite(rule, reading)
+    return reading
+
+
+def require_finite(rule: Rule, reading: RuleValues) -> None:
+    """Refuse values that are not finite; the first row or column with any is counted.
+
+    Raises:
+        EvaluationError: a value is NaN or infinite.
+    """
+    for name, point in reading.points.items():
+        behind = reading.pairs.get(name, np.array([point]))
+        if bad := int((~np.isfinite(behind)).sum()) or int(not math.isfinite(point)):
+            count = "1 value is" if bad == 1 else f"{bad} values are"
+            raise EvaluationError(
+                f"{rule.metric}: {count} not finite",
+                "Fix the model: NaN and infinite values cannot be judged.",
+            )
 
 
 def is_mean(rule: Rule) -> bool:
@@ -152,17 +199,17 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
     """Read the per-sample columns `column` and `column@A,B,...` that the selector matches."""
     values: dict[Key, Values] = {}
     for name, cells in section.samples.items():
-        kind, trial = parse_column(name)
+        kind, trial = trials.parse_column(name)
         if kind == rule.column:
             if any(isinstance(cell, str) for cell in cells):
                 raise EvaluationError("a column of numbers holds text", "Create the report again.")
             values[trial or ""] = np.array([np.nan if v is None else float(v) for v in cells])
     if rule.column == "robust":
         # The worst case of every ball, if the report does not hold it.
-        trials = (key for key in values if isinstance(key, TrialKey) and key.attack)
+        attacked = (key for key in values if isinstance(key, TrialKey) and key.attack)
         worst: dict[Key, Values] = {
             ball: np.min([values[trial] for trial in inside], axis=0)
-            for ball, inside in worst_cases(trials).items()
+            for ball, inside in trials.worst_cases(attacked).items()
         }
         values = worst | values
     matching = [
@@ -196,7 +243,11 @@ def _matches(row: Row, word: str, section: Section) -> bool:
         message = f"rows of {section.measure} have no column {key!r}"
         raise UsageError(message, suggestion(key, row))
     cell = row[key]
-    return float(parse_radius(value)) == cell if isinstance(cell, float) else value == str(cell)
+    return (
+        float(trials.parse_radius(value)) == cell
+        if isinstance(cell, float)
+        else value == str(cell)
+    )
 
 
 def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float]:
@@ -206,43 +257,25 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
         BaselineError: the report lacks the values of each sample.
     """
     how, metric = rule.reduction, f"{rule.measure}.{rule.column}"
-    names = (how.values, how.per, how.weights) if how else ("", "", "")
-    values, per, weights = (_read_samples(name, section, take) for name in names)
-    if how is None or values is None or not len(values) or (how.per and per is None):
+    stored = section.arrays.get(how.values) if how and not how.per else None
+    if how is None or stored is None:
         raise BaselineError(
             f"{metric} is stored only over all samples of a report, and the two reports have "
             "different samples",
             REPEAT,
         )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        if per is not None:
-            values = np.where(per > 0, values / per, np.nan)
-        if weights is not None:
+    values = stored.numpy()[:, take]
+    if how.weights in section.arrays:
+        weights = section.arrays[how.weights].numpy()[:, take]
+        with np.errstate(divide="ignore", invalid="ignore"):
             cells: Any = np.where(weights > 0, values * weights, 0.0).sum(1) / weights.sum(1)
-        else:
-            lines = (line[~np.isnan(line)] for line in values)
-            cells = [STATISTICS[how.stat](line) if line.size else np.nan for line in lines]
-    known = [row[rule.column] is not None for row in section.rows]
-    if any(is_known and math.isnan(cell) for is_known, cell in zip(known, cells, strict=True)):
-        raise BaselineError(f"{metric}: no shared sample has a value", REPEAT)
+    else:
+        lines = (line[~np.isnan(line)] for line in values)
+        cells = [STATISTICS[how.stat](line) if line.size else np.nan for line in lines]
+    for row, cell in zip(section.rows, cells, strict=True):
+        if row[rule.column] is not None and math.isnan(cell):
+            raise BaselineError(f"{metric}: no shared sample has a value", REPEAT)
     return [float(cell) for cell in cells]
-
-
-def _read_samples(name: str, section: Section, take: list[int]) -> Values | None:
-    """Return the stored values of some samples for each row, (rows, samples).
-
-    The source is an array, or the per-sample columns of the rows' attacks or balls, or the column
-    of the only row.
-    """
-    if name in section.arrays:
-        return section.arrays[name].numpy()[:, take]
-    keys = [row.key for row in section.rows]
-    columns = [section.samples.get(key.column(name)) if key else None for key in keys]
-    if len(keys) == 1 or all(keys):
-        columns = [column or section.samples.get(name) for column in columns]
-    known = [column for column in columns if column]
-    complete = name and len(known) == len(keys)
-    return np.array(known, dtype=np.float64)[:, take] if complete else None
 
 
 # Samples that two reports share
@@ -262,7 +295,7 @@ def find_shared(
     """
     # Repeats would count one sample several times, and limits would be too narrow.
     place = {name: i for i, name in enumerate(ids)}
-    distinct = [(i, name) for i, name in enumerate(known) if not is_repeat(name)]
+    distinct = [(i, name) for i, name in enumerate(known) if not trials.is_repeat(name)]
     pairs = [(place[name], i) for i, name in distinct if name in place]
     if not pairs or len(pairs) < least * len(distinct):
         needed = f" ({100 * least:g} % are needed)" if least else ""
@@ -289,7 +322,7 @@ def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[K
             flagged = zip(section.ids, cells, strict=True)
             if name == "converged":
                 samples |= {sample for sample, flag in flagged if flag is False}
-            elif parse_column(name)[0] == column:
+            elif trials.parse_column(name)[0] == column:
                 samples |= {s for s, cell in flagged if not isinstance(cell, int | float)}
     return rows, samples
 

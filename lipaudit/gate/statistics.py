@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from lipaudit.tables.figures import sign_test_place
+from lipaudit.tables.figures import sign_test_place, sum_binomial
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 Limits = tuple[float, float]
@@ -54,9 +55,6 @@ class Evidence:
         samples: number of pairs.
         p: margin -> p-value of "the change is at most the margin".
         limits: level -> lower and upper one-sided limit.
-        reach: (margin, level) -> the smallest observed change that would be called a regression
-            with this spread; infinite if the samples are too few for any, NaN for an infinite
-            spread.
         mcnemar: exact two-sided p-value of "no change" for shares, for information only.
     """
 
@@ -64,7 +62,6 @@ class Evidence:
     samples: int
     p: Callable[[float], float]
     limits: Callable[[float], Limits]
-    reach: Callable[[float, float], float]
     mcnemar: float | None = None
 
 
@@ -83,19 +80,18 @@ def judge_median(changes: Values) -> Evidence:
     for B ~ Binomial(n, 1/2). Exact for every continuous distribution, conservative with ties.
     Source: Conover, Practical Nonparametric Statistics, 3rd ed., sections 3.2 and 3.4.
     """
-    from scipy.special import bdtrc
-
     x, n = np.sort(changes.round(DIGITS)), changes.size
 
     def p(margin: float) -> float:
         above = int((x > margin).sum())
-        return float(bdtrc(above - 1, n, 0.5)) if above else 1.0
+        # P(B >= above) = P(B <= n - above), since B is symmetric.
+        return sum_binomial(n - above, n)
 
     def limits(level: float) -> Limits:
         k = sign_test_place(n, level)
         return (float(x[k - 1]), float(x[n - k])) if k else _UNKNOWN
 
-    return _complete_evidence(float(np.median(x)), n, p, limits, least=0.5**n)
+    return Evidence(float(np.median(x)), n, p, limits)
 
 
 def judge_mean(changes: Values) -> Evidence:
@@ -113,13 +109,11 @@ def judge_mean(changes: Values) -> Evidence:
     if n < 2 or not np.isfinite(x).all() or np.ptp(x) == 0:
         # Without a spread: all equal, or infinite because a norm is zero.
         lowest, highest = float(x.min()), float(x.max())
-        detectable = lowest == highest
         return Evidence(
             estimate=float(np.median(x)),
             samples=n,
             p=lambda margin: 0.0 if n > 1 and lowest > margin else 1.0,
             limits=lambda _: (lowest, highest) if n > 1 else _UNKNOWN,
-            reach=lambda margin, _: math.inf if n < 2 else margin if detectable else math.nan,
         )
     mean, error = float(x.mean()), float(x.std(ddof=1) / math.sqrt(n))
 
@@ -130,7 +124,7 @@ def judge_mean(changes: Values) -> Evidence:
         half = error * float(stdtrit(n - 1, 1 - level))
         return mean - half, mean + half
 
-    return _complete_evidence(mean, n, p, limits)
+    return Evidence(mean, n, p, limits)
 
 
 def judge_by_bootstrap(
@@ -167,9 +161,7 @@ def judge_by_bootstrap(
         k = int(level * (RESAMPLES + 1) + 1e-9) if enough else 0
         return (float(draws[k - 1]), float(draws[-k])) if k else _UNKNOWN
 
-    return _complete_evidence(
-        estimate, old.size, p, limits, least=1 / (RESAMPLES + 1) if enough else 1.0
-    )
+    return Evidence(estimate, n, p, limits)
 
 
 def judge_share(worse: int, better: int, samples: int) -> Evidence:
@@ -184,38 +176,22 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
         better: pairs that got better.
         samples: number of pairs.
     """
-    from scipy.special import bdtr, ndtr, ndtri
-
-    def centre_and_error(worse: int | Values, better: int) -> tuple[Any, Any]:
-        up, down = (worse + 1) / (samples + 2), (better + 1) / (samples + 2)
-        return up - down, np.sqrt((up + down - (up - down) ** 2) / (samples + 2))
-
-    centre, error = centre_and_error(worse, better)
+    up, down = (worse + 1) / (samples + 2), (better + 1) / (samples + 2)
+    centre, error = up - down, math.sqrt((up + down - (up - down) ** 2) / (samples + 2))
 
     def limits(level: float) -> Limits:
-        half = float(ndtri(1 - level) * error)
+        half = NormalDist().inv_cdf(1 - level) * error
         # Two shares differ by at most 1.
-        return max(-1.0, float(centre) - half), min(1.0, float(centre) + half)
-
-    def reach(margin: float, level: float) -> float:
-        # Had as many got better as did; where that leaves no room for a fall, only those whom a
-        # pair that got worse makes up for; at last none.
-        for still in (better, min(worse, better), 0):
-            counts = np.arange(still, samples - still + 1, dtype=np.float64)
-            centres, errors = centre_and_error(counts, still)
-            seen = counts[centres - ndtri(1 - level) * errors > margin]
-            if seen.size:
-                return float((seen[0] - still) / samples)
-        return math.inf
+        return max(-1.0, centre - half), min(1.0, centre + half)
 
     flips = worse + better
     return Evidence(
         estimate=(worse - better) / samples,
         samples=samples,
-        p=lambda margin: float(ndtr((margin - centre) / error)),
+        # erfc keeps its accuracy in the tail, where 1 - erf would be 0.
+        p=lambda margin: math.erfc((centre - margin) / error / math.sqrt(2)) / 2,
         limits=limits,
-        reach=reach,
-        mcnemar=min(1.0, 2 * float(bdtr(min(worse, better), flips, 0.5))) if flips else 1.0,
+        mcnemar=min(1.0, 2 * sum_binomial(min(worse, better), flips)) if flips else 1.0,
     )
 
 
@@ -241,23 +217,3 @@ def correct_by_holm(p_values: Sequence[float], alpha: float) -> tuple[list[float
         running = max(running, min(1.0, p_values[i] * (count - step)))
         adjusted[i], levels[i] = running, level
     return adjusted, levels
-
-
-def _complete_evidence(
-    estimate: float,
-    samples: int,
-    p: Callable[[float], float],
-    limits: Callable[[float], Limits],
-    *,
-    least: float = 0.0,
-) -> Evidence:
-    """Complete the statistics of a change whose spread does not depend on its location.
-
-    With this number of samples no p-value is below `least`.
-    """
-
-    def reach(margin: float, level: float) -> float:
-        shift = margin + estimate - limits(level)[0] if math.isfinite(estimate) else math.nan
-        return math.inf if least > level else shift if math.isfinite(shift) else math.nan
-
-    return Evidence(estimate, samples, p, limits, reach)

@@ -1,30 +1,159 @@
-"""Results as bytes: reports, comparisons and judgements, in every format.
+"""Results as bytes: reports, comparisons, rankings, judgements and samples, in every format.
 
-A result is a `Subject`: its possible forms (`formats`). A page consists of blocks
-(`page.document`); every format draws the blocks of a page, or writes another form.
+A result is a `Subject`. Formats for people write its page, a `Document` of blocks; formats for
+programs write its record. A new format is one file and one line in the list below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from lipaudit.report.formats import COMPARISON as COMPARISON
-from lipaudit.report.formats import JUDGEMENT as JUDGEMENT
-from lipaudit.report.formats import RENDERERS as RENDERERS
-from lipaudit.report.formats import REPORT as REPORT
-from lipaudit.report.formats import Form as Form
-from lipaudit.report.formats import Format as Format
-from lipaudit.report.formats import Subject as Subject
-from lipaudit.report.formats import find_file_format as find_file_format
-from lipaudit.report.formats import find_format as find_format
-from lipaudit.report.formats import of_comparison as of_comparison
-from lipaudit.report.formats import of_judgement as of_judgement
-from lipaudit.report.formats import of_reports as of_reports
-from lipaudit.report.formats import of_sample as of_sample
+from lipaudit.errors import UsageError, suggestion
+from lipaudit.report import html, latex, markdown, records, terminal
 from lipaudit.tables import Report
+
+if TYPE_CHECKING:
+    from lipaudit.gate.comparison import Comparison
+    from lipaudit.gate.rules import Judgement
+    from lipaudit.report.blocks import Document
 
 MOST_LINES = 25
 """Largest number of lines of a printed report."""
+
+Form = Literal["page", "record", "rows", "lines", "judgement"]
+"""A `Document`, what JSON writes, rows of plain values, lines of text, or a `Judgement`."""
+REPORT: tuple[Form, ...] = ("page", "record", "rows")
+"""Forms of a report, of several and of a comparison."""
+JUDGEMENT: tuple[Form, ...] = ("page", "record", "lines", "judgement")
+FACTS: tuple[Form, ...] = ("lines", "record")
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format.
+
+    Attributes:
+        name: its name in `--format`.
+        takes: the form that it writes.
+        render: turns that form into the bytes of a file.
+        suffixes: suffixes of its files.
+        screen: writes the form to a stream with the terminal's width and colours; None if a
+            terminal gets the bytes of a file.
+    """
+
+    name: str
+    takes: Form
+    render: Callable[[Any], bytes]
+    suffixes: tuple[str, ...] = ()
+    screen: Callable[[Any, TextIO], None] | None = None
+
+
+_FORMATS = (
+    # Of formats with one suffix, a file gets the first that can show the result.
+    Format("text", "lines", records.write_lines, (".txt",)),
+    Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
+    Format("json", "record", records.write_json, (".json",)),
+    Format("html", "page", html.render, (".html", ".htm")),
+    Format("markdown", "page", markdown.render, (".md", ".markdown")),
+    Format("latex", "page", latex.render, (".tex",)),
+    Format("csv", "rows", records.write_csv, (".csv",)),
+    Format("junit", "judgement", records.write_junit, (".xml",)),
+)
+RENDERERS: dict[str, Format] = {known.name: known for known in _FORMATS}
+"""Every format, by the name that `--format` takes; a terminal gets the first possible one."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A result of a command, which formats write.
+
+    Attributes:
+        forms: the forms that it has.
+        record: what JSON writes: a report, a ranking, a comparison, a judgement or plain values.
+        reports: the reports that its page shows.
+        lines: the result as lines of text.
+        sheet: its page, if nothing but the record would describe it.
+    """
+
+    forms: Collection[Form]
+    record: Any
+    reports: Sequence[Report] = ()
+    lines: Sequence[str] = ()
+    sheet: Document | None = None
+
+    def page(self, *, short: bool = False) -> Document:
+        """Return the page, for one screen if it is to be short."""
+        if self.sheet is not None:
+            return self.sheet
+        if isinstance(self.record, Report):
+            from lipaudit.report import document
+
+            return document.make_page(self.record, short=short)
+        from lipaudit.report import judgements
+
+        return judgements.make_page(self.record, self.reports, short=short)
+
+    def take(self, form: Form, *, short: bool = False) -> Any:
+        """Return the result in a form."""
+        if form == "page":
+            return self.page(short=short)
+        if form == "rows":
+            return records.list_rows(self.record, self.reports)
+        return self.lines if form == "lines" else self.record
+
+
+def of_reports(*reports: Report, by: str | None = None) -> Subject:
+    """Show one report, or several ranked and side by side.
+
+    Args:
+        reports: the reports.
+        by: metric of the ranking, if not the usual one; or `order` for no ranking.
+
+    Raises:
+        UsageError: no report has the metric.
+    """
+    if len(reports) == 1:
+        return Subject(REPORT, reports[0], reports)
+    from lipaudit.gate import rank
+
+    return Subject(REPORT, rank(reports, by), reports)
+
+
+def of_sample(report: Report, name: str, sample: str | None) -> Subject:
+    """Show all figures of one sample; without a sample, the worst ones.
+
+    Args:
+        report: the report.
+        name: name of the report in hints.
+        sample: name of the sample.
+
+    Raises:
+        InputError: the report has no results for single samples.
+        UsageError: no sample has this name, or several have.
+    """
+    from lipaudit.report import samples
+    from lipaudit.tables.worst import worst
+
+    one = samples.choose_sample(report, sample) if sample is not None else None
+    shown = [one] if one is not None else worst(report)
+    found = [samples.record_sample(report, each) for each in shown]
+    page = samples.inspect_samples(report, name, one)
+    return Subject(("page", "record"), found if one is None else found[0], sheet=page)
+
+
+def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
+    """Show the changes between reports, then the reports side by side."""
+    return Subject(REPORT, comparison, reports)
+
+
+def of_judgement(judgement: Judgement) -> Subject:
+    """Show the verdicts of the gate."""
+    from lipaudit.report.judgements import write_verdicts
+
+    return Subject(JUDGEMENT, judgement, lines=write_verdicts(judgement))
 
 
 def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
@@ -38,19 +167,54 @@ def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
     Raises:
         UsageError: the format is unknown, or cannot show the result.
     """
-    reports = [shown] if isinstance(shown, Report) else shown
-    subject = of_reports(*reports) if isinstance(reports, Sequence) else reports
-    how = find_format(format, subject.keys())
-    return how.render(subject[how.takes]())
+    if not isinstance(shown, Subject):
+        shown = of_reports(*([shown] if isinstance(shown, Report) else shown))
+    how = find_format(format, shown.forms)
+    return how.render(shown.take(how.takes))
 
 
 def summarize(report: Report) -> str:
     """Return the scorecard of a report as plain text, in at most `MOST_LINES` lines."""
-    from lipaudit.report import terminal
-    from lipaudit.report.page.document import make_card
+    from lipaudit.report.document import make_card
 
     lines = terminal.render(make_card(report), width=100).decode().rstrip("\n").split("\n")
     if len(lines) > MOST_LINES:
         more = f"and {len(lines) - MOST_LINES + 1} more lines"
         lines = [*lines[: MOST_LINES - 2], more, lines[-1]]
     return "\n".join(lines)
+
+
+def find_format(name: str, forms: Collection[Form]) -> Format:
+    """Return a format by its name.
+
+    Args:
+        name: the value of `--format`; empty for the default.
+        forms: the forms of the result.
+
+    Raises:
+        UsageError: for an unknown format, or one that cannot show the result.
+    """
+    able = [known for known in RENDERERS.values() if known.takes in forms]
+    names = [known.name for known in able]
+    if not name or name in names:
+        return able[names.index(name) if name else 0]
+    known = name in RENDERERS
+    message = f"{name} is not possible here" if known else f"unknown format {name!r}"
+    raise UsageError(message, suggestion("" if known else name, names))
+
+
+def find_file_format(path: Path, forms: Collection[Form]) -> Format:
+    """Return the format of a file, by its suffix.
+
+    Raises:
+        UsageError: the suffix has no format that can show the result.
+    """
+    able = [known for known in RENDERERS.values() if known.takes in forms]
+    for known in able:
+        if path.suffix.lower() in known.suffixes:
+            return known
+    suffixes = dict.fromkeys(suffix for known in able for suffix in known.suffixes)
+    raise UsageError(
+        f"cannot tell the format of {path}: its suffix names none that is possible here",
+        suggestion(path.suffix.lower(), suffixes),
+    )

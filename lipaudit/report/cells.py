@@ -1,14 +1,14 @@
-"""Formats of single values, labels, and domains."""
+"""Cells of tables: the formats of single values, their columns, and how far they are proven."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lipaudit.errors import visible
-from lipaudit.tables import Column
+from lipaudit.tables.columns import Column, count_column, text_column
 
 MISSING = "–"
 # Unicode superscripts, which need no markup; only LaTeX writes them in its own way.
@@ -97,3 +97,98 @@ def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
         return [""] * len(stand), groups
     mark = dict(zip(groups, MARKS, strict=False))
     return [mark.get(s, "") for s in stand], [f"{mark[g]} {g}" for g in groups]
+
+
+# Columns of pages
+
+
+HEADINGS: Mapping[str, Column] = {
+    column.label: column
+    for column in (
+        text_column("head", "LAYER.HEAD, a layer or the model. Both are counted from 0."),
+        text_column("model", "The checkpoint, as given for MODEL."),
+        text_column("fact", "What a report says of its model, data and run."),
+        text_column("figure", "A column of a section, with the attack or radius where needed."),
+        # samples
+        text_column("sample", "A sample by the first characters of its id, a hash of its values."),
+        text_column("place", "Where a sample is: file of a folder, line of a table, or index."),
+        text_column("broken", "Smallest radius, for each norm, at which an attack broke it."),
+        Column("value", "The value for the sample on this page.", format=""),
+        Column("all", "Median over all samples, or the share of yes.", format=""),
+        Column("from the worst", "Rank of a sample among all; 1 is the worst.", format=""),
+        # bounds
+        text_column("bound", "An upper bound on a norm, by its name; in a chart its value."),
+        text_column("status", "How far a figure is proven. Of a report: complete or partial."),
+        text_column("holds", "Where a bound holds: at the samples X, or on a set of inputs."),
+        count_column("heads", "Number of heads with a finite value."),
+        Column("median", "Median of bound / exact over the heads.", unit="×", domain=""),
+        Column("largest", "Largest bound / exact over the heads.", unit="×", domain=""),
+        # attention maps
+        Column("P", "The attention map: a row per query, a column per key, rows adding up to 1."),
+        Column("mean P", "The attention that a key receives: mean over the queries."),
+        Column(
+            "share of the gradient",
+            "||grad_t m||^2 / sum_s ||grad_s m||^2 of token t, for the gradient of the margin "
+            "m = f_y - max_(j != y) f_j. A small change of a token with a large share changes "
+            "the decision most. It does not explain the decision.",
+            format=".1%",
+        ),
+        Column(
+            "share of the steepest direction",
+            "||v_t||^2 of token t, for a model without classes. Here v is the unit change of "
+            "the embeddings along which the output changes most. v converges later than the norm.",
+            format=".1%",
+            status="estimate",
+        ),
+        # comparisons and the gate
+        text_column("metric", "What a rule judges: a column and a statistic."),
+        text_column("rule", "A check of the gate: METRIC[@SELECTOR][:STATISTIC] OP LIMIT."),
+        text_column("row", "The row of a section that a rule judges: a head, an attack."),
+        text_column("verdict", "Such as pass or regressed: see `lipaudit explain regressed`."),
+        Column("old", "Value of the first report, on the shared samples.", format=""),
+        Column("new", "Value of the report compared with the first.", format=""),
+        Column("baseline", "Value of the report to compare with.", format=""),
+        Column("current", "Value of the judged report, on the shared samples.", format=""),
+        Column(
+            "change", "New against old: relative (%), in points (pp) or a difference.", format=""
+        ),
+        Column(
+            "paired",
+            "The tested change: each sample against itself. The median over samples; of rules "
+            "with `each` the geometric mean.",
+            format="",
+        ),
+        text_column("limits", "Interval of the paired change, corrected for all rules."),
+        Column("95 % limits", "Interval of the paired change, for each figure alone.", format=""),
+        count_column("samples", "Number of shared samples."),
+        text_column("outcome", "Of a ranking: best, behind the best or not distinguishable."),
+        count_column("lost", "Samples that were right, robust or certified and no longer are."),
+        count_column("gained", "Samples that are right, robust or certified and were not."),
+        Column(
+            "McNemar",
+            "p-value of the exact McNemar test: are as many lost as gained?",
+            format=".2g",
+            domain="",
+        ),
+        text_column("became", "The sample's result in the first and in the other report."),
+        Column(
+            "p (Holm)",
+            "p-value that the head did not change (Student's t), corrected over all heads.",
+            format=".2g",
+            domain="",
+        ),
+        Column(
+            "stands",
+            "Whether the change is proven with Holm's correction over all heads (5 %).",
+            format="",
+        ),
+        # several models
+        count_column("rank", "1 for the best model and all not distinguishable from it."),
+        Column(
+            "difference",
+            "Difference from the best model, sample by sample, with corrected 95 % limits.",
+            domain="",
+        ),
+    )
+}
+"""Columns of the tables of a page that belong to no section, by their headings."""

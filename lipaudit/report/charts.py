@@ -1,6 +1,6 @@
 """Charts by matplotlib: SVG elements of a page, with a tooltip at every point.
 
-`pictures.describe` describes a chart in words, without matplotlib.
+`blocks.describe` describes a chart in words, without matplotlib.
 """
 
 from __future__ import annotations
@@ -14,21 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import InputError, visible
-from lipaudit.report.cells import (
-    format_number,
-    format_value,
-    format_with_limits,
-    write_math,
-)
-from lipaudit.report.pictures import (
-    EXTREME,
-    Curve,
-    Heatmap,
-    Histogram,
-    Picture,
-    compute_scale,
-    describe,
-)
+from lipaudit.report import blocks, cells
+from lipaudit.report.blocks import EXTREME, Curve, Heatmap, Histogram, Picture
 from lipaudit.tables import Column
 
 if TYPE_CHECKING:
@@ -96,7 +83,7 @@ def draw_svg(block: Picture) -> str:
         # After the figure is drawn: saving moves the axes.
         marks = _write_tips(axes, tips)
     # A page counts 96 pixels an inch.
-    return _embed(file.getvalue().decode(), describe(block), marks, 96 * size[0])
+    return _embed(file.getvalue().decode(), blocks.describe(block), marks, 96 * size[0])
 
 
 # An SVG file as an element of a page
@@ -182,7 +169,7 @@ def _set_axis(
 
 
 def _label(column: Column) -> str:
-    return write_math(column.label) + (f" ({column.unit})" if column.unit else "")
+    return cells.write_math(column.label) + (f" ({column.unit})" if column.unit else "")
 
 
 def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
@@ -203,7 +190,7 @@ def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
     places = [float(v) for v in places if low <= v <= high]
     share = column.format.endswith("%")
     # 8 digits distinguish ticks that differ by 1e-6, and hide the rounding of 0.1 + 0.2.
-    labels = [format_number(100 * v if share else v, ".8g") + "%" * share for v in places]
+    labels = [cells.format_number(100 * v if share else v, ".8g") + "%" * share for v in places]
     axis.set_ticks(places, labels=labels)
     axis.set_minor_locator(NullLocator())
 
@@ -238,7 +225,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, PowerNorm, to_rgb
 
-    values, scale = np.array(block.values, dtype=np.float64), compute_scale(block)
+    values, scale = np.array(block.values, dtype=np.float64), blocks.compute_scale(block)
     norm: Any = (LogNorm if scale.log else Normalize)(scale.low, scale.high)
     colours: Any = colormaps["viridis" if block.centre is None else "RdBu_r"]
     if block.square:
@@ -269,7 +256,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
         axes.set_box_aspect(height / width)
     written = not block.square and values.size <= MANY and width <= 20
     for index, (y, x) in enumerate(np.ndindex(values.shape)):
-        text = format_value(block.values[y][x], block.column)
+        text = cells.format_value(block.values[y][x], block.column)
         if written:
             ink = INK if scale.share(block.values[y][x]) is None else "#000000"
             # Black or white, whichever has more contrast (luma of BT.601; both are equal at 0.46).
@@ -362,10 +349,10 @@ def _point_tips(block: Curve) -> Iterator[Tip]:
         for i in most:
             x, y = series.x[i], series.y[i]
             whose = [*series.names[i : i + 1], series.label]
-            across = named.get(x) or format_value(x, block.x)
+            across = named.get(x) or cells.format_value(x, block.x)
             ends = (series.low[i], series.high[i]) if series.low else (None, None)
-            up = format_with_limits(format_value(y, block.y), *ends, block.y)
-            figures = f"{write_math(block.x.label)} {across}, {write_math(block.y.label)} {up}"
+            up = cells.format_with_limits(cells.format_value(y, block.y), *ends, block.y)
+            figures = cells.write_math(f"{block.x.label} {across}, {block.y.label} {up}")
             yield f"{', '.join(filter(None, whose))}: {figures}", (x, x), (y, y)
 
 

@@ -11,12 +11,11 @@ import math
 from typing import Any
 
 from lipaudit.errors import visible
-from lipaudit.report.blocks import Block, Document, explain_shades, lay_out, shade_tokens
+from lipaudit.report import blocks
 from lipaudit.report.charts import draw_svg
-from lipaudit.report.pictures import Picture
 
 
-def render(page: Document) -> bytes:
+def render(page: blocks.Document) -> bytes:
     """Write a page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -31,10 +30,10 @@ def render(page: Document) -> bytes:
     environment.filters |= {
         "plain": visible,
         "drawn": lambda block: Markup(draw_svg(block)),  # drawn here, with escaped texts
-        "laid": lay_out,
+        "laid": blocks.lay_out,
         "numbers": lambda block: [list(map(_write_number, row)) for row in block.rows],
-        "tokens": shade_tokens,
-        "legend": explain_shades,
+        "tokens": blocks.shade_tokens,
+        "legend": blocks.explain_shades,
     }
     # The page permits only the script with this hash, so a name cannot smuggle in another.
     script = environment.get_template("page.js").render()
@@ -44,9 +43,9 @@ def render(page: Document) -> bytes:
     return visible(text, keep="\n\t").encode()
 
 
-def name_kind(block: Block) -> str:
+def name_kind(block: blocks.Block) -> str:
     """Return the template's name of a block."""
-    return "picture" if isinstance(block, Picture) else type(block).__name__.lower()
+    return "picture" if isinstance(block, blocks.Picture) else type(block).__name__.lower()
 
 
 def _write_number(value: Any) -> str:

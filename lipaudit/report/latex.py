@@ -6,17 +6,8 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 
 from lipaudit.errors import visible
-from lipaudit.report.blocks import (
-    Block,
-    Card,
-    Document,
-    Grid,
-    Paragraph,
-    Points,
-    Table,
-    lay_out,
-)
-from lipaudit.report.pictures import Heatmap
+from lipaudit.report import blocks
+from lipaudit.report.blocks import Card, Heatmap, Paragraph, Points, Table
 
 # Half of the line, so that a scorecard fits a page of one column.
 PROSE = r"p{0.5\textwidth}"
@@ -50,7 +41,7 @@ WRITTEN = {
 }
 
 
-def render(page: Document) -> bytes:
+def render(page: blocks.Document) -> bytes:
     """Write the scorecard and the tables of a page, without folded tables and pictures."""
     lines = [r"% needs \usepackage{booktabs}", f"% {escape(page.title)}"]
     for chapter in page.chapters:
@@ -78,12 +69,12 @@ def _write_character(character: str) -> str:
     return f"U+{ord(character):04X}"
 
 
-def _write_block(block: Block) -> Iterator[str]:
+def _write_block(block: blocks.Block) -> Iterator[str]:
     match block:
         case Card(note=""):  # facts
             yield from (f"% {escape(': '.join(row))}" for row in block.rows)
         case Table(folded=False) | Heatmap(square=False) | Card():
-            yield from _write_table(lay_out(block))
+            yield from _write_table(blocks.lay_out(block))
         case Paragraph(tone=tone) if tone:
             yield from _remarks([block.text])
         case Points():
@@ -94,7 +85,7 @@ def _remarks(texts: Iterable[str]) -> Iterator[str]:
     yield from (rf"{{\footnotesize {escape(text)}\par}}" for text in texts)
 
 
-def _write_table(grid: Grid) -> Iterator[str]:
+def _write_table(grid: blocks.Grid) -> Iterator[str]:
     yield from ("", r"\begin{table}", r"\centering")
     yield from [rf"\caption{{{escape(grid.title)}}}"] if grid.title else []
     yield from (rf"\begin{{tabular}}{{{grid.align.replace('p', PROSE)}}}", r"\toprule")

@@ -7,26 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 
 from lipaudit.errors import visible
-from lipaudit.report.blocks import (
-    Block,
-    Card,
-    Document,
-    Gallery,
-    Paragraph,
-    Passage,
-    Points,
-    Table,
-    explain_shades,
-    lay_out,
-    shade_tokens,
-)
-from lipaudit.report.pictures import Heatmap, describe
+from lipaudit.report import blocks
+from lipaudit.report.blocks import Card, Gallery, Heatmap, Paragraph, Passage, Points, Table
 
 # GitHub reads $...$ as mathematics and # and | within tables.
 SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
 
 
-def render(page: Document) -> bytes:
+def render(page: blocks.Document) -> bytes:
     """Write a page."""
     lines = [f"# {escape(page.title)}", ""]
     for chapter in page.chapters:
@@ -41,7 +29,7 @@ def escape(text: str) -> str:
     return SPECIAL.sub(r"\\\1", html.escape(visible(text), quote=False))
 
 
-def _write_block(block: Block) -> Iterator[str]:
+def _write_block(block: blocks.Block) -> Iterator[str]:
     match block:
         case Table() | Card() | Heatmap(square=False):
             yield from _write_table(block)
@@ -57,12 +45,13 @@ def _write_block(block: Block) -> Iterator[str]:
             yield from ["", escape(block.text)]
         case Passage():
             tokens = (
-                f"**{escape(t.text)}**" if t.top else escape(t.text) for t in shade_tokens(block)
+                f"**{escape(t.text)}**" if t.top else escape(t.text)
+                for t in blocks.shade_tokens(block)
             )
             yield from [f"**{escape(block.title)}**", "", " ".join(tokens), ""]
-            yield _small(explain_shades(block))
+            yield _small(blocks.explain_shades(block))
         case _:
-            yield _small(f"Chart, in the html format: {describe(block)}")
+            yield _small(f"Chart, in the html format: {blocks.describe(block)}")
 
 
 def _small(text: str) -> str:
@@ -70,7 +59,7 @@ def _small(text: str) -> str:
 
 
 def _write_table(block: Table | Heatmap | Card) -> Iterator[str]:
-    grid = lay_out(block)
+    grid = blocks.lay_out(block)
     folded, title = isinstance(block, Table) and block.folded, escape(grid.title)
     if title:
         yield from [f"<details><summary>{title}</summary>" if folded else f"**{title}**", ""]

@@ -17,9 +17,8 @@ from lipaudit.report.blocks import Table
 from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
-    from lipaudit.gate import Judgement
-    from lipaudit.gate.changes import Comparison
-    from lipaudit.report.blocks import Chapter
+    from lipaudit.gate.comparison import Comparison, Ranking
+    from lipaudit.gate.rules import Judgement
 
 
 def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
@@ -104,7 +103,22 @@ def write_lines(lines: Sequence[str]) -> bytes:
 Cells = dict[str, Any]
 
 
-def list_cells(report: Report) -> Iterator[Cells]:
+def list_rows(record: Report | Comparison | Ranking, reports: Sequence[Report]) -> Iterable[Cells]:
+    """Return the cells of a report, the samples of a comparison, or the models of a ranking."""
+    if isinstance(record, Report):
+        return _list_cells(record)
+    from lipaudit.gate.comparison import Comparison
+    from lipaudit.report.judgements import make_ranking_chapter
+
+    if isinstance(record, Comparison):
+        return _list_samples(record)
+    blocks = make_ranking_chapter(record, reports).blocks
+    table = next(block for block in blocks if isinstance(block, Table))
+    labels = [column.label for column in table.columns]
+    return [dict(zip(labels, row, strict=True)) for row in table.rows]
+
+
+def _list_cells(report: Report) -> Iterator[Cells]:
     """Return a report in long form: a line for each cell of its rows, then of its samples.
 
     Lines of rows have no sample, lines of samples have no row. Numbers are in `value`, words in
@@ -139,14 +153,7 @@ def _describe_cell(name: str, value: Any, column: Column) -> Cells:
     }
 
 
-def list_rows(chapter: Chapter) -> Iterator[Cells]:
-    """Return the rows of the first table of a chapter, by the headings of its columns."""
-    table = next(block for block in chapter.blocks if isinstance(block, Table))
-    labels = [column.label for column in table.columns]
-    return (dict(zip(labels, row, strict=True)) for row in table.rows)
-
-
-def list_samples(comparison: Comparison) -> Iterator[Cells]:
+def _list_samples(comparison: Comparison) -> Iterator[Cells]:
     """Return a row per sample and pair of models: figures in both, `.old` and `.new`."""
     for pair in comparison.pairs:
         for sample in pair.samples:

@@ -14,21 +14,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from lipaudit.errors import visible
-from lipaudit.report.blocks import (
-    Block,
-    Card,
-    Document,
-    Gallery,
-    Grid,
-    Paragraph,
-    Passage,
-    Points,
-    Table,
-    explain_shades,
-    lay_out,
-    shade_tokens,
-)
-from lipaudit.report.pictures import Heatmap, compute_scale, describe
+from lipaudit.report import blocks
+from lipaudit.report.blocks import Card, Gallery, Grid, Heatmap, Paragraph, Passage, Points, Table
 
 # The width of a file: tables are never split there.
 FULL = 100_000
@@ -39,7 +26,7 @@ LEVELS = " ▁▂▃▄▅▆▇█"
 DIM = "dim"
 
 
-def render(page: Document, width: int | None = None, colour: str | None = None) -> bytes:
+def render(page: blocks.Document, width: int | None = None, colour: str | None = None) -> bytes:
     """Write a page as text.
 
     Args:
@@ -69,7 +56,7 @@ def render(page: Document, width: int | None = None, colour: str | None = None) 
     return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
 
 
-def write(page: Document, stream: TextIO) -> None:
+def write(page: blocks.Document, stream: TextIO) -> None:
     """Write a page to a stream, with the width and colours of its terminal.
 
     The width is COLUMNS, else the width of the process's terminal, else 80.
@@ -99,7 +86,7 @@ def wrap(text: str, width: int) -> list[str]:
     return [line.plain.rstrip() for line in lines] or [""]
 
 
-def _write_block(block: Block, width: int) -> Iterator[RenderableType]:
+def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
     match block:
         case Table(folded=True):
             yield Text(f"\n{block.title}: in the json, markdown and html formats", DIM)
@@ -120,26 +107,26 @@ def _write_block(block: Block, width: int) -> Iterator[RenderableType]:
         case Passage():
             yield from _write_passage(block, width)
         case _:
-            yield _prose(f"Chart, in the html format: {describe(block)}", width, DIM)
+            yield _prose(f"Chart, in the html format: {blocks.describe(block)}", width, DIM)
 
 
 def _write_passage(block: Passage, width: int) -> Iterator[Text]:
     """Write the tokens of a text; with several texts, only the largest shares of each."""
     if block.folded:
-        yield _item("•", f"{block.title}: {explain_shades(block)}", width)
+        yield _item("•", f"{block.title}: {blocks.explain_shades(block)}", width)
         return
-    words = (f"{t.text} ({t.share})" if t.top else t.text for t in shade_tokens(block))
+    words = (f"{t.text} ({t.share})" if t.top else t.text for t in blocks.shade_tokens(block))
     yield _title(block.title, width)
     yield _prose(" ".join(words), width)
-    yield _prose(explain_shades(block), width, DIM)
+    yield _prose(blocks.explain_shades(block), width, DIM)
 
 
 def _add_bars(block: Table | Card | Heatmap) -> Grid:
     """Lay a block out; a map has bars behind its numbers, in place of colours."""
-    grid = lay_out(block)
+    grid = blocks.lay_out(block)
     if not isinstance(block, Heatmap):
         return grid
-    scale, rows = compute_scale(block), [list(row) for row in grid.rows]
+    scale, rows = blocks.compute_scale(block), [list(row) for row in grid.rows]
     for row, values in zip(rows, block.values, strict=True):
         for j, share in enumerate(map(scale.share, values), start=1):
             row[j] += LEVELS[0 if share is None else 1 + min(int(share * 8), 7)]

@@ -1,4 +1,8 @@
-"""The topics of `lipaudit explain`: one for every name on pages, in tables and in JSON."""
+"""The topics of `lipaudit explain`: one for every name on pages, in tables and in JSON.
+
+Most topics are columns, measures and options, which describe themselves. The words that no
+column explains stand at the end.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lipaudit.settings import Settings
+from lipaudit.attacks.kinds import RESERVED, attack_kinds
+from lipaudit.measures import layouts, load_measures, option_types
+from lipaudit.report import cells
+from lipaudit.settings import Settings
 
 PIECES = re.compile(r"[@:,;=]+")
 LIMIT = re.compile(r"(?:<=|>=).*")
@@ -51,18 +56,15 @@ FORMULA = "Formula: "
 @cache
 def list_topics() -> tuple[Topic, ...]:
     """Return all topics, in the order of the index."""
-    from lipaudit.report import words
-    from lipaudit.report.cells import STATUS
-
     groups: dict[str, Mapping[str, str]] = {
-        "How far a figure is proven": STATUS,
-        "Norms of attacks": words.NORMS,
-        "Verdicts of certificates": words.CERTIFICATES,
-        "Statistics of rules": words.STATISTICS,
-        "Verdicts of the gate": words.VERDICTS,
-        "Words of pages": {k: column.meaning for k, column in words.HEADINGS.items()}
-        | dict(words.WORDS),
-        "Names in the JSON": words.FIELDS,
+        "How far a figure is proven": cells.STATUS,
+        "Norms of attacks": NORMS,
+        "Verdicts of certificates": CERTIFICATES,
+        "Statistics of rules": STATISTICS,
+        "Verdicts of the gate": VERDICTS,
+        "Words of pages": {k: column.meaning for k, column in cells.HEADINGS.items()}
+        | dict(WORDS),
+        "Names in the JSON": FIELDS,
     }
     return (
         *_list_measures(),
@@ -82,8 +84,6 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     Compound names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`) give a topic for each
     part, except radii and other values.
     """
-    from lipaudit.report.cells import STATUS
-
     name = LIMIT.sub("", text).strip() or text
     # A name may contain signs (g1/||M||): try the whole before its parts.
     whole = _find_named(text, known) or _find_named(name, known)
@@ -98,7 +98,7 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     # A status and a domain in the form of footnotes: `exact at X`.
     status, _, domain = name.partition(" ")
     pair = [_find_named(status, known), _find_named(domain, known)]
-    return [*pair[0], *pair[1]] if status in STATUS and all(pair) else []
+    return [*pair[0], *pair[1]] if status in cells.STATUS and all(pair) else []
 
 
 def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
@@ -113,14 +113,10 @@ def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
 @cache
 def strip_name(name: str) -> str:
     """Return a name without marks, case, spaces, hyphens and mathematical signs."""
-    from lipaudit.report.cells import MARKS, write_math
-
-    return re.sub(rf"[\s_\-]|^--|[{MARKS}]$", "", write_math(name)).lower()
+    return re.sub(rf"[\s_\-]|^--|[{cells.MARKS}]$", "", cells.write_math(name)).lower()
 
 
 def _list_measures() -> Iterator[Topic]:
-    from lipaudit.measures import layouts, load_measures, option_types
-
     group = "Measures and sections"
     for name in load_measures():
         first, *others = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
@@ -135,9 +131,6 @@ def _list_measures() -> Iterator[Topic]:
 
 def _list_columns() -> Iterator[Topic]:
     """Yield every column, by row and then by sample; bounds are separate."""
-    from lipaudit.measures import layouts
-    from lipaudit.report.cells import STATUS, UNMEASURED
-
     columns = [
         *((name, "", layout.columns) for name, layout in layouts().items()),
         *((name, " (per sample)", layout.sample_columns) for name, layout in layouts().items()),
@@ -148,10 +141,10 @@ def _list_columns() -> Iterator[Topic]:
             better = f"{column.better.capitalize()} is better." if column.better else ""
             reading = " ".join(filter(None, (*column.reading.splitlines(), better)))
             details = [f"How to read it: {reading}"] if reading else []
-            if column.domain and column.format not in UNMEASURED:
+            if column.domain and column.format not in cells.UNMEASURED:
                 where = {"at X": "", "ball": "In the ball. "}.get(column.domain)
                 where = f"Domain: {column.domain}. " if where is None else where
-                details.append(f"What it does not say: {where}{STATUS[column.status]}")
+                details.append(f"What it does not say: {where}{cells.STATUS[column.status]}")
             details += [f"{FORMULA}{column.formula}"] if column.formula else []
             group, full = "Bounds" if bound else f"Columns of {section}", f"{section}.{name}"
             words = full, section, column.label
@@ -159,9 +152,6 @@ def _list_columns() -> Iterator[Topic]:
 
 
 def _list_attacks() -> Iterator[Topic]:
-    from lipaudit.attacks.kinds import RESERVED, attack_kinds
-    from lipaudit.report.words import ATTACKS
-
     for name, kind in attack_kinds().items():
         meaning = ATTACKS.get(name, f"An attack of the package {kind.package}.")
         yield Topic("Attacks", name, name, meaning, (f"Norms: {', '.join(kind.norms)}.",))
@@ -185,3 +175,145 @@ def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
             for value in option.values():
                 meaning = values.get(value, option.help)
                 yield Topic("", value, f"{value}, a value of {title}", meaning)
+
+
+# Words that no column, bound or option explains
+
+
+ATTACKS: Mapping[str, str] = {
+    "fgsm": "One step of size eps along the sign of the gradient (Goodfellow et al. 2015).",
+    "pgd": "Projected gradient steps from a random start (Madry et al. 2018); the iterate closest "
+    "to success counts.",
+    "apgd-ce": "PGD with automatic step sizes on the cross-entropy (Croce and Hein 2020).",
+    "apgd-dlr": "PGD with automatic step sizes on the difference of logits ratio, which does not "
+    "depend on the scale of the logits.",
+    "apgd-t": "APGD on the difference of logits ratio, towards one other class after the other.",
+    "fab-t": "Searches the nearest point of one class after the other (Croce and Hein 2020).",
+    "square": "Changes random squares of the picture and keeps what helps; needs no gradient "
+    "(Andriushchenko et al. 2020).",
+    "words": "Replaces words of a text, at most eps of them.",
+    "characters": "Changes characters of a text, at most eps of them.",
+    "autoattack": "The preset standard.",
+    "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square, each on the samples that are not "
+    "broken yet (Croce and Hein 2020).",
+    "quick": "apgd-ce and apgd-t with 20 steps and 3 targets: a weaker, faster AutoAttack.",
+    "paper": "The attacks of Yudin et al. 2025: fgsm and pgd at 2/255 and 4/255, AutoAttack at "
+    "2/255.",
+    "custom": "Your own list of attacks, for example custom:apgd-ce,square.",
+    "clean": "No attack: accuracy on the samples as they are.",
+    "worst": "All attacks with this radius together: a sample is robust if no attack broke it.",
+}
+"""Attacks and presets of --attack."""
+
+NORMS: Mapping[str, str] = {
+    "linf": "The largest change of any entry of the input, such as a pixel.",
+    "l2": "The Euclidean length of the change of the whole input.",
+    "token-l2": "The largest Euclidean length of the change of any token's embedding.",
+    "words": "How many words of a text are changed.",
+    "characters": "How many characters of a text are changed.",
+}
+"""How the size of a perturbation is measured."""
+
+CERTIFICATES: Mapping[str, str] = {
+    "wrong": "The sample is misclassified without an attack: there is nothing to certify.",
+    "broken": "An attack found a misclassified input in the ball.",
+    "certified": "Proven: every input of the ball is classified correctly.",
+    "undecided": "No attack broke the sample and no proof succeeded; see the column why.",
+    "bound": "Why a sample is undecided: the bounds of the ball are too loose, and the model "
+    "has no ReLU that branch and bound could split.",
+    "signs": "Why a sample is undecided: the bounds are too loose even after branch and "
+    "bound fixed the signs of all ReLUs.",
+    "nodes": "Why a sample is undecided: branch and bound reached its limit --nodes.",
+    "seconds": "Why a sample is undecided: the time limit --seconds ended the proof.",
+    "unbounded": "Why a sample is undecided: the bounds overflowed; the ball is too large.",
+}
+"""Verdicts of `lipaudit certify`, and reasons why a sample is undecided."""
+
+STATISTICS: Mapping[str, str] = {
+    "median": "Half of the values are below it, half above. In a rule: over the samples.",
+    "mean": "The mean. In a rule: over the samples; for a yes-or-no column the share of yes.",
+    "p95": "The 95th percentile. In a rule: over the samples.",
+    "max": "The largest value. In a rule: over the samples.",
+    "each": "In a rule: every row of the table is judged separately.",
+}
+"""How a rule of the gate reduces many values to one number."""
+
+VERDICTS: Mapping[str, str] = {
+    "unchanged": "The weights are equal, and the values agree within the accuracy of the norms.",
+    "improved": "Better than the baseline by more than the limit of the rule, beyond chance.",
+    "pass": "Statistically shown to be no worse than the limit allows.",
+    "pass (not proven)": "Within the limit, but chance may hide a regression. --strict fails it.",
+    "inconclusive": "Chance may explain the change: its 95 % interval contains the limit of the "
+    "rule (in a comparison: zero). Measure more samples. With --strict this fails.",
+    "regressed": "Worse than the limit allows, beyond chance: the gate fails (exit code 1).",
+    "not comparable": "The two reports were measured in different ways (exit code 5).",
+    "error": "The current figures are unfinished, not finite or not converged (exit code 3).",
+}
+"""Verdicts of `lipaudit gate` and `lipaudit compare` on a change."""
+
+WORDS: Mapping[str, str] = {
+    "at X": "The figure holds at the measured samples X and says nothing about other inputs.",
+    "in the ball": "The figure holds for every input within the radius around a sample.",
+    "all inputs, every ||x_i|| <= R": "Holds for every input of as many tokens of norm at most R.",
+    "scorecard": "The main results of a report on one screen. `--details` prints all sections.",
+    "clean accuracy": "Share of the samples that are classified correctly without any attack. "
+    "CI is the 95 % confidence interval for samples like these (Wilson 1927).",
+    "robust accuracy": "Share of the samples that stay correct under all attacks of this radius.",
+    "certified accuracy": "Share of the samples proven correct for every input of the ball.",
+    "certified radius": "Radius around a sample in which its class is proven not to change. "
+    "Shown: the median over correct samples with a 95 % interval (sign test).",
+    "model sensitivity": "Jacobian norm ||J||: how much a small change of a sample can grow in "
+    "the model's output.",
+    "steepest attention head": "The head with the largest exact norm ||J|| (median of samples).",
+    "fragile attention rows": "Share of attention rows that are neither flat nor one-hot, mean "
+    "over the heads: softmax reacts most there. Training with --penalty jasmin lowers it.",
+    "tightest bound": "The bound closest to the exact norm: bound / exact at the median head.",
+    "certified bound": "The tightest bound that holds on a whole set of inputs.",
+    "accuracy": "Share of the samples that are classified correctly.",
+    "confidence": "The probability that the gate raises no false alarm over all rules together.",
+    "best": "The model with the highest robust accuracy, else certified accuracy, else the "
+    "lowest median Jacobian norm. Others may not be distinguishable from it.",
+    "not distinguishable": "The limits of the difference contain 0, which proves no equality.",
+    "behind": "The paired samples show that the model is worse than the best.",
+    "not measured": "The model has no value for the metric of the ranking.",
+    "detectable": "The smallest paired change that would have been called a regression.",
+    "too few samples": "With so few samples, the 95 % interval of the change is infinite.",
+    "pp": "Percentage points: the difference of two shares. From 50 % to 40 % are -10pp.",
+    "exit code": "0: fine. 1: regression. 2: usage. 3: internal or evaluation error. 4: model or "
+    "data. 5: baseline. 6: not proven (--strict). 7: time limit. 130: interrupted.",
+    "weights": "How many parameters the model has, and a hash of their values.",
+    "data": "Source and number of the samples, and a hash of their list.",
+    "commit": "The commit of a repository on the Hugging Face Hub.",
+    "suite": "A hash of the ids of all samples: equal for equal samples in any order.",
+    "run": "Where and how it was computed: device, precision, seed, time.",
+    "command": "The command line that made the report.",
+    "reason": "Why a report was made the baseline.",
+    "partial": "The run was cut short, so some results are missing.",
+    "preprocessing": "How samples were scaled and cut before the model.",
+    "versions": "The programs that computed the figures.",
+    "shard": "One part of a run that was measured separately (--shard); lipaudit merge joins the "
+    "parts.",
+    "LAYER.HEAD": "A head: index of the attention layer and of the head, both counted from 0.",
+}
+"""Words of facts, notes and the scorecard."""
+
+FIELDS: Mapping[str, str] = {
+    "ids": "Ids of the samples: a hash of values and label.",
+    "affine": "A kind of head: queries, keys and values are affine functions of the input, "
+    "so the closed form applies.",
+    "local": "A kind of head: queries, keys or values are not affine in the input. Bounds "
+    "use their derivative at the samples.",
+    "numerical": "A kind of head: its norm is computed numerically, and it has no bounds.",
+    "one input": "The norm is with respect to X, which queries, keys and values all read.",
+    "queries apart": "The norm is with respect to the input of the queries and that of keys and "
+    "values, varied independently.",
+    "keys and values": "Only keys and values depend on the input of the head. "
+    "Its queries are learned constants.",
+    "module input": "The norm is with respect to all inputs of the module around the layer.",
+    "dense": "A method: the whole Jacobian was computed and decomposed (SVD).",
+    "lanczos": "A method: iterations with Jacobian products, which approach the norm from below.",
+    "max_steps": "Largest number of Lanczos steps for one norm.",
+    "logical_chunk": "Number of samples that share one random stream of an attack, for any "
+    "batch size.",
+}
+"""Kinds and methods of norms, and settings in the JSON."""

@@ -12,7 +12,7 @@ import lipaudit
 from lipaudit.data.batch import Share
 from lipaudit.engine import execute
 from lipaudit.errors import UsageError
-from lipaudit.gate.comparable import find_fault
+from lipaudit.gate.pairing import find_fault
 from lipaudit.measures import load_measures
 from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads

@@ -8,7 +8,9 @@ import pytest
 
 from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError
-from lipaudit.gate import judge, load_baseline, parse_rule
+from lipaudit.gate import judge
+from lipaudit.gate.conditions import load_baseline
+from lipaudit.gate.rules import parse_rule
 from lipaudit.report import of_judgement, render
 from lipaudit.tables import Note
 from lipaudit.tables.report import SCHEMA_VERSION

@@ -6,7 +6,8 @@ import pytest
 
 from lipaudit import schema
 from lipaudit.errors import BaselineError, UsageError
-from lipaudit.gate import find_problems, judge, load_baseline, promote
+from lipaudit.gate import judge
+from lipaudit.gate.conditions import find_problems, load_baseline, promote
 from lipaudit.tables import Array
 from tests.commands import invoke
 

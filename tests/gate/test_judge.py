@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from lipaudit.errors import UsageError
-from lipaudit.gate import judge, parse_rule
+from lipaudit.gate import judge
+from lipaudit.gate.rules import parse_rule
 from lipaudit.measures import BALLS_TABLE, layouts
 from lipaudit.tables import Note
 
@@ -120,11 +121,6 @@ def test_an_inconclusive_verdict_says_what_would_settle_it(pair):
     assert f"{needed}, or a limit beyond {100 * verdict.low:+.3g}pp" in verdict.line
     wider = rules(f"attack.robust >= {100 * verdict.low - 0.1:.1f}pp")
     assert only(judge(build(lost=6), baseline, wider)).status == "pass"
-    # What it calls detectable is detected, one sample less is not.
-    least = round(-verdict.detectable * 128)
-    for lost, status in ((least, "regressed"), (least - 1, "inconclusive")):
-        again = judge(build(lost=lost), baseline, rules("attack.robust >= -2pp"))
-        assert only(again).status == status
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from lipaudit.gate import compare, judge, parse_rule
-from lipaudit.gate.verdicts import Verdict, amount
+from lipaudit.gate import compare, judge
+from lipaudit.gate.rules import Verdict, amount, parse_rule
 from lipaudit.report import of_judgement, render
 from lipaudit.report.blocks import Paragraph
 
@@ -109,12 +109,12 @@ def test_the_change_of_figures_that_may_be_zero(values, change):
     assert verdict.change == change
 
 
-def test_few_samples_are_blamed_only_where_they_are_few(report, attack):
+def test_few_samples_are_blamed_only_where_they_are_few(report, attack, jacobian):
     better = judge(report(attack(np.ones(128, int)), weights="b"), report(attack(ROBUST * 0)))
     assert better.verdicts[0].status == "improved"
     assert "too few samples" not in written(better, "text")
-    one = judge(report(attack([1]), weights="b"), report(attack([1])))
-    assert "too few samples to detect any change" in written(one, "text")
+    one = judge(report(jacobian([2.0]), weights="b"), report(jacobian([1.0])))
+    assert "(+100%, too few samples, n = 1)" in written(one, "text")
 
 
 def test_text_names_the_head_and_counts_the_rest(failed):
@@ -157,7 +157,7 @@ def test_what_could_not_be_judged_is_an_error(report, jacobian, norms):
 
 def answer(judgement):
     """Return the first sentence of the page."""
-    return of_judgement(judgement)["page"]().chapters[0].blocks[0]
+    return of_judgement(judgement).page().chapters[0].blocks[0]
 
 
 @pytest.mark.parametrize("format", ["table", "markdown", "html"])

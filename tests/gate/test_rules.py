@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
-from lipaudit.gate import configure, parse_rule
-from lipaudit.gate.rules import Limit
+from lipaudit.gate.rules import Limit, configure, parse_rule
 
 
 @pytest.mark.parametrize(

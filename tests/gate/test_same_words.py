@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lipaudit.gate import compare, judge, parse_rule
+from lipaudit.gate import compare, judge
+from lipaudit.gate.rules import parse_rule
 from lipaudit.measures import ATTENTION_TABLE, layouts
 from lipaudit.report import of_sample
 from lipaudit.tables import Array
@@ -143,7 +144,7 @@ def test_a_share_is_the_same_in_every_command(report, attack, jacobian):
     gate = judge(new, old, rules).verdicts
     found = {v.metric: v for v in compare([old, new]).pairs[0].verdicts}
     for each, at in ((old, "old"), (new, "new")):
-        page = of_sample(each, "x.json", ids[0])["page"]()
+        page = of_sample(each, "x.json", ids[0]).page()
         cells = {row[0]: row[2] for chapter in page.chapters[1:] for row in chapter.blocks[0].rows}
         share, median = (getattr(verdict, at) for verdict in gate)
         assert (share, median) == tuple(getattr(found[v.metric], at) for v in gate)

@@ -101,35 +101,6 @@ def test_mcnemar_is_the_exact_binomial_test(worse, better):
     assert judge_share(worse, better, 100).mcnemar == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_reach_of_a_share_is_the_first_count_that_is_flagged():
-    reach = judge_share(2, 3, 128).reach(0.02, 0.0125)
-    counts = [k for k in range(3, 126) if judge_share(k, 3, 128).limits(0.0125)[0] > 0.02]
-    assert reach == pytest.approx((counts[0] - 3) / 128, rel=1e-12)
-
-
-@pytest.mark.parametrize("better", [0, 10, 60, 90, 100])
-def test_so_many_samples_detect_a_fall_whatever_got_better(better):
-    assert 0 < judge_share(0, better, 100).reach(0.02, 0.0125) < 1
-    assert judge_share(0, min(better, 2), 2).reach(0.02, 0.0125) == math.inf
-
-
-@pytest.mark.parametrize("judged", [judge_median, judge_mean])
-@pytest.mark.parametrize("changes", [[math.inf] * 20, [-math.inf, *([0.0] * 9), math.inf] * 3])
-def test_infinite_changes_say_nothing_of_what_is_detectable(judged, changes):
-    reach = judged(np.array(changes)).reach(0.05, 0.01)
-    assert not math.isinf(reach)
-    assert judged(np.array(changes[:1])).reach(0.05, 0.01) == math.inf
-
-
-@pytest.mark.parametrize("judged", [judge_median, judge_mean])
-def test_the_reach_of_a_location_is_the_least_shift_that_is_flagged(judged):
-    x = np.random.default_rng(6).normal(0.0, 0.1, 40)
-    evidence = judged(x)
-    shift = evidence.reach(0.05, 0.01) - evidence.estimate
-    assert judged(x + shift + 1e-9).limits(0.01)[0] > 0.05
-    assert judged(x + shift - 1e-9).limits(0.01)[0] <= 0.05
-
-
 def test_the_bootstrap_agrees_with_scipys():
     generator = np.random.default_rng(7)
     old = generator.lognormal(0, 0.5, 200)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from lipaudit.errors import UsageError
-from lipaudit.gate import compare, judge, parse_rule, promote
+from lipaudit.gate import compare, judge
+from lipaudit.gate.conditions import promote
+from lipaudit.gate.rules import parse_rule
 from lipaudit.measures import layouts
 from tests.strangers import HEAT, SPREAD, register
 from tests.strangers import registry as registry

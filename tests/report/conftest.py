@@ -390,7 +390,7 @@ def rename(report: Report, **changes: str) -> Report:
 
 def show(*reports):
     """The page of a report, or of several side by side."""
-    return of_reports(*reports)["page"]()
+    return of_reports(*reports).page()
 
 
 def find_chapter(page, name):

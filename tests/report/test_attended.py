@@ -11,10 +11,9 @@ from PIL import Image
 from lipaudit import schema
 from lipaudit.errors import InputError
 from lipaudit.measures import layouts
-from lipaudit.report.blocks import Passage
+from lipaudit.report.blocks import Heatmap, Passage
 from lipaudit.report.charts import draw_svg
-from lipaudit.report.page.drawings import draw_attention
-from lipaudit.report.pictures import Heatmap
+from lipaudit.report.sections import draw_attention
 from lipaudit.tables import Array, Section
 from lipaudit.tables.report import Attended
 from tests.report.conftest import keep

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from lipaudit.report import html
-from lipaudit.report.blocks import Chapter, Document, Table
-from lipaudit.report.pictures import Curve, Heatmap, Series
+from lipaudit.report.blocks import Chapter, Curve, Document, Heatmap, Series, Table
 from lipaudit.tables import Column
 from tests.report import chromium
 

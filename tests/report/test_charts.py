@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lipaudit.report import charts
+from lipaudit.report.blocks import Curve, Heatmap, Histogram, Series, compute_scale, describe
 from lipaudit.report.charts import draw_svg
-from lipaudit.report.pictures import Curve, Heatmap, Histogram, Series, compute_scale, describe
 from lipaudit.tables import Column
 
 X = Column(label="||x||", meaning="", format=".3g")

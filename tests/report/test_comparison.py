@@ -8,8 +8,7 @@ import pytest
 
 from lipaudit.gate import compare
 from lipaudit.report import of_comparison, render, terminal
-from lipaudit.report.blocks import Table
-from lipaudit.report.pictures import Heatmap
+from lipaudit.report.blocks import Heatmap, Table
 from lipaudit.tables import Array
 from tests.report.conftest import find_chapter, rename
 
@@ -92,7 +91,7 @@ def warnings(page) -> list[str]:
 
 
 def test_it_begins_with_what_changed_regressions_first(subject, before, after):
-    page = subject["page"]()
+    page = subject.page()
     assert page.title == f"lipaudit: new against {before.run.model.spec}"
     shown = figures(page)
     norm = shown["jacobian.norm:median"]
@@ -107,8 +106,8 @@ def test_it_begins_with_what_changed_regressions_first(subject, before, after):
 
 
 def test_a_screen_counts_what_changed_and_names_the_first(subject):
-    screen = subject["screen"]()
-    share = figures(subject["page"]())["attack.robust:mean worst,linf,0.1"]
+    screen = subject.page(short=True)
+    share = figures(subject.page())["attack.robust:mean worst,linf,0.1"]
     assert (share["samples"], share["gained"], share["lost"]) == (64, 10, 3)
     assert len(figures(screen)) == 6
     (flipped,) = blocks(screen, "samples", Table)
@@ -125,7 +124,7 @@ def test_a_screen_counts_what_changed_and_names_the_first(subject):
 
 
 def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
-    (flipped,) = blocks(subject["page"](), "samples", Table)
+    (flipped,) = blocks(subject.page(), "samples", Table)
     assert [column.label for column in flipped.columns[:5]] == [
         "sample",
         "place",
@@ -147,13 +146,13 @@ def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
 
 
 def test_heads_stand_by_how_much_they_moved(subject):
-    (heads,) = blocks(subject["page"](), "heads", Table)
+    (heads,) = blocks(subject.page(), "heads", Table)
     cells = dict(zip([column.label for column in heads.columns], heads.rows[0], strict=True))
     assert (cells["head"], cells["stands"]) == ("1.1", True)
     assert 850 < float(cells["change"].strip("+%")) < 950
     assert cells["exact, new"] == pytest.approx(10 * cells["exact, old"], rel=0.05)
     assert heads.strong == {0}
-    maps = blocks(subject["page"](), "heads", Heatmap)
+    maps = blocks(subject.page(), "heads", Heatmap)
     assert [block.centre for block in maps] == [0.0] * len(maps)
     assert maps[0].values[1][1] == pytest.approx(9.0, rel=0.05)
 
@@ -165,7 +164,7 @@ def test_warnings_stand_first_and_say_what_could_not_be_compared(before, after):
     changed = after.model_copy(
         update={"run": run, "sections": (after.section("bounds"), loose, after.section("attack"))}
     )
-    page = of_comparison(compare([before, changed]), [before, changed])["page"]()
+    page = of_comparison(compare([before, changed]), [before, changed]).page()
     shown = warnings(page)
     assert any("dtype: float32 became float64" in text for text in shown)
     (text,) = (text for text in shown if "jacobian.norm:median, jacobian.norm:p95" in text)
@@ -188,7 +187,7 @@ def test_csv_has_a_row_for_every_sample(subject):
 def test_every_other_report_stands_against_the_first(before, after):
     third = rename(after, spec="third", weights_sha256="e" * 64)
     reports = [before, after, third]
-    page = of_comparison(compare(reports), reports)["page"]()
+    page = of_comparison(compare(reports), reports).page()
     names = [chapter.name for chapter in page.chapters]
     assert [n for n in names if n[-2:] in ("-1", "-2")] == [
         f"{part}-{i}" for i in (1, 2) for part in ("change", "samples", "heads")
@@ -198,7 +197,7 @@ def test_every_other_report_stands_against_the_first(before, after):
 
 
 def test_equal_reports_have_nothing_to_tell(before):
-    page = of_comparison(compare([before, before]), [before, before])["page"]()
+    page = of_comparison(compare([before, before]), [before, before]).page()
     assert {row["verdict"] for row in figures(page).values()} == {"unchanged"}
     assert any("both reports are of the same weights" in text for text in warnings(page))
     assert "0 of 12 changes are proven" in find_chapter(page, "heads").blocks[0].text

@@ -7,7 +7,6 @@ import pytest
 from lipaudit import schema
 from lipaudit.errors import UsageError
 from lipaudit.report import (
-    COMPARISON,
     JUDGEMENT,
     RENDERERS,
     REPORT,
@@ -15,7 +14,7 @@ from lipaudit.report import (
     find_file_format,
     render,
 )
-from lipaudit.report.page.judgement import COLUMNS
+from lipaudit.report.judgements import COLUMNS
 from tests.commands import invoke
 from tests.report.conftest import keep
 
@@ -57,7 +56,7 @@ def test_a_format_is_a_function_and_an_entry(folder, monkeypatch):
 
 
 def test_what_each_format_shows_and_how_its_files_are_called():
-    kinds = {"report": REPORT, "compared": COMPARISON, "judged": JUDGEMENT}
+    kinds = {"report": REPORT, "compared": REPORT, "judged": JUDGEMENT}
     shown = {
         name: {kind for kind, forms in kinds.items() if known.takes in forms}
         for name, known in RENDERERS.items()

@@ -6,8 +6,7 @@ import pytest
 
 from lipaudit.gate import compare
 from lipaudit.report import latex, markdown, of_comparison, render
-from lipaudit.report.blocks import Card, Chapter, Document, Table
-from lipaudit.report.pictures import Heatmap
+from lipaudit.report.blocks import Card, Chapter, Document, Heatmap, Table
 from lipaudit.tables import Column
 
 NAME = Column(label="name", meaning="", format="s")

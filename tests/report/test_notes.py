@@ -4,7 +4,7 @@ import pytest
 
 from lipaudit.gate import compare, judge
 from lipaudit.report import of_comparison, of_judgement, of_reports, render
-from lipaudit.report.page.chapters import name_chapter
+from lipaudit.report.sections import name_chapter
 from lipaudit.tables import Note
 from tests.report.conftest import keep
 

@@ -5,11 +5,11 @@ import math
 import pytest
 
 from lipaudit.gate import rank
-from lipaudit.gate.verdicts import Verdict
+from lipaudit.gate.rules import Verdict
 from lipaudit.report import of_reports, render
 from lipaudit.report.blocks import Paragraph
-from lipaudit.report.page.ranking import describe_ranking, make_ranking_chapter
-from lipaudit.report.page.scorecard import list_lines
+from lipaudit.report.judgements import describe_ranking, make_ranking_chapter
+from lipaudit.report.opening import list_figures
 from tests.report.conftest import keep
 
 BEHIND = Verdict(
@@ -62,7 +62,7 @@ def test_a_row_for_every_model_with_its_difference_and_its_scorecard(report, oth
     shown = columns(ranking, [report, other])
     assert shown["model"] == [model.model for model in ranking.models]
     assert (shown["rank"], shown["difference"]) == ([1, 1], [None, "+0pp"])
-    lines = {line.label: line.value for line in list_lines(report)}
+    lines = {line.label: line.value for line in list_figures(report)}
     assert {label: values[0] for label, values in shown.items() if label in lines} == lines
     steepest = shown["steepest attention head, ‖J‖"]
     assert steepest[0] == 2 * steepest[1]

@@ -10,7 +10,7 @@ import pytest
 from lipaudit import schema
 from lipaudit.gate import rank
 from lipaudit.report import of_reports, records, render
-from lipaudit.report.page.scorecard import name_accuracy
+from lipaudit.report.opening import name_accuracy
 from lipaudit.tables import Section
 from tests.report.conftest import rename
 

@@ -5,10 +5,8 @@ import pytest
 
 from lipaudit.measures import layouts
 from lipaudit.report import RENDERERS, REPORT, of_reports, render
-from lipaudit.report.blocks import Table
-from lipaudit.report.page.chapters import name_chapter
-from lipaudit.report.page.document import show_section
-from lipaudit.report.pictures import Curve, Heatmap, Histogram
+from lipaudit.report.blocks import Curve, Heatmap, Histogram, Table
+from lipaudit.report.sections import name_chapter, show_section
 from lipaudit.tables import model_labels
 from tests.report.conftest import find_chapter, keep, show
 

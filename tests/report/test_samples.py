@@ -11,7 +11,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import layouts
 from lipaudit.report import of_sample, render, terminal
 from lipaudit.report.blocks import Table
-from lipaudit.report.page.samples import choose_sample
+from lipaudit.report.samples import choose_sample
 from lipaudit.tables.report import Example, Gradient
 from lipaudit.tables.trials import FLAGS
 from lipaudit.tables.worst import worst
@@ -40,7 +40,7 @@ def list_worst(report):
 
 def show(report, sample=None):
     """Return the page of a sample; without one, of the worst samples."""
-    return of_sample(report, "x.json", sample)["page"]()
+    return of_sample(report, "x.json", sample).page()
 
 
 def told(page, title: str) -> dict[str, tuple[str, ...]]:
@@ -191,11 +191,11 @@ def test_a_terminal_lists_the_first_tokens_and_shows_one_text_whole(written):
     listed = render(of_sample(written, "x", None), "table").decode()
     assert "*good* 50.0%, <b>film 25.0%" in listed
     assert "indeed" not in listed
-    page = of_sample(written, "x", worst(written)[0])["page"]()
+    page = of_sample(written, "x", worst(written)[0]).page()
     plain = terminal.render(page, width=40).decode()
     assert "[CLS] *good* (50.0%) <b>film (25.0%)\n" in plain
     assert "\x1b[31m" not in terminal.render(page, width=40, colour="truecolor").decode()
-    long = terminal.render(of_sample(written, "x", worst(written)[1])["page"](), width=40).decode()
+    long = terminal.render(of_sample(written, "x", worst(written)[1]).page(), width=40).decode()
     rows = [line for line in long.splitlines() if line.startswith("a a")]
     assert sum(row.split().count("a") for row in rows) == 90
     assert max(map(len, rows)) <= 40
@@ -251,7 +251,7 @@ def test_classes_go_by_their_names(placed):
     assert said["predicted"][0] == "\u2013"
     other = told(show(report, ids[at + 1]), ATTACKS)
     assert other["label"][0] == str(at + 1)  # its name says no more
-    data = of_sample(report, "x", name)["record"]()
+    data = of_sample(report, "x", name).record
     assert {"measure": "attack", "name": "label", "value": at, "class": "up"} in data["figures"]
     assert data["example"]["before"] == [1.0, 0.0]
     assert data["example"].keys().isdisjoint({"image", "adversarial", "difference"})

@@ -11,7 +11,7 @@ from scipy.stats import binom
 from lipaudit.cli.commands import app
 from lipaudit.measures import ATTENTION_TABLE, CERTIFY_TABLE, layouts
 from lipaudit.report import of_reports, render
-from lipaudit.report.page.scorecard import list_lines
+from lipaudit.report.opening import list_figures
 from lipaudit.tables import Note
 from lipaudit.tables.columns import Status
 from lipaudit.tables.figures import median_limits, wilson
@@ -21,12 +21,12 @@ from tests.report.conftest import find_chapter, keep
 
 
 def lines(report) -> dict[str, tuple[object, str]]:
-    return {line.label: (line.value, line.text) for line in list_lines(report)}
+    return {line.label: (line.value, line.text) for line in list_figures(report)}
 
 
 def steps(report) -> dict[str, str]:
     """Return the commands of a page, each with what it is for."""
-    page = of_reports(report)["page"]()
+    page = of_reports(report).page()
     chapters = [chapter for chapter in page.chapters if chapter.name == "next-steps"]
     return {command: text for c in chapters for _, text, command in c.blocks[0].points}
 
@@ -182,7 +182,7 @@ def test_a_95th_percentile_needs_twenty_samples(report, samples):
 
 
 def test_a_page_explains_how_far_its_figures_are_proven(report):
-    facts, more = find_chapter(of_reports(report)["page"](), "words").blocks
+    facts, more = find_chapter(of_reports(report).page(), "words").blocks
     assert [name for name, _ in facts.rows] == [*get_args(Status)]
     assert "lipaudit explain WORD" in more.text
 
@@ -215,7 +215,7 @@ def test_bounds_shown_are_the_tightest_of_each_standing(report):
 
 def test_a_report_without_figures_has_no_scorecard(report, blank_report):
     for bare in (keep(report), blank_report):
-        assert list_lines(bare) == []
+        assert list_figures(bare) == []
         assert "Scorecard" not in render(bare, "markdown").decode()
 
 
@@ -230,7 +230,7 @@ def test_every_format_draws_it_above_the_sections(report, format):
 
 def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
     forms = of_reports(report)
-    page, first = forms["page"](), forms["screen"]()
+    page, first = forms.page(), forms.page(short=True)
     assert [chapter.name for chapter in first.chapters] == ["", "scorecard", ""]
     assert first.chapters[0].blocks[-1] == page.chapters[0].blocks[-1]  # the notes
     assert first.chapters[1] == page.chapters[1]
@@ -259,9 +259,9 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
 
 
 def test_a_single_measure_is_shown_whole(report):
-    assert "screen" in of_reports(report)
+    assert of_reports(report).page(short=True) != of_reports(report).page()
     alone = keep(report, report.section("bounds"), report.section("bounds.layers"))
-    assert "screen" not in of_reports(alone)
+    assert of_reports(alone).page(short=True) == of_reports(alone).page()
 
 
 # The next steps

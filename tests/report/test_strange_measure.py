@@ -6,9 +6,8 @@ import pytest
 
 from lipaudit import schema
 from lipaudit.report import RENDERERS, of_comparison, of_reports, render
-from lipaudit.report.blocks import Table
-from lipaudit.report.page.document import compare_sections, show_section
-from lipaudit.report.pictures import Heatmap, Histogram
+from lipaudit.report.blocks import Heatmap, Histogram, Table
+from lipaudit.report.sections import show_section, show_sections
 from lipaudit.tables import Note
 from tests.report.conftest import keep
 from tests.strangers import HEAT, SPREAD, register
@@ -80,7 +79,7 @@ def test_reports_with_it_stand_side_by_side(strangers, strange, name):
 
 
 def test_rows_of_one_name_stand_together(strange):
-    tables = [b for b in compare_sections(dict.fromkeys("AB", strange[1])) if isinstance(b, Table)]
+    tables = [b for b in show_sections(dict.fromkeys("AB", strange[1])) if isinstance(b, Table)]
     assert [row[:3] for row in tables[0].rows[:4]] == [
         ("0.0", "A", 0.0),
         ("0.0", "B", 0.0),

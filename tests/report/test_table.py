@@ -7,8 +7,7 @@ from rich.cells import cell_len
 
 from lipaudit.gate import compare
 from lipaudit.report import of_comparison, render, terminal
-from lipaudit.report.blocks import Table
-from lipaudit.report.pictures import Curve, Heatmap, Histogram, Picture
+from lipaudit.report.blocks import Curve, Heatmap, Histogram, Picture, Table
 from tests.report.conftest import find_chapter, keep, rename, show
 
 
@@ -100,7 +99,7 @@ def test_a_pipe_gets_plain_text_as_wide_as_columns_says(report, columns, width, 
 def test_names_that_rows_go_by_are_not_broken(report, other):
     """A comparison is wider than 80 columns: its metrics stand whole in every piece of it."""
     comparison = compare([report, other])
-    page = of_comparison(comparison, [report, other])["page"]()
+    page = of_comparison(comparison, [report, other]).page()
     lines = terminal.render(page, width=80).decode().splitlines()
     names = {v.metric for pair in comparison.pairs for v in pair.verdicts if not v.reason}
     assert max(map(len, names)) > 80 // 3

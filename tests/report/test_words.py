@@ -8,8 +8,7 @@ import pytest
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.cli.tools import list_explanations
 from lipaudit.gate import compare, judge
-from lipaudit.gate.rules import DEFAULT_RULES, STATS, metrics
-from lipaudit.gate.verdicts import VerdictStatus
+from lipaudit.gate.rules import DEFAULT_RULES, STATS, VerdictStatus, list_metrics
 from lipaudit.measures import layouts, load_measures, option_types
 from lipaudit.report import of_comparison, of_judgement, of_reports, topics
 from lipaudit.report.blocks import Card
@@ -58,7 +57,7 @@ def test_every_name_of_a_record():
 
 def test_every_metric_and_rule_of_the_gate():
     rules = [rule.text for rule in DEFAULT_RULES] + [rule.metric for rule in DEFAULT_RULES]
-    names = [f"{metric}:{stat}" for metric in metrics() for stat in STATS]
+    names = [f"{metric}:{stat}" for metric in list_metrics() for stat in STATS]
     assert unexplained([*names, *rules]) == []
     told = topics.find_topics("attack.robust@worst,linf,2/255:mean >= -2pp", list_explanations())
     assert [topic.title for topic in told] == [
@@ -78,12 +77,12 @@ def shown(block, kind) -> list:
 @pytest.mark.parametrize("kind", ["single", "double", "comparison", "judgement"])
 def test_every_heading_of_a_page(kind, report, other):
     pages = {
-        "single": of_reports(report)["page"],
-        "double": of_reports(report, other)["page"],
-        "comparison": of_comparison(compare([report, other]), [report, other])["page"],
-        "judgement": of_judgement(judge(other, report))["page"],
+        "single": of_reports(report),
+        "double": of_reports(report, other),
+        "comparison": of_comparison(compare([report, other]), [report, other]),
+        "judgement": of_judgement(judge(other, report)),
     }
-    page = pages[kind]()
+    page = pages[kind].page()
     heads = [column for chapter in page.chapters for column in shown(chapter.blocks, Column)]
     labels = [
         write_math(column.label) for column in heads if column.label not in models(report, other)

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from lipaudit.gate.rules import metrics, parse_rule
+from lipaudit.gate.rules import list_metrics, parse_rule
 from lipaudit.measures import BOUNDS_TABLE, FITS_TABLE, SCALING_TABLE, layouts
-from lipaudit.report.blocks import Table
+from lipaudit.report.blocks import Curve, Table
 from lipaudit.report.cells import STATUS, write_math
-from lipaudit.report.page.document import show_section
-from lipaudit.report.pictures import Curve
+from lipaudit.report.sections import show_section
 from lipaudit.tables import Section
 from lipaudit.theory.bounds.record import AT_X, EVERYWHERE, Bound, load_bounds, read_records
 from lipaudit.theory.bounds.sharp import SHARP
@@ -81,7 +80,7 @@ def test_every_place_says_the_status_and_domain_of_the_record(bound, place):
 
 def test_every_bound_has_its_column_its_rule_and_its_place_on_the_page():
     assert load_bounds().keys() <= BOUNDS_TABLE.columns.keys()
-    assert {f"bounds.{name}" for name in load_bounds()} <= set(metrics())
+    assert {f"bounds.{name}" for name in load_bounds()} <= set(list_metrics())
     assert parse_rule("bounds.castin:each <= +5%").column == "castin"
     parts = show_section(layouts()["bounds"].section(rows=rows()))
     (scatter,) = [block for block in parts if isinstance(block, Curve)]

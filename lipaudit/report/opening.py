@@ -1,26 +1,112 @@
-"""The scorecard of a report, the answer in a sentence, and the next steps."""
+"""What a page begins with: the answer, facts and notes, the scorecard, and what to do next."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lipaudit.report.blocks import Card, Paragraph
-from lipaudit.report.cells import (
-    describe_standing,
-    format_limits,
-    format_significant,
-    format_value,
-    list_footnotes,
-    write_math,
-)
-from lipaudit.report.page.facts import CHARACTERS, find_places, name_sample
-from lipaudit.tables import Column, Report
+from lipaudit.report import cells
+from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
+from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.figures import order
-from lipaudit.tables.summary import KINDS, Accuracy, Summary, summary
+from lipaudit.tables.summary import KINDS, Accuracy, Summary, list_shared_notes, summary
 from lipaudit.tables.worst import worst
+
+SEED = "seed"
+"""Name of the setting seed, which stands among the facts of the run."""
+CHARACTERS = 12
+"""Number of characters of a sample's id that are shown."""
+LETTERS = 40
+"""Number of characters of a text shown after its place."""
+
+
+def list_facts(report: Report) -> dict[str, str]:
+    """Return facts on model, data and run, by name."""
+    run, model, data = report.run, report.run.model, report.run.data
+    commits = (
+        f"{name} {source.commit[:12]} ({source.revision})"
+        for name, source in (("model", model), ("data", data))
+        if source.commit
+    )
+    facts = {
+        "model": f"{model.spec} ({model.source}, {model.architecture})",
+        "weights": f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}",
+        "data": f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}",
+        "commit": ", ".join(commits),
+        "preprocessing": "; ".join(f"{k} {format_setting(v)}" for k, v in run.preprocess.items()),
+        "run": f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}",
+        "versions": ", ".join(
+            f"{k} {v}" for k, v in ({"lipaudit": run.lipaudit} | run.versions).items()
+        ),
+        "command": run.command,
+        "status": ", ".join([report.status, *([report.shard.name] if report.shard else [])]),
+        "reason": run.reason,
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def format_setting(value: Any) -> str:
+    """Write a setting; lists without brackets."""
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def describe_gaps(report: Report) -> str:
+    """Describe what is missing from a report; empty if it is complete."""
+    lacks = []
+    if report.shard is not None:
+        lacks.append(
+            f"this is {report.shard.name}, with some of the samples. Join the shards with "
+            "lipaudit merge."
+        )
+    if report.failures:
+        failed = "; ".join(f"{name} failed: {f.reason}" for name, f in report.failures.items())
+        lacks.append(f"{failed}. The other measures are complete.")
+    if report.unmeasured:
+        left = ", ".join(f"{name} ({count})" for name, count in report.unmeasured.items())
+        lacks.append(f"the time limit ended the run before some samples were measured: {left}.")
+    elif report.status != "complete" and not report.failures:
+        lacks.append("the run was cut short.")
+    return " ".join(lacks)
+
+
+def list_top_notes(report: Report) -> list[Note]:
+    """Return every warning, then the notes that all measures share."""
+    common = list_common_notes(report)
+    return [*summary(report).warnings, *(note for note in common if note.level != "warning")]
+
+
+def list_common_notes(report: Report) -> list[Note]:
+    """Return the notes that all measures share; of a single measure, its warnings."""
+    measures = [s for s in report.sections if "." not in s.measure]
+    return [n for n in list_shared_notes(report) if n.level == "warning" or len(measures) > 1]
+
+
+def open_page(
+    answer: Paragraph | None, gaps: str, facts: Iterable[tuple[str, str]], notes: Iterable[Note]
+) -> Chapter:
+    """Return the opening of a page: the answer, what is missing, facts, warnings and notes."""
+    blocks: list[Block] = [answer] if answer else []
+    blocks += [Paragraph(f"Partial: {gaps}", "broken")] if gaps else []
+    rows = tuple(facts)
+    return Chapter("", "", (*blocks, *([Card(rows)] if rows else []), *list_notes(notes)))
+
+
+def find_places(report: Report) -> dict[str, str]:
+    """Return the place of each sample in the data, with the beginning of a text."""
+    texts = report.found("text")
+    begins = {name: f' "{text[:LETTERS]}"' for name, text in texts.items()}
+    return {name: place + begins.get(name, "") for name, place in report.found("place").items()}
+
+
+def name_sample(sample: str, places: Mapping[str, str]) -> str:
+    """Name a sample by the beginning of its id and its place."""
+    return ", ".join(filter(None, (sample[:CHARACTERS], places.get(sample))))
+
+
+# The scorecard
+
 
 FEWEST = 20
 """Smallest number of samples for which the 95th percentile is shown."""
@@ -36,7 +122,7 @@ class Line(NamedTuple):
     text: str
 
 
-def list_lines(report: Report) -> list[Line]:
+def list_figures(report: Report) -> list[Line]:
     """Return the first figures of a report; empty if no section has one."""
     known = summary(report)
     return [
@@ -47,15 +133,19 @@ def list_lines(report: Report) -> list[Line]:
     ]
 
 
-def make_scorecard(report: Report) -> Card | None:
-    """Lay out the first figures of a report; None if no section has one."""
-    lines = list_lines(report)
-    marks, notes = list_footnotes([line.column for line in lines])
+def show_scorecard(report: Report) -> list[Chapter]:
+    """Return the chapter of the first figures of a report; none if no section has one."""
+    lines = list_figures(report)
+    marks, notes = cells.list_footnotes([line.column for line in lines])
     rows = tuple(
-        (write_math(label) + mark, format_value(value, column), write_math(text))
-        for (label, value, column, text), mark in zip(lines, marks, strict=True)
+        (
+            cells.write_math(line.label) + mark,
+            cells.format_value(line.value, line.column),
+            cells.write_math(line.text),
+        )
+        for line, mark in zip(lines, marks, strict=True)
     )
-    return Card(rows, "; ".join(notes)) if rows else None
+    return [Chapter("scorecard", "Scorecard", (Card(rows, "; ".join(notes)),))] if rows else []
 
 
 def name_accuracy(kind: str, ball: str) -> str:
@@ -67,7 +157,7 @@ def _write_accuracy(accuracy: Accuracy) -> Line:
     column, tried = KINDS[accuracy.kind][1], ", ".join(accuracy.attacks)
     limits = ""
     if accuracy.low is not None and accuracy.high is not None:
-        limits = f"95 % CI {format_limits(accuracy.low, accuracy.high, column)}"
+        limits = f"95 % CI {cells.format_limits(accuracy.low, accuracy.high, column)}"
     texts = [
         limits,
         f"worst of {tried}" if len(accuracy.attacks) > 1 else tried,
@@ -85,16 +175,16 @@ def _list_norms(known: Summary, report: Report) -> Iterator[Line]:
         column = section.columns["radius"]
         texts = [f"median of {radii.samples} samples"]
         if radii.low is not None and radii.high is not None:
-            texts.insert(0, f"95 % CI {format_limits(radii.low, radii.high, column)}")
+            texts.insert(0, f"95 % CI {cells.format_limits(radii.low, radii.high, column)}")
         if radii.adversarial is not None:
-            texts.append(f"nearest adversarial {format_value(radii.adversarial, column)}")
+            texts.append(f"nearest adversarial {cells.format_value(radii.adversarial, column)}")
         yield Line(f"certified radius, {radii.norm}", radii.median, column, ", ".join(texts))
     norms, section = known.norms, report.section("jacobian")
     if norms and section:
         column = section.columns["median"]
         kind = "" if norms.norm == "2" else f", norm {norms.norm}"
         text = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples"
-        p95, most = (format_value(each, column) for each in (norms.p95, norms.max))
+        p95, most = (cells.format_value(each, column) for each in (norms.p95, norms.max))
         tail = f"p95 {p95}, " if norms.samples >= FEWEST else ""
         named = name_sample(norms.sample, find_places(report))
         place = f" (sample {named})" if norms.sample else ""
@@ -109,8 +199,8 @@ def _list_heads(known: Summary, report: Report) -> Iterator[Line]:
         first, *others = known.heads.steepest
         text = f"head {first.layer}.{first.head}"
         if others:
-            named = (f"{h.layer}.{h.head} ({format_significant(h.exact)})" for h in others)
-            middle = format_significant(known.heads.median)
+            named = (f"{h.layer}.{h.head} ({cells.format_significant(h.exact)})" for h in others)
+            middle = cells.format_significant(known.heads.median)
             text += f"; next {', '.join(named)}; median head {middle}"
         text += _count_measured(report, "bounds")
         yield Line("steepest attention head, ‖J‖", first.exact, section.columns["exact"], text)
@@ -137,10 +227,10 @@ def _list_bounds(known: Summary, report: Report) -> Iterator[Line]:
         if bounds and section:
             best = min(bounds, key=lambda each: each.median)
             column = section.columns[best.bound]
-            largest = format_value(best.largest, RATIO)
+            largest = cells.format_value(best.largest, RATIO)
             text = f"of exact, {best.heads} heads, largest {largest}"
             label = f"{'tightest' if status == 'bound' else status} bound, {column.label}"
-            yield Line(label, best.median, RATIO, f"{text}; {describe_standing(column)}")
+            yield Line(label, best.median, RATIO, f"{text}; {cells.describe_standing(column)}")
 
 
 # The answer in a sentence
@@ -157,11 +247,11 @@ def write_answer(report: Report) -> Paragraph | None:
         verdict = "not robust there" if broken else "no loss beyond chance"
         texts.append(f"{weakest.share:.0%} survive every attack at {weakest.ball}: {verdict}.")
     elif known.norms and known.norms.median is not None:
-        grown = format_significant(known.norms.median)
+        grown = cells.format_significant(known.norms.median)
         texts.append(f"A small change of the input grows up to {grown}-fold (median sample).")
     if known.heads:
         first = known.heads.steepest[0]
-        norm = format_significant(first.exact)
+        norm = cells.format_significant(first.exact)
         texts.append(f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm}).")
     tone = "broken" if broken else "open" if attacked else "answer"
     return Paragraph(" ".join(texts), tone) if texts else None  # type: ignore[arg-type]

@@ -1,32 +1,54 @@
-"""The page of a comparison: its opening, and its chapters."""
+"""What the gate found, as pages: a comparison, a ranking of several models, a judgement."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
-from lipaudit.gate.changes import Comparison, HeadChange, Pair
-from lipaudit.gate.verdicts import VerdictStatus, amount
+from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
+from lipaudit.gate.rules import UNPROVEN, Judgement, Verdict, VerdictStatus, amount
 from lipaudit.measures.registry import find_column
 from lipaudit.report.blocks import (
     Block,
     Chapter,
     Document,
     Paragraph,
+    Points,
     list_notes,
     make_table,
 )
-from lipaudit.report.page.chapters import map_heads
-from lipaudit.report.page.document import MORE, list_warnings, make_pages
-from lipaudit.report.page.facts import find_places, open_page
-from lipaudit.report.page.ranking import format_change_limits
-from lipaudit.report.page.rows import FIT, TOP
-from lipaudit.report.page.samples import list_names
-from lipaudit.tables import Column, Note, Report
+from lipaudit.report.document import MORE, list_warnings, make_pages, open_several
+from lipaudit.report.opening import CHARACTERS, find_places, list_figures, open_page
+from lipaudit.report.samples import list_names
+from lipaudit.report.sections import FIT, TOP, map_heads
+from lipaudit.tables import Column, Note, Report, model_labels
 from lipaudit.tables.trials import FLAGS
+
+
+def make_page(
+    found: Comparison | Ranking | Judgement, reports: Sequence[Report], *, short: bool = False
+) -> Document:
+    """Return the page of what the gate found.
+
+    Args:
+        found: a comparison, a ranking or a judgement.
+        reports: the compared or ranked reports.
+        short: for one screen: without sections; judgements are always short.
+    """
+    if isinstance(found, Comparison):
+        return make_comparison_page(found, reports, short=short)
+    if isinstance(found, Judgement):
+        return make_judgement_page(found)
+    opening = open_several(reports, describe_ranking(found), short=short)
+    chapter = make_ranking_chapter(found, reports, short=short)
+    return make_pages(reports, [opening, chapter], short=short)
+
+
+# Comparisons
+
 
 FIRST: tuple[VerdictStatus, ...] = ("regressed", "improved", "inconclusive", "unchanged")
 """Verdicts, the most severe first."""
@@ -127,7 +149,7 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
         if short
         else [
             ("paired", [each["paired"] or None for each in texts]),
-            ("95 % limits", [format_change_limits(verdict) or None for verdict in rows]),
+            ("95 % limits", [verdict.texts["limits"] or None for verdict in rows]),
             ("samples", [verdict.samples or None for verdict in rows]),
         ]
     )
@@ -174,7 +196,7 @@ def _show_heads(pair: Pair, most: int) -> list[Block]:
     cells: Cells = [
         ("head", [f"{head.layer}.{head.head}" for head in shown]),
         ("change", [amount(_read_change(head), head.unit) for head in shown]),
-        ("95 % limits", [format_change_limits(head) or None for head in shown]),
+        ("95 % limits", [head.texts["limits"] or None for head in shown]),
         ("p (Holm)", [head.p_adjusted for head in shown]),
         ("stands", [None if head.p_adjusted is None else head.stands for head in shown]),
     ]
@@ -224,3 +246,174 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
             cells.append((replace(column, label=label), [values[end] for values in both]))
     part = f" ({len(shown)} of {len(flipped)})" if len(shown) < len(flipped) else ""
     return [make_table(f"Samples that changed{part}", cells)] if shown else []
+
+
+# Rankings
+
+
+FIGURES = 4
+"""Number of figures of each scorecard on one screen."""
+
+
+def make_ranking_chapter(
+    ranking: Ranking, reports: Sequence[Report], *, short: bool = False
+) -> Chapter:
+    """Return the chapter of the ranking: a row for every model, and the criterion."""
+    models = ranking.models
+    cells: list[tuple[Column | str, Iterable[Any]]] = [("model", [each.model for each in models])]
+    if ranking.criterion:
+        cells.insert(0, ("rank", [model.rank for model in models]))
+        cells.append(("outcome", [model.outcome for model in models]))
+        cells.append(("difference", [_format_difference(model.difference) for model in models]))
+    # The figures of the scorecards, a column each.
+    names = zip(model_labels(reports), reports, strict=True)
+    cards = {name: {line.label: line for line in list_figures(report)} for name, report in names}
+    labels = list(dict.fromkeys(label for card in cards.values() for label in card))
+    for label in labels[: FIGURES if short else None]:
+        lines = [cards[model.model].get(label) for model in models]
+        column = replace(next(line.column for line in lines if line), label=label)
+        cells.append((column, [line and line.value for line in lines]))
+    keys = 2 if ranking.criterion else 1
+    blocks: list[Block] = [make_table("", cells, keys=keys)]
+    if ranking.criterion:
+        wide = (
+            f", each corrected for {ranking.compared} comparisons" if ranking.compared > 1 else ""
+        )
+        text = f"Ranked by {ranking.criterion}. Limits of differences: 95 %, paired{wide}."
+        blocks.append(Paragraph(text))
+    title = "Which model is the most robust?" if ranking.criterion else "The models, in order"
+    return Chapter("ranking", title, (*blocks, *list_notes(ranking.notes)))
+
+
+def describe_ranking(ranking: Ranking) -> str:
+    """Describe which models are best, behind or not distinguishable; empty if not ranked."""
+    named: dict[tuple[str, str], list[str]] = {}
+    for model in ranking.models:
+        reason = f" ({model.reason})" if model.reason else ""
+        named.setdefault((model.outcome, reason), []).append(model.model)
+    return " ".join(
+        f"{outcome.capitalize()}: {', '.join(models)}{reason}."
+        for (outcome, reason), models in named.items()
+        if outcome
+    )
+
+
+def _format_difference(difference: Verdict | None) -> str | None:
+    """Write a difference with its limits; the best model has none."""
+    if difference is None:
+        return None
+    value = difference.paired if difference.samples else difference.change
+    limits = difference.texts["limits"]
+    return amount(value, difference.unit) + (f" ({limits})" if limits else "")
+
+
+# Judgements
+
+
+MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
+GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
+"""Verdicts, the most severe first."""
+ALONE = 6
+"""Rules with at most this many rows are listed row by row."""
+MOST = 8
+"""Largest number of verdicts listed line by line for a rule, and of failures on a page."""
+COLUMNS = ("baseline", "current", "change", "paired", "limits", "samples")
+
+
+def write_verdicts(judgement: Judgement) -> list[str]:
+    """Write a judgement line by line, the outcome last."""
+    lines = [f"{judgement.current} against {judgement.baseline}", ""]
+    lines += [f"! warning: {text}" for text in judgement.warnings]
+    for rule, listed, passed in _group_verdicts(judgement):
+        first = listed[:MOST]
+        lines += [f"{_choose_mark(judgement, verdict)} {verdict.line}" for verdict in first]
+        cut = Counter[str](verdict.status for verdict in listed[MOST:])
+        for status, count in (cut + passed).items():
+            where = "; -f table lists them" if status in cut else ""
+            lines.append(f"  {rule}: {count} {'more ' * bool(first)}rows {status}{where}")
+    lines += [f"  note: {note}" for note in judgement.notes]
+    return [*lines, "", f"{judgement.reason} (exit code {judgement.exit_code})"]
+
+
+def make_judgement_page(judgement: Judgement) -> Document:
+    """Return the page of a judgement: the outcome, a table of verdicts, the remarks."""
+    statuses = [verdict.status for verdict in judgement.verdicts]
+    counts = ", ".join(f"{statuses.count(s)} {s}" for s in GRAVEST if s in statuses)
+    answer = Paragraph(f"FAILED (exit code {judgement.exit_code}): {counts}", "broken")
+    if not judgement.exit_code:
+        tone = "open" if UNPROVEN.intersection(statuses) else "kept"
+        answer = Paragraph(f"PASSED: {counts}", tone)  # type: ignore[arg-type]
+    file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
+    strict = ", and rules that are not proven fail" if judgement.strict else ""
+    facts = (
+        ("current", judgement.current),
+        ("baseline", judgement.baseline + file),
+        ("confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"),
+    )
+    warnings = (Note(level="warning", code="spoils", text=text) for text in judgement.warnings)
+    opening = open_page(answer, "", facts, warnings)
+    chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
+    ending = "failed" if judgement.exit_code else "passed"
+    title = f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}"
+    return Document(title, (opening, chapter))
+
+
+def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], Counter[str]]]:
+    """Yield each rule, its verdicts to list, the worst first, and how many others passed.
+
+    All verdicts are listed if they are few, else those that do not simply pass.
+    """
+    rules: dict[str, list[Verdict]] = {}
+    for verdict in judgement.verdicts:
+        rules.setdefault(verdict.rule, []).append(verdict)
+    for rule, verdicts in rules.items():
+        # For an upper limit the largest excess comes first, for a lower one the largest shortfall.
+        sign = -1 if ">=" in rule else 1
+
+        def rank(verdict: Verdict, sign: int = sign) -> tuple[bool, float]:
+            values = (verdict.paired, verdict.change, verdict.new)
+            known = [each for each in values if each is not None and not verdict.reason]
+            return not judgement.fails(verdict), -sign * known[0] if known else -math.inf
+
+        listed = [
+            v
+            for v in verdicts
+            if len(verdicts) <= ALONE
+            or judgement.fails(v)
+            or v.status not in ("pass", "unchanged")
+        ]
+        others = Counter[str](v.status for v in verdicts if v not in listed)
+        yield rule, sorted(listed, key=rank) if len(listed) > ALONE else listed, others
+
+
+def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
+    return "✗" if judgement.fails(verdict) else MARKS.get(verdict.status, "~")
+
+
+def _show_verdicts(judgement: Judgement) -> list[Block]:
+    """Explain the failing verdicts in a sentence each, then tabulate all, failing ones first."""
+    groups = [*_group_verdicts(judgement)]
+    verdicts = [verdict for _, listed, _ in groups for verdict in listed]
+    verdicts.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
+    rows: list[tuple[str, ...]] = [
+        (f"{_choose_mark(judgement, v)} {v.status}", v.rule, v.reason or v.name)
+        + tuple(v.texts[name] for name in COLUMNS)
+        for v in verdicts
+    ]
+    for rule, listed, passed in groups:
+        more, blank = "more " * bool(listed), ("",) * len(COLUMNS)
+        rows += [(status, rule, f"{n} {more}rows", *blank) for status, n in passed.items()]
+    names = ("verdict", "rule", "row", *COLUMNS)
+    points = []
+    for v in verdicts:
+        if judgement.fails(v) or v.status == "inconclusive":
+            places = ((name[:CHARACTERS], judgement.places.get(name)) for name in v.moved)
+            moved = ", ".join(f"{name} ({place})" if place else name for name, place in places)
+            changed = f"; samples that changed most: {moved}" if moved else ""
+            points.append(("", f"{v.line}{changed}", ""))
+    points = points[:MOST]
+    notes = tuple(("note", text, "") for text in judgement.notes)
+    blocks: list[Block] = [Points(tuple(points))] if points else []
+    if rows:
+        blocks.append(make_table("", zip(names, zip(*rows, strict=True), strict=True)))
+    return [*blocks, *([Points(notes)] if notes else [])]

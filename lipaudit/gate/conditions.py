@@ -1,11 +1,20 @@
-"""Checks before a comparison: a report is complete, and both reports used the same settings."""
+"""The conditions of a comparison: which settings may differ, and what may be a baseline.
+
+A baseline is an ordinary report, reduced so that it fits into git.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
+from lipaudit import schema
+from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
+from lipaudit.gate import pairing
+from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.tables import Report, Section
 from lipaudit.tables.trials import is_repeat, parse_budget
 
@@ -19,37 +28,99 @@ SPOILING = frozenset({"dtype", "preprocess", "starts"})
 """Conditions that a comparison shows as a warning."""
 FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
 """Codes of notes on attacks that did less than requested."""
-REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
+SAVE = "Save a baseline with lipaudit baseline save REPORT."
 
 
-def find_fault(report: Report, section: Section, *, lenient: bool = False) -> str:
-    """Return why figures are not reliable (incomplete, empty, not converged), or nothing.
+def load_baseline(path: Path) -> Report:
+    """Read a baseline.
 
-    A shard is incomplete: it has some of the samples.
+    Raises:
+        BaselineError: the file is missing, damaged or of a newer schema.
+    """
+    try:
+        return schema.load(path)
+    except InputError as error:
+        advice = SAVE if not path.exists() else error.advice
+        raise BaselineError(f"baseline: {error.message}", advice) from None
+
+
+def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a measurement on other samples than the baseline's.
 
     Args:
-        report: the report.
-        section: one of its sections.
-        lenient: whether only this section counts: others may have failed, and what did not
-            converge is left out elsewhere.
+        baseline: the baseline.
+        ids: ids of the samples to measure, by measure.
+
+    Raises:
+        BaselineError: too few samples are in the baseline.
     """
-    if report.shard is not None:
-        return f"the report is {report.shard.name}: join all shards with lipaudit merge"
-    if section.failure is not None:
-        return f"{section.measure} failed: {section.failure.reason}"
-    if report.failures and not lenient:
-        return f"the report is partial: {', '.join(report.failures)} failed"
-    if report.unmeasured:
-        return "the report is partial: the time limit ended its run"
-    if report.status != "complete" and not report.failures:
-        return "the report is partial: its run was cut short"
-    if section.samples.get("ids") == () or not (section.rows or section.samples):
-        return f"section {section.measure} has no samples"
-    flags = section.samples.get("converged", ())
-    rows = [row.get("converged") for row in section.rows]
-    failed = sum(not flag for flag in flags) or sum(flag is False for flag in rows)
-    what = "samples" if flags else "rows"
-    return f"{section.measure}: {failed} {what} did not converge" if failed and not lenient else ""
+    for section in baseline.sections:
+        known = section.ids
+        if known and section.measure in ids:
+            try:
+                pairing.find_shared(
+                    section.measure, ids[section.measure], known, pairing.ALL_BUT_FEW
+                )
+            except BaselineError as error:
+                spec = baseline.run.data.spec
+                raise BaselineError(
+                    error.message, f"Give the baseline's samples ({spec}) with --data."
+                ) from None
+
+
+def promote(report: Report, reason: str) -> Report:
+    """Turn a report into a baseline: the figures that the gate reads, without wall times.
+
+    Arrays that no rule reads (histograms, maps) are left out.
+
+    Args:
+        report: a finished report.
+        reason: why the report is accepted; stored in the run.
+
+    Raises:
+        UsageError: the reason is missing.
+        BaselineError: the report cannot be a baseline.
+    """
+    if not reason.strip():
+        raise UsageError("a baseline needs a reason", "Add a reason: --reason 'first release'.")
+    if reasons := find_problems(report):
+        advice = (
+            "Merge all shards with lipaudit merge first." if report.shard else "Measure again."
+        )
+        raise BaselineError(f"this report cannot be a baseline: {reasons[0]}", advice)
+    sections = []
+    for section in report.sections:
+        # Arrays behind rows stay, so that rows can be computed again for shared samples.
+        columns = section.columns
+        behind = (column.reduction.arrays for column in columns.values() if column.reduction)
+        kept = columns.keys() | set(chain.from_iterable(behind))
+        rows = section.rows
+        if "seconds" in columns:
+            rows = tuple(row.replace(seconds=None) for row in rows)
+        arrays = {name: array for name, array in section.arrays.items() if name in kept}
+        sections.append(section.model_copy(update={"rows": rows, "arrays": arrays}))
+    run = report.run.model_copy(update={"reason": reason.strip()})
+    return report.model_copy(update={"run": run, "sections": tuple(sections)})
+
+
+def find_problems(report: Report) -> list[str]:
+    """Return the reasons why a report cannot be a baseline.
+
+    It must be complete and converged, with finite figures for the default rules.
+    """
+    reasons = [
+        reason for section in report.sections if (reason := pairing.find_fault(report, section))
+    ]
+    for rule in DEFAULT_RULES:
+        section = report.section(rule.measure)
+        try:
+            _ = section and pairing.read_trusted(rule, report, section)
+        except LipauditError as error:
+            reasons.append(error.message)
+    return list(dict.fromkeys(reasons)) or ([] if report.sections else ["it has no sections"])
+
+
+# Settings that exclude a comparison
 
 
 def find_obstacle(current: Report, baseline: Report, section: Section, before: Section) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
+from lipaudit.report import cells, opening
 from lipaudit.report.blocks import (
     Block,
     Chapter,
@@ -17,24 +18,8 @@ from lipaudit.report.blocks import (
     Passage,
     make_table,
 )
-from lipaudit.report.cells import (
-    UNMEASURED,
-    format_limits,
-    format_significant,
-    format_value,
-    write_math,
-)
-from lipaudit.report.page.chapters import name_chapter
-from lipaudit.report.page.facts import (
-    CHARACTERS,
-    describe_gaps,
-    find_places,
-    list_facts,
-    list_top_notes,
-    name_sample,
-    open_page,
-)
-from lipaudit.report.words import HEADINGS
+from lipaudit.report.opening import CHARACTERS, find_places, name_sample
+from lipaudit.report.sections import name_chapter
 from lipaudit.tables import Column, Report
 from lipaudit.tables.figures import finite, middle, wilson
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
@@ -76,24 +61,24 @@ class SampleColumn:
         (kind, trial), value, column = parse_column(self.name), self.values[sample], self.column
         # The gate and a comparison count distinct samples, too.
         known = finite(v for name, v in self.values.items() if not is_repeat(name))
-        shown, typical, rank = format_value(value, column), "", ""
+        shown, typical, rank = cells.format_value(value, column), "", ""
         if kind in FLAGS:
-            shown = format_value(None if value is None else bool(value), column)
+            shown = cells.format_value(None if value is None else bool(value), column)
             typical = f"{sum(known) / len(known):.1%} yes" if known else ""
             if known and kind in SHARES:
-                limits = format_limits(*wilson(int(sum(known)), len(known)), SHARE)
+                limits = cells.format_limits(*wilson(int(sum(known)), len(known)), SHARE)
                 typical += f", {limits}"
         elif self.name in CLASSES:
             name = self.classes.get(value, "") if isinstance(value, int) else ""
             shown += f" ({name})" if name not in ("", shown) else ""
-        elif column.format not in UNMEASURED:
-            typical = format_value(middle(known), column)
+        elif column.format not in cells.UNMEASURED:
+            typical = cells.format_value(middle(known), column)
         if column.better and kind not in FLAGS and finite([value]):
             # The worst comes first: larger is worse if lower is better.
             sign = 1 if column.better == "lower" else -1
             worse = sum(sign * other > sign * value for other in known)
             rank = f"{worse + 1} of {len(known)}"
-        label = write_math(column.label)
+        label = cells.write_math(column.label)
         return f"{label}, {trial}" if trial else label, shown, typical, rank
 
 
@@ -175,7 +160,7 @@ def show_samples(report: Report, names: Sequence[str]) -> tuple[list[Gallery], l
         pictures = (
             ("sample", example.image),
             ("adversarial", example.adversarial),
-            (f"difference × {format_significant(example.times, '.2g')}", example.difference),
+            (f"difference × {cells.format_significant(example.times, '.2g')}", example.difference),
         )
         lines = [
             f"true class {true}: score {before[0]:.0%} became {after[0]:.0%}",
@@ -189,7 +174,7 @@ def show_samples(report: Report, names: Sequence[str]) -> tuple[list[Gallery], l
     gradients = section.gradients if section else {}
     passages = []
     for name, gradient in ((name, gradients[name]) for name in names if name in gradients):
-        how = HEADINGS[SHADES[gradient.of]], gradient.left_out, len(names) > 1
+        how = cells.HEADINGS[SHADES[gradient.of]], gradient.left_out, len(names) > 1
         title = name_sample(name, places)
         passages.append(Passage(title, gradient.tokens, gradient.shares, *how))
     return [Gallery(text, tuple(items))] if items else [], passages
@@ -216,7 +201,7 @@ def show_worst(report: Report) -> tuple[Block, ...]:
         # The largest radii come first, so the last entry of each norm remains.
         smallest.append(", ".join({ball.norm: ball.ball for ball in fallen}.values()) or None)
     figures = [f for f in list_columns(report) if (f.section, f.name) in SHOWN]
-    cells = [
+    columns = [
         *list_names(names, find_places(report)),
         ("broken", smallest),
         *((figure.column, [figure.values.get(name) for name in names]) for figure in figures),
@@ -224,7 +209,7 @@ def show_worst(report: Report) -> tuple[Block, ...]:
     galleries, passages = show_samples(report, names)
     about = f"Their tokens with the largest {passages[0].column.label}:" if passages else ""
     return (
-        make_table("The worst samples, the least robust first", cells),
+        make_table("The worst samples, the least robust first", columns),
         *galleries,
         *([Paragraph(about)] if about else []),
         *passages,
@@ -239,7 +224,7 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         name: name of the report in hints.
         sample: id of the sample; None for the worst samples.
     """
-    chapters, facts, known = list[Chapter](), dict[str, str](), list_facts(report)
+    chapters, facts, known = list[Chapter](), dict[str, str](), opening.list_facts(report)
     if sample is None:
         count = len(list_known(report))
         more = f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
@@ -262,8 +247,10 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         facts = {"sample": sample} | {name: text for name, text in found.items() if text}
         what = f"sample {sample[:CHARACTERS]}"
     facts |= {name: known[name] for name in ("model", "data")}
-    opening = open_page(None, describe_gaps(report), facts.items(), list_top_notes(report))
-    return Document(f"lipaudit: {what} of {report.run.model.spec}", (opening, *chapters))
+    start = opening.open_page(
+        None, opening.describe_gaps(report), facts.items(), opening.list_top_notes(report)
+    )
+    return Document(f"lipaudit: {what} of {report.run.model.spec}", (start, *chapters))
 
 
 def record_sample(report: Report, sample: str) -> dict[str, Any]:

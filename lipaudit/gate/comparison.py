@@ -1,0 +1,507 @@
+"""Several reports beside each other: what changed from the first one, and which is the best.
+
+Both compare figures sample by sample, and report the verdicts of `judging`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, permutations
+from typing import Any, Literal
+
+from lipaudit.errors import BaselineError, LipauditError, UsageError
+from lipaudit.gate import conditions, pairing, statistics
+from lipaudit.gate.judging import TOLERANCE, Contrast, examine, judge_change
+from lipaudit.gate.pairing import REPEAT, Key
+from lipaudit.gate.rules import Rule, Verdict, no_change, parse_rule
+from lipaudit.gate.statistics import ALPHA, LEVEL
+from lipaudit.measures import layouts
+from lipaudit.tables import Column, Note, Report, Section, model_labels
+from lipaudit.tables.columns import Float, Frozen
+from lipaudit.tables.figures import order
+from lipaudit.tables.summary import Summary, summary
+from lipaudit.tables.trials import FLAGS, TrialKey, parse_column
+
+
+class HeadChange(Verdict):
+    """The verdict on the change of one head, with 95 % limits for this head alone.
+
+    Its p-value is two-sided, of "it has not changed beyond the accuracy of norms" (Student's t);
+    `p_adjusted` is the same after Holm's correction over the heads of the column.
+
+    Attributes:
+        layer: layer of the head.
+        head: number of the head in the layer.
+    """
+
+    layer: int
+    head: int
+
+    @property
+    def stands(self) -> bool:
+        """Return whether the change is proven after the correction over all heads (at 5 %)."""
+        return self.p_adjusted is not None and self.p_adjusted <= ALPHA
+
+
+class SampleChange(Frozen):
+    """One sample in both reports.
+
+    Attributes:
+        id: its id.
+        place: its place in the data; empty if unknown.
+        figures: its figures in both reports, by metric (`jacobian.norm`); yes is 1 and no is 0.
+        lost: the metrics that changed from yes to no.
+        gained: the metrics that changed from no to yes.
+    """
+
+    id: str
+    place: str
+    figures: dict[str, tuple[Float, Float]]
+    lost: tuple[str, ...] = ()
+    gained: tuple[str, ...] = ()
+
+
+class Pair(Frozen):
+    """The comparison of one model with the first.
+
+    Attributes:
+        old: name of the first model.
+        new: name of the other.
+        verdicts: one per metric: improved, regressed, unchanged, not comparable, or inconclusive
+            (its 95 % interval contains 0). A column of rows is judged by its median over the rows,
+            sample by sample; without values per sample it is compared without an interval.
+        heads: changes of heads, column by column.
+        samples: the shared samples, those with the most losses first, the most gains last.
+        warnings: differences that invalidate the comparison: other data, samples or settings.
+        notes: other differences.
+    """
+
+    old: str
+    new: str
+    verdicts: tuple[Verdict, ...]
+    heads: tuple[HeadChange, ...]
+    samples: tuple[SampleChange, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+class Comparison(Frozen):
+    """The result of `lipaudit compare`.
+
+    Attributes:
+        models: names of the models in the order given.
+        pairs: every further model, compared with the first.
+    """
+
+    models: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+
+
+MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermediate")}
+"""Columns compared head by head. In other sections: all columns with a better direction."""
+LISTED = 6
+"""Number of left-out rows that a note names."""
+UNFINISHED = "Finish the run (same command with --resume), or merge its shards."
+
+
+def compare(reports: Sequence[Report]) -> Comparison:
+    """Compare every report with the first one on their shared samples.
+
+    Intervals hold for each metric alone: a comparison explores, the gate decides.
+
+    Raises:
+        UsageError: there are fewer than two reports.
+        BaselineError: the reports have nothing in common.
+    """
+    if len(reports) < 2:
+        raise UsageError("compare needs at least two reports", "lipaudit compare A.json B.json")
+    names = model_labels(reports)
+    matched, by_place = pairing.match_samples(reports, names)
+    pairs = tuple(
+        _compare_with_first(matched[0], report, (names[0], name), by_place.get(name, ""))
+        for report, name in zip(matched[1:], names[1:], strict=True)
+    )
+    verdicts = [verdict for pair in pairs for verdict in pair.verdicts]
+    if all(verdict.reason for verdict in verdicts):
+        reason = verdicts[0].reason if verdicts else "they have no common section"
+        whole = all(r.shard is None and r.status == "complete" for r in reports)
+        raise BaselineError(
+            f"the reports cannot be compared: {reason}", REPEAT if whole else UNFINISHED
+        )
+    return Comparison(models=tuple(names), pairs=pairs)
+
+
+def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_place: str) -> Pair:
+    measured = [{s.measure: s for s in r.sections if s.failure is None} for r in (old, new)]
+    differing = conditions.list_differences(new, old)
+    warnings = [text for name, text in differing.items() if name.split()[0] in conditions.SPOILING]
+    warnings += [by_place] if by_place else []
+    warnings += (
+        ["both reports are of the same weights"] if conditions.has_same_weights(new, old) else []
+    )
+    # Sections and columns of one report alone, and whether it is the first.
+    unpaired = [(name, name in measured[0]) for name in measured[0].keys() ^ measured[1].keys()]
+    verdicts, heads = list[Verdict](), list[HeadChange]()
+    sampled = list[tuple[Rule, Contrast]]()
+    for measure in (name for name in measured[0] if name in measured[1]):
+        before, after = (sections[measure] for sections in measured)
+        warnings += _describe_left_out(before, after)
+        for name, column in _list_columns(before, after):
+            metric = f"{measure}.{name}"
+            figures = [_list_figures(section, name) for section in (before, after)]
+            if not all(figures):
+                unpaired += [(metric, bool(figures[0]))] if any(figures) else []
+                continue
+            stats = ["median"]
+            if name in before.sample_columns:
+                stats = ["mean"] if name in FLAGS else ["median", "p95"]
+            for stat in stats:
+                rule = no_change(f"{metric}:{stat}", column, chain(*figures), (before, after))
+                examined = examine(rule, new, old, lenient=True)
+                if isinstance(examined, Verdict):
+                    verdicts.append(examined)
+                    continue
+                verdicts += (judge_change(rule, contrast) for contrast in examined)
+                if rule.per_sample and stat != "p95":  # its samples are those of the median
+                    sampled += ((rule, contrast) for contrast in examined)
+            if name in MAPPED.get(measure, (name,)) and {"layer", "head"} <= after.columns.keys():
+                rule = no_change(f"{metric}:each", column, chain(*figures), (before, after))
+                heads += _judge_heads(rule, old, new)
+    notes = [
+        f"not compared, because only {names[0] if first else names[1]} has it: {name}"
+        for name, first in sorted(unpaired)
+    ]
+    notes += (
+        text for name, text in differing.items() if name.split()[0] not in conditions.SPOILING
+    )
+    return Pair(
+        old=names[0],
+        new=names[1],
+        verdicts=tuple(verdicts),
+        heads=tuple(heads),
+        samples=_list_samples(sampled, old.found("place") | new.found("place")),
+        warnings=tuple(warnings),
+        notes=tuple(notes),
+    )
+
+
+def _list_columns(before: Section, after: Section) -> Iterator[tuple[str, Column]]:
+    """Yield the columns with a better direction, per-sample columns first."""
+    sampled = before.sample_columns
+    for name, column in {**sampled, **before.columns, **after.columns, **sampled}.items():
+        if column.better or (name in sampled and name == "correct"):
+            yield name, column
+
+
+def _list_figures(section: Section, name: str) -> list[float]:
+    """Return the figures of a column: of all trials, or of all rows."""
+    if name in section.sample_columns:
+        columns = section.samples.items()
+        cells: list[Any] = [v for c, each in columns if parse_column(c)[0] == name for v in each]
+    else:
+        # Rows of balls and attacks repeat what their samples say.
+        plain = not section.sample_columns
+        cells = [row.get(name) for row in section.rows if plain or "layer" in row]
+    return [float(cell) for cell in cells if isinstance(cell, int | float)]
+
+
+def _describe_left_out(before: Section, after: Section) -> Iterator[str]:
+    """Say which rows and samples of two sections are not compared."""
+    measure, (rows, samples) = before.measure, pairing.find_unsettled((before, after))
+    which = [f"{len(samples)} of {len(before.ids)} samples"] if samples else []
+    if rows:
+        more = ", ..." if len(rows) > LISTED else ""
+        which.append(", ".join(sorted(map(str, rows))[:LISTED]) + more)
+    if which:
+        yield f"left out, because not converged in one report: {' and '.join(which)} of {measure}"
+    one, two = set(before.ids), set(after.ids)
+    if one != two and one & two:
+        yield (
+            f"compared over the {len(one & two)} shared samples (of {len(one)} and {len(two)}): "
+            f"{measure}"
+        )
+
+
+def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
+    """Yield the change of every head in a column; none if the models cannot be compared."""
+    examined, section = examine(rule, new, old, lenient=True), new.section(rule.measure)
+    if isinstance(examined, Verdict) or section is None:
+        return
+    # Two-sided, and beyond the accuracy of norms: a head may move either way.
+    tests = {
+        contrast.name: statistics.compute_two_sided(contrast.changes, TOLERANCE)
+        for contrast in examined
+        if contrast.changes.size
+    }
+    adjusted = dict(
+        zip(tests, statistics.correct_by_holm([*tests.values()], ALPHA)[0], strict=True)
+    )
+    rows = dict(zip(pairing.name_rows(section), section.rows, strict=True))
+    for contrast in examined:
+        name = contrast.name
+        fields = dict(judge_change(rule, contrast))
+        fields |= {"p": tests.get(name), "p_adjusted": adjusted.get(name)}
+        yield HeadChange(**fields, layer=rows[name]["layer"], head=rows[name]["head"])
+
+
+def _list_samples(
+    contrasts: Sequence[tuple[Rule, Contrast]], places: Mapping[str, str]
+) -> tuple[SampleChange, ...]:
+    """Return all shared samples with their figures, the worst change first."""
+    figures: dict[str, dict[str, tuple[float, float]]] = {}
+    turned: dict[str, dict[str, float]] = {}
+    owners: dict[tuple[str, str], str] = {}
+    for rule, contrast in contrasts:
+        trial, metric = TrialKey.parse(contrast.name), f"{rule.measure}.{rule.column}"
+        # Attacks and certificates repeat what others say of the same ball: the first one counts.
+        owner = owners.setdefault((rule.column, trial.ball if trial else ""), rule.measure)
+        if rule.column in FLAGS and owner != rule.measure:
+            continue
+        name = metric + (f"@{contrast.name}" if contrast.name else "")
+        values = zip(contrast.ids, contrast.before, contrast.now, contrast.changes, strict=False)
+        for sample, before, now, worse in values:
+            figures.setdefault(sample, {})[name] = float(before), float(now)
+            if rule.column in FLAGS and worse:
+                turned.setdefault(sample, {})[name] = float(worse)
+    samples = [
+        SampleChange(
+            id=sample,
+            place=places.get(sample, ""),
+            figures=known,
+            lost=tuple(name for name, worse in turned.get(sample, {}).items() if worse > 0),
+            gained=tuple(name for name, worse in turned.get(sample, {}).items() if worse < 0),
+        )
+        for sample, known in figures.items()
+    ]
+
+    def rank(change: SampleChange) -> tuple[int, float]:
+        norm = change.figures.get("jacobian.norm", (None, None))[1]
+        return len(change.gained) - len(change.lost), -order(norm)
+
+    # Those that lost most first; of equal ones that with the larger norm.
+    return tuple(sorted(samples, key=rank))
+
+
+# Ranking
+
+
+EXAMPLE = "Such as attack.robust@linf,4/255, certify.certified@linf,1/255 or jacobian.norm:p95."
+Standing = Literal[
+    "best",
+    "not distinguishable from the best",
+    "behind the best",
+    "not comparable",
+    "not measured",
+    "",
+]
+ORDER = "order"
+"""Word in place of a metric: models are not ranked and keep the given order."""
+RANKING = ("attack.robust", "certify.robust", "certify.certified", "jacobian.norm:median")
+"""Metrics that rank models; the first of those that most models have decides."""
+
+
+class Ranked(Frozen):
+    """One model in a ranking.
+
+    Attributes:
+        model: its name.
+        rank: 1 for the best model and those not distinguishable from it, else the place by the
+            figure; None without a rank.
+        outcome: the rank in words; empty without a ranking.
+        reason: why the model is not comparable.
+        difference: the verdict on its difference from the best model; None for the best.
+        summary: its figures, as on the scorecard.
+    """
+
+    model: str
+    rank: int | None = None
+    outcome: Standing = ""
+    reason: str = ""
+    difference: Verdict | None = None
+    summary: Summary
+
+
+class Ranking(Frozen):
+    """Several models, the best first.
+
+    Attributes:
+        criterion: the metric of the ranking, as rules name it; empty if there is none and the
+            models keep the given order.
+        ball: the ball of an accuracy.
+        better: better direction of the metric.
+        compared: number of models compared with the best.
+        models: the models.
+        notes: notes on the order.
+    """
+
+    criterion: str = ""
+    ball: str = ""
+    better: Literal["lower", "higher"] = "lower"
+    compared: int = 0
+    models: tuple[Ranked, ...]
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A metric that can rank models, in one ball, and the figure of each model by its index."""
+
+    rule: Rule
+    name: Key
+    figures: dict[int, float]
+
+
+def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
+    """Rank models by accuracy under attack, else certified, else by the median Jacobian norm.
+
+    Each model is compared with the best as in `compare`: by Bonett and Price's limits for an
+    accuracy, by the sign test for the median ratio of norms. With n models the limits are
+    one-sided at 2.5 % / (n - 1). So, by the union bound, a model that no other beats is called
+    behind with a chance of at most 2.5 %, whichever model is taken as the best. Accuracy under
+    attack means the smallest ball that most models have.
+
+    Args:
+        reports: one report per model, with shared samples.
+        by: another metric, as rules name it: `attack.robust@linf,4/255`; or `order` to keep the
+            given order without ranks.
+
+    Raises:
+        UsageError: there are no reports, or none has the metric.
+    """
+    if not reports:
+        raise UsageError("no reports were given to rank", "Give the reports of the models.")
+    names = model_labels(reports)
+    matched, by_place = pairing.match_samples(reports, names)
+    models = [
+        Ranked(model=name, summary=summary(report))
+        for name, report in zip(names, reports, strict=True)
+    ]
+    notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place.values()]
+    criteria = _list_criteria(reports, by)
+    found = _rank_models(criteria[0], matched) if criteria else {}
+    compared = sum("rank" in fields for fields in found.values()) - 1
+    if compared < 1:
+        refused = {i: fields for i, fields in found.items() if "reason" in fields}
+        rows = (model.model_copy(update=refused.get(i, {})) for i, model in enumerate(models))
+        return Ranking(models=tuple(rows), notes=tuple(notes))
+    found |= {i: {"outcome": "not measured"} for i in range(len(models)) if i not in found}
+    criterion = criteria[0]
+    return Ranking(
+        criterion=criterion.rule.metric,
+        ball=criterion.name.ball if isinstance(criterion.name, TrialKey) else "",
+        better="lower" if criterion.rule.worse > 0 else "higher",
+        compared=compared,
+        models=tuple(models[i].model_copy(update=fields) for i, fields in found.items()),
+        notes=tuple(notes),
+    )
+
+
+def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, dict[str, Any]]:
+    """Return the entries of the models that have the metric: the ranked ones first, by rank."""
+    rule = criterion.rule
+    worse = {i: rule.worse * figure for i, figure in criterion.figures.items()}
+    models = sorted(worse, key=lambda i: (worse[i], i))
+    # A difference may show in one direction only, such as an attack that one model has in
+    # addition.
+    apart: dict[frozenset[int], str] = {}
+    for i, j in permutations(models, 2):
+        if reason := _compare_two(rule, reports[i], reports[j]).reason:
+            apart[frozenset((i, j))] = reason
+    # The one that most can be compared with decides who is ranked, or a model with other attacks
+    # and the best figure would leave all others unranked.
+    base = min(models, key=lambda i: sum(i in pair for pair in apart))
+    ranked = [i for i in models if frozenset((i, base)) not in apart]
+    # Bonferroni, over the comparisons with the best.
+    level, best = LEVEL / max(1, len(ranked) - 1), ranked[0]
+    for i in ranked:  # the model with the best figure may not be the best sample by sample
+        if i != best and _compare_two(rule, reports[i], reports[best], level).status == "improved":
+            best = i
+    found: dict[int, dict[str, Any]] = {}
+    for i in ranked:
+        change = None if i == best else _compare_two(rule, reports[i], reports[best], level)
+        behind = change is not None and change.status == "regressed"
+        ahead = sum(worse[j] < worse[i] for j in ranked)
+        equal = worse[i] == worse[best] and not behind
+        words = "behind" if behind else "not distinguishable from"
+        outcome = "best" if i == best or equal else f"{words} the best"
+        place = max(2, 1 + ahead) if behind else 1
+        found[i] = {"rank": place, "outcome": outcome, "difference": change}
+    places = sorted(found, key=lambda i: (i != best, found[i]["rank"]))
+    # Alone, a model is compared with none.
+    outside = [i for i in models if i not in ranked or ranked == [i] != models]
+    reasons = {i: next(apart[pair] for pair in apart if pair >= {i}) for i in outside}
+    unlike = {i: {"outcome": "not comparable", "reason": reasons[i]} for i in outside}
+    return {i: found[i] for i in places} | unlike
+
+
+def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:
+    """Return the change from one model to another, in the words of `compare`."""
+    examined = examine(rule, new, old, lenient=True)
+    verdict = examined if isinstance(examined, Verdict) else judge_change(rule, examined[0], level)
+    if verdict.low is None and verdict.status != "unchanged" and not verdict.reason:
+        return verdict.model_copy(update={"reason": "the reports keep it of no sample"})
+    return verdict
+
+
+def make_rule(metric: str) -> Rule:
+    """Return the rule that compares models by a metric.
+
+    Args:
+        metric: as rules name it: `attack.robust@linf,4/255`, `jacobian.norm:p95`.
+
+    Raises:
+        UsageError: the metric does not exist, has no better direction, or is not a single figure.
+    """
+    plain = parse_rule(f"{metric} <= +0")
+    layout = layouts()[plain.measure]
+    known = {**layout.columns, **layout.sample_columns}
+    better = known[plain.column].better or ("higher" if plain.column in FLAGS else None)
+    refused = {"each": "has one value per row", "max": "varies too much by chance (a maximum)"}
+    why = refused.get(plain.stat, "") if better else "has no better direction"
+    if why:
+        raise UsageError(f"models cannot be ranked by {metric}: it {why}", EXAMPLE)
+    return no_change(metric, known[plain.column])
+
+
+def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]:
+    """Return the metric of the user, else those that can rank models, of most models first.
+
+    Raises:
+        UsageError: no report has the metric of the user, or it is several figures.
+    """
+    if by == ORDER:
+        return []
+    if by:
+        found, metric = list(_read_criteria(by, reports)), make_rule(by).metric
+        if not found:
+            raise UsageError(f"no report has {metric}", EXAMPLE)
+        if len(found) > 1:
+            names = "; ".join(str(criterion.name) for criterion in found)
+            raise UsageError(f"{metric} matches several values: {names}", EXAMPLE)
+        return found
+    attacked = any(report.section("attack") for report in reports)
+    metrics = (metric for metric in RANKING if not attacked or metric != "certify.robust")
+    usual = [criterion for metric in metrics for criterion in _read_criteria(metric, reports)]
+    return sorted(usual, key=lambda criterion: -len(criterion.figures))
+
+
+def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion]:
+    """Yield a metric for each of its balls, the smaller ones first, with the models' figures."""
+    rule, figures = make_rule(metric), dict[Key, dict[int, float]]()
+    for i, report in enumerate(reports):
+        section = report.section(rule.measure)
+        with suppress(LipauditError):  # raised if nothing matches
+            for name, value in pairing.read(rule, section).points.items() if section else ():
+                figures.setdefault(name, {})[i] = value
+
+    def size(name: Key) -> tuple[str, float]:
+        return (name.norm, float(name.radius)) if isinstance(name, TrialKey) else ("", 1.0)
+
+    for name in sorted(figures, key=size):
+        each = rule
+        if isinstance(name, TrialKey) and not rule.selector:
+            each = replace(rule, selector=(name.norm, name.radius.text))
+        if size(name)[1] > 0:  # in the ball of radius 0 nothing is attacked
+            yield Criterion(each, name, figures[name])

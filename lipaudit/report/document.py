@@ -1,0 +1,143 @@
+"""The page of one report, or of several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lipaudit.report import opening
+from lipaudit.report.blocks import Card, Chapter, Document, Paragraph, Points, make_table
+from lipaudit.report.cells import STATUS
+from lipaudit.report.samples import show_worst
+from lipaudit.report.sections import name_chapter, show_section, show_sections
+from lipaudit.tables import Column, Note, Report, model_labels
+from lipaudit.tables.worst import broken
+
+MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
+WORDS = Chapter(
+    "words",
+    "What do the words mean?",
+    (
+        Card(tuple(STATUS.items())),
+        Paragraph("lipaudit explain WORD explains any word of this page."),
+    ),
+    folded=True,
+)
+"""The end of every page."""
+OPEN = ("bounds", "jacobian", "attack", "certify")
+"""Chapters of an audit that are not folded."""
+SHORT = ("model", "data", "run", "reason")
+"""Facts on one screen."""
+
+
+def make_page(report: Report, *, short: bool = False) -> Document:
+    """Return the page of a report.
+
+    Args:
+        report: the report.
+        short: for one screen: the answer, warnings and the scorecard. The page of a single
+            measure is short enough.
+    """
+    notes = opening.list_top_notes(report)
+    if short and sum("." not in section.measure for section in report.sections) > 1:
+        return _shorten(report, notes, MORE)
+    facts = opening.list_facts(report).items()
+    answer, gaps = opening.write_answer(report), opening.describe_gaps(report)
+    chapters = [opening.open_page(answer, gaps, facts, notes), *opening.show_scorecard(report)]
+    if steps := tuple(opening.suggest_steps(report)):
+        chapters.append(Chapter("next-steps", "What to do next", (Points(steps),)))
+    warnings = [n for s in report.sections for n in s.notes if n.level == "warning"]
+    shown = [*opening.list_common_notes(report), *warnings]  # the top of the page shows these
+    first = len(chapters)
+    for section in report.sections:
+        name = section.measure
+        # The enclosing section lists the same settings.
+        blocks = show_section(section, shown, {} if "." in name else section.settings)
+        folded = len(chapters) > first and name not in OPEN
+        chapters.append(Chapter(name, name_chapter(section), blocks, folded))
+    if broken(report) or any("norm" in section.samples for section in report.sections):
+        title = "Which samples are the least robust?"
+        chapters.append(Chapter("worst-samples", title, show_worst(report)))
+    return Document(f"lipaudit: {report.run.model.spec}", (*chapters, WORDS))
+
+
+def make_card(report: Report) -> Document:
+    """Return the page of `print(report)`: the model and the scorecard."""
+    warnings = sum(note.level == "warning" for note in opening.list_top_notes(report))
+    whole = "lipaudit.render(report, 'table') has all sections."
+    return _shorten(report, (), f"Warnings: {warnings}. {whole}" if warnings else whole)
+
+
+def _shorten(report: Report, notes: Iterable[Note], more: str) -> Document:
+    facts = opening.list_facts(report)
+    facts["run"] = f"{facts['status']}; {facts['run']}"
+    short = ((name, facts[name]) for name in SHORT if name in facts)
+    answer, gaps = opening.write_answer(report), opening.describe_gaps(report)
+    start, end = opening.open_page(answer, gaps, short, notes), Chapter("", "", (Paragraph(more),))
+    title = f"lipaudit: {report.run.model.spec}"
+    return Document(title, (start, *opening.show_scorecard(report), end))
+
+
+# Several reports
+
+
+def make_pages(
+    reports: Sequence[Report], lead: Sequence[Chapter], *, short: bool = False
+) -> Document:
+    """Return the page of several reports side by side, after the leading chapters.
+
+    Args:
+        reports: the reports.
+        lead: the chapters that come first.
+        short: for one screen: without sections.
+    """
+    title, chapters = f"lipaudit: {len(reports)} models side by side", [*lead]
+    if short:
+        return Document(title, (*chapters, Chapter("", "", (Paragraph(MORE),))))
+    names = model_labels(reports)
+    for measure in dict.fromkeys(s.measure for report in reports for s in report.sections):
+        pairs = ((k, r.section(measure)) for k, r in zip(names, reports, strict=True))
+        sections = {name: section for name, section in pairs if section is not None}
+        heading = name_chapter(next(iter(sections.values())))
+        folded = len(chapters) > len(lead) and measure not in OPEN
+        blocks = tuple(show_sections(sections))
+        chapters.append(Chapter(measure, heading, blocks, folded))
+    # The facts that differ are beside each other.
+    facts = list(map(opening.list_facts, reports))
+    keys = dict.fromkeys(name for each in facts for name in each)
+    differing = [key for key in keys if len({each.get(key) for each in facts}) > 1]
+    columns = (
+        (Column(name, "", format="s"), [each.get(key) for key in differing])
+        for name, each in zip(names, facts, strict=True)
+    )
+    audited = make_table("", [("fact", differing), *columns])
+    chapters += [Chapter("models", "What was audited?", (audited,))] if differing else []
+    return Document(title, (*chapters, WORDS))
+
+
+def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chapter:
+    """Return the opening of a page of several reports: what they lack, share and warn of."""
+    names = model_labels(reports)
+    gaps = (
+        f"{k}: {gap}"
+        for k, r in zip(names, reports, strict=True)
+        if (gap := opening.describe_gaps(r))
+    )
+    facts = [opening.list_facts(report).items() for report in reports]
+    common = [fact for fact in facts[0] if all(fact in each for each in facts)]
+    common = [fact for fact in common if fact[0] in SHORT or not short]
+    outcome = Paragraph(answer, "answer") if answer else None
+    return opening.open_page(outcome, " ".join(gaps), common, list_warnings(reports))
+
+
+def list_warnings(reports: Sequence[Report]) -> list[Note]:
+    """Return the warnings of several reports, each once, with the names unless all have it."""
+    owners: dict[Note, list[str]] = {}
+    for name, report in zip(model_labels(reports), reports, strict=True):
+        for note in opening.list_top_notes(report):
+            if note.level == "warning":
+                owners.setdefault(note, []).append(name)
+    starts = ("" if len(n) == len(reports) else f"{', '.join(n)}: " for n in owners.values())
+    return [
+        note.model_copy(update={"text": start + note.text})
+        for note, start in zip(owners, starts, strict=True)
+    ]

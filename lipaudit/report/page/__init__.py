@@ -1,1 +1,0 @@
-"""Pages of results, one file per chapter."""

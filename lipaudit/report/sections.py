@@ -1,0 +1,442 @@
+"""The chapter of a section: tables, maps and histograms of its columns, and drawings of its own.
+
+Sections of one measure come by report: a single report has the name "", several have the names
+of their models.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat
+from statistics import median
+from typing import Any
+
+from lipaudit.measures import layouts
+from lipaudit.report import cells
+from lipaudit.report.blocks import (
+    Block,
+    Curve,
+    Heatmap,
+    Histogram,
+    Paragraph,
+    Passage,
+    Series,
+    Table,
+    list_notes,
+    make_table,
+)
+from lipaudit.report.opening import SEED, format_setting
+from lipaudit.tables import Array, Column, Note, Row, Section
+from lipaudit.tables.columns import find_bounds, naming
+from lipaudit.tables.figures import finite, log10_ratio, order
+from lipaudit.tables.report import Attended, Display
+from lipaudit.tables.trials import WORST
+
+Sections = Mapping[str, Section]
+FIT = 20
+"""Tables with at most this many rows are shown completely."""
+TOP = 10
+"""Number of rows shown of longer tables."""
+
+
+def name_chapter(section: Section) -> str:
+    """Return the heading of a section: of its declaration if installed, else of the report."""
+    layout = layouts().get(section.measure)
+    return (layout.title if layout else section.title) or section.measure
+
+
+def find_display(section: Section) -> Display:
+    """Return what the chapter of a section shows; without a declaration all of its columns."""
+    layout = layouts().get(section.measure)
+    if layout and layout.display:
+        return layout.display
+    columns, samples = section.columns, section.sample_columns
+    of_heads = all(n in columns and columns[n].needed for n in ("layer", "head"))
+    return Display(
+        about="",
+        maps=tuple(name for name, column in columns.items() if of_heads and column.better),
+        histograms=tuple(
+            n for n, column in samples.items() if column.format not in cells.UNMEASURED
+        ),
+    )
+
+
+def show_section(
+    section: Section, shown: Collection[Note] = (), settings: dict[str, Any] | None = None
+) -> tuple[Block, ...]:
+    """Return the blocks of a section: its tables and pictures, settings and notes.
+
+    Args:
+        section: the section; a failed one shows its reason.
+        shown: notes that the page already shows.
+        settings: settings to show; by default all of the section.
+    """
+    blocks = show_sections({"": section})
+    if section.failure is not None:
+        return tuple(blocks)
+    # A switch that is on is shown by its name; what is off or unset is left out.
+    listed = "; ".join(
+        name if value is True else f"{name} {format_setting(value)}"
+        for name, value in (section.settings if settings is None else settings).items()
+        if name != SEED and value is not False and value not in (None, [], ())
+    )
+    return (
+        *([Paragraph(about)] if (about := find_display(section).about) else []),
+        *blocks,
+        *([Paragraph(f"Settings: {listed}.")] if listed else []),
+        *list_notes(note for note in section.notes if note not in shown),
+    )
+
+
+def show_sections(sections: Sections) -> Iterator[Block]:
+    """Yield the tables and pictures of one measure; first the failures."""
+    for label, section in sections.items():
+        if section.failure:
+            start = f"{label}: FAILED" if label else "FAILED"
+            yield Paragraph(f"{start}: {section.failure.reason}. {section.failure.advice}".strip())
+    measured = {k: s for k, s in sections.items() if s.rows or len(s.samples) > 1}
+    if not measured:
+        if not any(section.failure for section in sections.values()):
+            yield Paragraph("No results: nothing was measured.")
+        return
+    first = next(iter(measured.values()))
+    display = find_display(first)
+    for name in display.maps:
+        yield from map_column(measured, name)
+    yield from tabulate(measured, display.columns, display.by)
+    for draw in DRAWINGS.get(first.measure, ()):
+        yield from draw(measured)
+    for name in display.histograms:
+        yield from count_samples(measured, name)
+    if display.columns and "" in measured:
+        yield from list_all_rows(first)
+
+
+# Tables, maps and histograms of columns
+
+
+def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Iterator[Table]:
+    """Tabulate rows; rows of several reports with equal keys are adjacent.
+
+    Limits (NAME_low, NAME_high) are shown in brackets. Columns without values are left out.
+
+    Args:
+        sections: the sections by report.
+        names: columns; bounds follow. By default all columns.
+        by: a column; of many rows, those with its largest values are shown.
+    """
+    columns, several = find_columns(sections), "" not in sections
+    groups = (read_rows({label: section}) for label, section in sections.items())
+    rows = []
+    for group in groups:
+        ranked = sorted(group, key=lambda row: -order(row[by])) if by else group
+        rows += ranked[:TOP] if by and len(ranked) > FIT else ranked
+    limits = {f"{name}{end}" for name in columns for end in ("_low", "_high")}
+    # `head` names the layer, too.
+    implied = {"layer", "module"} if "head" in columns else set()
+    every = [name for name in columns if name not in limits | implied]
+    bounds = [name for name in every if columns[name].formula and name not in names]
+    shown = []
+    # A report of another version may lack a column.
+    for name in filter(columns.__contains__, [*names, *bounds] if names else every):
+        # A column of texts or truth values that says the usual of every row is left out.
+        usual = columns[name].default if columns[name].format in ("s", "") else None
+        if {row.get(name) for row in rows} - {"", None, usual}:
+            shown.append(name)
+    keys = naming({name: columns[name] for name in shown}) if shown else []
+    first: dict[tuple[object, ...], int] = {}
+    for row in rows:
+        first.setdefault(tuple(row.get(name) for name in keys), len(first))
+    rows.sort(key=lambda row: first[tuple(row.get(name) for name in keys)])
+    table: list[tuple[Column | str, Iterable[object]]] = []
+    for name in shown:
+        values, low, high = (
+            [row.get(f"{name}{end}") for row in rows] for end in ("", "_low", "_high")
+        )
+        texts = map(cells.format_with_limits, values, low, high, repeat(columns[name]))
+        table.append((columns[name], list(texts)))
+    if several:
+        table.insert(len(keys), ("model", [row["model"] for row in rows]))
+    strong = {i for i, row in enumerate(rows) if row.get("attack") == WORST}
+    if rows:
+        yield make_table("", table, keys=len(keys) + several, strong=strong)
+
+
+def list_all_rows(section: Section) -> Iterator[Table]:
+    """Yield a folded table of every row and every column that is not empty."""
+    rows, columns = section.rows, section.columns
+    names = [name for name in columns if any(row.get(name) != "" for row in rows)]
+    keys = 2 if names[:2] == ["layer", "head"] else 1
+    table = ((columns[name], [row.get(name) for row in rows]) for name in names)
+    if rows:
+        yield make_table(f"All rows ({len(rows)})", table, keys=keys, folded=True)
+
+
+# Maps of heads, histograms of samples
+
+
+def map_heads(
+    title: str,
+    values: Mapping[tuple[int, int], float | None],
+    column: Column,
+    centre: float | None = None,
+) -> Heatmap:
+    """Arrange values by layer and head."""
+    layers, heads = (sorted({key[i] for key in values}) for i in (0, 1))
+    matrix = tuple(tuple(values.get((i, j)) for j in heads) for i in layers)
+    names = tuple(map(str, layers)), tuple(map(str, heads))
+    return Heatmap(title, matrix, *names, column, centre=centre)
+
+
+def map_column(sections: Sections, name: str) -> Iterator[Heatmap]:
+    """Map a column over layers and heads, of each report."""
+    for label, section in sections.items():
+        column = section.columns.get(name, cells.HEADINGS["value"])
+        values = {(row.layer, row.head): row.get(name) for row in section.rows}
+        if any(value is not None for value in values.values()):
+            about = column.meaning.rstrip(".")
+            title = cells.write_math(f"{column.label} of every head: {about}")
+            yield map_heads(f"{label}: {title}" if label else title, values, column)
+
+
+def count_samples(sections: Sections, name: str) -> Iterator[Histogram]:
+    """Count the samples by a per-sample column; bins are common to all reports.
+
+    Bins are logarithmic if they span more than a decade.
+    """
+    values = {
+        label or "samples": finite(section.samples[name])
+        for label, section in sections.items()
+        if name in section.samples
+    }
+    pooled = [value for known in values.values() for value in known]
+    low, high = min(pooled, default=0.0), max(pooled, default=0.0)
+    if low == high:
+        return
+    count = round(2 * len(pooled) ** (1 / 3))  # Rice's rule
+    shares = [i / count for i in range(1, count)]
+    if low > 0 and high > 10 * low:
+        inner = [low ** (1 - share) * high**share for share in shares]
+    else:
+        inner = [low * (1 - share) + high * share for share in shares]
+    counts = {}
+    for label, known in values.items():  # a value at an edge is in the bin above it
+        found = Counter(bisect_right(inner, value) for value in known)
+        counts[label] = tuple(float(found[i]) for i in range(count))
+    column = next(iter(sections.values())).sample_column(name)
+    title = f"{cells.write_math(column.label)} per sample"
+    yield Histogram(title, column, (low, *inner, high), counts)
+
+
+# Rows, named by head, by radius and by model
+
+
+def find_columns(sections: Sections) -> dict[str, Column]:
+    """Return the columns of all sections; `head` reads LAYER.HEAD and comes first."""
+    columns = {name: c for section in sections.values() for name, c in section.columns.items()}
+    head = {"head": cells.HEADINGS["head"]} if "head" in columns else {}
+    return head | columns | head
+
+
+def read_rows(sections: Sections) -> list[Row]:
+    """Return the rows of all reports; `head` is LAYER.HEAD, `model` the label of the report."""
+    rows = []
+    for label, section in sections.items():
+        for row in section.rows:
+            named: dict[str, Any] = {"model": label}
+            if "head" in section.columns:  # without a head the layer, without a layer the model
+                layer = f"layer {row.layer}" if row.head is None else f"{row.layer}.{row.head}"
+                named["head"] = "model" if row.layer is None else layer
+            if "eps_text" in section.columns:  # early reports store the number alone
+                named["eps_text"] = row.trial.radius.text
+            rows.append(row.replace(**named))
+    return rows
+
+
+def group_rows(rows: Iterable[Row], name: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Return the rows of each name."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(name(row), []).append(row)
+    return groups
+
+
+# Bounds beside exact norms
+
+
+def format_ratio(logarithm: float) -> float | str:
+    """Return 10 to a power as a cell; text if it is too large for a number."""
+    return 10**logarithm if logarithm < 300 else f"1e{logarithm:.0f}×"
+
+
+def list_tightness(sections: Sections) -> Iterator[Table]:
+    """List how many times each bound is above the exact norm, in every model."""
+    several, lines = "" not in sections, []
+    for name, column in find_bounds(find_columns(sections)).items():
+        for model, section in sections.items():
+            known = finite(log10_ratio(row, name) for row in section.rows)
+            ends = [format_ratio(reduce(known)) if known else None for reduce in (median, max)]
+            # With several models, the model replaces the domain, so that a row fits a terminal.
+            place = model if several else cells.write_math(column.domain)
+            lines.append((column.label, column.status, place, len(known), *ends))
+    names = ("bound", "status", "model" if several else "holds", "heads", "median", "largest")
+    if lines:
+        table = zip(names, zip(*lines, strict=True), strict=True)
+        yield make_table("Tightness over all heads: bound / exact", table)
+
+
+def scatter_bounds(sections: Sections) -> Iterator[Curve]:
+    """Plot every bound of every head over its exact norm: no point may be below y = x."""
+    columns, rows, series = find_columns(sections), read_rows(sections), list[Series]()
+    for bound, column in find_bounds(columns).items():
+        points = [(row.exact, row.get(bound), f"head {row.head} {row.model}") for row in rows]
+        # Logarithmic axes show positive numbers only.
+        known = [p for p in points if len(finite(p[:2])) == 2 and min(p[:2]) > 0]
+        if known:
+            exact, bounds, names = zip(*known, strict=True)
+            series.append(Series(column.label, exact, bounds, names=names))
+    if series:
+        ends = tuple(reduce(x for s in series for x in s.x) for reduce in (min, max))
+        series.append(Series("y = x", ends, ends, guide=True))
+        limit = replace(cells.HEADINGS["bound"], format=".3g", status="bound")
+        title = "Upper bounds over the exact norm, per head"
+        yield Curve(title, columns["exact"], limit, tuple(series), log=True, joined=False)
+
+
+# Curves of attacks and lengths
+
+
+LINES = 5
+"""Largest number of heads or layers in one chart, spread evenly."""
+
+
+def make_series(label: str, rows: Iterable[Row], x: str, y: str) -> Series:
+    """Return a line through the rows that have both columns, with the limits of y."""
+    known = sorted((r for r in rows if len(finite((r[x], r[y]))) == 2), key=lambda r: r[x])
+    across, up = (tuple(float(row[name]) for row in known) for name in (x, y))
+    low, high = (tuple(row.get(f"{y}_{end}") for row in known) for end in ("low", "high"))
+    return Series(label, across, up, low, high)
+
+
+def draw_accuracies(sections: Sections) -> Iterator[Curve]:
+    """Draw accuracy over the radius: a line per attack, or one per report."""
+    columns, rows = find_columns(sections), read_rows(sections)
+    if "" not in sections:
+        rows = [row for row in rows if row.attack == WORST] or rows
+    accuracy = replace(columns["robust"], label="accuracy")
+    for norm, group in group_rows(rows, lambda row: str(row.norm)).items():
+        lines = group_rows(group, lambda row: str(row.model or row.attack)).items()
+        # No attack counts as a ball of radius 0.
+        starts = {name: Row({"eps": 0.0, "robust": line[0].clean}) for name, line in lines}
+        series = [make_series(k, [*line, starts[k]], "eps", "robust") for k, line in lines]
+        shown = tuple(each for each in series if len(each.x) > 1)
+        ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
+        if shown:
+            title = f"Accuracy under attack, {norm}"
+            yield Curve(title, columns["eps"], accuracy, shown, ticks=ticks)
+
+
+def draw_lengths(sections: Sections) -> Iterator[Curve]:
+    """Draw norms over the length n beside n^(1/4) and n^(1/2), by mode; over R in mode radius."""
+    columns = find_columns(sections)
+    rows = [row for row in read_rows(sections) if order(row.norm) > 0]
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        x = "radius" if mode == "radius" else "n"
+        # A line has a radius R unless the data define it, or a length n.
+        fixed = {"real": "", "radius": "n"}.get(mode, "radius")
+        lines: dict[str, list[Row]] = {}
+        for row in (row for row in rows if row["mode"] == mode):
+            name = f"{row.model} {row.head}{', masked' * bool(row.masked)}".strip()
+            if fixed and row[fixed] is not None:
+                name += f", {'R' if fixed == 'radius' else 'n'} = {row[fixed]:.3g}"
+            lines.setdefault(name, []).append(row)
+        names = list(lines)
+        if len(names) > LINES:
+            names = [names[round(i * (len(names) - 1) / (LINES - 1))] for i in range(LINES)]
+        series = [make_series(name, lines[name], x, "norm") for name in names]
+        if series and x == "n":
+            start, end = min(s.x[0] for s in series), max(s.x[-1] for s in series)
+            first = series[0].y[0]
+            for text, power in (("1/4", 0.25), ("1/2", 0.5)):
+                last = first * (end / start) ** power
+                series.append(Series(f"n^{text}", (start, end), (first, last), guide=True))
+        if series:
+            title = f"Norms over {'R' if x == 'radius' else 'the length'}, mode {mode}"
+            yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
+
+
+def list_positions(sections: Sections) -> Iterator[Table]:
+    """List the positions of a text with the largest norms, over the texts that have them."""
+    for section in sections.values():
+        if "positions" in section.arrays:
+            norms = map(finite, section.arrays["positions"].numpy().T.tolist())
+            known = [(i, len(v), median(v), max(v)) for i, v in enumerate(norms) if v]
+            names = (section.columns[name] for name in ("samples", "median", "max"))
+            columns = section.sample_column("position"), *names
+            rows = tuple(sorted(known, key=lambda row: -row[3])[:TOP])
+            yield Table("Positions with the largest norms", columns, rows)
+
+
+# Attention maps, and what they lie over
+
+
+def draw_attention(sections: Sections) -> Iterator[Heatmap | Passage]:
+    """Draw the attention map (map@HEAD) of each report that has one, and what receives it."""
+    for label, section in sections.items():
+        for name, array in section.arrays.items():
+            kind, _, head = name.partition("@")
+            for block in _draw_map(head, array, section) if kind == "map" and array.data else ():
+                yield replace(block, title=f"{label}: {block.title}") if label else block
+
+
+def _draw_map(head: str, array: Array, section: Section) -> Iterator[Heatmap | Passage]:
+    values, whose = array.numpy(), section.attended.get(f"map@{head}")
+    of = f"head {head}, sample {whose.sample[:12]}" if whose else f"head {head}, first sample"
+    # Long maps are stored as means of square blocks; the last block may be narrower.
+    tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
+    block = -(-int(tokens) // max(array.shape))
+    means = f", means of {block} x {block} tokens" if block > 1 else ""
+    names = (tuple(str(block * i) for i in range(size)) for size in array.shape)
+    rows, columns = (whose.tokens, whose.tokens) if whose else names
+    title, axes = f"Attention map of {of}{means}", ("query", "key")
+    matrix = tuple(map(tuple, values.tolist()))
+    yield Heatmap(title, matrix, rows, columns, cells.HEADINGS["P"], axes, square=True)
+    if whose:
+        title = f"Attention received, mean over queries, {of}"
+        yield _lay_over(title, values.mean(0), whose, cells.HEADINGS["mean P"])
+
+
+def _lay_over(
+    title: str, values: Iterable[float | None], whose: Attended, column: Column
+) -> Heatmap | Passage:
+    """Overlay values of tokens on a text, or values of patches on a picture."""
+    known = tuple(value or 0.0 for value in values)[: len(whose.tokens)]
+    height, width = whose.grid
+    if not height * width:
+        return Passage(title, whose.tokens, known, column)
+    patches = known[whose.first :][: height * width]
+    # The class token and registers are not patches: a picture cannot show their values.
+    outside = sum(known) - sum(patches)
+    return Heatmap(
+        title=f"{title} ({outside:.0%} on other tokens)" if whose.first else title,
+        values=tuple(patches[i * width : (i + 1) * width] for i in range(height)),
+        rows=tuple(map(str, range(height))),
+        columns=tuple(map(str, range(width))),
+        column=column,
+        axes=("row", "column"),
+        square=True,
+        image=whose.image,
+    )
+
+
+DRAWINGS: dict[str, tuple[Callable[[Sections], Iterable[Block]], ...]] = {
+    "bounds": (list_tightness, scatter_bounds),
+    "attention": (draw_attention,),
+    "jacobian": (list_positions,),
+    "attack": (draw_accuracies,),
+    "scaling": (draw_lengths,),
+}
+"""What a section shows besides the tables, maps and histograms of its columns."""

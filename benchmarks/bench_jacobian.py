@@ -33,7 +33,7 @@ from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, quartiles, resident, spread, timed
 from lipaudit.models.linearize import Linearization, linearize
 from lipaudit.models.model_norms import DENSE, compute_jacobian_norms
-from lipaudit.models.sources.demo import MEAN, STD, WIDTH, load_demo
+from lipaudit.models.sources.timm import MEAN, STD, WIDTH, load_demo
 
 
 @dataclass

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.shared.study import Pair, cells, heading, nearest, rho, scatter, sections
-from lipaudit.data.arrays import read_idx
 from lipaudit.data.batch import Batch, identify_samples
+from lipaudit.data.images import read_idx
 from lipaudit.measures import (
     AttackOptions,
     AttentionOptions,
@@ -34,7 +34,7 @@ from lipaudit.measures import (
     JacobianOptions,
 )
 from lipaudit.models.net import LoadOptions, ModelSpec, Net
-from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import assemble
 from lipaudit.settings.recipe import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import train

@@ -20,9 +20,8 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import seed_device
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.demo import DigitsViT, describe_demo
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loading import assemble, load_net
+from lipaudit.models.sources.timm import DigitsViT, describe_demo
 from lipaudit.settings.recipe import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import Epoch, train

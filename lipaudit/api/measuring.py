@@ -20,7 +20,7 @@ from lipaudit.api.requests import (
     name_model,
     name_models,
 )
-from lipaudit.data.arrays import list_forms
+from lipaudit.data.images import list_forms
 from lipaudit.data.loading import Samples, draw_tensors
 from lipaudit.engine.execute import Observer, execute, run_job
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
@@ -37,8 +37,7 @@ from lipaudit.errors import (
     of_machine,
 )
 from lipaudit.models.net import Net
-from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.own import borrow, freeze_net
+from lipaudit.models.sources.loading import borrow, freeze_net, load_net
 from lipaudit.tables import Report
 
 Models = list[AnyModel] | list[str] | list[nn.Module] | tuple[AnyModel, ...]

@@ -173,7 +173,7 @@ def models(
     [dim]Example:[/] [cyan]lipaudit models vit_tiny[/]
     """
     from lipaudit.cli.emit import emit
-    from lipaudit.models.sources.names import demo_names, timm_names
+    from lipaudit.models.sources import demo_names, timm_names
     from lipaudit.report import FACTS, Subject
 
     known = (*demo_names(), *(f"timm:{each}" for each in timm_names()))

@@ -1,15 +1,25 @@
-"""A batch of samples, and the identity of each."""
+"""The samples of a run: their batch and identities, how they are drawn, and their labels."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lipaudit.errors import InputError, LipauditError, first_line, out_of_memory
+from lipaudit.tables import Note
+
+if TYPE_CHECKING:
+    from lipaudit.data.hub import Commit
+    from lipaudit.models.net import Net
 
 
 @dataclass(frozen=True)
@@ -145,3 +155,324 @@ def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str,
         seen[digest] += 1
         ids.append(digest if seen[digest] == 1 else f"{digest}-{seen[digest]}")
     return tuple(ids)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The user's options for the data.
+
+    Attributes:
+        samples: number of samples.
+        seed: seed of the random draw, without replacement.
+        max_tokens: largest number of tokens of a text, with special tokens.
+        text_column: table column of the texts, or two columns with a comma between; by default the
+            first usual name.
+        label_column: table column of the labels; by default the first usual name.
+        offline: never open a connection; only what is on this machine.
+        skip_bad: leave out samples that cannot be read, with a note, instead of an error.
+        scored: read prompts with continuations for a language model to score.
+    """
+
+    samples: int = 32
+    seed: int = 0
+    max_tokens: int = 128
+    text_column: str | None = None
+    label_column: str | None = None
+    offline: bool = False
+    skip_bad: bool = False
+    scored: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """The question that a language model answers by scoring continuations.
+
+    Attributes:
+        kind: one continuation, several choices, or labels.
+        classes: names of the classes: a continuation and its rival, letters, or labels.
+    """
+
+    kind: Literal["continuation", "choices", "labels"]
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All the samples of one run.
+
+    Attributes:
+        batch: the samples; texts are padded to the longest one.
+        notes: notes on the data: how labels were matched, texts that were cut.
+        commit: the commit of a repository of the Hub.
+        origins: the place of each sample in the data, in the order of the batch; empty if unknown.
+        task: the question, for prompts with continuations.
+        spec: the DATA argument.
+    """
+
+    batch: Batch
+    notes: tuple[Note, ...] = ()
+    commit: Commit | None = None
+    origins: tuple[SampleOrigin, ...] = ()
+    task: Task | None = None
+    spec: str = ""
+
+    @property
+    def suite_id(self) -> str:
+        """Return the identity of the set of samples, independent of their order."""
+        return hashlib.sha256("\n".join(sorted(self.batch.ids)).encode()).hexdigest()[:16]
+
+
+def remark(code: str, text: str) -> Note:
+    """Return a note of level info."""
+    return Note(level="info", code=code, text=text)
+
+
+def warning(code: str, text: str) -> Note:
+    """Return a note of level warning."""
+    return Note(level="warning", code=code, text=text)
+
+
+def draw_indices(total: int, samples: int, seed: int) -> list[int]:
+    """Draw indices without replacement; a larger draw contains every smaller one."""
+    # Always permute all: then n + 1 samples are n samples and one more.
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    return order[:samples].tolist()
+
+
+def draw(
+    total: int, options: DataOptions, read: Callable[[int], T], *, what: str
+) -> tuple[list[tuple[int, T]], tuple[Note, ...]]:
+    """Read the requested number of samples in random order, each with its position.
+
+    With `skip_bad`, unreadable samples are replaced by the next ones.
+
+    Raises:
+        InputError: a sample cannot be read; with `skip_bad`, no sample can.
+    """
+    drawn: list[tuple[int, T]] = []
+    faults: list[str] = []
+    for i in draw_indices(total, total, options.seed):
+        if len(drawn) == options.samples:
+            break
+        try:
+            drawn.append((i, read(i)))
+        except InputError as error:
+            if not options.skip_bad:
+                raise
+            faults.append(error.message)
+    if not drawn:
+        raise InputError(f"none of {total} {what} can be read ({faults[0]})", "Check the files.")
+    return drawn, note_left_out(faults, what)
+
+
+def note_left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
+    """Note how many samples were left out for their faults, and the first of them."""
+    if not faults:
+        return ()
+    text = f"unreadable {what} were left out: {len(faults)} (the first: {faults[0]})"
+    return (warning("skipped-bad", text),)
+
+
+def make_samples(
+    x: Sequence[Tensor],
+    net: Net,
+    y: Sequence[int] | None = None,
+    *,
+    texts: Sequence[tuple[str, ...]] = (),
+    limit: int = 0,
+    origins: Sequence[SampleOrigin] = (),
+    notes: tuple[Note, ...] = (),
+    task: Task | None = None,
+) -> Samples:
+    """Make the samples of a run; texts are padded, and ids do not depend on the padding.
+
+    Args:
+        x: samples in the form that the model takes; for texts, token ids of any length.
+        net: the model.
+        y: class numbers of the model, or None.
+        texts: the text or pair of texts of each sample; empty for other data.
+        limit: number of tokens after which texts are cut; 0 for other data.
+        origins: the place of each sample in the data; empty for random samples.
+        notes: notes on the data.
+        task: the question, for prompts with continuations.
+    """
+    ids, labels = identify_samples(x, y), None if y is None else torch.as_tensor(y)
+    if net.kind != "text":
+        batch = Batch(torch.stack(list(x)), labels, ids)
+    else:
+        padded = pad_sequence(list(x), batch_first=True, padding_value=net.pad_id)
+        mask = torch.arange(padded.shape[1]) < torch.as_tensor([len(row) for row in x])[:, None]
+        # Without a mask, models take their faster path.
+        needed = None if bool(mask.all()) else mask
+        batch = Batch(padded, labels, ids, needed, texts=tuple(texts), limit=limit)
+    return Samples(batch, notes, None, tuple(origins), task)
+
+
+@contextmanager
+def refuse_damage(name: object, kind: str, advice: str) -> Iterator[None]:
+    """Turn any exception of a library on a damaged file into one error.
+
+    Args:
+        name: the file.
+        kind: the expected kind of file: `.npz file`, `image`.
+        advice: the hint of the error.
+
+    Raises:
+        InputError: the block raised an exception that is not lipaudit's.
+    """
+    try:
+        yield
+    except LipauditError:
+        raise
+    except Exception as error:  # every format's library has its own exceptions
+        reason = first_line(error) or type(error).__name__
+        reason = "it needs more memory than is available" if out_of_memory(error) else reason
+        raise InputError(f"{name} is not a readable {kind} ({reason})", advice) from error
+
+
+LISTED = 5
+"""Number of classes listed in a message."""
+
+
+class LabelError(InputError):
+    """Labels of the data that are not classes of the model; `name` is the first one."""
+
+    def __init__(self, message: str, advice: str = "", *, name: str = "") -> None:
+        super().__init__(message, advice)
+        self.name = name
+
+
+def match_classes(
+    names: Sequence[str], net: Net, *, order: bool = True
+) -> tuple[dict[str, int], tuple[Note, ...]]:
+    """Match the class names of a data set with the model's classes.
+
+    First by name, ignoring case: one of several names separated by commas, or an alias (an
+    ImageNet synset). If no name is known, as class numbers. Else by order, if the counts agree; a
+    warning then lists the whole map.
+
+    Args:
+        names: every class of the data set, in the data set's order (folders: sorted).
+        net: the model.
+        order: whether numbers that are not classes may be matched by order, too.
+
+    Raises:
+        LabelError: no match, so an accuracy would be meaningless; `name` is the first unknown
+            class.
+    """
+    known = {_normalise(alias): i for alias, i in net.aliases.items()}
+    if net.labels is None:  # the placeholder names of transformers
+        known |= {f"label {i}": i for i in range(net.classes or 0)}
+    for i, label in enumerate(net.labels or ()):
+        for name in (*label.split(","), label):
+            known.setdefault(_normalise(name), i)
+    index = {
+        name: known.get(_normalise(name), known.get(str(_read_number(name)))) for name in names
+    }
+    if None not in index.values():
+        return {name: i for name, i in index.items() if i is not None}, ()
+    # Numbers and order only if no name is known: a partial match is a mistake.
+    if not any(i is not None for i in index.values()):
+        numbers = {name: number for name in names if (number := _read_number(name)) is not None}
+        if len(numbers) == len(names) and (
+            not order or set(numbers.values()) <= set(range(net.classes or 0))
+        ):
+            require_labels(numbers, net)
+            return numbers, ()
+        # As many names as classes: match by order as a last resort, with a warning.
+        if net.classes == len(names):
+            try:  # in the data set's order, but numbers by size: 2.0 before 10.0
+                order_of = {name: i for i, name in enumerate(sorted(names, key=float))}
+            except ValueError:
+                order_of = {name: i for i, name in enumerate(names)}
+            labels = net.labels
+            text = "class names were matched only by their order: " + ", ".join(
+                f"{name!r} is class {i}" + (f" ({labels[i]!r})" if labels else "")
+                for name, i in order_of.items()
+            )
+            return order_of, (warning("labels-by-order", text),)
+    stranger = next(name for name, i in index.items() if i is None)
+    has = "no class names" if not known else "no class of that name"
+    listed = f" ({_list_first(net.labels)})" if net.labels else ""
+    raise LabelError(
+        f"the data have the class {stranger!r}, but the model has {has}, and {net.classes} "
+        f"classes{listed} for the data's {len(names)} ({_list_first(names)})",
+        "Rename the classes to the model's names, or give exactly as many classes as the "
+        "model, in its order. To train a new classifier, use `lipaudit train --classes`.",
+        name=stranger,
+    )
+
+
+def match_labels(
+    values: Sequence[Any],
+    net: Net,
+    places: Sequence[str],
+    origin: str,
+    classes: Sequence[str] | None = None,
+) -> tuple[list[int], tuple[Note, ...]]:
+    """Return the model's class numbers for labels that are class names or numbers.
+
+    Args:
+        values: labels of the whole data set.
+        net: the model.
+        places: where each label is, for messages: `line 7`.
+        origin: the data set, for messages.
+        classes: the data set's class names, if the labels are their numbers; None: the labels
+            define the classes.
+
+    Raises:
+        LabelError: a label is not a class; the message gives its place.
+    """
+    if classes is not None and min(values, default=0) >= 0:
+        index, notes = match_classes(classes, net)
+        return [index[classes[value]] for value in values], notes
+    names = [str(value).strip() for value in values]
+    try:
+        # Labels of rows that are numbers are never matched by order.
+        index, notes = match_classes(sorted(set(names)), net, order=False)
+    except LabelError as error:
+        place = places[names.index(error.name)]
+        raise LabelError(f"{origin}: {place}: {error.message}", error.advice) from None
+    return [index[name] for name in names], notes
+
+
+def _read_number(name: str) -> int | None:
+    """Read a class number; a share like 0.7 is not one, and must not become class 0."""
+    head, _, decimals = name.partition(".")
+    if name in ("True", "False"):
+        return int(name == "True")
+    whole = head.removeprefix("-").isdecimal() and not decimals.strip("0")
+    return int(head) if whole else None
+
+
+def require_labels(numbers: Mapping[str, int], net: Net, origin: str = "") -> None:
+    """Refuse labels that are not class numbers of the model.
+
+    Raises:
+        LabelError: the message names the first such label.
+    """
+    classes = net.classes
+    for name, i in numbers.items():
+        if classes and not 0 <= i < classes:
+            raise LabelError(
+                f"{origin}label {name} is not one of the model's {classes} classes (0 to "
+                f"{classes - 1})",
+                "Number the labels from 0, in the order of the model's outputs.",
+                name=name,
+            )
+
+
+def _list_first(names: Sequence[str]) -> str:
+    """List the first of some class names.
+
+    >>> _list_first("abcdefg")
+    "'a', 'b', 'c', 'd', 'e', ..."
+    """
+    return ", ".join([*map(repr, names[:LISTED]), *(["..."] if len(names) > LISTED else [])])
+
+
+def _normalise(name: str) -> str:
+    return name.strip().replace("_", " ").casefold()

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import SampleOrigin
-from lipaudit.data.samples import DataOptions, Samples, Task, draw, make_samples, warning
+from lipaudit.data.batch import (
+    DataOptions,
+    SampleOrigin,
+    Samples,
+    Task,
+    draw,
+    make_samples,
+    warning,
+)
 from lipaudit.data.tables import (
     LABELS,
     SampleTable,
@@ -20,8 +27,9 @@ from lipaudit.data.tables import (
     choose_sound,
     choose_text_columns,
     find_fault,
+    limit_tokens,
+    shorten,
 )
-from lipaudit.data.text import limit_tokens, shorten
 from lipaudit.errors import InputError
 
 if TYPE_CHECKING:

@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipaudit.data.arrays import (
+from lipaudit.data.batch import DataOptions as DataOptions
+from lipaudit.data.batch import SampleOrigin, make_samples, remark, warning
+from lipaudit.data.batch import Samples as Samples
+from lipaudit.data.continuations import read_continuations
+from lipaudit.data.hub import read_dataset
+from lipaudit.data.images import (
     INPUTS,
     SampleForm,
     draw_arrays,
     find_array,
+    find_common_shape,
     holds_arrays,
     list_forms,
     load_arrays,
     read_arrays,
 )
-from lipaudit.data.batch import SampleOrigin
-from lipaudit.data.continuations import read_continuations
-from lipaudit.data.hub_sets import read_dataset
-from lipaudit.data.images import find_common_shape
-from lipaudit.data.samples import DataOptions as DataOptions
-from lipaudit.data.samples import Samples as Samples
-from lipaudit.data.samples import make_samples, remark, warning
 from lipaudit.data.tables import (
     SUFFIXES,
     SampleTable,
+    cut_windows,
     draw_table,
     read_folder,
     read_table,
+    read_text,
 )
-from lipaudit.data.text import cut_windows, read_text
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.tables import Note
 

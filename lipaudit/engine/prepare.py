@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from lipaudit.data.batch import Batch
-from lipaudit.data.labels import LabelError
+from lipaudit.data.batch import Batch, LabelError
 from lipaudit.data.loading import DataOptions, Samples, find_data_forms, load_data
 from lipaudit.engine.files import require_writable
 from lipaudit.engine.launcher import Place, share_run

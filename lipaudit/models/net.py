@@ -13,10 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.text import Lexicon
-from lipaudit.data.arrays import SampleForm
-from lipaudit.data.batch import Batch
+from lipaudit.data.batch import Batch, warning
 from lipaudit.data.hub import Commit
-from lipaudit.data.samples import warning
+from lipaudit.data.images import SampleForm
 from lipaudit.errors import UsageError
 from lipaudit.models.precision import devices, precision
 from lipaudit.tables import Note

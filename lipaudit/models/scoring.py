@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lipaudit.data.batch import Batch
-from lipaudit.data.samples import Task, remark
+from lipaudit.data.batch import Batch, Task, remark
 from lipaudit.errors import InputError
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic, lifting

@@ -25,7 +25,7 @@ from lipaudit.engine.prepare import Request
 from lipaudit.errors import InputError, UsageError, explain_error
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, seed_device
-from lipaudit.models.sources.assembly import unwrap
+from lipaudit.models.sources.own import unwrap
 from lipaudit.monitor.checkpoints import StepReports
 from lipaudit.monitor.figures import PREFIX, Logger, collect_figures
 from lipaudit.tables import Report

@@ -140,7 +140,7 @@ def _describe(samples: Samples) -> dict[str, Any]:
 
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
     """Write the model atomically; return whether `out` is now a MODEL."""
-    from lipaudit.models.sources.saving import save_net
+    from lipaudit.models.sources.loading import save_net
 
     try:
         with tempfile.TemporaryDirectory(dir=out) as folder:

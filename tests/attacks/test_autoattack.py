@@ -17,7 +17,7 @@ from lipaudit.attacks.evaluate import Chunk, derive_seed, evaluate_chunk
 from lipaudit.attacks.kinds import ATTACKS
 from lipaudit.attacks.oracle import margins
 from lipaudit.attacks.plan import adapt, read_plan
-from lipaudit.models.sources.demo import load_demo
+from lipaudit.models.sources.timm import load_demo
 
 NAMES = [name for name, kind in ATTACKS.items() if not kind.masked]
 EACH = pytest.mark.parametrize("name", NAMES)

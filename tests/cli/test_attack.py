@@ -16,8 +16,8 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
 from lipaudit.measures import AttackOptions
 from lipaudit.measures.attack import check
+from lipaudit.models.sources.inputs import read_lexicon
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.texts import read_lexicon
 from tests.commands import invoke, refuse
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]

@@ -79,7 +79,7 @@ OWN = """
 import torch
 from torch import nn
 from lipaudit import ModelSpec
-from lipaudit.models.sources.demo import load_demo
+from lipaudit.models.sources.timm import load_demo
 def model(): return load_demo("standard").module
 def fails(): raise RuntimeError("no")
 def nothing(): return None

@@ -21,7 +21,7 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 OWN = """
 import torch
 from torch import nn
-from lipaudit.models.sources.demo import load_demo
+from lipaudit.models.sources.timm import load_demo
 
 class Named(nn.Module):
     def __init__(self, fails):
@@ -285,8 +285,7 @@ def test_trainings(folder):
 
 
 def test_checkpoints(folder):
-    from lipaudit.models.sources.loading import load_net
-    from lipaudit.models.sources.saving import save_net
+    from lipaudit.models.sources.loading import load_net, save_net
 
     root = folder / f"checkpoints{EVIL}"
     for name in (f"checkpoint-1{EVIL}", f"{EVIL}checkpoint-2", f"checkpoint-3{EVIL}"):

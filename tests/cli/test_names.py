@@ -88,7 +88,7 @@ def test_so_is_a_name_of_a_rule(table, meant):
 def test_names_of_timm_are_those_that_timm_lists():
     import timm
 
-    from lipaudit.models.sources.names import timm_names
+    from lipaudit.models.sources import timm_names
 
     assert list(timm_names()) == sorted(timm.list_models())
 

@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from lipaudit.cli.commands import app
-from lipaudit.data.samples import DataOptions
+from lipaudit.data.batch import DataOptions
 from lipaudit.settings import Recipe, RunOptions
 from tests.commands import invoke, list_commands
 

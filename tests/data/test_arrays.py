@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lipaudit.data.arrays import KINDS, read_idx
+from lipaudit.data.images import KINDS, read_idx
 from lipaudit.data.loading import DataOptions, SampleForm, find_data_forms, load_data
 from lipaudit.errors import InputError
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lipaudit.data.labels import LabelError
+from lipaudit.data.batch import LabelError
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
 

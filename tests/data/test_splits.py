@@ -3,7 +3,7 @@
 import datasets
 import pytest
 
-from lipaudit.data.hub_sets import Reference, parse_reference
+from lipaudit.data.hub import Reference, parse_reference
 from lipaudit.data.loading import DataOptions, load_data
 from tests.hub import hub as hub
 

@@ -26,8 +26,7 @@ from lipaudit.measures.attention import (
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loading import assemble, load_net
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.softmax import profile_rows, row_statistics
 from tests.live import Live
@@ -328,7 +327,7 @@ import resource
 import torch
 from lipaudit.data.batch import Batch
 from lipaudit.measures.attention import AttentionOptions, measure, summarise
-from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import assemble
 from lipaudit.models.net import LoadOptions, ModelSpec
 
 class One(torch.nn.Module):

@@ -4,9 +4,8 @@ import pytest
 import torch
 import transformers
 
-from lipaudit.data.batch import Batch
+from lipaudit.data.batch import Batch, Task, make_samples
 from lipaudit.data.continuations import pack
-from lipaudit.data.samples import Task, make_samples
 from lipaudit.errors import InputError
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.scoring import score_continuations

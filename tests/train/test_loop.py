@@ -11,7 +11,7 @@ from benchmarks.shared.demos import RECIPES, load_shipped, make_demo
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import assemble
 from lipaudit.settings import Recipe
 from lipaudit.train import train
 from lipaudit.train.loop import Training, flip_images, make_mix, shift_images, split_batches

@@ -13,19 +13,20 @@ import torch
 from packaging.version import Version
 from torch import nn
 
+from lipaudit.data.batch import remark, warning
 from lipaudit.data.hub import Commit, Repository, explain_refusal, find_commit, hub_bars
-from lipaudit.data.samples import remark, warning
 from lipaudit.errors import InputError, UsageError, explain_failure
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
-from lipaudit.models.sources.outputs import (
+from lipaudit.models.sources.inputs import (
     CLASSIFIERS,
     HEADS,
     TOWERS,
     describe_images,
     describe_sounds,
+    describe_texts,
+    find_text_config,
     has_head,
 )
-from lipaudit.models.sources.texts import describe_texts, find_text_config
 from lipaudit.models.sources.weights import (
     describe_misfit,
     few,

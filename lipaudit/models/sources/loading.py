@@ -1,23 +1,52 @@
-"""The MODEL argument: find its source, and load the `Net`."""
+"""The MODEL argument: find its source, load and check the `Net`, and save it again."""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lipaudit.data.batch import remark, warning
 from lipaudit.data.hub import hub_access
-from lipaudit.errors import InputError, UsageError, neighbours, require_versions, similar
+from lipaudit.data.images import resize
+from lipaudit.errors import (
+    InputError,
+    LipauditError,
+    UsageError,
+    first_line,
+    neighbours,
+    of_machine,
+    require_versions,
+    similar,
+)
+from lipaudit.models.net import OWN, Net
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
-from lipaudit.models.net import Net
-from lipaudit.models.precision import seed_device
-from lipaudit.models.sources import huggingface, own, timm
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.demo import load_demo
-from lipaudit.models.sources.names import FORMS, similar_models
-from lipaudit.models.sources.offload import find_device
-from lipaudit.models.sources.weights import SUFFIXES, read_json
+from lipaudit.models.precision import devices, eager, hold, lifting, precision, seed_device
+from lipaudit.models.sources import FORMS, huggingface, own, similar_models, timm
+from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
+from lipaudit.models.sources.offload import Placement, find_device, plan_placement
+from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
+from lipaudit.models.sources.weights import (
+    SUFFIXES,
+    few,
+    hash_weights,
+    note_half_precision,
+    read_json,
+    require_finite_weights,
+)
+from lipaudit.tables import Note
 
 SEED = 0
 """Seed of random weights, so that they are always the same."""
@@ -128,3 +157,402 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
         f"{file} names neither a timm architecture nor a transformers model_type",
         "Give the weights file with --arch timm:NAME.",
     )
+
+
+Call = Callable[[Tensor, Tensor | None], Any]
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
+
+
+def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -> Net:
+    """Make a model ready to be measured.
+
+    Put the module in eval mode, freeze its parameters, and move it to the requested device and
+    dtype. One blank sample runs through it, so a model that cannot run is refused here.
+
+    Raises:
+        InputError: weights are not finite, or the model cannot run on a blank sample.
+        UsageError: a normalisation that does not fit the images, an unknown dtype or device.
+    """
+    module = own.unwrap(spec.module)
+    require_values(module, name)
+    if options.dtype not in DTYPES:
+        known = f"Use one of {', '.join(DTYPES)}."
+        raise UsageError(f"dtype {options.dtype!r} is not supported", known)
+    stored, dtype = options.weights == "stored", DTYPES[options.dtype]
+    placement = None
+    if options.device_map is not None:
+        if options.device != "auto":
+            raise UsageError(
+                f"--device {options.device} and --device-map both choose the device of the model",
+                "Leave --device out.",
+            )
+        placement = plan_placement(module, options.device_map, None if stored else dtype)
+    # Half-precision arithmetic is too coarse for norms. Placed weights are converted on their way.
+    notes = () if stored else note_half_precision(p.dtype for p in module.parameters())
+    if notes and placement is None:
+        module = module.float()
+    require_finite_weights(module, name)
+    # Before conversion to the dtype of the run: the hash identifies the checkpoint.
+    digest = hash_weights(module)
+    module.eval().requires_grad_(False)
+    spec = replace(spec, module=module)
+    call, preprocess = _add_preprocessing(spec, options)
+    call, placed = _place_weights(module, call, options, placement)
+
+    def read(result: Any) -> Tensor:
+        output = (spec.read or find_main_output)(result)
+        return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
+
+    result, output, entry = _probe(spec, call, read)
+    notes += placed
+    several = isinstance(result, tuple | list) and not hasattr(result, "logits")
+    others = [tuple(t.shape[1:]) for t in result[1:] if isinstance(t, Tensor)] if several else []
+    if others and spec.read is None:
+        text = (
+            "the model returns several tensors: the first is measured, of shape "
+            f"{tuple(output.shape[1:])} per sample, not the others ({few(others)}). To choose, "
+            "write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR)"
+        )
+        notes += (warning("first-output", text),)
+    classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
+    if spec.labels is not None and classes not in (None, len(spec.labels)):
+        raise InputError(
+            f"{len(spec.labels)} labels ({few(spec.labels)}) for {classes} outputs",
+            "Check num_classes and the labels of the model's configuration. Two classes need two "
+            "logits: torch.cat([0 * z, z], 1).",
+        )
+    described = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
+    if spec.kind == "image":
+        described |= {"box": spec.box or (0.0, 1.0)}
+        described |= {"prepare": spec.prepare or partial(resize, shape=spec.input_shape)}
+    assembled: dict[str, Any] = described | {
+        "call": call,
+        "read": read,
+        "entry": spec.entry or entry,
+        "architecture": spec.architecture or type(module).__name__,
+        "preprocess": preprocess,
+        "notes": spec.notes + notes + (() if spec.commit is None else (spec.commit.note,)),
+    }
+    return Net(
+        **assembled,
+        name=name,
+        source=source,
+        parameters=sum(p.numel() for p in module.parameters()),
+        weights_sha256=digest,
+        classes=None if classes == 1 else classes,  # a single output is a regression
+        device_map={} if placement is None else placement.places,
+    )
+
+
+def find_main_output(result: Any) -> Tensor:
+    """Find the output tensor in the result of a model: itself, its logits, or its first item.
+
+    Raises:
+        InputError: the result holds no tensor.
+    """
+    if isinstance(result, Mapping) and "logits" in result:
+        result = result["logits"]
+    elif hasattr(result, "logits"):
+        result = result.logits
+    elif isinstance(result, (tuple, list)) and result:
+        result = result[0]
+    if not isinstance(result, Tensor):
+        raise InputError(
+            f"the model returned {type(result).__name__}, not a tensor or an output with logits",
+            "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
+        )
+    return result
+
+
+def require_values(module: nn.Module, name: str) -> None:
+    """Refuse TorchScript modules and modules with tensors without values.
+
+    Raises:
+        InputError: TorchScript, the meta device, or a lazy module that never ran.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(
+            f"{name} is TorchScript, whose modules cannot be read", "Give the original module."
+        )
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            raise InputError(
+                f"{path} of {name} has no values",
+                "Load the weights first (run a lazy module once).",
+            )
+
+
+def _place_weights(
+    module: nn.Module, call: Call, options: LoadOptions, placement: Placement | None
+) -> tuple[Call, tuple[Note, ...]]:
+    """Put the weights on their devices in their precision, and note what is stored."""
+    dtype, stored = DTYPES[options.dtype], options.weights == "stored"
+    notes: tuple[Note, ...] = ()
+    if placement is not None:
+        placement.place_weights(module, None if stored else dtype)
+        notes = (placement.note(module),)
+        call = placement.connect(module, call)
+    else:
+        module.to(find_device(options.device))
+        if not stored:
+            module.to(dtype)
+            return call, ()
+    kinds = hold(module, dtype, None if placement is None else placement.computes_at)
+    if stored:
+        text = (
+            f"weights stay in {few([str(k).removeprefix('torch.') for k in kinds])}, as stored, "
+            f"and are converted to {options.dtype} one layer at a time. The results are those of "
+            "exactly these weights"
+            if kinds
+            else f"no weights are stored in less than {options.dtype}, so --weights stored has no "
+            "effect"
+        )
+        notes += (remark("stored-weights", text),)
+    return lifting(call), notes
+
+
+def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
+    """Return a function that preprocesses samples and runs the model, and facts about it."""
+    given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
+    named = [name for name, value in given.items() if value is not None]
+    if named and spec.kind != "image":
+        raise UsageError(
+            f"{few(named)} was given, but the model takes {spec.kind}", "Leave it out."
+        )
+    module, facts = spec.module, dict(spec.preprocess)
+    call = spec.call or (lambda x, mask: module(x) if mask is None else module(x, mask))
+    if spec.kind == "tokens":  # a copy, because the module may write to it
+        return (lambda x, mask: call(x.clone(), mask)), facts
+    if spec.kind != "image":
+        return call, facts
+    channels = spec.input_shape[0]
+    mean, std = options.mean or spec.mean or (0.0,), options.std or spec.std or (1.0,)
+    for key, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, channels) or (key == "std" and min(values) <= 0):
+            raise UsageError(
+                f"{key} {values} does not fit {channels} channels, or is not positive",
+                f"Give --{key} one value, or {channels} separated by commas. Pixels are divided "
+                "by std, which must be positive.",
+            )
+    mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
+    facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
+
+    @cache
+    def constants(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        with torch.inference_mode(False):  # the tensors may become part of a graph later
+            return [torch.tensor(v, device=device, dtype=dtype) for v in (mean, std)]
+
+    def normalise(x: Tensor, mask: Tensor | None) -> Any:
+        shift, scale = (t[:, None, None] for t in constants(x.device, x.dtype))
+        return call((x - shift) / scale, mask)
+
+    return normalise, facts
+
+
+def _probe(
+    spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
+) -> tuple[Any, Tensor, nn.Module | None]:
+    """Run one blank sample; return the result, its output tensor and the embedding module."""
+    module, device, image = spec.module, next(devices(spec.module)), spec.kind == "image"
+    if spec.kind == "text":
+        most = min(PROBE_TOKENS, *spec.input_shape)
+        ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
+        ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
+        x = torch.tensor([ids], device=device)
+    else:
+        # Grey pixels, and zeros for floats: inputs that every model should accept.
+        grey = 0.5 if image else 0.0
+        x = torch.full((1, *spec.input_shape), grey, device=device, dtype=precision(module))
+    entries: list[nn.Module] = []
+
+    def watch(part: nn.Module, args: tuple[Any, ...], _output: Any) -> None:
+        if image or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
+            entries.append(part)
+
+    try:
+        with ExitStack() as hooks:
+            for path, part in module.named_modules():
+                name, kind = path.rpartition(".")[2], type(part).__name__
+                patches = image and ("PatchEmbed" in kind or "patch_embed" in name)
+                if patches or (spec.kind == "text" and isinstance(part, nn.Embedding)):
+                    hooks.callback(part.register_forward_hook(watch).remove)
+            with eager(), torch.no_grad():
+                result = call(x, None)
+                output = read(result)
+    except Exception as error:  # the model's own code may raise anything
+        if isinstance(error, LipauditError) or of_machine(error):
+            raise
+        check = "--input-size and --model-kwargs" if image else "--model-kwargs"
+        raise InputError(
+            f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
+            f"{spec.input_shape} ({type(error).__name__}: {first_line(error)})",
+            f"Check {check}. If the model needs other arguments, write a py: factory that "
+            "returns a ModelSpec with its own `call`.",
+        ) from error
+    halved = output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32
+    if halved or not output.is_floating_point():
+        raise InputError(
+            f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
+            "Let the model return its scores (logits), not a decision, which has no gradient. "
+            "Switch autocast off in its code, or use --dtype float64, which overrides it.",
+        )
+    if not bool(output.isfinite().all()):
+        raise InputError(
+            "the model's output on a blank sample is not finite",
+            "Check the weights. A masked class needs a finite logit.",
+        )
+    return result, output, entries[0] if entries else None
+
+
+def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
+    """Write the weights of a model and, if its library has a format for it, its configuration.
+
+    Models of transformers are written in their format, with all other files of their directory
+    (tokenizer, pooling). Models of timm and the demos are written in timm's format, with their
+    normalisation.
+
+    Args:
+        net: the model.
+        folder: created if missing.
+        options: the options the model was loaded with.
+
+    Returns:
+        True if the folder is a MODEL argument, False if it holds weights only.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    module: Any = net.module
+    if hasattr(module, "save_pretrained"):
+        source = Path(module.config._name_or_path)
+        beside = (*source.glob("*"), *source.glob(POOLING)) if source.is_dir() else ()
+        for file in beside:
+            copy = folder / file.relative_to(source)
+            if file.suffix in SETTINGS and ".index." not in file.name and not copy.exists():
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copy)
+        with silence_transformers():
+            module.save_pretrained(folder)
+        return True
+    weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
+    (folder / "model.safetensors").write_bytes(save(weights))  # a full disk raises OSError here
+    trained, preprocess = getattr(module, "pretrained_cfg", None), net.preprocess
+    if isinstance(module, DigitsViT):
+        architecture, arguments = AS_TIMM
+        kept: dict[str, Any] = {}
+    elif trained is not None:
+        architecture = str(trained.get("architecture"))
+        # The arguments the model was built with: of its directory, and of the options.
+        file = Path(net.name) / "config.json"
+        built = read_json(file).get("model_args", {}) if file.is_file() else {}
+        built |= dict((options or LoadOptions()).model_kwargs)
+        arguments = {k: v for k, v in built.items() if k not in ("pretrained", "num_classes")}
+        names = ("interpolation", "crop_pct", "crop_mode", "first_conv", "classifier")
+        kept = {name: trained[name] for name in names if trained.get(name) is not None}
+    else:
+        return False
+    classes = net.classes or 0
+    how = {key: preprocess[key] for key in ("mean", "std") if key in preprocess}
+    how |= {"input_size": list(net.input_shape), "num_classes": classes}
+    config = {
+        "architecture": architecture,
+        "num_classes": classes,
+        "model_args": arguments,
+        "pretrained_cfg": kept | how,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return True
+
+
+@contextmanager
+def borrow(
+    model: nn.Module | ModelSpec, options: LoadOptions, input_shape: Sequence[int] | None = None
+) -> Iterator[Net]:
+    """Make a module ready to be measured inside the block, and restore it afterwards.
+
+    Restores flags (training, requires_grad), dtype, device, and every tensor with its own storage.
+    A copy would not do: functions of a `ModelSpec` may refer to the module itself, and tensors
+    that a forward pass left on the module cannot be copied.
+
+    Args:
+        model: a module, or a `ModelSpec`, which also describes the input.
+        options: device (auto keeps the module's device), dtype and normalisation of images.
+        input_shape: shape of one sample, if the module does not declare it: (channels, height,
+            width), (tokens, width), or (samples,) of a waveform.
+
+    Raises:
+        UsageError: the input of the module is unknown.
+        InputError: the object is no module, or cannot run on a blank sample.
+    """
+    name = type(own.unwrap(model)).__name__
+    if options.device_map is not None:
+        raise UsageError(
+            "device_map works only for models that are loaded by name, not for a module",
+            "Leave device_map out: a module is measured on its own device.",
+        )
+    if not isinstance(model, nn.Module | ModelSpec):
+        raise InputError(
+            f"{name} is not a model",
+            "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
+        )
+    if input_shape is None or isinstance(model, ModelSpec):
+        spec = own.describe(model, options)
+    elif isinstance(input_shape, Sequence) and len(input_shape) in own.KINDS:
+        spec = ModelSpec(own.unwrap(model), tuple(input_shape), kind=own.KINDS[len(input_shape)])
+    else:
+        raise UsageError(
+            f"input_shape {input_shape} is not the shape of a sample",
+            "Give (channels, height, width), (tokens, width) or (samples,).",
+        )
+    if spec is None:
+        raise UsageError(
+            f"the input shape of {name} is unknown",
+            "Give data as arrays, input_shape=(3, 32, 32), or a lipaudit.ModelSpec that "
+            "defines the input.",
+        )
+    name = type(spec.module).__name__
+    if options.device == "auto":
+        first = next(spec.module.parameters(), torch.empty(0))
+        options = replace(options, device=str(first.device))
+    require_values(spec.module, name)
+    with restore(spec.module):
+        yield assemble(spec, options, name=name, source=OWN)
+
+
+@contextmanager
+def freeze_net(net: Net) -> Iterator[Net]:
+    """Make a model in training ready to be measured, with its current weights.
+
+    Flags, weights and gradients are restored when the block ends; anything cached for earlier
+    weights is dropped.
+    """
+    with restore(net.module):
+        net.module.eval().requires_grad_(False)
+        require_finite_weights(net.module, net.name)
+        yield replace(net, weights_sha256=hash_weights(net.module))
+
+
+@contextmanager
+def restore(module: nn.Module) -> Iterator[None]:
+    """Undo, when the block ends, all changes that `assemble` made to a module."""
+    modes = {each: each.training for each in module.modules()}
+    tables: list[dict[str, Any]] = [t for m in modes for t in (m._parameters, m._buffers)]
+    tensors = [(t, name, held) for t in tables for name, held in t.items() if held is not None]
+    values = [(held, held.data) for _, _, held in tensors]
+    trained = [(held, held.requires_grad) for held in module.parameters()]
+    gradients = [(held, held.grad, held.grad.data) for held, _ in trained if held.grad is not None]
+    try:
+        yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+        for table, name, held in tensors:
+            table[name] = held
+        for held, value in values:
+            held.data = value
+        for held, gradient, value in gradients:
+            gradient.data = value
+            held.grad = gradient
+        for held, requires_grad in trained:
+            held.requires_grad_(requires_grad)

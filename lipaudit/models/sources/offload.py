@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.data.samples import remark
+from lipaudit.data.batch import remark
 from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
 from lipaudit.models.sources.weights import describe_misfit, few, read_json
 from lipaudit.tables import Note

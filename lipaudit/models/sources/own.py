@@ -5,30 +5,24 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
-from lipaudit.data.samples import warning
+from lipaudit.data.batch import warning
 from lipaudit.errors import (
     InputError,
     UsageError,
     explain_failure,
     suggestion,
 )
-from lipaudit.models.net import OWN, Kind, LoadOptions, ModelSpec, Net
-from lipaudit.models.sources.assembly import assemble, require_values, unwrap
+from lipaudit.models.net import Kind, LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import (
-    hash_weights,
     load_strictly,
     read_weights,
-    require_finite_weights,
     strip_prefix,
 )
 
@@ -39,6 +33,11 @@ KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
 
 class UnknownInputError(UsageError):
     """The input of a module is unknown: no data, no shape, no ModelSpec."""
+
+
+def unwrap(module: Any) -> Any:
+    """Return the module that `torch.compile` wraps: same function, same weights."""
+    return getattr(module, "_orig_mod", module)
 
 
 def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
@@ -168,96 +167,3 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec | 
     form = possible[0]
     notes = (warning("read-as", f"each sample is read as {form}"),) if len(forms) > 1 else ()
     return ModelSpec(module, form.shape, kind=form.kind, notes=notes)
-
-
-@contextmanager
-def borrow(
-    model: nn.Module | ModelSpec, options: LoadOptions, input_shape: Sequence[int] | None = None
-) -> Iterator[Net]:
-    """Make a module ready to be measured inside the block, and restore it afterwards.
-
-    Restores flags (training, requires_grad), dtype, device, and every tensor with its own storage.
-    A copy would not do: functions of a `ModelSpec` may refer to the module itself, and tensors
-    that a forward pass left on the module cannot be copied.
-
-    Args:
-        model: a module, or a `ModelSpec`, which also describes the input.
-        options: device (auto keeps the module's device), dtype and normalisation of images.
-        input_shape: shape of one sample, if the module does not declare it: (channels, height,
-            width), (tokens, width), or (samples,) of a waveform.
-
-    Raises:
-        UsageError: the input of the module is unknown.
-        InputError: the object is no module, or cannot run on a blank sample.
-    """
-    name = type(unwrap(model)).__name__
-    if options.device_map is not None:
-        raise UsageError(
-            "device_map works only for models that are loaded by name, not for a module",
-            "Leave device_map out: a module is measured on its own device.",
-        )
-    if not isinstance(model, nn.Module | ModelSpec):
-        raise InputError(
-            f"{name} is not a model",
-            "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
-        )
-    if input_shape is None or isinstance(model, ModelSpec):
-        spec = describe(model, options)
-    elif isinstance(input_shape, Sequence) and len(input_shape) in KINDS:
-        spec = ModelSpec(unwrap(model), tuple(input_shape), kind=KINDS[len(input_shape)])
-    else:
-        raise UsageError(
-            f"input_shape {input_shape} is not the shape of a sample",
-            "Give (channels, height, width), (tokens, width) or (samples,).",
-        )
-    if spec is None:
-        raise UsageError(
-            f"the input shape of {name} is unknown",
-            "Give data as arrays, input_shape=(3, 32, 32), or a lipaudit.ModelSpec that "
-            "defines the input.",
-        )
-    name = type(spec.module).__name__
-    if options.device == "auto":
-        first = next(spec.module.parameters(), torch.empty(0))
-        options = replace(options, device=str(first.device))
-    require_values(spec.module, name)
-    with restore(spec.module):
-        yield assemble(spec, options, name=name, source=OWN)
-
-
-@contextmanager
-def freeze_net(net: Net) -> Iterator[Net]:
-    """Make a model in training ready to be measured, with its current weights.
-
-    Flags, weights and gradients are restored when the block ends; anything cached for earlier
-    weights is dropped.
-    """
-    with restore(net.module):
-        net.module.eval().requires_grad_(False)
-        require_finite_weights(net.module, net.name)
-        yield replace(net, weights_sha256=hash_weights(net.module))
-
-
-@contextmanager
-def restore(module: nn.Module) -> Iterator[None]:
-    """Undo, when the block ends, all changes that `assemble` made to a module."""
-    modes = {each: each.training for each in module.modules()}
-    tables: list[dict[str, Any]] = [t for m in modes for t in (m._parameters, m._buffers)]
-    tensors = [(t, name, held) for t in tables for name, held in t.items() if held is not None]
-    values = [(held, held.data) for _, _, held in tensors]
-    trained = [(held, held.requires_grad) for held in module.parameters()]
-    gradients = [(held, held.grad, held.grad.data) for held, _ in trained if held.grad is not None]
-    try:
-        yield
-    finally:
-        for each, mode in modes.items():
-            each.training = mode
-        for table, name, held in tensors:
-            table[name] = held
-        for held, value in values:
-            held.data = value
-        for held, gradient, value in gradients:
-            gradient.data = value
-            held.grad = gradient
-        for held, requires_grad in trained:
-            held.requires_grad_(requires_grad)

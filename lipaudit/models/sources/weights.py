@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lipaudit.data.samples import remark
+from lipaudit.data.batch import remark
 from lipaudit.errors import InputError, explain_failure, first_line, out_of_memory
 from lipaudit.tables import Note
 

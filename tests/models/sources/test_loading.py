@@ -10,15 +10,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
-import lipaudit.models.sources.demo as demo
+import lipaudit.models.sources.timm as demo
 from lipaudit.cli.commands import app
-from lipaudit.data.arrays import list_forms
 from lipaudit.data.batch import Batch
+from lipaudit.data.images import list_forms
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, UsageError
 from lipaudit.models.precision import seed_device
-from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import LoadOptions, ModelSpec, load_net
+from lipaudit.models.sources.loading import LoadOptions, ModelSpec, assemble, load_net
 from lipaudit.models.sources.own import UnknownInputError, describe
 from tests.models.sources.cases import refused
 
@@ -192,7 +191,7 @@ def test_a_model_of_float_tokens(source):
 
 
 def test_a_factory_in_an_importable_module():
-    net = load_net("py:lipaudit.models.sources.demo:load_demo")
+    net = load_net("py:lipaudit.models.sources.timm:load_demo")
     assert net.weights_sha256 == load_net("demo").weights_sha256
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
+from lipaudit.data.batch import draw_indices
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.data.samples import draw_indices
 from lipaudit.errors import InputError
 from lipaudit.models.sources.loading import load_net
 

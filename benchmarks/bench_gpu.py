@@ -31,13 +31,11 @@ from benchmarks.bench_heads import PARTS, READING, STATISTICS, SURVEY, profiled
 from benchmarks.shared.flops import Flops
 from benchmarks.shared.models import batch_of, loaded
 from benchmarks.shared.timing import resident, spread
-from lipaudit.measures import (
-    AttackOptions,
-    AttentionOptions,
-    BoundsOptions,
-    JacobianOptions,
-    load_measures,
-)
+from lipaudit.measures import load_measures
+from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attention import AttentionOptions
+from lipaudit.measures.bounds import BoundsOptions
+from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.precision import exact_arithmetic
 
 OPTIONS = {"bounds": BoundsOptions, "attention": AttentionOptions, "jacobian": JacobianOptions}

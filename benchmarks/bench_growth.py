@@ -36,7 +36,9 @@ from benchmarks.bench_heads import (
 from benchmarks.shared.drawing import curves, standalone
 from benchmarks.shared.models import RANDOM, batch_of
 from benchmarks.shared.timing import cpu_seconds, least, resident, short, spread
-from lipaudit.measures import AttackOptions, JacobianOptions, load_measures
+from lipaudit.measures import load_measures
+from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.report.blocks import Series
 

@@ -94,7 +94,9 @@ def profiled(
     measure: str, net: Any, batch: Any, clock: Callable[[], float] = cpu_clock
 ) -> tuple[float, dict[str, float], Any]:
     """Run a measure: seconds in all, by function, and the arrays of its only part."""
-    from lipaudit.measures import AttentionOptions, BoundsOptions, load_measures
+    from lipaudit.measures import load_measures
+    from lipaudit.measures.attention import AttentionOptions
+    from lipaudit.measures.bounds import BoundsOptions
 
     asked = {"bounds": BoundsOptions, "attention": AttentionOptions}[measure]()
     run = partial(load_measures()[measure].parts, net, list(batch.split(len(batch))), asked)

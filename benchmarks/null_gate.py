@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from lipaudit.gate import DEFAULT_RULES, judge
+from lipaudit.gate import judge
+from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.gate.statistics import (
     LEAST,
     STATISTICS,
@@ -21,7 +22,9 @@ from lipaudit.gate.statistics import (
     judge_median,
     judge_share,
 )
-from lipaudit.measures import ATTACK_TABLE, BOUNDS_TABLE, layouts
+from lipaudit.measures import layouts
+from lipaudit.measures.attack import ATTACK_TABLE
+from lipaudit.measures.bounds import BOUNDS_TABLE
 from lipaudit.tables import Array, Data, Model, Report, Run
 
 ALPHA = 0.05

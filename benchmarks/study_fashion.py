@@ -26,16 +26,14 @@ from safetensors.torch import load_file, save_file
 from benchmarks.shared.study import Pair, cells, heading, nearest, rho, scatter, sections
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.data.images import read_idx
-from lipaudit.measures import (
-    AttackOptions,
-    AttentionOptions,
-    BoundsOptions,
-    CertifyOptions,
-    JacobianOptions,
-)
+from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attention import AttentionOptions
+from lipaudit.measures.bounds import BoundsOptions
+from lipaudit.measures.certify import CertifyOptions
+from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import LoadOptions, ModelSpec, Net
 from lipaudit.models.sources.loading import assemble
-from lipaudit.settings.recipe import Recipe
+from lipaudit.settings import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import train
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from benchmarks.shared.demos import STANDARD, load_shipped, train_demo
 from benchmarks.shared.study import change, sections
-from lipaudit.measures import AttackOptions, AttentionOptions, JacobianOptions
+from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attention import AttentionOptions
+from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import Net
 
 VARIANTS = {

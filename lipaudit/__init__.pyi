@@ -1,9 +1,9 @@
 from lipaudit import monitor as monitor
-from lipaudit.api import bounds as bounds
-from lipaudit.api.measuring import audit as audit
-from lipaudit.api.measuring import measure as measure
+from lipaudit import tensors
+from lipaudit.api import audit as audit
+from lipaudit.api import measure as measure
 from lipaudit.engine.execute import Observer as Observer
-from lipaudit.engine.shards import merge as merge
+from lipaudit.engine.results import merge as merge
 from lipaudit.errors import LipauditError as LipauditError
 from lipaudit.gate import rank as rank
 from lipaudit.models.net import ModelSpec as ModelSpec
@@ -15,4 +15,5 @@ from lipaudit.tables import Report as Report
 from lipaudit.train.penalty import attention_penalty as attention_penalty
 
 __version__: str
+bounds = tensors
 PUBLIC: dict[str, str]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from lipaudit.errors import InputError, escape_controls, neighbours, suggestion
-from lipaudit.measures.registry import layouts
+from lipaudit.measures import layouts
 from lipaudit.tables import Report
 from lipaudit.tables.columns import NON_FINITE
 from lipaudit.tables.report import SCHEMA_VERSION
@@ -43,7 +43,7 @@ def loads(text: str, *, name: str = "report") -> Report:
     try:
         document = from_json(text, allow_inf_nan=False)  # nor lone surrogates, nor deep nesting
         if _LONG.search(text):
-            json.loads(text, parse_int=_bounded)
+            json.loads(text, parse_int=_read_integer)
     except ValueError as error:
         advice = "Check that the file is complete."
         raise InputError(f"{name} is not JSON: {error}", advice) from None
@@ -109,8 +109,8 @@ def _complete(document: dict[str, Any]) -> None:
             section.setdefault("title", layout.title)
             _add_columns(section, "columns", layout.columns)
             _add_columns(section, "sample_columns", layout.sample_columns)
-        # Bounds of a plug-in that is not installed have no column in any layout.
-        if first and isinstance(section, dict) and (layout is None or layout.declared):
+        # Columns that were removed since, and those of a plug-in that is not installed.
+        if first and isinstance(section, dict):
             _add_columns(section, "columns", _tell_columns(section))
 
 
@@ -135,7 +135,7 @@ def _tell_columns(section: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def _bounded(digits: str) -> int:
+def _read_integer(digits: str) -> int:
     """Read an integer that a float can hold: all figures are drawn as floats.
 
     Raises:

@@ -2,11 +2,10 @@
 
 import pytest
 
-from lipaudit.measures import Measure, MeasureOptions, load_measures
-from lipaudit.measures.registry import OWN
+from lipaudit.measures import OWN, load_measures
+from lipaudit.measures.base import Measure, MeasureOptions
 from lipaudit.tables import Column, Layout
-from lipaudit.tables.columns import count_column, text_column
-from lipaudit.tables.common import HEAD
+from lipaudit.tables.columns import HEAD, count_column, text_column
 
 SPREAD = Layout(
     name="spread",

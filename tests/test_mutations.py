@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a bound below the norm ends the run",
-        "measures/guard.py",
+        "measures/layers.py",
         "if not len(below):",
         "if True:",
         "tests/measures/test_guard.py",

@@ -14,9 +14,9 @@ from packaging.utils import canonicalize_name
 
 import lipaudit
 from lipaudit.attacks.kinds import GROUP as ATTACKS
-from lipaudit.engine import provenance
+from lipaudit.engine import results
 from lipaudit.errors import ExitCode
-from lipaudit.measures.registry import GROUP as MEASURES
+from lipaudit.measures import GROUP as MEASURES
 from lipaudit.monitor.callbacks import CALLBACKS
 from lipaudit.report import RENDERERS
 from lipaudit.theory.bounds.record import GROUP as BOUNDS
@@ -159,8 +159,8 @@ def test_version_and_date_are_the_same_wherever_they_stand():
 
 def test_a_report_has_the_version_of_the_code_that_ran(monkeypatch):
     """An editable install keeps the version that it was made with."""
-    monkeypatch.setattr(provenance, "version", lambda _name: "0.0")
-    versions = provenance.versions.__wrapped__()
+    monkeypatch.setattr(results, "version", lambda _name: "0.0")
+    versions = results.versions.__wrapped__()
     assert (versions["lipaudit"], versions["torch"]) == (lipaudit.__version__, "0.0")
 
 

@@ -22,7 +22,7 @@ from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.loading import assemble, load_net
 from lipaudit.models.sources.timm import DigitsViT, describe_demo
-from lipaudit.settings.recipe import Recipe
+from lipaudit.settings import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import Epoch, train
 

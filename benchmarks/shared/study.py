@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lipaudit.attacks.oracle import logits_and_gradient
 from lipaudit.data.batch import Batch
-from lipaudit.measures import MeasureOptions, load_measures
+from lipaudit.measures import load_measures
+from lipaudit.measures.base import MeasureOptions
 from lipaudit.models.net import Net
 from lipaudit.tables import Section
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lipaudit.measures import AuditOptions, option_types
-from lipaudit.settings import Recipe, RunOptions, Settings
+from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings.option import Settings
 
 HEAD = """# Options
 

@@ -23,8 +23,8 @@ from lipaudit.cli.commands import app
 from lipaudit.cli.options import Output, Terminal
 from lipaudit.measures import AuditOptions, load_measures, option_types
 from lipaudit.report.topics import list_topics
-from lipaudit.settings import Recipe, RunOptions, Settings
-from lipaudit.settings.option import Option
+from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings.option import Option, Settings
 from lipaudit.tables import Column
 from lipaudit.theory.bounds.record import SYMBOLS, load_bounds
 

@@ -49,8 +49,7 @@ def audit(
       [cyan]lipaudit audit ./my-bert --data reviews.csv --skip attack[/]
       [cyan]lipaudit audit demo demo:jasmin demo:robust -o models.csv[/]
     """
-    from lipaudit.api.measuring import run_audits
-    from lipaudit.api.requests import plan_audit
+    from lipaudit.api import plan_audit, run_audits
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.files import require_folder, write

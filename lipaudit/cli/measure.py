@@ -13,7 +13,8 @@ import typer
 from lipaudit.cli.app import command
 from lipaudit.cli.options import Extent, ModelArgument, Output, Terminal
 from lipaudit.errors import ExitCode, LipauditError, UsageError
-from lipaudit.measures import MeasureOptions, option_types
+from lipaudit.measures import option_types
+from lipaudit.measures.base import MeasureOptions
 from lipaudit.settings import RunOptions
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
     def measure(
         model: str, options: MeasureOptions, run: RunOptions, output: Output, terminal: Terminal
     ) -> None:
-        from lipaudit.api.measuring import open_job
+        from lipaudit.api import open_job
         from lipaudit.cli.emit import check_outputs, emit
         from lipaudit.cli.progress import OnStderr
         from lipaudit.engine.execute import run_job
@@ -122,7 +123,7 @@ def merge(
     """
     from lipaudit import schema
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.engine.shards import merge as merge_shards
+    from lipaudit.engine.results import merge as merge_shards
     from lipaudit.report import REPORT
 
     check_outputs(output, REPORT)

@@ -12,7 +12,8 @@ import typer
 
 from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.settings import RunOptions, Settings, option
+from lipaudit.settings import RunOptions
+from lipaudit.settings.option import Settings, option
 
 OUTPUT = "Output"
 BY_MEASURE = {"samples": "by measure"}
@@ -151,7 +152,7 @@ def read_defaults(path: Path | None) -> dict[str, Any]:
         values[known[key].name] = value
     if values:
         spelling = "{} in the lipaudit configuration".format
-        RunOptions.checked(values, spelled=lambda name: spelling(name.replace("_", "-")))
+        RunOptions.parse(values, spelled=lambda name: spelling(name.replace("_", "-")))
     return values
 
 
@@ -164,4 +165,4 @@ def resolve_group(
         UsageError: an option does not accept its value.
     """
     given = {name: typed[name] for name in group.options() if typed.get(name) is not None}
-    return group.checked({**defaults, **given}, configured=defaults.keys() - given.keys())
+    return group.parse({**defaults, **given}, configured=defaults.keys() - given.keys())

@@ -10,8 +10,7 @@ from lipaudit.cli.audit import RUNS, make_folder
 from lipaudit.cli.options import Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import RunOptions
-from lipaudit.settings.option import Settings, flag, option
-from lipaudit.settings.parsing import Keywords, Size
+from lipaudit.settings.option import Keywords, Settings, Size, flag, option
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Request
@@ -73,7 +72,7 @@ def read_or_measure(
                 "Leave them out: they are for a MODEL.",
             )
         return schema.load(Path(current))
-    from lipaudit.api.measuring import open_job
+    from lipaudit.api import open_job
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import run_job
     from lipaudit.engine.files import require_writable, write
@@ -118,7 +117,7 @@ def _plan_again(model: str, baseline: Report, how: Remeasure) -> Request:
         if "." not in section.measure:
             kind = option_types()[section.measure]
             # `once` has values that old reports lack: the defaults of that time.
-            measures[section.measure] = kind.checked({**kind.once, **section.settings})
+            measures[section.measure] = kind.parse({**kind.once, **section.settings})
             counts[section.measure] = len(section.ids) or before.data.samples
-    options = RunOptions.checked(run)
+    options = RunOptions.parse(run)
     return Request(model, measures, options, counts, command=typed_command(), place=find_place())

@@ -34,7 +34,8 @@ def list_explanations() -> tuple[Topic, ...]:
     """Return all topics of `explain`: results and options."""
     from lipaudit.measures import option_types
     from lipaudit.report.topics import list_options, list_topics
-    from lipaudit.settings import Recipe, Settings
+    from lipaudit.settings import Recipe
+    from lipaudit.settings.option import Settings
 
     groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
@@ -128,7 +129,7 @@ def env(output: Output, terminal: Terminal) -> None:
     import torch
 
     from lipaudit.cli.emit import check_outputs
-    from lipaudit.engine.provenance import versions
+    from lipaudit.engine.results import versions
     from lipaudit.models.sources.offload import find_device
 
     check_outputs(output, ("lines", "record"))
@@ -199,11 +200,11 @@ def check(
 
     [dim]Example:[/] [cyan]lipaudit check ./vit --data val/[/]
     """
-    from lipaudit.api.requests import plan_audit
+    from lipaudit.api import plan_audit
     from lipaudit.cli.emit import check_outputs
     from lipaudit.cli.measure import require_alone, typed_command
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.preview import preview
+    from lipaudit.engine.prepare import preview
 
     check_outputs(output, ("lines", "record"))
     require_alone("a dry run", run)

@@ -41,7 +41,7 @@ def watch(
       [cyan]lipaudit watch weights/ --arch timm:vit_tiny_patch16_224 --data val/[/]
       [cyan]lipaudit watch out/ --data val/ --only jacobian,attack --eps 1/255 -o training.html[/]
     """
-    from lipaudit.api.requests import plan_audit
+    from lipaudit.api import plan_audit
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.progress import OnStderr
     from lipaudit.monitor.checkpoints import CheckpointFolder

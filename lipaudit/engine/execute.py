@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, groupby, islice, takewhile
+from itertools import chain, groupby, takewhile
 
 from lipaudit.data.batch import Batch, Share
-from lipaudit.engine.files import write
+from lipaudit.engine import results
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.launcher import gather_texts, join_processes
 from lipaudit.engine.prepare import Job
-from lipaudit.engine.provenance import (
-    describe_run,
-    list_origins,
-    make_failed,
-    make_report,
-    versions,
-)
-from lipaudit.engine.shards import make_shard, merge, summarise
 from lipaudit.errors import EvaluationError, find_user_error, out_of_memory
-from lipaudit.measures import MeasureOptions, Part, load_measures
-from lipaudit.measures.measure import in_order, listening, sample_ids
+from lipaudit.measures import load_measures
+from lipaudit.measures.base import MeasureOptions, Part, in_order, listening, sample_ids
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.requirements import find_first_failure
 from lipaudit.schema import dumps, loads
 from lipaudit.tables import Note, Report, Section
-from lipaudit.tables.summary import steepest
 
 
 class Observer:
@@ -86,25 +77,48 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
     Raises:
         LipauditError: any failure, with its exit code.
     """
-    request = job.request
-    place = request.place
-    if observer is None or (place is not None and place.rank > 0):
-        # Only rank 0 reports: the notes of all processes are equal.
-        observer = Observer()
+    request, place = job.request, job.request.place
+    # Only rank 0 reports: the notes of all processes are equal.
+    observer = Observer() if observer is None or (place and place.rank > 0) else observer
     for note in job.notes:
         observer.note(note)
     journals: list[Journal] = []
+    sections: list[Section] = []
+    errors: list[Exception] = []
+    measured: dict[str, list[Part]] = {}
     with join_processes(place):
         try:
-            report: Report | None = _measure(job, observer, journals)
+            for name, options in request.measures.items():
+                # The map is drawn of the head that `bounds` found; a shard does not know it.
+                if request.draws_steepest and not request.run.shard:
+                    options = options.draw_steepest(sections)
+                try:
+                    measured[name] = parts = measure(job, name, options, journals, observer)
+                    left = sum(map(len, job.batches(name))) - len(sample_ids(parts))
+                    sections += results.summarise(name, parts, options, job.notes, left)
+                except Exception as error:
+                    if not request.partial:
+                        raise
+                    observer.fails(name, error)
+                    errors.append(error)
+                    settings = options.model_dump()
+                    sections.append(results.make_failed(name, settings, error, job.notes))
+            # A report without any figures is useless: raise the first error.
+            if len(errors) == len(request.measures):
+                raise errors[0]
+            shard = results.make_shard(job, measured) if request.run.shard else None
+            origins = results.list_origins(job.samples)
+            report: Report | None = results.make_report(
+                results.describe_run(job), sections, origins, shard
+            )
             del job
             assert report is not None
             complete = report.status == "complete"
             if place is not None:
                 # Shards travel as JSON, as between machines: one format, and no pickles.
                 shards = [loads(text) for text in gather_texts(dumps(report), place)]
-                complete = all(shard.status == "complete" for shard in shards)
-                report = merge(shards, command=request.command) if place.rank == 0 else None
+                complete = all(each.status == "complete" for each in shards)
+                report = None if place.rank else results.merge(shards, command=request.command)
             yield report
         except (Exception, KeyboardInterrupt):
             if any(journal.paths for journal in journals):
@@ -116,157 +130,100 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         journal.clear()
 
 
-def _measure(job: Job, observer: Observer, journals: list[Journal]) -> Report:
-    """Run every measure on the samples of this process, and make its report."""
-    sections: list[Section] = []
-    errors: list[Exception] = []
-    measured: dict[str, list[Part]] = {}
-    with eager(), exact_arithmetic(job.net.device):
-        # In this order: the attention map is drawn for the head that bounds found to be the
-        # steepest. A shard does not know it.
-        for name, options in job.request.measures.items():
-            if job.request.draws_steepest and job.request.run.shard is None:
-                for head in steepest(sections, 1):
-                    options = options.draw_steepest(head)
-            measurement = Measurement(job, name, options, observer)
-            # The code of a module object is unknown: its runs cannot be recognised, so nothing is
-            # stored.
-            journals.append(Journal(measurement.identity(), keeps=job.net.source != OWN))
-            try:
-                measured[name] = measurement.run(journals[-1])
-                sections += measurement.summarise(measured[name])
-            except Exception as error:
-                if not job.request.partial:
-                    raise
-                observer.fails(name, error)
-                errors.append(error)
-                sections.append(make_failed(name, options.model_dump(), error, job.notes))
-    # A report without any figures is useless: raise the first error.
-    if len(errors) == len(job.request.measures):
-        raise errors[0]
-    shard = make_shard(job, measured) if job.request.run.shard else None
-    return make_report(describe_run(job), sections, list_origins(job.samples), shard)
+def measure(
+    job: Job, name: str, options: MeasureOptions, journals: list[Journal], observer: Observer
+) -> list[Part]:
+    """Measure the samples of this process batch by batch, and store each part.
 
+    If memory runs out, batches are halved; after the time limit no further batch begins.
 
-class Measurement:
-    """One measure of a job on the samples of this process."""
+    Args:
+        job: the job.
+        name: the measure.
+        options: its options.
+        journals: receives the journal of the parts.
+        observer: receives progress and notes.
 
-    def __init__(self, job: Job, name: str, options: MeasureOptions, observer: Observer) -> None:
-        self.job, self.name, self.options, self.observer = job, name, options, observer
-        self.measure = load_measures()[name]
-        self.batches = job.batches(name)
-        self.ids = tuple(chain.from_iterable(batch.ids for batch in self.batches))
-
-    def identity(self) -> dict[str, object]:
-        """Return everything that determines the numbers, except the batch size."""
-        net, run = self.job.net, self.job.request.run
-        return {
-            "measure": self.name,
-            "options": dict(self.options),
-            "model": (net.name, net.weights_sha256, net.preprocess, str(net.dtype)),
-            "device": net.device.type,
-            "reading": run.reading(),
-            "samples": self.job.samples.batch.ids[: self.job.counts[self.name]],
-            "versions": versions(),
-        }
-
-    def run(self, journal: Journal) -> list[Part]:
-        """Return the parts in order, with those of an interrupted run if it is continued."""
-        parts = journal.read_parts(self.ids) if self.job.request.run.resume else []
-        if parts:
-            done = f"{len(sample_ids(parts))} of {len(self.ids)} samples of {self.name}"
-            text = f"an interrupted run finished {done}: continuing from there"
-            self.observer.note(Note(level="info", code="reused", text=text))
-        self.observer.begins(self.name, sum(map(len, self._list_left(sample_ids(parts)))))
-        with listening(partial(self.observer.moves, self.name)):
-            for part in journal.record(self._measure_left(sample_ids(parts))):
-                self.observer.advances(self.name, len(part.ids))
-                parts.append(part)
-        if journal.refusal:
-            text = f"results are not saved for --resume: {journal.refusal}"
-            self.observer.note(Note(level="info", code="not-kept", text=text))
-        self.observer.ends(self.name)
-        # Texts are batched by length: their parts come in another order.
-        return in_order(parts, self.job.samples.batch.ids)
-
-    def summarise(self, parts: Sequence[Part]) -> list[Section]:
-        """Write the files of the options, and return the sections of the measure."""
-        if parts:
-            contents = self.measure.written(parts, self.options)
-            for path, content in zip(self.options.files, contents, strict=True):
-                write(path, content)
-        left = len(self.ids) - len(sample_ids(parts))
-        return summarise(self.name, parts, self.options, self.job.notes, left)
-
-    def _list_left(self, finished: Collection[str], size: int | None = None) -> list[Batch]:
-        """Return the unfinished samples of each batch, in batches of at most `size`."""
-        done, left = {*finished}, []
-        for batch in self.batches:
-            places = enumerate(i for i, name in enumerate(batch.ids) if name not in done)
-            # Neighbours form a run: index minus position is constant within it.
-            for _, run in groupby(places, key=lambda pair: pair[1] - pair[0]):
-                at = [place for _, place in run]
-                left.append(batch[at[0] : at[-1] + 1].trim())
-        if size is None or self.measure.chunk is not None:
-            return left
-        return [piece for batch in left for piece in batch.split(size)]
-
-    def _measure_left(self, finished: Collection[str]) -> Iterator[Part]:
-        """Yield the parts of unfinished batches; halve the batch if memory runs out.
-
-        After the time limit no further batch begins.
-        """
-        done, size = {*finished}, self.job.size(self.name)
-        while left := self._list_left(done, size):
-            try:
-                for part in self._measure_batches(left, size):
-                    done.update(part.ids)
-                    yield part
-                return
-            except Exception as error:
-                if not out_of_memory(error):
-                    suspects = [self.job.first(self.name), *self._list_left(done, size)[:1]]
-                    self._blame_sample(error, suspects)
-                    raise
-                if size == 1:
-                    raise
-                # The largest remaining batch may be smaller than the size: halve that one.
-                size = max(1, min(size, max(map(len, left))) // 2)
-
-    def _measure_batches(self, batches: Sequence[Batch], size: int) -> Iterator[Part]:
-        net, first, options = self.job.net, self.job.first(self.name), self.options
-        # Layers are surveyed on the first batch, which must fit into memory, too.
-        if size < self.job.size(self.name):
-            first = first[:size].trim()
-        if self.measure.chunk is not None:  # chunks are fixed by the options
+    Returns:
+        The parts in the order of the samples, with those of a continued run.
+    """
+    measured, net, size, end = load_measures()[name], job.net, job.size(name), job.request.end
+    batches, first = job.batches(name), job.first(name)
+    # The code of a module object is unknown: its runs cannot be recognised, so nothing is stored.
+    journal = Journal(results.identify(job, name, options), keeps=net.source != OWN)
+    journals.append(journal)
+    ids = [i for batch in batches for i in batch.ids]
+    parts = journal.read_parts(ids) if job.request.run.resume else []
+    if parts:
+        done = f"{len(sample_ids(parts))} of {len(ids)} samples of {name}"
+        text = f"an interrupted run finished {done}: continuing from there"
+        observer.note(Note(level="info", code="reused", text=text))
+    left = list_unfinished(batches, parts)
+    observer.begins(name, sum(map(len, left)))
+    while left and time.monotonic() < end:
+        begun = [left[0]], takewhile(lambda _: time.monotonic() < end, left[1:])
+        moved = (batch.to(net.device, net.dtype) for batch in chain(*begun))
+        # Layers are surveyed on the first batch, also by a process that does not measure it.
+        share = Share(first.to(net.device, net.dtype), moved)
+        if measured.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
             options = options.model_copy(update={"batch_size": size})
-        end = self.job.request.end
-        units = takewhile(lambda _: time.monotonic() < end, batches)
-        for begun in islice(units, 1):  # nothing runs after the time limit
-            moved = (b.to(net.device, net.dtype) for b in chain([begun], units))
-            share = Share(first.to(net.device, net.dtype), moved)
-            yield from self.measure.parts(net, share, options)
+        try:
+            with eager(), exact_arithmetic(net.device), listening(partial(observer.moves, name)):
+                for part in measured.parts(net, share, options):
+                    journal.keep(part)
+                    parts.append(part)
+                    observer.advances(name, len(part.ids))
+            break
+        except Exception as error:
+            left = list_unfinished(batches, parts)
+            if not out_of_memory(error):
+                _blame_sample(job, error, [job.first(name), *left[:1]])
+                raise
+            if size == 1:
+                raise
+            # The largest remaining batch may be smaller than the size: halve that one.
+            size = max(1, min(size, max(map(len, left))) // 2)
+            if measured.chunk is None:
+                left = [piece for batch in left for piece in batch.split(size)]
+            first = first[:size].trim()
+    if journal.refusal:
+        text = f"results are not saved for --resume: {journal.refusal}"
+        observer.note(Note(level="info", code="not-kept", text=text))
+    observer.ends(name)
+    # Texts are batched by length: their parts come in another order.
+    return in_order(parts, job.samples.batch.ids)
 
-    def _blame_sample(self, error: Exception, batches: Sequence[Batch]) -> None:
-        """Find the sample on which the model fails, if there is one.
 
-        Raises:
-            EvaluationError: the message names the sample.
-        """
-        # Faults of the machine or the user are already explained; others may come from the model.
-        if type(error) is not EvaluationError and find_user_error(error) is not None:
-            return
-        net, samples = self.job.net, self.job.samples
-        for batch in batches:
-            failure = find_first_failure(net, batch.to(net.device, net.dtype))
-            if failure is not None:
-                index, text, cause = failure
-                name = batch.ids[index]
-                where = ""
-                if samples.origins:
-                    where = f" ({samples.origins[samples.batch.ids.index(name)].place})"
-                raise EvaluationError(
-                    f"the model fails on sample {name[:12]}{where}: {text}",
-                    "Leave that sample out of --data, or fix the model. If numbers overflow, "
-                    "try --dtype float64.",
-                ) from (cause or error)
+def list_unfinished(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:
+    """Return the samples of each batch that are in no part."""
+    done, left = {*sample_ids(parts)}, []
+    for batch in batches:
+        places = enumerate(i for i, name in enumerate(batch.ids) if name not in done)
+        # Neighbours form a run: index minus position is constant within it.
+        for _, run in groupby(places, key=lambda pair: pair[1] - pair[0]):
+            at = [place for _, place in run]
+            left.append(batch[at[0] : at[-1] + 1].trim())
+    return left
+
+
+def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
+    """Find the sample on which the model fails, if there is one.
+
+    Raises:
+        EvaluationError: the message names the sample.
+    """
+    # Faults of the machine or the user are already explained; others may come from the model.
+    if type(error) is not EvaluationError and find_user_error(error) is not None:
+        return
+    net, samples = job.net, job.samples
+    for batch in batches:
+        if failure := find_first_failure(net, batch.to(net.device, net.dtype)):
+            index, text, cause = failure
+            name, where = batch.ids[index], ""
+            if samples.origins:
+                where = f" ({samples.origins[samples.batch.ids.index(name)].place})"
+            raise EvaluationError(
+                f"the model fails on sample {name[:12]}{where}: {text}",
+                "Leave that sample out of --data, or fix the model. If numbers overflow, try "
+                "--dtype float64.",
+            ) from (cause or error)

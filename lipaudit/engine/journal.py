@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ import numpy as np
 from lipaudit.attacks.sanity import Checks
 from lipaudit.engine.files import write
 from lipaudit.errors import EvaluationError, out_of_memory
-from lipaudit.measures.by_layer import HeadName
-from lipaudit.measures.measure import Part
+from lipaudit.measures.base import Part
+from lipaudit.measures.layers import HeadName
 from lipaudit.tables import Note
 
 KEPT_DAYS = 30
@@ -83,18 +83,25 @@ class Journal:
                     self.paths.add(path)
         return sorted(finished, key=lambda part: place[part.ids[0]])
 
-    def record(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """Store each part, then yield it.
+    def keep(self, part: Part) -> None:
+        """Store a part.
 
         A full disk does not end the run: `refusal` has the reason.
         """
-        for part in parts:
-            try:
-                if self.keeps:
-                    self._keep(part)
-            except (OSError, EvaluationError, TypeError) as error:  # plug-ins return any fact
-                self.refusal = str(error)
-            yield part
+        if not self.keeps:
+            return
+        path = self.folder / f"{part.ids[0]}.npz"
+        try:
+            if not self.folder.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for folder in self.folder.parent.iterdir():
+                    with suppress(OSError):
+                        if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
+                            shutil.rmtree(folder, ignore_errors=True)
+            write(path, encode_part(part))
+            self.paths.add(path)
+        except (OSError, EvaluationError, TypeError) as error:  # plug-ins return any fact
+            self.refusal = str(error)
 
     def clear(self) -> None:
         """Delete the parts that this run read or wrote."""
@@ -102,17 +109,6 @@ class Journal:
             path.unlink(missing_ok=True)
         with suppress(OSError):  # another run has parts here, or nothing was stored
             self.folder.rmdir()
-
-    def _keep(self, part: Part) -> None:
-        if not self.folder.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for folder in self.folder.parent.iterdir():
-                with suppress(OSError):
-                    if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
-                        shutil.rmtree(folder, ignore_errors=True)
-        path = self.folder / f"{part.ids[0]}.npz"
-        write(path, encode_part(part))
-        self.paths.add(path)
 
 
 def encode_part(part: Part) -> bytes:

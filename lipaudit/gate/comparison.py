@@ -19,8 +19,7 @@ from lipaudit.gate.rules import Rule, Verdict, no_change, parse_rule
 from lipaudit.gate.statistics import ALPHA, LEVEL
 from lipaudit.measures import layouts
 from lipaudit.tables import Column, Note, Report, Section, model_labels
-from lipaudit.tables.columns import Float, Frozen
-from lipaudit.tables.figures import order
+from lipaudit.tables.columns import Float, Frozen, order
 from lipaudit.tables.summary import Summary, summary
 from lipaudit.tables.trials import FLAGS, TrialKey, parse_column
 
@@ -181,7 +180,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
         new=names[1],
         verdicts=tuple(verdicts),
         heads=tuple(heads),
-        samples=_list_samples(sampled, old.found("place") | new.found("place")),
+        samples=_list_samples(sampled, old.read_origins("place") | new.read_origins("place")),
         warnings=tuple(warnings),
         notes=tuple(notes),
     )

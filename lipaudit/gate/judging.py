@@ -21,7 +21,7 @@ from lipaudit.gate import conditions, pairing, statistics
 from lipaudit.gate.pairing import REPEAT, Key, RuleValues
 from lipaudit.gate.rules import DEFAULT_RULES, Judgement, Rule, Verdict, VerdictStatus, parse_rule
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, Values
-from lipaudit.measures.audit import USUAL
+from lipaudit.measures import USUAL
 from lipaudit.tables import Report, Section
 from lipaudit.tables.summary import summary
 from lipaudit.tables.trials import FLAGS
@@ -110,7 +110,7 @@ def judge(
     for contrast in clean if isinstance(clean, list) else ():
         figures = judge_change(CLEAN, contrast).figures
         notes.append(f"clean accuracy, which never fails: {figures}")
-    places = baseline.found("place") | current.found("place")
+    places = baseline.read_origins("place") | current.read_origins("place")
     moved = {sample for verdict in verdicts for sample in verdict.moved}
     return Judgement(
         current=current.run.model.spec,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lipaudit.tables.figures import sign_test_place, sum_binomial
+from lipaudit.tables.columns import sign_test_place, sum_binomial
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 Limits = tuple[float, float]

@@ -1,28 +1,201 @@
-"""The measures, one file each: options, tables, computation and summary; and their list.
+"""Every measure by its name: ours, in the order of an audit, then those of plug-ins; and audits.
 
 No file of a measure loads torch before it measures: commands that read reports start at once.
 """
 
-from lipaudit.measures.attack import ATTACK_TABLE as ATTACK_TABLE
-from lipaudit.measures.attack import AttackOptions as AttackOptions
-from lipaudit.measures.attention import ATTENTION_TABLE as ATTENTION_TABLE
-from lipaudit.measures.attention import AttentionOptions as AttentionOptions
-from lipaudit.measures.audit import AuditOptions as AuditOptions
-from lipaudit.measures.balls import BALLS_TABLE as BALLS_TABLE
-from lipaudit.measures.bounds import BOUNDS_TABLE as BOUNDS_TABLE
-from lipaudit.measures.bounds import LAYERS_TABLE as LAYERS_TABLE
-from lipaudit.measures.bounds import BoundsOptions as BoundsOptions
-from lipaudit.measures.certify import CERTIFY_TABLE as CERTIFY_TABLE
-from lipaudit.measures.certify import RADII_TABLE as RADII_TABLE
-from lipaudit.measures.certify import CertifyOptions as CertifyOptions
-from lipaudit.measures.jacobian import JACOBIAN_TABLE as JACOBIAN_TABLE
-from lipaudit.measures.jacobian import JacobianOptions as JacobianOptions
-from lipaudit.measures.measure import Measure as Measure
-from lipaudit.measures.measure import MeasureOptions as MeasureOptions
-from lipaudit.measures.measure import Part as Part
-from lipaudit.measures.registry import layouts as layouts
-from lipaudit.measures.registry import load_measures as load_measures
-from lipaudit.measures.registry import option_types as option_types
-from lipaudit.measures.scaling import FITS_TABLE as FITS_TABLE
-from lipaudit.measures.scaling import SCALING_TABLE as SCALING_TABLE
-from lipaudit.measures.scaling import ScalingOptions as ScalingOptions
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import field_validator, model_validator
+
+from lipaudit.errors import UsageError, suggestion
+from lipaudit.measures.attack import ATTACK, AttackOptions
+from lipaudit.measures.attention import ATTENTION, AttentionOptions
+from lipaudit.measures.base import Measure, MeasureOptions
+from lipaudit.measures.bounds import BOUNDS, BoundsOptions
+from lipaudit.measures.certify import CERTIFY, BallNorm, CertifyOptions
+from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions
+from lipaudit.measures.scaling import SCALING
+from lipaudit.settings.option import Names, Need, Settings, option
+from lipaudit.tables.columns import Column
+from lipaudit.tables.plugins import entries
+from lipaudit.tables.report import Layout
+from lipaudit.theory.policy import NODES
+
+GROUP = "lipaudit.measures"
+
+
+OWN: dict[str, Measure] = {
+    measure.name: measure for measure in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CERTIFY, SCALING)
+}
+"""lipaudit's own measures. A new one is its file and its name here."""
+
+
+@cache
+def load_measures() -> dict[str, Measure]:
+    """Return the measure of every measure by its name: ours, then those of plug-ins.
+
+    Raises:
+        UsageError: a plug-in cannot be used; the message names its package.
+    """
+    return {**OWN, **entries(GROUP, Measure, OWN, check=_find_fault)}
+
+
+def _find_fault(measure: Measure) -> str:
+    sections = [table.name for table in measure.tables]
+    if not sections or sections[0] != measure.name:
+        return f"has no table of the section {measure.name!r}"
+    strange = [s for s in sections[1:] if not s.startswith(f"{measure.name}.")]
+    return f"has a table of the section {strange[0]!r}" if strange else ""
+
+
+def layouts() -> dict[str, Layout]:
+    """Return the layout of every section, by the section's name."""
+    return {table.name: table for measure in load_measures().values() for table in measure.tables}
+
+
+def find_column(metric: str) -> Column:
+    """Return the column of a metric (`bounds.exact:median`, `attack.robust@pgd`).
+
+    If its measure is not installed, the column has the metric's name only.
+    """
+    measure, _, name = re.split("[@:]", metric)[0].rpartition(".")
+    layout = layouts().get(measure)
+    columns = {**layout.columns, **layout.sample_columns} if layout else {}
+    return columns.get(name, Column(name, ""))
+
+
+def option_types() -> dict[str, type[MeasureOptions]]:
+    """Return the options of every measure by its name."""
+    return {name: measure.options for name, measure in load_measures().items()}
+
+
+QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64, "certify": 4}
+FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512, "certify": 32}
+DEMO_EPS, EPS = "0.1", "2/255"
+USUAL = ("bounds", "attention", "jacobian", "attack")
+OF_ATTACK = ("eps", "attack", "norm")
+"""Options of attack that an audit also takes."""
+SECONDS = 20.0
+"""Seconds per sample for certificates in an audit; a started ball is finished."""
+
+
+def _of_attack(name: str, default: str = "") -> Any:
+    """Return an option of the attacks as an option of the audit."""
+    known = AttackOptions.options()[name]
+    attacked = Need(
+        "a measure attack or certify",
+        lambda options: not {"attack", "certify"}.isdisjoint(options.names),
+    )
+    return option(None, known.help + default, *known.flags, need=attacked)
+
+
+class AuditOptions(Settings):
+    """What an audit measures, and where its report goes."""
+
+    quick: bool = option(False, "Fewer samples, quick attacks.")
+    full: bool = option(
+        False,
+        "More samples, all of AutoAttack.",
+        need=Need("a run without --quick", lambda options: not options.quick),
+    )
+    only: Names = option(None, f"Measures to run; default: {', '.join(USUAL)}.")
+    skip: Names = option(None, "Measures to leave out.")
+    certify: bool = option(
+        False, f"Also compute certificates, at the radii --eps: up to {SECONDS:g} s a sample."
+    )
+    eps: str | None = _of_attack("eps", f" Default: {EPS}, of a demo {DEMO_EPS}.")
+    attack: str | None = _of_attack("attack")
+    norm: str | None = _of_attack("norm")
+    run_dir: Path | None = option(None, "Folder for the reports.")
+
+    @field_validator("only", "skip")
+    @classmethod
+    def _require_measures(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for name in names or ():
+            if name not in load_measures():
+                raise UsageError(
+                    f"there is no measure {name!r}", suggestion(name, load_measures())
+                )
+        return names
+
+    @model_validator(mode="after")
+    def _some(self) -> AuditOptions:
+        surplus = [name for name in self.skip or () if name not in (self.only or USUAL)]
+        if surplus:
+            raise UsageError(f"--skip {surplus[0]}: an audit does not run it by default")
+        if not self.names:
+            raise UsageError("no measure is left to run", "Choose a measure with --only.")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the requested measures, in order."""
+        wanted = {*(USUAL if self.only is None else self.only)}
+        wanted |= {"certify"} if self.certify else set()
+        return tuple(name for name in load_measures() if name in wanted - {*(self.skip or ())})
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Return the measures that the user named: it is an error if one cannot run."""
+        attacked = any(getattr(self, name) for name in OF_ATTACK)
+        return frozenset((*(self.only or ()), *["attack"] * attacked))
+
+    def plan(self, *, demo: bool) -> dict[str, MeasureOptions]:
+        """Return the options of every measure.
+
+        Raises:
+            UsageError: for a bad radius, attack or norm.
+        """
+        given = {name: value for name in OF_ATTACK if (value := getattr(self, name)) is not None}
+        usual = audit_options(given, demo=demo, quick=self.small(demo=demo))
+        others = (name for name in self.names if name not in usual)
+        usual |= {name: load_measures()[name].options() for name in others}
+        return {name: usual[name] for name in self.names}
+
+    def small(self, *, demo: bool) -> bool:
+        """Say whether the audit is quick, which is the default on a demo."""
+        return self.quick or (demo and not self.full)
+
+    def counts(self, *, demo: bool) -> Mapping[str, int]:
+        """Return the number of samples of each measure that does not use its default."""
+        return QUICK_SAMPLES if self.small(demo=demo) else FULL_SAMPLES if self.full else {}
+
+
+def audit_options(
+    attack: Mapping[str, Any] | None = None, *, demo: bool, quick: bool
+) -> dict[str, MeasureOptions]:
+    """Return the options of what an audit usually measures, in this order, and of certificates.
+
+    Args:
+        attack: options of the attacks in place of the usual: radii are 0.1 for a demo, 2/255 for
+            other models of images, and for text what its attacks usually take. Certificates are
+            of the balls among them.
+        demo: whether the model is a demo.
+        quick: the quick preset of AutoAttack in place of all of it.
+
+    Raises:
+        UsageError: for a bad radius, attack or norm.
+    """
+    names = "fgsm,pgd,quick" if quick else "fgsm,pgd,autoattack"
+    usual = {"usual": names, "usual_eps": DEMO_EPS if demo else EPS}
+    attacks = AttackOptions.parse(dict(attack or {}) | usual)
+    return {
+        "bounds": BoundsOptions(),
+        "attention": AttentionOptions(),
+        "jacobian": JacobianOptions(),
+        "attack": attacks,
+        # Of the attacked balls.
+        "certify": CertifyOptions(
+            eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
+            usual_eps=attacks.usual_eps,
+            norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
+            seconds=SECONDS,
+            nodes=NODES,
+        ),
+    }

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from lipaudit.attacks.kinds import ATTACKS, attack_kinds
 from lipaudit.attacks.plan import CHUNK, PRESETS, Trial, read_plan, require_suitable
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.measure import (
+from lipaudit.measures.base import (
     Measure,
     MeasureOptions,
     Part,
@@ -26,12 +26,9 @@ from lipaudit.measures.measure import (
     report_progress,
     sample_ids,
 )
-from lipaudit.settings.option import Need, option
-from lipaudit.settings.parsing import Radii, distinct
+from lipaudit.settings.option import Need, Radii, distinct, option
 from lipaudit.tables import Note, Row, Section
-from lipaudit.tables.columns import Column, text_column
-from lipaudit.tables.common import ACCURACY, OUTCOMES
-from lipaudit.tables.figures import wilson
+from lipaudit.tables.columns import ACCURACY, OUTCOMES, Column, text_column, wilson
 from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COSTS, COUNTED, Norm, TrialKey, parse_budget, worst_cases
 

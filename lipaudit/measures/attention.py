@@ -1,7 +1,7 @@
 """The measure `attention`: how each head distributes its attention, row by row.
 
-Each layer's map is computed once, in float64, in chunks of query rows. Only sums, maxima and
-histograms are kept, so a map of 8192 x 8192 is never in memory.
+Each layer's map is computed once, in float64, in chunks of query rows. Only sums and maxima are
+kept, so a map of 8192 x 8192 is never in memory.
 """
 
 from __future__ import annotations
@@ -11,28 +11,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lipaudit.errors import UsageError
-from lipaudit.measures.measure import (
+from lipaudit.measures.base import (
     Measure,
     MeasureOptions,
     Part,
-    Values,
     join_parts,
     notes,
     number_or_none,
     sample_ids,
 )
-from lipaudit.settings.option import option
-from lipaudit.settings.parsing import Layers, OneHead, read_head
+from lipaudit.settings.option import Layers, OneHead, option, read_head
 from lipaudit.tables import Array, Note, Section
-from lipaudit.tables.columns import Column, Reduction, count_column
-from lipaudit.tables.common import HEAD
+from lipaudit.tables.columns import HEAD, Column, Reduction, count_column
 from lipaudit.tables.report import Attended, Display, Layout
+from lipaudit.tables.summary import steepest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lipaudit.data.batch import Batch
-    from lipaudit.measures.by_layer import Reduced
+    from lipaudit.measures.layers import Reduced
     from lipaudit.models.attention.capture import Layer
     from lipaudit.models.net import Net
     from lipaudit.theory.heads import Heads
@@ -65,9 +63,10 @@ class AttentionOptions(MeasureOptions):
         exclude=True,
     )
 
-    def draw_steepest(self, head: str) -> Self:
-        """Return options that draw the map of a head."""
-        return self.model_copy(update={"map": head})
+    def draw_steepest(self, sections: Sequence[Section]) -> Self:
+        """Return options that draw the map of the head with the largest norm."""
+        heads = steepest(sections, 1)
+        return self.model_copy(update={"map": heads[0]}) if heads else self
 
 
 OVER_ROWS = "mean over all rows (queries) of all samples"
@@ -182,73 +181,58 @@ MEANS = (
     "intermediate",
     "categorical",
 )
-BINS = 50
-RATIO = (1.0, 1.5)
-"""Range of the histograms of g_1 / ||M||; the last bin has no upper limit."""
 ENTRIES = 2**18
 """Number of entries of P processed at a time: 2 MB in float64 fit into the cache."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterator[Part]:
-    """Yield sums, maxima and histograms of every head for each sample, and the maps to draw.
+    """Yield sums and maxima of every head for each sample, and the maps to draw.
 
     Raises:
         UsageError: the model has no such head to draw.
     """
     import torch
 
-    from lipaudit.data.batch import Share, find_first
-    from lipaudit.measures import attention_map, tokens
-    from lipaudit.measures.by_layer import by_layer
+    from lipaudit.measures import drawings
+    from lipaudit.measures.layers import by_layer
     from lipaudit.models.sources.weights import few
 
-    # The head of --map, drawn for the first sample.
-    asked = {} if options.map is None else {options.map: read_head(options.map)}
-    maps: dict[str, dict[str, Values]] = {}
+    asked = None if options.map is None else read_head(options.map)
+    drawn: dict[str, Any] = {}  # the map of that head, on the first sample
     windowed: dict[int, None] = {}  # layers whose attention is limited to windows of a sample
 
     def reduce_layer(layer: Layer) -> Reduced:
-        for name, (index, head) in asked.items():
-            if index == layer.site.index and name not in maps:
-                maps[name] = attention_map.draw_map(layer, head)
+        if asked is not None and not drawn and layer.site.index == asked[0]:
+            drawn.update(drawings.draw_map(net, layer, asked[1]))
         if len(layer.attention.q) > layer.samples:
             windowed[layer.site.index] = None
         with torch.inference_mode():
             return layer_statistics(layer, options)
 
     how: dict[str, Any] = {"layers": options.layers, "projections": False}
-    first: Batch | None = None
-    for batch in batches:
-        first = first or find_first(batches, batch)
-        for part in by_layer(net, Share(first, [batch]), reduce_layer, **how):
-            # Histograms are summed over the samples: kept per sample, they would fill the memory.
-            values, facts = dict(part.values), dict(part.facts)
-            values["ratio_hist"] = values["ratio_hist"].sum(0)[None]
-            values["joint_hist"] = values["joint_hist"].sum((0, 1))[None]
-            if asked:
-                if options.map is not None and not maps:
-                    raise UsageError(
-                        f"layer {asked[options.map][0]} is not measured, so there is no map of it",
-                        f"Give a layer from 0 to {facts['heads'][-1].layer} (see --layers).",
-                    )
-                facts |= {"maps": maps, "attended": tokens.describe_tokens(net, batch)}
-                asked.clear()
-            remarks = part.notes
-            if windowed:
-                text = (
-                    f"layers {few([str(index) for index in windowed])} attend within windows of a "
-                    "sample: p_norm is the largest of all windows, and sinks number the keys of a "
-                    "window"
-                )
-                remarks += (Note(level="info", code="windows", text=text),)
-            yield Part(part.ids, values, facts, remarks)
+    for number, part in enumerate(by_layer(net, batches, reduce_layer, **how)):
+        if asked is not None and not drawn:
+            raise UsageError(
+                f"layer {asked[0]} is not measured, so there is no map of it",
+                f"Give a layer from 0 to {part.facts['heads'][-1].layer} (see --layers).",
+            )
+        remarks = part.notes
+        if windowed:
+            text = (
+                f"layers {few([str(index) for index in windowed])} attend within windows of a "
+                "sample: p_norm is the largest of all windows, and sinks number the keys of a "
+                "window"
+            )
+            remarks += (Note(level="info", code="windows", text=text),)
+        facts = {**part.facts, "map": drawn} if drawn and number == 0 else part.facts
+        yield replace(part, facts=facts, notes=remarks)
 
 
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
-    """Return sums, maxima and histograms of a layer, per (sample, head)."""
+    """Return sums and maxima of a layer, per (sample, head)."""
     import torch
 
-    from lipaudit.measures.by_layer import per_sample, sum_windows
+    from lipaudit.measures.layers import per_sample, sum_windows
     from lipaudit.theory import softmax
 
     heads, samples = layer.attention, layer.samples
@@ -313,46 +297,28 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
 
 
 def _reduce_rows(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
-    """Reduce statistics per row, (batch, heads, statistics, rows), to sums and histograms."""
+    """Reduce statistics per row, (batch, heads, statistics, rows), to sums and maxima."""
     import torch
 
-    from lipaudit.measures.by_layer import per_sample, sum_windows
+    from lipaudit.measures.layers import per_sample, sum_windows
 
     column = dict(zip(MEANS, rows.unbind(2), strict=True))
     counts = ~rows.isnan()
-    first, second, ratio = (column[name] for name in ("top1", "top2", "g1_ratio"))
     visible = counts[:, :, MEANS.index("top1")]
     short = visible & ~counts[:, :, MEANS.index("uniform")]
-    # Bins are numbered from the start of the range; those of p_(1), p_(2) are cells of a square.
-    position = (ratio - RATIO[0]) / (RATIO[1] - RATIO[0]) * BINS
-    joint = (first * BINS).nan_to_num(-1.0).clamp_max(BINS - 1).floor() * BINS
-    joint += (2 * second * BINS).clamp_max(BINS - 1).floor()
     sums = {
         "total": rows.nan_to_num(0.0).sum(-1),
         "count": counts.sum(-1).to(rows.dtype),
         "short": short.sum(-1).to(rows.dtype),
-        "ratio_hist": _histogram(position.clamp(0, BINS - 1), ~ratio.isnan(), BINS),
-        "joint_hist": _histogram(joint, visible, BINS * BINS).sum(1, keepdim=True),
     }
     reduced = {name: sum_windows(value, sample, samples) for name, value in sums.items()}
     bounded = [column[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]
     return reduced | {"largest": per_sample(torch.stack(bounded, -1), sample)}
 
 
-def _histogram(position: Tensor, counts: Tensor, bins: int) -> Tensor:
-    """Count positions per (batch, head): (batch, heads, rows) to (batch, heads, bins)."""
-    import torch
-
-    index = position.nan_to_num(0.0).long().clamp(0, bins - 1)
-    empty = torch.zeros(*position.shape[:2], bins, dtype=torch.float64, device=position.device)
-    return empty.scatter_add_(2, index, counts.to(empty.dtype))
-
-
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:
-    """Make the section `attention`: a row per head, histograms over all rows."""
+    """Make the section `attention`: a row per head."""
     import numpy as np
-
-    from lipaudit.measures import attention_map
 
     total, count = join_parts(parts, "total").sum(0), join_parts(parts, "count").sum(0)
     with np.errstate(invalid="ignore"):
@@ -376,19 +342,14 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         )
         for i, head in enumerate(parts[0].facts["heads"])
     )
-    edges = np.linspace(0.0, 1.0, BINS + 1)
-    histograms = {
-        "g1_ratio_hist": join_parts(parts, "ratio_hist").sum(0),
-        "g1_ratio_edges": np.linspace(*RATIO, BINS + 1),
-        "p1p2_hist": join_parts(parts, "joint_hist").sum(0).reshape(BINS, BINS),
-        "p1p2_edges": np.stack([edges, edges / 2]),
-    }
-    arrays = {name: Array.of(values) for name, values in histograms.items()}
-    arrays |= _average_samples(parts)
+    arrays = _average_samples(parts)
     attended: dict[str, Attended] = {}
     if options.map is not None:
-        drawn, attended = attention_map.describe_map(parts[0], options.map)
-        arrays |= drawn
+        drawn = parts[0].facts["map"]
+        arrays |= {f"{n}@{options.map}": Array.of(drawn[n]) for n in ("map", "map_tokens")}
+        if drawn["tokens"]:
+            sample = Attended(sample=parts[0].ids[0], tokens=drawn["tokens"])
+            attended[f"map@{options.map}"] = sample
     return [
         ATTENTION_TABLE.section(
             settings=options.model_dump(),

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lipaudit.measures.balls import (
-    BALLS_TABLE,
-    COLUMNS,
-    make_ball_section,
-    measure_balls,
-    require_balls_hold,
-)
-from lipaudit.measures.measure import (
+from lipaudit.measures.base import (
     Measure,
     NormOptions,
     Part,
@@ -24,13 +18,22 @@ from lipaudit.measures.measure import (
     sample_ids,
     seed_of,
 )
-from lipaudit.settings.option import Need, option
-from lipaudit.settings.parsing import Balls, Layers
+from lipaudit.settings.option import Balls, Layers, Need, option
 from lipaudit.tables import Array, Note, Row, Section
-from lipaudit.tables.columns import Column, Reduction, count_column, text_column
-from lipaudit.tables.common import HEAD_NORMS, WITHIN_COLUMN, norm_of
+from lipaudit.tables.columns import (
+    HEAD,
+    HEAD_NORMS,
+    NEAR,
+    WITHIN_COLUMN,
+    Column,
+    Reduction,
+    count_column,
+    norm_of,
+    text_column,
+)
 from lipaudit.tables.report import Display, Layout
-from lipaudit.theory.bounds.record import load_bounds
+from lipaudit.tables.trials import Radius
+from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
 from lipaudit.theory.policy import LAYER_WITHIN, POLICY
 from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 
@@ -38,11 +41,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lipaudit.data.batch import Batch
-    from lipaudit.measures.by_layer import Facts, Reduced
+    from lipaudit.measures.layers import Facts, Reduced
     from lipaudit.models.attention.capture import Layer, Site
     from lipaudit.models.net import Net
     from lipaudit.theory.heads import Heads
-    from lipaudit.theory.ingredients import Weights
+    from lipaudit.theory.ingredients import KnownWeights, Weights
     from lipaudit.theory.spectral import Norms
 
 
@@ -151,19 +154,79 @@ LAYERS_TABLE = Layout(
             reduction=Reduction("median", "exact_out"),
         ),
         "within": WITHIN_COLUMN,
-        "sharp_sum": Column(
-            "||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds.", status="bound"
-        ),
         "sharp_rss": Column(
             "||W_O|| rss", "||W_O|| times the root of the sum of squares of sharp.", status="bound"
         ),
-        "theorem3_sum": Column(
-            "theorem 3 sum",
-            "||W_O|| times the sum of the heads' Theorem 3 bounds.",
-            status="bound",
+    },
+)
+
+
+BALLS_TABLE = Layout(
+    name="bounds.ball",
+    title="How large can the norm of a head get near the samples?",
+    display=Display(
+        about="Within a ball of radius r around a sample's tokens: the largest norm that a search "
+        "found, and proven upper bounds."
+    ),
+    fixed={
+        **HEAD,
+        "r": Column(
+            "r", "Radius: ||X' - X||_F over all tokens of a sample.", domain="", needed=True
+        ),
+        "exact": Column("exact", "||J|| at X.", reading=NEAR),
+        "ball_norm": Column(
+            "norm found",
+            "Largest ||J|| that gradient ascent finds in the ball.",
+            better="lower",
+            domain=BALL,
+            status="empirical",
+            reading=NEAR,
+            reduction=Reduction("median", "ball_norm"),
+        ),
+        "ball_sharp": Column(
+            "ball sharp",
+            "Upper bound on ||J|| everywhere in the ball (lipaudit's own).",
+            better="lower",
+            domain=BALL,
+            status="certified",
+            formula="sharp + integral_0^r C(rho) d rho, C(rho) >= ||D^2 O[F, F]||_F, ||F||_F = 1",
+            reading="Source: ours.\nThe norm at X, and what the second derivative can add to "
+            "it on the way to any X' in the ball.\nWhy it exceeds the norm found is "
+            "unknown: the bound may be loose, or the search missed a worse "
+            f"point.\nNot computed for every head: it {AFFINE_PLAIN}.",
+            reduction=Reduction("median", "ball_sharp"),
+        ),
+        "ball_ratio_max": Column(
+            "sharp/found",
+            "Largest ball sharp / norm found over samples.",
+            domain=BALL,
+            status="empirical",
+            reduction=Reduction("max", "ball_sharp", per="ball_norm"),
+        ),
+        "castin": Column(
+            "castin at R+r",
+            "The bound castin for tokens of norm up to R + r.",
+            domain="all inputs, every ||x_i|| <= R + r",
+            status="certified",
+        ),
+        "mean_field": Column(
+            "mean field at R+r",
+            "The bound mean_field for tokens of norm up to R + r.",
+            domain="all inputs, every ||x_i|| <= R + r",
+            status="certified",
+        ),
+        "hu": Column(
+            "hu at r", "The bound of Hu et al. 2024 on the ball.", domain=BALL, status="certified"
         ),
     },
 )
+
+
+CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")
+"""Columns of balls that bound `ball_norm`."""
+COLUMNS = ("ball_norm", *CERTIFIED)
+LOOSE = 10
+"""Ratio of bound to norm found above which the bound is not informative."""
 
 
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
@@ -178,56 +241,14 @@ NUMERICAL = "numerical"
 
 def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
     """Yield the norms and bounds of every head, per sample."""
-    import torch
-
-    from lipaudit.measures.by_layer import by_layer
-    from lipaudit.measures.guard import require_bounds_hold
-    from lipaudit.models.attention.capture import APART, MODULE_INPUT
+    from lipaudit.measures.layers import by_layer
     from lipaudit.theory.ingredients import KnownWeights
 
     # What depends on weights alone is computed once for each layer.
-    weights, out_norms = KnownWeights(), dict[int, float]()
-
-    def reduce_layer(layer: Layer) -> Reduced:
-        """Return all figures of a layer, per (sample, head) or (sample, 1)."""
-        site, ids = layer.site, layer.batch.ids
-        seeds = [seed_of(sample, options.seed) for sample in ids]
-        if not _has_bounds(site, options):
-            return _measure_numerically(layer, seeds, options)
-        heads = layer.heads()
-        values = _measure_heads(heads, seeds, options, weights.of(site.index, heads))
-        if site.index not in out_norms:
-            out_norms[site.index] = _measure_out_norm(heads)
-        values["out_norm"] = torch.full_like(values["layer_exact"], out_norms[site.index])
-        require_bounds_hold(site, ids, values, heads)
-        require_balls_hold(site, ids, values, options.radius, heads)
-        return values
-
-    def describe(sites: Sequence[Site]) -> Facts:
-        facts: Facts = {"kinds": [], "inputs": [], "layers": [], "apart": []}
-        for site in sites:
-            closed = _has_bounds(site, options)
-            kinds = site.kinds if closed else (NUMERICAL,)
-            kind = kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
-            own = options.input == "projections"
-            facts["kinds"] += [kind] * site.heads
-            facts["inputs"] += [site.input if own else MODULE_INPUT] * site.heads
-            facts["layers"].append((site.index, site.module))
-            if closed and site.input == APART and not site.direct:
-                facts["apart"].append(site.index)
-        return facts
-
-    yield from by_layer(net, batches, reduce_layer, layers=options.layers, describe=describe)
-
-
-def _measure_out_norm(heads: Heads) -> float:
-    """Return ||W_O||, NaN without an output projection."""
-    import torch
-
-    from lipaudit.theory.spectral import spectral_norm
-
-    out = heads.out
-    return torch.nan if out is None else float(spectral_norm(out.double().flatten(0, 1)))
+    known: dict[str, Any] = {"weights": KnownWeights(), "out_norms": {}}
+    reduce = partial(_measure_layer, options=options, **known)
+    describe = partial(_describe_layers, options=options)
+    yield from by_layer(net, batches, reduce, layers=options.layers, describe=describe)
 
 
 def _has_bounds(site: Site, options: BoundsOptions) -> bool:
@@ -235,48 +256,76 @@ def _has_bounds(site: Site, options: BoundsOptions) -> bool:
     return site.closed_form and (options.input == "projections" or site.direct)
 
 
-def _measure_heads(
-    heads: Heads, seeds: Sequence[int], options: BoundsOptions, weights: Weights | None
+def _describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
+    """Describe layers by what does not depend on the sample."""
+    from lipaudit.models.attention.capture import APART, MODULE_INPUT
+
+    facts: Facts = {"kinds": [], "inputs": [], "layers": [], "apart": []}
+    for site in sites:
+        closed = _has_bounds(site, options)
+        kinds = site.kinds if closed else (NUMERICAL,)
+        kind = kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
+        read = site.input if options.input == "projections" else MODULE_INPUT
+        facts["kinds"] += [kind] * site.heads
+        facts["inputs"] += [read] * site.heads
+        facts["layers"].append((site.index, site.module))
+        if closed and site.input == APART and not site.direct:
+            facts["apart"].append(site.index)
+    return facts
+
+
+def _measure_layer(
+    layer: Layer, options: BoundsOptions, weights: KnownWeights, out_norms: dict[int, float]
 ) -> Reduced:
-    """Return all figures of a layer with a closed form, per (sample, head) or (sample, 1)."""
+    """Return all figures of a layer, per (sample, head) or (sample, 1); NaN: not computed."""
     import torch
 
-    from lipaudit.measures.by_layer import per_sample
+    from lipaudit.measures.layers import per_sample, require_bounds_hold
     from lipaudit.theory.head_bounds import head_bounds
     from lipaudit.theory.head_norms import forward_error, head_norms, layer_norms, splitting_gain
+    from lipaudit.theory.spectral import spectral_norm
 
+    site, ids = layer.site, layer.batch.ids
+    seeds = [seed_of(sample, options.seed) for sample in ids]
+    if not _has_bounds(site, options):
+        return _measure_numerically(layer, seeds, options)
+    heads = layer.heads()
+    known = weights.of(site.index, heads)
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
-    reduced = head_bounds(heads, weights=weights) | _read_norms(exact)
+    reduced = head_bounds(heads, weights=known) | _read_norms(exact)
     nothing = torch.full_like(exact.norm, torch.nan)
     reduced["splitting_gain"] = nothing
     if options.splitting and not heads.is_causal() and heads.sink is None:
         reduced["splitting_gain"] = splitting_gain(heads, exact.norm, seeds=seeds)
-    # The norms of all heads together, per (sample, 1); NaN if not computed.
     together = layer_norms(heads, seeds=seeds, concat=options.concat, **options.layer_accuracy)
     for name, norms in (("layer_exact", together.concat), ("layer_out", together.out)):
         reduced[name] = nothing[:, :1] if norms is None else norms.norm[:, None]
-    computed = [norms for norms in (together.concat, together.out) if norms is not None]
-    reduced["layer_within"] = torch.stack([n.within for n in computed]).amax(0)[:, None]
-    reduced["layer_missed"] = torch.stack([_mark_missed(n) for n in computed]).sum(0)[:, None]
+    computed = [_read_norms(n) for n in (together.concat, together.out) if n is not None]
+    reduced["layer_within"] = torch.stack([n["within"] for n in computed]).amax(0)[:, None]
+    reduced["layer_missed"] = torch.stack([n["missed"] for n in computed]).sum(0)[:, None]
+    if site.index not in out_norms:  # ||W_O||, NaN without an output projection
+        out = heads.out
+        norm = torch.nan if out is None else spectral_norm(out.double().flatten(0, 1))
+        out_norms[site.index] = float(norm)
+    reduced["out_norm"] = torch.full_like(reduced["layer_out"], out_norms[site.index])
     if options.radius:
-        reduced |= measure_balls(heads, seeds, options.radius, weights, reduced)
+        reduced |= measure_balls(heads, seeds, options.radius, known, reduced)
     queries, keys = heads.q.shape[2], heads.k.shape[2]
     reduced["tokens"] = torch.full_like(exact.norm, keys)
     reduced["limited"] = torch.full_like(exact.norm, queries * keys > POLICY.map_limit)
     reduced["numerical"] = torch.zeros_like(exact.norm)
     reduced["forward_error"] = forward_error(heads)
     sample = heads.sample.cpu()
-    return {name: per_sample(values.cpu(), sample) for name, values in reduced.items()}
+    values = {name: per_sample(each.cpu(), sample) for name, each in reduced.items()}
+    require_bounds_hold(site, ids, values, heads)
+    require_balls_hold(site, ids, values, options.radius, heads)
+    return values
 
 
-def _read_norms(exact: Norms) -> Reduced:
-    reduced = {"exact": exact.norm, "upper": exact.upper, "within": exact.within}
-    return reduced | {"missed": _mark_missed(exact)}
-
-
-def _mark_missed(norms: Norms) -> Tensor:
-    """Mark norms that did not converge; NaN (not computed) is not marked."""
-    return (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
+def _read_norms(norms: Norms) -> Reduced:
+    """Return norms as columns; a norm that was not computed (NaN) is not missed."""
+    missed = (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
+    return {"exact": norms.norm, "upper": norms.upper, "within": norms.within, "missed": missed}
 
 
 def _measure_numerically(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
@@ -286,7 +335,7 @@ def _measure_numerically(layer: Layer, seeds: Sequence[int], options: BoundsOpti
     """
     import torch
 
-    from lipaudit.measures.by_layer import per_sample
+    from lipaudit.measures.layers import per_sample
     from lipaudit.models.attention.numeric import compute_numeric_norms
     from lipaudit.theory.head_norms import forward_error
 
@@ -310,7 +359,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     """Make the sections `bounds`, `bounds.layers` and, with radii, `bounds.ball`."""
     import numpy as np
 
-    from lipaudit.measures.guard import below_by_rounding, name_head
+    from lipaudit.measures.layers import below_by_rounding, name_head
 
     facts = parts[0].facts
     measured = {name: join_parts(parts, name) for name in parts[0].values}
@@ -378,24 +427,20 @@ def _make_layer_section(
 ) -> Section:
     import numpy as np
 
-    from lipaudit.measures.guard import below_by_rounding
+    from lipaudit.measures.layers import below_by_rounding
 
     layer_of = np.array([head.layer for head in facts["heads"]])
     rows, limits = [], np.full_like(measured["layer_out"], np.nan)
     for i, (layer, module) in enumerate(facts["layers"]):
-        heads = layer_of == layer
-        sharp, theorem3 = measured["sharp"][:, heads], measured["theorem3"][:, heads]
-        # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side, which is
-        # at most the root of the sum of their squares (rss), and that at most the sum.
-        factor = measured["out_norm"][:, i]
-        limits[:, i] = factor * np.sqrt((sharp**2).sum(1))
+        sharp = measured["sharp"][:, layer_of == layer]
+        # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side, and that
+        # at most the root of the sum of their squares.
+        limits[:, i] = measured["out_norm"][:, i] * np.sqrt((sharp**2).sum(1))
         columns = {
             "exact": measured["layer_exact"][:, i],
             "exact_out": measured["layer_out"][:, i],
             "within": measured["layer_within"][:, i],
-            "sharp_sum": factor * sharp.sum(1),
             "sharp_rss": limits[:, i],
-            "theorem3_sum": factor * theorem3.sum(1),
         }
         cells = reduce_columns(columns, MAXIMA)
         rows.append(LAYERS_TABLE.row(layer=layer, module=module, **cells))
@@ -466,6 +511,138 @@ def _write_notes(
             if heads.any():
                 text = f"{name} was not computed for {heads.sum()} heads: {why}"
                 remarks.append(Note(level="info", code="no-bound", text=text))
+    return tuple(remarks)
+
+
+def measure_balls(
+    heads: Heads,
+    seeds: Sequence[int],
+    radii: Sequence[Radius],
+    weights: Weights | None,
+    reduced: Reduced,
+) -> Reduced:
+    """Return the columns of balls per batch row, head and radius; names begin with "at_r".
+
+    Args:
+        heads: the heads of one layer.
+        seeds: one seed per sample.
+        radii: radii of the balls, at least one.
+        weights: norms that depend on the weights alone, if known.
+        reduced: `exact` and `sharp` of the heads at X.
+    """
+    import torch
+
+    from lipaudit.theory.ascent import ball_norm
+    from lipaudit.theory.ball import ball_sharp, ball_size_bounds
+
+    parts = []
+    for r in map(float, radii):
+        norm = ball_norm(heads, r, seeds=seeds)
+        bounds = ball_size_bounds(heads, r, weights=weights) | {
+            "ball_norm": torch.where(norm.isnan(), norm, norm.maximum(reduced["exact"].to(norm))),
+            "ball_sharp": ball_sharp(heads, r, sharp=reduced["sharp"], weights=weights),
+        }
+        parts.append(bounds)
+    return {f"at_r_{name}": torch.stack([part[name] for part in parts], -1) for name in COLUMNS}
+
+
+def require_balls_hold(
+    site: Site,
+    ids: Sequence[str],
+    values: Mapping[str, Tensor],
+    radii: Sequence[Radius],
+    heads: Heads,
+) -> None:
+    """Stop the run if a constant of a head on a ball is below a norm found in that ball.
+
+    Args:
+        site: the layer.
+        ids: ids of the samples.
+        values: `exact` and the columns of `measure_balls`, (samples, heads, radii).
+        radii: radii of the balls.
+        heads: the heads behind the values.
+
+    Raises:
+        EvaluationError: a constant is below a norm; the message names head and constant.
+    """
+    import torch
+
+    from lipaudit.measures.layers import per_sample, require_bound
+    from lipaudit.theory.bounds.sharp import SHARP
+    from lipaudit.theory.head_norms import ball_error, bound_error
+
+    def slack(r: float) -> Tensor:
+        double = heads.to(torch.float64)
+        error = ball_error(double, r) + bound_error(double, values["exact"][heads.sample.cpu()])
+        return per_sample(error.cpu(), heads.sample)
+
+    for name in CERTIFIED:
+        for k, radius in enumerate(radii):
+            found, bound = (values[f"at_r_{each}"][..., k] for each in ("ball_norm", name))
+            text, excuse = f"{name} at r = {radius.text}", partial(slack, float(radius))
+            require_bound(text, bound, found, site, ids, advice=SHARP.remedy, slack=excuse)
+
+
+def make_ball_section(
+    facts: Mapping[str, Any],
+    measured: Mapping[str, Values],
+    options: BoundsOptions,
+    ids: tuple[str, ...],
+) -> Section:
+    """Make the section `bounds.ball`: a row per head and radius."""
+    import numpy as np
+
+    from lipaudit.measures.layers import below_by_rounding, name_head
+
+    lost = np.any(measured["numerical"], axis=0, keepdims=True)[..., None]
+    columns = {name: np.where(lost, np.nan, measured[f"at_r_{name}"]) for name in COLUMNS}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = columns["ball_sharp"] / columns["ball_norm"]
+    ratio[~np.isfinite(ratio)] = np.nan
+    rows = []
+    for i, head in enumerate(facts["heads"]):
+        for k, radius in enumerate(options.radius):
+            found = {name: values[:, i, k] for name, values in columns.items()}
+            found |= {"exact": measured["exact"][:, i], "ball_ratio_max": ratio[:, i, k]}
+            cells = reduce_columns(found, ("ball_ratio_max",))
+            rows.append(BALLS_TABLE.row(**head._asdict(), r=float(radius), **cells))
+    kept = ("ball_norm", "ball_sharp")
+    found = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
+    places = [
+        f"{name_head(head)} at r = {radius.text}"
+        for head in facts["heads"]
+        for radius in options.radius
+    ]
+    return BALLS_TABLE.section(
+        settings=options.model_dump(),
+        rows=tuple(rows),
+        samples={"ids": ids},
+        arrays={name: Array.of(columns[name].reshape(len(ids), -1).T) for name in kept},
+        notes=_note_balls(rows, options)
+        + below_by_rounding(places, ids, found.pop("ball_norm"), found, "norm found"),
+    )
+
+
+def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]:
+    import numpy as np
+
+    remarks = []
+    open_heads = sum(row.ball_sharp is None for row in rows) // len(options.radius)
+    if open_heads:
+        text = f"ball_sharp was not computed for {open_heads} heads: it {AFFINE_PLAIN}"
+        remarks.append(Note(level="info", code="no-bound", text=text))
+    for radius in options.radius:
+        shares = [
+            row.ball_sharp / row.ball_norm
+            for row in rows
+            if row.r == float(radius) and row.ball_norm and row.ball_sharp is not None
+        ]
+        if shares and (middle := float(np.median(shares))) > LOOSE:
+            text = (
+                f"at r = {radius.text} ball_sharp is {middle:.3g} times the norm found "
+                "(median over heads), so it is not informative. Use smaller radii"
+            )
+            remarks.append(Note(level="info", code="loose-ball", text=text))
     return tuple(remarks)
 
 

@@ -15,7 +15,7 @@ from lipaudit.attacks.kinds import attack_kinds
 from lipaudit.attacks.plan import Trial, read_plan, require_suitable
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import ONE_LOGIT, AttackOptions, require_entry
-from lipaudit.measures.measure import (
+from lipaudit.measures.base import (
     Measure,
     MeasureOptions,
     Part,
@@ -32,12 +32,19 @@ from lipaudit.measures.measure import (
     sample_ids,
     seed_of,
 )
-from lipaudit.settings.option import Need, option
-from lipaudit.settings.parsing import Balls, Radii
+from lipaudit.settings.option import Balls, Need, Radii, option
 from lipaudit.tables import Note, Row, Section
-from lipaudit.tables.columns import Column, count_column, text_column
-from lipaudit.tables.common import ACCURACY, CERTIFIED, CERTIFIED_SHARE, OUTCOMES, wilson_limit
-from lipaudit.tables.figures import wilson
+from lipaudit.tables.columns import (
+    ACCURACY,
+    CERTIFIED,
+    CERTIFIED_SHARE,
+    OUTCOMES,
+    Column,
+    count_column,
+    text_column,
+    wilson,
+    wilson_limit,
+)
 from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COUNTED, Norm, Radius, parse_radius
 from lipaudit.theory.policy import NODES

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, StructureError, UsageError, of_machine
-from lipaudit.measures.by_layer import choose_layers
+from lipaudit.measures.layers import choose_layers
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import Net

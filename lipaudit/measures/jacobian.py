@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator
 
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.measure import (
+from lipaudit.measures.base import (
     Measure,
     NormOptions,
     Part,
@@ -25,8 +25,17 @@ from lipaudit.measures.measure import (
 from lipaudit.models.target import ENDS, PLACED, StartPoint, Target
 from lipaudit.settings.option import Need, needs, option
 from lipaudit.tables import Array, Note, Row, Section
-from lipaudit.tables.columns import Column, Reduction, count_column, text_column
-from lipaudit.tables.common import CONVERGED, NORM, STOPPED, UPPER, WITHIN_COLUMN
+from lipaudit.tables.columns import (
+    CONVERGED,
+    NORM,
+    STOPPED,
+    UPPER,
+    WITHIN_COLUMN,
+    Column,
+    Reduction,
+    count_column,
+    text_column,
+)
 from lipaudit.tables.report import Display, Layout
 
 if TYPE_CHECKING:
@@ -275,7 +284,7 @@ def _measure_outputs(
     """Return norms and margins of the model per sample, and the names of input and output."""
     import torch
 
-    from lipaudit.measures import tokens
+    from lipaudit.measures import drawings
     from lipaudit.models.endpoints import make_sample_function
     from lipaudit.models.linearize import linearize
     from lipaudit.models.model_norms import compute_jacobian_norms, compute_margins
@@ -318,7 +327,7 @@ def _measure_outputs(
         steepest = margins.direction
     if steepest is not None and net.kind != "image":
         gradient, of = steepest.view_as(linear.x), "margin" if decides else "direction"
-        facts["gradients"] = tokens.gradients(net, batch, gradient, of)
+        facts["gradients"] = drawings.describe_gradients(net, batch, gradient, of)
     return values, facts
 
 

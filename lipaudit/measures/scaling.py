@@ -15,9 +15,7 @@ from pydantic import Field
 
 from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
-from lipaudit.measures.bounds import BoundsOptions
-from lipaudit.measures.jacobian import JacobianOptions
-from lipaudit.measures.measure import (
+from lipaudit.measures.base import (
     Measure,
     MeasureOptions,
     Part,
@@ -28,11 +26,11 @@ from lipaudit.measures.measure import (
     number_or_none,
     reduce_known,
 )
-from lipaudit.settings.option import Need, option
-from lipaudit.settings.parsing import Layers, Lengths, Names, listed
+from lipaudit.measures.bounds import BoundsOptions
+from lipaudit.measures.jacobian import JacobianOptions
+from lipaudit.settings.option import Layers, Lengths, Names, Need, listed, option
 from lipaudit.tables import Note, Row, Section
-from lipaudit.tables.columns import Column, count_column, text_column
-from lipaudit.tables.common import NORM
+from lipaudit.tables.columns import NORM, Column, count_column, text_column
 from lipaudit.tables.report import Display, Layout
 from lipaudit.theory.bounds.record import Bound, load_bounds
 from lipaudit.theory.policy import TOL

@@ -18,7 +18,7 @@ from lipaudit.attacks.plan import Trial
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Lexicon, Reader
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, escape_controls
-from lipaudit.measures.measure import Part, Values
+from lipaudit.measures.base import Part, Values
 from lipaudit.models.net import Net
 from lipaudit.models.requirements import agree
 from lipaudit.tables import Note

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from lipaudit.tables import Report
-from lipaudit.tables.figures import finite
+from lipaudit.tables.columns import finite
 from lipaudit.tables.summary import summary
 
 Logger = Callable[[dict[str, float], int], object]

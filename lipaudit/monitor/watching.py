@@ -17,8 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lipaudit.api.measuring import AnyData, open_job
-from lipaudit.api.requests import audit_request
+from lipaudit.api import AnyData, audit_request, open_job
 from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request

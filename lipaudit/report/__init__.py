@@ -135,7 +135,7 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
         UsageError: no sample has this name, or several have.
     """
     from lipaudit.report import samples
-    from lipaudit.tables.worst import worst
+    from lipaudit.tables.summary import worst
 
     one = samples.choose_sample(report, sample) if sample is not None else None
     shown = [one] if one is not None else worst(report)

@@ -146,7 +146,6 @@ class Heatmap:
         axes: what the rows and the columns are.
         centre: neutral value of a scale with two sides, such as 0 for differences.
         square: whether the cells are square, and shown in pictures only: an attention map.
-        image: picture below the entries: a PNG file in base64.
     """
 
     title: str
@@ -157,7 +156,6 @@ class Heatmap:
     axes: tuple[str, str] = ("layer", "head")
     centre: float | None = None
     square: bool = False
-    image: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import math
@@ -13,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.errors import InputError, visible
+from lipaudit.errors import visible
 from lipaudit.report import blocks, cells
 from lipaudit.report.blocks import EXTREME, Curve, Heatmap, Histogram, Picture
 from lipaudit.tables import Column
@@ -220,10 +219,10 @@ def _set_legend(axes: Axes) -> None:
 
 
 def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
-    """Draw the entries as coloured cells, over their picture if there is one."""
+    """Draw the entries as coloured cells."""
     import numpy as np
     from matplotlib import colormaps
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, PowerNorm, to_rgb
+    from matplotlib.colors import LogNorm, Normalize, PowerNorm
 
     values, scale = np.array(block.values, dtype=np.float64), blocks.compute_scale(block)
     norm: Any = (LogNorm if scale.log else Normalize)(scale.low, scale.high)
@@ -232,10 +231,6 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
         # Masked keys stay blank; square roots, so that small shares stay visible.
         values[values == 0] = float("nan")
         norm = PowerNorm(0.5, 0.0, scale.high)
-    if block.image:  # the larger an entry, the less of the picture shows through
-        colour = to_rgb(CATEGORIES[1])
-        colours = LinearSegmentedColormap.from_list("veil", [(*colour, 0.0), (*colour, 0.9)])
-        _draw_image(axes, block)
     height, width = values.shape
     edges = np.arange(width + 1) - 0.5, np.arange(height + 1) - 0.5
     # Many cells as paths would make the page several megabytes large.
@@ -266,20 +261,6 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
         if index < MOST_TIPS:
             place = f"{ylabel} {block.rows[y]}, {xlabel} {block.columns[x]}"
             yield f"{place}: {text}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
-
-
-def _draw_image(axes: Axes, block: Heatmap) -> None:
-    """Draw the picture of a map in grey, below its cells."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        picture = Image.open(io.BytesIO(base64.b64decode(block.image))).convert("L")
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
-        raise InputError(
-            "the report is damaged: an image in it cannot be read", "Create the report again."
-        ) from error
-    ends = -0.5, len(block.columns) - 0.5, len(block.rows) - 0.5, -0.5
-    axes.imshow(picture, cmap="gray", vmin=0, vmax=255, extent=ends, aspect="auto")
 
 
 # Counts and shares

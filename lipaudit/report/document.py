@@ -10,7 +10,7 @@ from lipaudit.report.cells import STATUS
 from lipaudit.report.samples import show_worst
 from lipaudit.report.sections import name_chapter, show_section, show_sections
 from lipaudit.tables import Column, Note, Report, model_labels
-from lipaudit.tables.worst import broken
+from lipaudit.tables.summary import broken
 
 MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
 WORDS = Chapter(

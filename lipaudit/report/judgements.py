@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
 from lipaudit.gate.rules import UNPROVEN, Judgement, Verdict, VerdictStatus, amount
-from lipaudit.measures.registry import find_column
+from lipaudit.measures import find_column
 from lipaudit.report.blocks import (
     Block,
     Chapter,

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
 from lipaudit.tables import Column, Note, Report
-from lipaudit.tables.figures import order
-from lipaudit.tables.summary import KINDS, Accuracy, Summary, list_shared_notes, summary
-from lipaudit.tables.worst import worst
+from lipaudit.tables.columns import order
+from lipaudit.tables.summary import KINDS, Accuracy, Summary, list_shared_notes, summary, worst
 
 SEED = "seed"
 """Name of the setting seed, which stands among the facts of the run."""
@@ -95,9 +94,11 @@ def open_page(
 
 def find_places(report: Report) -> dict[str, str]:
     """Return the place of each sample in the data, with the beginning of a text."""
-    texts = report.found("text")
+    texts = report.read_origins("text")
     begins = {name: f' "{text[:LETTERS]}"' for name, text in texts.items()}
-    return {name: place + begins.get(name, "") for name, place in report.found("place").items()}
+    return {
+        name: place + begins.get(name, "") for name, place in report.read_origins("place").items()
+    }
 
 
 def name_sample(sample: str, places: Mapping[str, str]) -> str:

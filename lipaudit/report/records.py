@@ -126,7 +126,7 @@ def _list_cells(report: Report) -> Iterator[Cells]:
     """
     from lipaudit.gate.pairing import name_rows
 
-    places = report.found("place")
+    places = report.read_origins("place")
     for section in report.sections:
         start: dict[str, Any] = {"model": report.run.model.spec, "measure": section.measure}
         start |= dict.fromkeys(("row", "layer", "head", "sample", "place"))

@@ -21,10 +21,10 @@ from lipaudit.report.blocks import (
 from lipaudit.report.opening import CHARACTERS, find_places, name_sample
 from lipaudit.report.sections import name_chapter
 from lipaudit.tables import Column, Report
-from lipaudit.tables.figures import finite, middle, wilson
+from lipaudit.tables.columns import finite, middle, wilson
+from lipaudit.tables.summary import SHOWN as MOST
+from lipaudit.tables.summary import broken, worst
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
-from lipaudit.tables.worst import SHOWN as MOST
-from lipaudit.tables.worst import broken, worst
 
 
 def list_names(
@@ -104,7 +104,7 @@ def choose_sample(report: Report, text: str) -> str:
         InputError: the report has no samples.
         UsageError: no sample has this name, or several have.
     """
-    every, at = list_known(report), report.found("place")
+    every, at = list_known(report), report.read_origins("place")
     ways: tuple[Callable[[str], bool], ...] = (
         lambda i: i == text,
         # The number of a place, or the name of a file: 7 of "index 7", 7.png of "cat/7.png".
@@ -137,7 +137,7 @@ def list_known(report: Report) -> list[str]:
             "the report has no results for single samples",
             "Use a report of bounds, jacobian, attack, certify or audit.",
         )
-    return list(dict.fromkeys([*measured, *report.found("place")]))
+    return list(dict.fromkeys([*measured, *report.read_origins("place")]))
 
 
 # Pictures and tokens
@@ -150,7 +150,7 @@ SHADES = {"margin": "share of the gradient", "direction": "share of the steepest
 
 def show_samples(report: Report, names: Sequence[str]) -> tuple[list[Gallery], list[Passage]]:
     """Show samples that were kept: pictures and adversarial examples, and shaded tokens."""
-    places, items = report.found("place"), []
+    places, items = report.read_origins("place"), []
     section = report.section("attack")
     examples = section.examples if section else {}
     for name, example in ((name, examples[name]) for name in names if name in examples):
@@ -243,7 +243,7 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         if galleries or passages:
             title = "What does the sample look like?"
             chapters.append(Chapter("pictures", title, (*galleries, *passages)))
-        found = {name: report.found(name).get(sample, "") for name in ("place", "text")}
+        found = {name: report.read_origins(name).get(sample, "") for name in ("place", "text")}
         facts = {"sample": sample} | {name: text for name, text in found.items() if text}
         what = f"sample {sample[:CHARACTERS]}"
     facts |= {name: known[name] for name in ("model", "data")}
@@ -255,7 +255,7 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
 
 def record_sample(report: Report, sample: str) -> dict[str, Any]:
     """Return the figures of a sample as plain values."""
-    found = {name: report.found(name).get(sample, "") for name in ("place", "text")}
+    found = {name: report.read_origins(name).get(sample, "") for name in ("place", "text")}
     kept = {
         kind: one.model_dump(mode="json", exclude={"image", "adversarial", "difference"})
         for section in report.sections

@@ -30,9 +30,8 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.opening import SEED, format_setting
 from lipaudit.tables import Array, Column, Note, Row, Section
-from lipaudit.tables.columns import find_bounds, naming
-from lipaudit.tables.figures import finite, log10_ratio, order
-from lipaudit.tables.report import Attended, Display
+from lipaudit.tables.columns import find_bounds, finite, log10_ratio, naming, order
+from lipaudit.tables.report import Display
 from lipaudit.tables.trials import WORST
 
 Sections = Mapping[str, Section]
@@ -406,30 +405,8 @@ def _draw_map(head: str, array: Array, section: Section) -> Iterator[Heatmap | P
     yield Heatmap(title, matrix, rows, columns, cells.HEADINGS["P"], axes, square=True)
     if whose:
         title = f"Attention received, mean over queries, {of}"
-        yield _lay_over(title, values.mean(0), whose, cells.HEADINGS["mean P"])
-
-
-def _lay_over(
-    title: str, values: Iterable[float | None], whose: Attended, column: Column
-) -> Heatmap | Passage:
-    """Overlay values of tokens on a text, or values of patches on a picture."""
-    known = tuple(value or 0.0 for value in values)[: len(whose.tokens)]
-    height, width = whose.grid
-    if not height * width:
-        return Passage(title, whose.tokens, known, column)
-    patches = known[whose.first :][: height * width]
-    # The class token and registers are not patches: a picture cannot show their values.
-    outside = sum(known) - sum(patches)
-    return Heatmap(
-        title=f"{title} ({outside:.0%} on other tokens)" if whose.first else title,
-        values=tuple(patches[i * width : (i + 1) * width] for i in range(height)),
-        rows=tuple(map(str, range(height))),
-        columns=tuple(map(str, range(width))),
-        column=column,
-        axes=("row", "column"),
-        square=True,
-        image=whose.image,
-    )
+        received = tuple(map(float, values.mean(0)))
+        yield Passage(title, whose.tokens, received, cells.HEADINGS["mean P"])
 
 
 DRAWINGS: dict[str, tuple[Callable[[Sections], Iterable[Block]], ...]] = {

@@ -15,7 +15,7 @@ from functools import cache
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.measures import layouts, load_measures, option_types
 from lipaudit.report import cells
-from lipaudit.settings import Settings
+from lipaudit.settings.option import Settings
 
 PIECES = re.compile(r"[@:,;=]+")
 LIMIT = re.compile(r"(?:<=|>=).*")

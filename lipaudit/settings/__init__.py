@@ -1,6 +1,224 @@
-"""Options, declared once each: their machinery, and the options of every run and of training."""
+"""The options of every run, and those of training."""
 
-from lipaudit.settings.option import Settings as Settings
-from lipaudit.settings.option import option as option
-from lipaudit.settings.recipe import Recipe as Recipe
-from lipaudit.settings.run import RunOptions as RunOptions
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from lipaudit.settings.option import (
+    Duration,
+    Keywords,
+    Numbers,
+    OneRadius,
+    Settings,
+    ShardNumber,
+    Size,
+    Sizes,
+    needs,
+    option,
+    write_keywords,
+)
+
+MODEL, DATA, RUN = "Model", "Data", "Run"
+
+
+class RunOptions(Settings):
+    """The options that all measures share; None means not given."""
+
+    data: str | None = option(
+        None,
+        "Folder of images, .npz, .safetensors, IDX, .csv, .jsonl, .txt..., hf:NAME[SPLIT], "
+        "demo, random.",
+        panel=DATA,
+        env="LIPAUDIT_DATA",
+        usual="demo for demos, else random",
+        values=lambda: ("demo", "demo:train", "random"),
+    )
+    samples: int | None = option(None, "Number of samples.", "--samples", "-n", panel=DATA, ge=1)
+    max_tokens: int | None = option(
+        None,
+        "Cut texts to this many tokens.",
+        panel=DATA,
+        usual="128; for scaling its longest length",
+        kinds=("text",),
+        ge=1,
+    )
+    text_column: str | None = option(
+        None,
+        "Table column with the texts; FIRST,SECOND for pairs of texts.",
+        panel=DATA,
+        kinds=("text",),
+    )
+    label_column: str | None = option(None, "Table column with the labels.", panel=DATA)
+    score: Literal["sum", "mean"] | None = option(
+        None,
+        "Score continuations, choices or labels with a language model: sum or mean of the "
+        "log-likelihoods of their tokens.",
+        panel=DATA,
+        kinds=("text",),
+        usual="sum when a language model is attacked",
+    )
+    skip_bad: bool = option(
+        False, "Leave out samples that cannot be read; a warning counts them.", panel=DATA
+    )
+    arch: str | None = option(
+        None, "Architecture of a weights file: timm:NAME, py:FILE:FACTORY.", panel=MODEL
+    )
+    model_kwargs: Keywords = option(None, "k=v,... for the model's constructor.", panel=MODEL)
+    mean: Numbers = option(
+        None,
+        "Pixel mean R,G,B that the model was trained with, in place of the stored one.",
+        panel=MODEL,
+        kinds=("image",),
+    )
+    std: Numbers = option(
+        None,
+        "Pixel standard deviation R,G,B that the model was trained with, in place of "
+        "the stored one.",
+        panel=MODEL,
+        kinds=("image",),
+    )
+    input_size: Sizes = option(
+        None,
+        "Image size, in place of the model's own: 224, or 1,28,28.",
+        panel=MODEL,
+        kinds=("image",),
+    )
+    tower: str | None = option(
+        None,
+        "Tower to measure, for a model with two: image or text.",
+        panel=MODEL,
+        values=lambda: ("image", "text"),
+    )
+    seed: int = option(0, "Random seed.", panel=RUN, ge=-(2**63), lt=2**63)
+    device: str | None = option(
+        None,
+        "Device: auto (CUDA, else CPU), cpu, cuda, cuda:1...",
+        panel=RUN,
+        usual="auto",
+        values=lambda: ("auto", "cpu", "cuda"),
+    )
+    dtype: Literal["float32", "float64"] = option(
+        "float32", "Precision of the computation: float32 or float64.", panel=RUN
+    )
+    weights: Literal["converted", "stored"] = option(
+        "converted",
+        "converted (to --dtype on loading) or stored (kept as stored, converted one layer at "
+        "a time; saves memory).",
+        panel=RUN,
+    )
+    device_map: str | None = option(
+        None,
+        "Distribute weights over GPUs, CPU and disk: auto, balanced, or a JSON file that "
+        "maps modules to devices.",
+        panel=RUN,
+        values=lambda: ("auto", "balanced"),
+    )
+    batch_size: Size = option(
+        None, "Batch size; auto: smaller if memory runs out.", panel=RUN, usual="auto"
+    )
+    shard: ShardNumber = option(
+        None,
+        "i/n: measure only part i of n of the samples; `lipaudit merge` joins the reports.",
+        panel=RUN,
+    )
+    time_limit: Duration = option(
+        None,
+        "Stop after this time (90s, 30min, 1h30m) and report the finished batches.",
+        panel=RUN,
+    )
+    resume: bool = option(False, "Continue an interrupted run of the same command.", panel=RUN)
+    offline: bool = option(False, "Do not use the network.", panel=RUN)
+
+    def reading(self) -> dict[str, Any]:
+        """Return the given options that decide how model and data are read, for reports."""
+        given = {
+            name: getattr(self, name)
+            for name, known in sorted(self.options().items())
+            if known.panel in (MODEL, DATA) and name not in ("data", "samples")
+        }
+        unset = (None, False)
+        return {name: _plain(v) for name, v in given.items() if not any(v is u for u in unset)}
+
+
+def _plain(value: Any) -> Any:
+    """Write a parsed option in its typed form."""
+    if isinstance(value, dict):
+        return write_keywords(value)
+    if isinstance(value, tuple):
+        return ",".join(f"{n}" if isinstance(n, int) else f"{n:g}" for n in value)
+    return value
+
+
+PENALTY, ADVERSARIAL = "Penalty", "Adversarial training"
+DESCENT, IMAGES = "Optimization", "Image augmentation"
+JASMIN, ATTACKED = needs("penalty", "jasmin"), needs("adversarial", "pgd")
+
+
+class Recipe(Settings):
+    """Everything that decides the outcome of a training run, besides model and data.
+
+    The defaults are those of Yudin et al., arXiv 2507.07814 (SGD with momentum 0.9, weight decay
+    1e-4, cosine schedule, 40 epochs, batches of 512, flips, CutMix, MixUp); what the paper does
+    not give is ours: `lr`, `mixup`, `cutmix`, `steps`.
+
+    Attributes:
+        batch_size: samples per step.
+        seed: of everything random.
+    """
+
+    penalty: Literal["jasmin", "specformer"] | None = option(
+        None, "Penalty added to the loss: jasmin or specformer. Default: none.", panel=PENALTY
+    )
+    k: int = option(
+        0,
+        "JaSMin lowers log g1 with 0, and log(g1 / gk) with k > 1.",
+        panel=PENALTY,
+        need=JASMIN,
+        ge=0,
+    )
+    weight: float = option(
+        1e-2, "Weight of the penalty in the loss.", panel=PENALTY, need=needs("penalty"), ge=0
+    )
+    reduction: Literal["max", "mean"] = option(
+        "mean", "How JaSMin reduces over attention rows: mean or max.", panel=PENALTY, need=JASMIN
+    )
+    adversarial: Literal["pgd"] | None = option(
+        None, "pgd: train on adversarial examples made with PGD.", panel=ADVERSARIAL
+    )
+    eps: OneRadius = option(
+        "2/255",
+        "L-inf radius of --adversarial (pixels in [0, 1]).",
+        panel=ADVERSARIAL,
+        need=ATTACKED,
+    )
+    steps: int = option(
+        5, "PGD steps for each adversarial example.", panel=ADVERSARIAL, need=ATTACKED, ge=1
+    )
+    epochs: int = option(40, "Number of passes over the data.", panel=DESCENT, ge=1)
+    batch_size: int = 512
+    optimizer: Literal["sgd", "adamw"] = option("sgd", "Optimizer: sgd or adamw.", panel=DESCENT)
+    lr: float = option(0.01, "Largest learning rate.", panel=DESCENT, gt=0)
+    momentum: float = option(
+        0.9, "Of sgd.", panel=DESCENT, need=needs("optimizer", "sgd"), ge=0, lt=1
+    )
+    weight_decay: float = option(1e-4, "Weight decay of the optimizer.", panel=DESCENT, ge=0)
+    clip: float = option(0.0, "Clip gradients to this norm; 0: no clipping.", panel=DESCENT, ge=0)
+    schedule: Literal["cosine", "onecycle"] = option(
+        "cosine",
+        "Learning rate schedule: cosine (down to 0) or onecycle (up to --lr, then down).",
+        panel=DESCENT,
+    )
+    flip: bool = option(True, "Mirror each image at random.", panel=IMAGES)
+    shift: int = option(0, "Shift each image by up to this many pixels.", panel=IMAGES, ge=0)
+    mixup: float = option(0.8, "Alpha of MixUp; 0: no MixUp.", panel=IMAGES, ge=0)
+    cutmix: float = option(1.0, "Alpha of CutMix; 0: no CutMix.", panel=IMAGES, ge=0)
+    seed: int = 0
+
+    @field_validator("k")
+    @classmethod
+    def _not_one(cls, k: int) -> int:
+        if k == 1:
+            raise ValueError("g_1/g_1 is 1 whatever the attention: use 0 or more than 1")
+        return k

@@ -1,10 +1,12 @@
-"""Columns, rows, and the layout of a section."""
+"""Columns, rows and arrays, figures read from them, and columns that measures share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -284,3 +286,326 @@ Rows = tuple[
     ],
     ...,
 ]
+
+
+SHAPES: Mapping[str, tuple[int | None, ...]] = {
+    "map": (None, None),
+    "map_tokens": (2,),
+    "positions": (None, None),
+}
+"""Shape of arrays by kind (the name before @); None is any length."""
+BESIDE = {"map": "map_tokens"}
+"""Arrays that need a second array of the same head."""
+
+
+def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
+    """Check that the arrays of a section can be drawn.
+
+    Raises:
+        ValueError: an array has another shape, lacks its second array, or is not finite.
+    """
+    for name, array in arrays.items():
+        kind, _, head = name.partition("@")
+        shape, known = array.shape, SHAPES.get(kind, array.shape)
+        fits = [n in (None, size) for size, n in zip(shape, known, strict=False)]
+        if array.data and not (len(shape) == len(known) and all(fits)):
+            raise ValueError(f"{name} has the shape {shape}")
+        if kind in BESIDE and f"{BESIDE[kind]}@{head}" not in arrays:
+            raise ValueError(f"{name} without {BESIDE[kind]}@{head}")
+        # The number of queries and keys of the map, which its axes are labelled with.
+        if kind == "map_tokens" and len(finite(array.data)) < len(array.data):
+            raise ValueError(f"{name} has values that are no numbers")
+    return arrays
+
+
+Z95 = 1.959963984540054
+"""The 97.5 % quantile of the normal distribution."""
+
+
+def finite(values: Iterable[Any]) -> list[float]:
+    """Keep the finite numbers."""
+    return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
+
+
+def middle(values: Iterable[Any]) -> float | None:
+    """Return the median of the finite numbers, None without any."""
+    numbers = finite(values)
+    return median(numbers) if numbers else None
+
+
+def order(value: Any) -> float:
+    """Sort key that puts missing values and NaN last in descending order."""
+    return float(value) if isinstance(value, int | float) and value == value else -math.inf
+
+
+def largest(rows: Iterable[Row], name: str, count: int) -> list[Row]:
+    """Return the rows with the largest values of a column, largest first."""
+    return sorted(rows, key=lambda row: -order(row[name]))[:count]
+
+
+def log10(value: float | None) -> float | None:
+    """Return the decimal logarithm; minus infinity for 0, and missing values stay missing."""
+    if value is None or math.isnan(value):
+        return value
+    return math.log10(value) if value > 0 else -math.inf
+
+
+def log10_ratio(row: Row, bound: str) -> float | None:
+    """Return log10(bound / exact) of a head, from the stored logarithm if the bound overflows."""
+    value, exact = row.get(bound), log10(row.exact)
+    if exact is None or not math.isfinite(exact):
+        return None
+    if value is None or math.isinf(value):
+        stored = row.get(f"log10_{bound}")
+        return None if stored is None else float(stored) - exact
+    ratio = log10(value)
+    return None if ratio is None else ratio - exact
+
+
+def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
+    """Return limits of the median with at least 95 % confidence, for every distribution.
+
+    They are order statistics (sign test); None if there are too few values.
+
+    >>> median_limits(range(5)), median_limits(range(6)), median_limits(range(20))
+    (None, (0.0, 5.0), (5.0, 14.0))
+    """
+    numbers = sorted(finite(values))
+    place = sign_test_place(len(numbers), 0.025)
+    return (numbers[place - 1], numbers[-place]) if place else None
+
+
+def sign_test_place(count: int, level: float) -> int:
+    """Return the largest k with P(B <= k - 1) <= level, for B ~ Binomial(count, 1/2).
+
+    The k-th smallest and the k-th largest value are limits of the median, each with confidence 1 -
+    level. 0 means too few values.
+
+    >>> [sign_test_place(count, 0.025) for count in (5, 6, 20, 255)]
+    [0, 1, 6, 112]
+    """
+    places = range(count // 2 + 1)
+    return bisect_right(places, level, key=lambda k: sum_binomial(k - 1, count)) - 1
+
+
+def sum_binomial(most: int, count: int) -> float:
+    """Return P(B <= most) for B ~ Binomial(count, 1/2)."""
+    # Not by scipy, whose import takes half as long as a whole `report` or `gate`.
+    if most < 0:
+        return 0.0
+    if 2 * most >= count:  # by symmetry; the first term below could underflow
+        return 1.0 - sum_binomial(count - most - 1, count)
+    total, term = 0.0, math.comb(count, most) / 2**count
+    for k in range(most, -1, -1):
+        total += term
+        term *= k / (count - k + 1)  # C(n, k - 1) = C(n, k) k / (n - k + 1)
+    return total
+
+
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """Return the 95 % limits of a proportion (Wilson, 1927).
+
+    >>> tuple(round(limit, 4) for limit in wilson(5, 10))
+    (0.2366, 0.7634)
+    """
+    share, z2 = successes / n, Z95**2
+    # The interval solves |p - share| = z sqrt(p (1 - p) / n) for p, so a share of 0 has a width.
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+PROVEN = "Proven relative error of the norm (probability 99.9 %; largest over the samples)"
+
+
+STOPPED = "Whether the estimated error is at most tol and the proven error within its limit"
+
+
+WITHIN = (
+    "The true norm is at most this share higher than the value shown (probability 99.9 % "
+    "over the random start vector). The iteration approaches the norm from below and stops "
+    "at an estimated error of tol. That estimate can fail if many singular values are close "
+    "to the largest. For a smaller proven error use --within; at the size of tol it costs "
+    "1.4 to 2.4 times as much. 0: the norm was computed without randomness."
+)
+
+
+CONVERGED = (
+    "yes: the estimated error is at most tol, and the proven error at most --within. no: the "
+    "norm may be far too low; see upper for a proven limit."
+)
+
+
+UPPER = (
+    "The norm is at most this value with probability 1 - eta over the random start vector. "
+    "Bounds without randomness are those of `lipaudit bounds`."
+)
+
+
+NORM = (
+    "The largest factor by which a very small change of the input can grow in the output. It "
+    "does not say how far away the nearest adversarial example is: see radius_first_order "
+    "for a hint and run `lipaudit attack`. The solver approaches it from below: see within."
+)
+
+
+NEAR = (
+    "Three values: the norm at X, the largest norm that a search found near X, and a proven "
+    "upper bound near X. The true maximum is between the last two."
+)
+
+
+ROBUST = (
+    "The true robust accuracy is at most this: a stronger attack may break more samples. "
+    "Compare only values with the same attack, radius and samples."
+)
+
+
+CERTIFIED = (
+    "The true robust accuracy on these samples is at least this: no attack can break a "
+    "certified sample. Samples without a certificate may be robust or not. The truth is "
+    "between this and the accuracy under attack.\nThe proof holds for exact arithmetic with "
+    "the stored weights. A float32 program adds rounding errors, which matter if a margin is "
+    "that small."
+)
+
+
+def norm_of(source: str, target: str) -> str:
+    """Return the reading of the norm of a Jacobian at the samples."""
+    return (
+        f"The largest factor by which a very small change of {source} can grow in {target}. A "
+        "large change may grow more. The solver approaches the norm from below: see within."
+    )
+
+
+WITHIN_COLUMN = Column("within", f"{PROVEN}.", status="estimate", format=".2g", reading=WITHIN)
+
+HEAD = {
+    "layer": count_column("layer", "Attention layer, in the order of execution.", needed=True),
+    "head": count_column("head", "Head within the layer.", needed=True),
+    "module": text_column("module", "Module that computes the attention."),
+}
+
+
+HEAD_NORMS = {
+    **HEAD,
+    "kind": text_column(
+        "kind", "How queries, keys and values are computed from X (affine, local or numeric)."
+    ),
+    "input": text_column(
+        "input",
+        "Input of the norms and bounds.",
+        default="one input",
+        reading="one input: queries, keys and values read the same X. queries apart: queries read "
+        "another input than keys and values, and both vary independently. If both come from one "
+        "tensor (spatial reduction, class attention), the norm with respect to that tensor can be "
+        "larger or smaller. keys and values: only their input varies; the queries are constant. "
+        "module input: all inputs of the innermost module around the layer, with numerical norms. "
+        "`lipaudit bounds --input module` computes every norm that way.",
+    ),
+    "tokens": count_column("tokens", "Tokens of the longest sample."),
+    "exact": Column(
+        "exact",
+        "||J||, the norm of the head's Jacobian.",
+        better="lower",
+        reading=norm_of("the layer's input", "the head's output"),
+        reduction=Reduction("median", "exact"),
+    ),
+    "exact_max": Column(
+        "exact max",
+        "Largest ||J|| over the samples.",
+        better="lower",
+        reduction=Reduction("max", "exact"),
+    ),
+    "sharp_ratio_max": Column(
+        "sharp/exact",
+        "Largest sharp / exact over samples.",
+        reduction=Reduction("max", "sharp", per="exact"),
+    ),
+    "p_norm": Column("||P||", "Spectral norm of the attention matrix."),
+    "x_norm": Column("||X||", "Spectral norm of the layer's input."),
+    "radius": Column("R", "max_i ||x_i|| of the layer's input."),
+    "softmax_norm_max": Column(
+        "max ||M||", "Largest norm ||diag(p) - p p^T|| over the attention rows p."
+    ),
+    "splitting_gain": Column(
+        "splitting",
+        "Factor by which ||J|| grows if tokens are duplicated (--splitting).",
+        reading="An attack that may insert copies of tokens gains up to this factor on the "
+        "head. 1: duplicating tokens does not help.",
+    ),
+    "upper": Column(
+        "upper", "Probabilistic upper limit of exact (eta 1e-3).", status="estimate", reading=UPPER
+    ),
+    "within": WITHIN_COLUMN,
+    "forward_error": Column(
+        "rounding",
+        "Relative error of ||J|| that rounding in the forward pass may cause.",
+        status="estimate",
+        format=".2g",
+        reading="Estimated effect of rounding on ||J||, largest over the samples. It matters "
+        "if attention logits are in the thousands: float32 then does not resolve the "
+        "attention map. Use --dtype float64 to remove it.",
+    ),
+    "converged": Column(
+        "converged", f"{STOPPED}: every sample.", reading=CONVERGED, format="", default=True
+    ),
+}
+
+
+def wilson_limit(label: str) -> Column:
+    """Return the column of one end of the interval of a share."""
+    return Column(label, "95 % confidence limit (Wilson).", format=".1%", status="estimate")
+
+
+ACCURACY = {
+    "eps_text": text_column("eps", "The radius as it was typed."),
+    "samples": count_column("samples", "Number of samples."),
+    "clean": Column(
+        "clean",
+        "Accuracy without attack.",
+        format=".1%",
+        better="higher",
+        status="empirical",
+        reduction=Reduction("mean", "correct"),
+    ),
+    "robust": Column(
+        "robust",
+        "Accuracy under attack.",
+        format=".1%",
+        better="higher",
+        status="empirical",
+        domain="ball",
+        reading=ROBUST,
+        reduction=Reduction("mean", "robust"),
+    ),
+    "robust_low": wilson_limit("low"),
+    "robust_high": wilson_limit("high"),
+}
+"""Columns of a ball: radius as typed, and accuracies with and without attack."""
+
+CERTIFIED_SHARE = Column(
+    "certified",
+    "Share of samples that are proven to be classified correctly on their whole ball.",
+    format=".1%",
+    better="higher",
+    status="certified",
+    domain="ball",
+    reading=CERTIFIED,
+    reduction=Reduction("mean", "certified"),
+)
+OUTCOMES = {
+    "label": Column("label", "True class; empty: unknown.", format="d"),
+    "predicted": Column("predicted", "Predicted class.", format="d"),
+    "correct": Column("correct", "Whether the prediction is right.", format="d"),
+    "robust": Column(
+        "robust",
+        "Whether the sample stayed correct under the attack.",
+        better="higher",
+        domain="ball",
+        status="empirical",
+        format="d",
+        reading=ROBUST,
+    ),
+}
+"""Per-sample columns shared by attacks and certificates."""

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationInfo,
@@ -28,8 +29,8 @@ from lipaudit.tables.columns import (
     Row,
     Rows,
     make_row,
+    require_drawable,
 )
-from lipaudit.tables.figures import require_drawable
 from lipaudit.tables.trials import FLAGS, parse_column
 
 SCHEMA_VERSION = "2.0"
@@ -123,24 +124,14 @@ class Attended(Frozen):
 
     Attributes:
         sample: its id.
-        tokens: its tokens as texts; for pictures the patch of each.
-        grid: rows and columns of patches; (0, 0) without patches.
-        first: index of the first patch token; the others follow row by row.
-        image: the picture of the patches, at most 64 pixels a side.
+        tokens: its tokens as texts.
     """
+
+    # Earlier reports have the patches of pictures here.
+    model_config = ConfigDict(extra="ignore")
 
     sample: str
     tokens: tuple[str, ...]
-    grid: tuple[int, int] = (0, 0)
-    first: int = 0
-    image: Png = ""
-
-    @model_validator(mode="after")
-    def _check_grid(self) -> Attended:
-        rows, columns = self.grid
-        if min(rows, columns, self.first) < 0 or self.first + rows * columns > len(self.tokens):
-            raise ValueError(f"{rows} x {columns} patches are no {len(self.tokens)} tokens")
-        return self
 
 
 class Section(Frozen):
@@ -394,7 +385,7 @@ class Report(Frozen):
         """Leave out an empty shard, for the report of a whole run."""
         return {k: v for k, v in plain(self).items() if k != "shard" or v}
 
-    def found(self, column: str) -> dict[str, str]:
+    def read_origins(self, column: str) -> dict[str, str]:
         """Return the places of samples (`place`), or the beginnings of texts (`text`), by id."""
         pairs = zip(self.samples.get("ids", ()), self.samples.get(column, ()), strict=False)
         return {str(name): str(value) for name, value in pairs if value}

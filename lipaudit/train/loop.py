@@ -24,7 +24,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import Net
 from lipaudit.models.precision import has_lifted_weights, seed_device
-from lipaudit.settings.recipe import Recipe
+from lipaudit.settings import Recipe
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 
 LOOK = 32

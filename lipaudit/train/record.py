@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipaudit import __version__
 from lipaudit.engine.files import ordinary_mode, require_folder, write
-from lipaudit.engine.provenance import versions
+from lipaudit.engine.results import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
 from lipaudit.models.sources.weights import read_json
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import lipaudit
 from lipaudit.errors import LipauditError, UsageError
+from lipaudit.tables.summary import worst
 from lipaudit.tables.trials import parse_radius
-from lipaudit.tables.worst import worst
 from tests.commands import invoke
 
 

@@ -10,7 +10,7 @@ from lipaudit.attacks.plan import (
     read_plan,
 )
 from lipaudit.errors import UsageError
-from lipaudit.measures import AttackOptions
+from lipaudit.measures.attack import AttackOptions
 from lipaudit.tables.trials import parse_budget, parse_radius
 
 
@@ -142,8 +142,8 @@ def test_requests_that_mean_nothing_are_refused(attack, radii, how, message):
 
 
 def suited(kind, **given):
-    options = AttackOptions.checked(given).adapt(kind)
-    again = AttackOptions.checked(options.model_dump(mode="json")).adapt(kind)
+    options = AttackOptions.parse(given).adapt(kind)
+    again = AttackOptions.parse(options.model_dump(mode="json")).adapt(kind)
     assert again.model_dump() == options.model_dump()  # a report's settings repeat the run
     return [str(trial.key) for trial in options.trials()]
 
@@ -177,7 +177,7 @@ ABLE = {
 @pytest.mark.parametrize("attack", sorted(ABLE["image"] | ABLE["text"]))
 def test_an_attack_either_fits_or_the_advice_does(kind, attack):
     given = {} if attack in ("paper", "words", "characters") else {"eps": "0.1"}
-    options = AttackOptions.checked({"attack": attack} | given)
+    options = AttackOptions.parse({"attack": attack} | given)
     if attack in ABLE.get(kind, ABLE["image"]):
         assert options.adapt(kind).trials()
         return
@@ -186,12 +186,12 @@ def test_an_attack_either_fits_or_the_advice_does(kind, attack):
     advised = caught.value.advice[:-1].removeprefix("Use --attack ")
     assert set(advised.split(",")) <= ABLE.get(kind, ABLE["image"])
     eps = "0.1,1words" if kind == "text" else "0.1"
-    assert AttackOptions.checked({"attack": advised, "eps": eps}).adapt(kind).trials()
+    assert AttackOptions.parse({"attack": advised, "eps": eps}).adapt(kind).trials()
 
 
 def test_a_model_gets_what_its_texts_can_be_changed_by():
     """Without a tokenizer there are no characters, without a table of embeddings no words."""
-    usual = AttackOptions.checked({"usual_eps": "2/255"})
+    usual = AttackOptions.parse({"usual_eps": "2/255"})
     for changes, attack, radii in (
         (("words",), "words", ["1", "2", "4"]),
         ((), "fgsm,pgd", ["2/255", "2/255"]),
@@ -200,11 +200,11 @@ def test_a_model_gets_what_its_texts_can_be_changed_by():
         assert options.attack == attack
         assert [trial.radius.text for trial in options.trials()] == radii
     for name in ("words", "characters"):
-        named = AttackOptions.checked({"attack": name})
+        named = AttackOptions.parse({"attack": name})
         with pytest.raises(UsageError, match=f"{name} cannot be changed for this model") as caught:
             named.adapt("text", ())
         advised, eps = caught.value.advice[:-1].removeprefix("Use --attack ").split(" --eps ")
-        AttackOptions.checked({"attack": advised, "eps": eps}).adapt("text", ())
+        AttackOptions.parse({"attack": advised, "eps": eps}).adapt("text", ())
 
 
 def test_norms_of_tokens_are_for_tokens():
@@ -216,6 +216,6 @@ def test_norms_of_tokens_are_for_tokens():
 
 def test_a_file_holds_what_the_attacks_give():
     for attack, eps, name in (("words", "1", "a.safetensors"), ("pgd", "0.1", "a.jsonl")):
-        options = AttackOptions.checked({"attack": attack, "eps": eps, "save_adv": name})
+        options = AttackOptions.parse({"attack": attack, "eps": eps, "save_adv": name})
         with pytest.raises(UsageError, match="cannot store"):
             options.adapt("text")

@@ -14,8 +14,7 @@ import transformers
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
-from lipaudit.measures import AttackOptions
-from lipaudit.measures.attack import check
+from lipaudit.measures.attack import AttackOptions, check
 from lipaudit.models.sources.inputs import read_lexicon
 from lipaudit.models.sources.loading import load_net
 from tests.commands import invoke, refuse

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from lipaudit.cli import progress
 from lipaudit.engine import execute
+from lipaudit.measures import load_measures
 from lipaudit.models.sources.loading import load_net
-from tests.commands import invoke, refuse
+from tests.commands import invoke, refuse, replace_parts
 
 
 def strict(text: str) -> dict:
@@ -114,11 +115,12 @@ def test_a_stopped_run_has_a_status_of_its_own(args, code, monkeypatch):
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), ValueError("no")])
 @pytest.mark.parametrize("args", [("attention", "demo"), ("audit", "demo", "--run-dir", "run")])
 def test_a_run_that_ends_early_gives_the_cursor_back(args, fault, monkeypatch):
-    def fail(_task, _units):
+    def fail(*_):
         raise fault
 
     monkeypatch.setattr(progress, "Console", functools.partial(Console, force_terminal=True))
-    monkeypatch.setattr(execute.Measurement, "_measure_left", fail)
+    for name in load_measures():
+        replace_parts(monkeypatch, name, fail)
     said = invoke(*args, "-n", "1", code=None).stderr
     hidden, shown = "\x1b[?25l", "\x1b[?25h"
     assert 0 <= said.rfind(hidden) < said.rfind(shown) < said.rfind("error:")

@@ -40,9 +40,6 @@ VALUES: tuple[Any, ...] = (
 CRAFTED: list[tuple[str, str, tuple[str | int, ...], Any]] = [
     ("bounds", "report", ("sections", 0, "rows"), None),
     ("attention", "report", ("sections", 0, "settings", "k"), []),
-    ("attention", "report", ("sections", 0, "arrays", "g1_ratio_hist", "data", 0), None),
-    ("attention", "report", ("sections", 0, "arrays", "p1p2_hist", "data", 0), -1),
-    ("attention", "report", ("sections", 0, "arrays", "p1p2_edges", "data", 0), None),
     ("attention", "report", ("sections", 0, "arrays", "map_tokens@0.0", "data", 0), None),
     ("jacobian", "report", ("sections", 0, "samples", "norm", 0), ""),
     ("attack", "report", ("sections", 0, "rows", 0, "robust"), -1),

@@ -89,7 +89,7 @@ def takes(group, flag: str, value: str) -> bool:
     field = next(n for n, o in group.options().items() if flag in o.flags)
     least = {"eps": "2/255"} if "logical_chunk" in group.model_fields and field != "eps" else {}
     try:
-        group.checked(least | {field: value})
+        group.parse(least | {field: value})
     except UsageError as error:
         return "needs" in error.message
     return True

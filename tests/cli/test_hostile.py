@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import lipaudit
-from lipaudit.measures import Part
+from lipaudit.measures.base import Part
 from lipaudit.measures.texts import table
 from lipaudit.schema import dumps
 from tests.commands import invoke

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import lipaudit
-from lipaudit.api import measuring
+from lipaudit import api
 from lipaudit.errors import EvaluationError
 from lipaudit.report import RENDERERS
 from lipaudit.schema import load
@@ -86,7 +86,7 @@ def test_each_report_is_that_of_an_audit_of_its_own():
 
 
 def test_one_model_is_in_memory_at_a_time(monkeypatch):
-    loads, alive, load_net = [], [], measuring.load_net
+    loads, alive, load_net = [], [], api.load_net
 
     def counted(*args, **options):
         gc.collect()
@@ -95,7 +95,7 @@ def test_one_model_is_in_memory_at_a_time(monkeypatch):
         loads.append(weakref.ref(net.module))
         return net
 
-    monkeypatch.setattr(measuring, "load_net", counted)
+    monkeypatch.setattr(api, "load_net", counted)
     audit("-n", "1", "--only", "jacobian", "--run-dir", "run")
     assert alive == [0] * 6
 

@@ -14,7 +14,7 @@ from lipaudit.cli.streams import Unheeded
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError, escape_controls
-from lipaudit.measures import AttackOptions
+from lipaudit.measures.attack import AttackOptions
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 
@@ -68,7 +68,7 @@ class Recorder(Observer):
 
 
 def test_attacks_move_within_a_chunk():
-    options = AttackOptions.checked({"eps": "0.02,0.05", "attack": "fgsm,pgd", "steps": 3})
+    options = AttackOptions.parse({"eps": "0.02,0.05", "attack": "fgsm,pgd", "steps": 3})
     recorder = Recorder()
     execute(prepare(Request("demo", {"attack": options}, RunOptions(samples=70))), recorder)
     kinds = [kind for kind, _ in recorder.told]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from lipaudit.engine.execute import Measurement
+from lipaudit.engine.journal import Journal
 from lipaudit.measures import load_measures
 from tests import processes
 from tests.commands import read_without_maps
@@ -173,14 +173,13 @@ def test_launchers_start_them(launcher, model, tmp_path):
 
 def dawdle() -> None:
     """Take a moment for every batch, so that a kill strikes among them."""
-    measured = Measurement._measure_batches
+    keep = Journal.keep
 
-    def slowly(self, *given: Any) -> Iterator[Any]:
-        for part in measured(self, *given):
-            time.sleep(0.1)
-            yield part
+    def slowly(self: Journal, part: Any) -> None:
+        time.sleep(0.1)
+        keep(self, part)
 
-    Measurement._measure_batches = slowly
+    Journal.keep = slowly
 
 
 @pytest.mark.slow(seconds=3)

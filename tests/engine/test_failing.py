@@ -10,7 +10,7 @@ import lipaudit
 from lipaudit.errors import EvaluationError
 from lipaudit.models.net import ModelSpec
 from lipaudit.schema import load
-from tests.commands import invoke
+from tests.commands import invoke, replace_parts
 from tests.models.conftest import Handwritten
 
 FACTORY = """
@@ -83,7 +83,7 @@ def test_a_model_is_not_blamed_for_what_it_does_not_do(data, monkeypatch):
     def broken(*_args, **_options):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("lipaudit.engine.execute.Measurement._measure_batches", broken)
+    replace_parts(monkeypatch, "jacobian", broken)
     with pytest.raises(ZeroDivisionError):
         lipaudit.measure(spec("fine"), "jacobian", data=data, samples=6)
 

@@ -24,8 +24,8 @@ from lipaudit.engine.journal import (
 )
 from lipaudit.errors import EvaluationError
 from lipaudit.measures import load_measures, option_types
-from lipaudit.measures.by_layer import HeadName
-from lipaudit.measures.measure import Part, sample_ids
+from lipaudit.measures.base import Part, sample_ids
+from lipaudit.measures.layers import HeadName
 from lipaudit.models.sources.loading import load_net
 from lipaudit.tables import Note
 from tests import processes
@@ -55,6 +55,11 @@ def stopped(*args: str, cwd: Path, by: signal.Signals) -> tuple[int, str]:
         time.sleep(0.005)
     command.send(by)
     return command.ended()
+
+
+def keep(journal: Journal, parts: list[Part]) -> None:
+    for part in parts:
+        journal.keep(part)
 
 
 def kept(cwd: Path) -> list[Path]:
@@ -95,12 +100,11 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     measure = load_measures()[name]
     size = measure.chunk or 2
     batch = load_data("demo", net, DataOptions(samples=size + 2)).batch
-    options = option_types()[name].checked(SMALL.get(name, {}))
+    options = option_types()[name].parse(SMALL.get(name, {}))
     if measure.chunk is not None:
         options = options.model_copy(update={"batch_size": 4})
     parts = list(measure.parts(net, batch.split(size), options))
-    journal = Journal({"measure": name}, tmp_path)
-    assert list(journal.record(parts)) == parts
+    keep(Journal({"measure": name}, tmp_path), parts)
     found = Journal({"measure": name}, tmp_path).read_parts(batch.ids)
     assert len(parts) == 2
     assert sample_ids(found) == batch.ids
@@ -158,7 +162,7 @@ def test_a_damaged_or_foreign_file_is_left_out(tmp_path, monkeypatch):
     np.savez(other, x=np.zeros(3))
     bad = [b"", pickle.dumps(Harmful()), harm.getvalue(), other.getvalue()]
     journal = Journal({}, tmp_path)
-    list(journal.record(numbered(4)))
+    keep(journal, numbered(4))
     third = paths(journal)[2]
     for content in (third.read_bytes()[:-9], *bad):
         third.write_bytes(content)
@@ -170,7 +174,7 @@ def test_a_damaged_or_foreign_file_is_left_out(tmp_path, monkeypatch):
 def test_no_byte_of_a_part_is_changed_unseen(tmp_path):
     """Nor is any of its beginnings a part: a machine may stop in the middle of a file."""
     journal = Journal({}, tmp_path)
-    list(journal.record(numbered(1)))
+    keep(journal, numbered(1))
     (path,) = paths(journal)
     whole = path.read_bytes()
     changed = 0
@@ -193,22 +197,22 @@ def test_what_cannot_be_kept_is_measured_and_said(tmp_path, monkeypatch):
     monkeypatch.setattr("lipaudit.engine.journal.write", refuse)
     journal = Journal({}, tmp_path)
     assert journal.refusal == ""
-    assert list(journal.record(numbered(2))) == numbered(2)
+    keep(journal, numbered(2))
     assert "No space left" in journal.refusal
     (tmp_path / "file").touch()
     nowhere = Journal({}, tmp_path / "file")
-    assert list(nowhere.record(numbered(2))) == numbered(2)
+    keep(nowhere, numbered(2))
     assert "Not a directory" in nowhere.refusal
     odd = Part(("0",), {}, {"what": object()})
     strange = Journal({"other": 1}, tmp_path)
-    assert list(strange.record([odd])) == [odd]
+    keep(strange, [odd])
     assert "not JSON serializable" in strange.refusal
 
 
 def test_parts_come_in_the_order_of_the_samples_and_whole(tmp_path):
     pairs = [Part((f"{i}", f"{i + 1}"), {"x": np.zeros(2)}) for i in (4, 0, 2)]
     journal = Journal({}, tmp_path)
-    list(journal.record(pairs))
+    keep(journal, pairs)
     assert sample_ids(journal.read_parts("0123456")) == ("0", "1", "2", "3", "4", "5")
     assert sample_ids(journal.read_parts("01245")) == ("0", "1", "4", "5")
 
@@ -216,8 +220,8 @@ def test_parts_come_in_the_order_of_the_samples_and_whole(tmp_path):
 def test_a_run_deletes_its_own_parts_alone(tmp_path):
     """Shards of a run, and equal runs at once, share a folder."""
     first, second = Journal({}, tmp_path), Journal({}, tmp_path)
-    list(first.record(numbered(2)))
-    list(second.record(numbered(4)[2:]))
+    keep(first, numbered(2))
+    keep(second, numbered(4)[2:])
     first.clear()
     assert sample_ids(Journal({}, tmp_path).read_parts("0123")) == ("2", "3")
     again = Journal({}, tmp_path)
@@ -235,7 +239,7 @@ def test_a_run_without_a_cache_directory_goes_on(tmp_path):
 def interrupted(root: Path, name: str, *, age_days: float) -> Path:
     """What an interrupted run leaves behind, so many days old; its folder."""
     journal = Journal({"name": name}, root)
-    list(journal.record(numbered(1)))
+    keep(journal, numbered(1))
     then = time.time() - age_days * 86400
     os.utime(journal.folder, (then, then))
     return journal.folder
@@ -243,5 +247,5 @@ def interrupted(root: Path, name: str, *, age_days: float) -> Path:
 
 def test_interrupted_runs_are_deleted_by_age(tmp_path):
     young, old = interrupted(tmp_path, "b", age_days=29), interrupted(tmp_path, "a", age_days=31)
-    list(Journal({"name": "begun"}, tmp_path).record(numbered(1)))
+    keep(Journal({"name": "begun"}, tmp_path), numbered(1))
     assert (old.exists(), young.exists()) == (False, True)

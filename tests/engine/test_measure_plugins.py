@@ -11,8 +11,7 @@ import torch
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
-from lipaudit.measures import load_measures
-from lipaudit.measures.registry import OWN
+from lipaudit.measures import OWN, load_measures
 from lipaudit.models.sources.loading import load_net
 from tests import processes
 

@@ -8,7 +8,10 @@ import pytest
 
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError
-from lipaudit.measures import AttackOptions, BoundsOptions, JacobianOptions, load_measures
+from lipaudit.measures import load_measures
+from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.bounds import BoundsOptions
+from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import RunOptions
 

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from lipaudit.api import outline_job, require_shared
 from lipaudit.data.batch import SampleOrigin
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.engine.several import make_failed_report, outline_job, require_shared
-from lipaudit.errors import EvaluationError, InputError, UsageError
-from lipaudit.measures import JacobianOptions
-from lipaudit.schema import dumps, loads
+from lipaudit.errors import InputError, UsageError
+from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.settings import RunOptions
 
 
@@ -61,10 +60,18 @@ def test_models_that_share_samples_are_taken(first, changes):
 @pytest.mark.parametrize(
     ("changes", "says", "advice"),
     [
-        ({"kind": "text"}, "demo takes images, other text, so they cannot share", "separately"),
+        (
+            {"kind": "text"},
+            "demo .image, demo. and other .text, demo. do not",
+            "table",
+        ),
         ({"classes": 5}, "10 classes, other 5, so the labels of demo cannot", "class names"),
-        (ELSEWHERE | {"data": "random"}, "the same samples: demo and random", "--data"),
-        (ELSEWHERE, "demo and other do not read the same samples: demo", "a table of texts"),
+        (
+            ELSEWHERE | {"data": "random"},
+            "and other .image, random. do not",
+            "--data",
+        ),
+        (ELSEWHERE, "and other .image, demo. do not read the same samples", "a table of texts"),
         (FEWER, "do not read the same samples", "--data"),
     ],
 )
@@ -92,10 +99,3 @@ def test_made_up_samples_of_another_form_are_refused(first):
 def test_a_model_is_named_once(first):
     with pytest.raises(UsageError, match="demo is named twice"):
         require_shared([first, other(first), first])
-
-
-def test_a_lost_model_says_why_in_the_place_of_every_figure(first):
-    report = make_failed_report(first, EvaluationError("memory ran out", "Try --device cpu."))
-    assert loads(dumps(report)) == report
-    assert report.status == "partial"
-    assert report.failures["jacobian"].advice == "Try --device cpu."

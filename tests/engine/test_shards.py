@@ -15,7 +15,9 @@ from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.journal import pack_parts
 from lipaudit.errors import EvaluationError, InputError, UsageError
-from lipaudit.measures import AttentionOptions, JacobianOptions, load_measures
+from lipaudit.measures import load_measures
+from lipaudit.measures.attention import AttentionOptions
+from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.sources.loading import load_net
 from lipaudit.report import render
@@ -86,7 +88,7 @@ def test_a_model_is_surveyed_at_the_first_batch_of_the_run(monkeypatch):
     net = load_net("demo")
     first, second = load_data("demo", net, DataOptions(samples=4)).batch.split(2)
     places = []
-    for module in ("measures.by_layer", "models.attention.survey"):
+    for module in ("measures.layers", "models.attention.survey"):
         path = f"lipaudit.{module}.find_layers"
         monkeypatch.setattr(path, _noting(places, find_layers))
     whole = Share(first, [second])

@@ -113,13 +113,13 @@ def test_a_shard_that_the_limit_ended_is_merged_in_part_and_no_gate_is_passed():
     [("90", 90), ("1.5s", 1.5), ("30min", 1800), ("2m", 120), ("1h30m", 5400), (45, 45)],
 )
 def test_times_are_read(text, seconds):
-    assert RunOptions.checked({"time_limit": text}).time_limit == seconds
+    assert RunOptions.parse({"time_limit": text}).time_limit == seconds
 
 
 @pytest.mark.parametrize("text", ["", "h", "1d", "30m1h", "-5", "0s", 0, math.nan, math.inf])
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(UsageError, match="--time-limit"):
-        RunOptions.checked({"time_limit": text})
+        RunOptions.parse({"time_limit": text})
 
 
 @pytest.mark.parametrize("args", [("train", "demo"), ("watch", ".")])

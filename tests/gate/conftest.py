@@ -3,7 +3,10 @@ import hashlib
 import numpy as np
 import pytest
 
-from lipaudit.measures import ATTACK_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, layouts
+from lipaudit.measures import layouts
+from lipaudit.measures.attack import ATTACK_TABLE
+from lipaudit.measures.bounds import BOUNDS_TABLE
+from lipaudit.measures.jacobian import JACOBIAN_TABLE
 from lipaudit.tables import Array, Data, Model, Report, Run
 
 

@@ -7,7 +7,9 @@ from scipy import stats
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate import compare, judge
 from lipaudit.gate.judging import TOLERANCE
-from lipaudit.measures import ATTENTION_TABLE, CERTIFY_TABLE, layouts
+from lipaudit.measures import layouts
+from lipaudit.measures.attention import ATTENTION_TABLE
+from lipaudit.measures.certify import CERTIFY_TABLE
 from lipaudit.tables import Array
 from lipaudit.tables.report import Failure
 

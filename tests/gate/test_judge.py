@@ -4,7 +4,8 @@ import pytest
 from lipaudit.errors import UsageError
 from lipaudit.gate import judge
 from lipaudit.gate.rules import parse_rule
-from lipaudit.measures import BALLS_TABLE, layouts
+from lipaudit.measures import layouts
+from lipaudit.measures.bounds import BALLS_TABLE
 from lipaudit.tables import Note
 
 RNG = np.random.default_rng(11)

@@ -10,7 +10,7 @@ from lipaudit.errors import UsageError
 from lipaudit.gate import rank
 from lipaudit.gate.statistics import judge_share
 from lipaudit.measures import layouts
-from lipaudit.tables.figures import median_limits, wilson
+from lipaudit.tables.columns import median_limits, wilson
 from lipaudit.tables.report import Failure
 
 RNG = np.random.default_rng(5)

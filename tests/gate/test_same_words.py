@@ -6,10 +6,11 @@ from scipy import stats
 
 from lipaudit.gate import compare, judge
 from lipaudit.gate.rules import parse_rule
-from lipaudit.measures import ATTENTION_TABLE, layouts
+from lipaudit.measures import layouts
+from lipaudit.measures.attention import ATTENTION_TABLE
 from lipaudit.report import of_sample
 from lipaudit.tables import Array
-from lipaudit.tables.figures import wilson
+from lipaudit.tables.columns import wilson
 
 NORMS = np.random.default_rng(5).lognormal(0, 0.4, 64)
 NOISE = np.random.default_rng(6).normal(0, 0.05, 64)

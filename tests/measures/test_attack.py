@@ -14,9 +14,9 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import AttackOptions, adversarial_examples, measure, summarise
-from lipaudit.measures.measure import Part
+from lipaudit.measures.base import Part
 from lipaudit.models.sources.loading import load_net
-from lipaudit.tables.figures import wilson
+from lipaudit.tables.columns import wilson
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from lipaudit.certify.form import NoRuleError
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import InputError, UsageError
 from lipaudit.gate import compare, judge
-from lipaudit.measures import CertifyOptions
-from lipaudit.measures.certify import check
+from lipaudit.measures.certify import CertifyOptions, check
 from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate, require_room
 from lipaudit.models.net import LoadOptions

@@ -7,11 +7,11 @@ from lipaudit import measure
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
-from lipaudit.measures.measure import seed_of
+from lipaudit.measures.base import seed_of
 from lipaudit.models.sources.loading import load_net
 from lipaudit.theory import ball, ingredients, spectral
+from lipaudit.theory import head_bounds as theory
 from lipaudit.theory.bounds.record import load_bounds
-from lipaudit.theory.head_bounds import head_bounds as theory
 from lipaudit.theory.head_norms import head_norms
 
 

@@ -13,9 +13,10 @@ from lipaudit import schema
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
+from lipaudit.measures.base import Part
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
-from lipaudit.measures.measure import Part
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.net import LoadOptions
+from lipaudit.models.sources.loading import load_net
 from lipaudit.tables import Data, Model, Report, Run
 from tests.nets import draw, own_batch, own_net
 

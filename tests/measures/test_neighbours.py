@@ -12,15 +12,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from lipaudit.data.batch import Share
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.engine.shards import merge
+from lipaudit.engine.results import merge
 from lipaudit.errors import InputError
-from lipaudit.measures import (
-    AttackOptions,
-    AttentionOptions,
-    BoundsOptions,
-    JacobianOptions,
-    load_measures,
-)
+from lipaudit.measures import load_measures
+from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attention import AttentionOptions
+from lipaudit.measures.bounds import BoundsOptions
+from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.schema import dumps, loads
 from lipaudit.settings import RunOptions
 

@@ -300,11 +300,11 @@ def test_what_is_not_there_is_refused(head, target, says):
 @pytest.mark.parametrize("target", ["logits:", "logits:x", "loss:1", "hidden:--1", "logit", ":1"])
 def test_what_is_no_end_is_refused(target):
     with pytest.raises(UsageError, match="it must be logits"):
-        JacobianOptions.checked({"target": target})
+        JacobianOptions.parse({"target": target})
 
 
 def test_rivals_need_classes_at_one_position():
-    assert JacobianOptions.checked({"target": "logits:2", "rivals": 3}).rivals == 3
+    assert JacobianOptions.parse({"target": "logits:2", "rivals": 3}).rivals == 3
     for target in ("loss", "logits:all", "hidden"):
         with pytest.raises(UsageError, match="--rivals needs --to logits"):
-            JacobianOptions.checked({"target": target, "rivals": 3})
+            JacobianOptions.parse({"target": target, "rivals": 3})

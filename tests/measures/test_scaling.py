@@ -15,8 +15,9 @@ from lipaudit.measures import growth
 from lipaudit.measures.growth import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise
 from lipaudit.models.attention import survey
-from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.settings.parsing import read_lengths
+from lipaudit.models.net import LoadOptions
+from lipaudit.models.sources.loading import load_net
+from lipaudit.settings.option import read_lengths
 from lipaudit.theory import ascent
 from tests.nets import own_batch, own_net
 
@@ -288,7 +289,7 @@ def test_lengths():
     assert read_lengths("8:256:log8") == ScalingOptions().lengths
     for text in ("8", "8:4:log3", "1:9:log3", "8:256:log1", "8:256:lin3"):
         with pytest.raises(UsageError, match="FIRST:LAST:logCOUNT"):
-            ScalingOptions.checked({"lengths": text})
+            ScalingOptions.parse({"lengths": text})
 
 
 def test_an_unknown_head():

@@ -1,16 +1,12 @@
-"""Gradients and attention maps by token and patch, against autograd and the models themselves."""
+"""Gradients and attention maps by token, against autograd and the models themselves."""
 
-import base64
-import io
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import timm
 import torch
 import transformers
-from PIL import Image
 from torch import nn
 
 from lipaudit.attacks.text import Lexicon
@@ -18,15 +14,17 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import EvaluationError
-from lipaudit.measures import AttackOptions, AttentionOptions, tokens
 from lipaudit.measures import attack as attacked
 from lipaudit.measures import attention as by_head
+from lipaudit.measures import drawings
+from lipaudit.measures.attack import AttackOptions
+from lipaudit.measures.attention import AttentionOptions
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.net import LoadOptions
+from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import RunOptions
-from lipaudit.tables.worst import worst
-from tests.nets import own_batch, own_net
+from lipaudit.tables.summary import worst
+from tests.nets import own_net
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very", "##s"]
 TEXTS = ["a good film", "very very bad films", "bad", "a film a very good film", "films"]
@@ -96,7 +94,7 @@ def test_shares_are_those_of_the_dense_gradient(bert):
 
 def test_a_report_keeps_the_tokens_of_its_worst_samples(bert, monkeypatch):
     folder, _ = bert
-    monkeypatch.setattr("lipaudit.engine.provenance.worst", lambda report: worst(report, 2))
+    monkeypatch.setattr("lipaudit.engine.results.worst", lambda report: worst(report, 2))
     run = RunOptions(data=str(folder / "t.jsonl"), samples=5)
     report = execute(prepare(Request(str(folder), {"jacobian": JacobianOptions()}, run)))
     section = report.section("jacobian")
@@ -136,17 +134,18 @@ def test_padding_has_no_share_and_no_size_matters():
                   torch.tensor([[True, True, False], [True, True, True]]))  # fmt: skip
     gradient = torch.tensor([[[3.0, 0.0], [0.0, 4.0], [9.0, 9.0]], [[1.0, 1.0]] * 3])
     for scale in (1.0, 1e-200, 1e200):
-        first, second = tokens.shares(batch, gradient.double() * scale)
+        first, second = drawings.share_squares(batch, gradient.double() * scale)
         assert first == pytest.approx((0.36, 0.64))
         assert second == pytest.approx((1 / 3,) * 3)
-    assert tokens.shares(batch, gradient * 0) == [(), ()]
+    assert drawings.share_squares(batch, gradient * 0) == [(), ()]
     net = net_of(torch.zeros(1, 3, 2), nn.Linear(6, 2))
-    assert tokens.gradients(net, batch, gradient * 0, "margin") == {}
+    assert drawings.describe_gradients(net, batch, gradient * 0, "margin") == {}
 
 
 def test_a_waveform_has_no_tokens():
     x = torch.ones(1, 6, dtype=torch.float64)
-    assert tokens.gradients(net_of(x, nn.Linear(6, 2)), Batch(x, None, ("a",)), x, "margin") == {}
+    net, batch = net_of(x, nn.Linear(6, 2)), Batch(x, None, ("a",))
+    assert drawings.describe_gradients(net, batch, x, "margin") == {}
 
 
 def test_a_token_is_written_as_text_where_that_shows_anything():
@@ -172,8 +171,6 @@ def test_a_map_of_a_text_has_its_tokens(bert):
     ((name, whose),) = section.attended.items()
     assert name == "map@1.1"
     assert (whose.sample, whose.tokens) == (batch.ids[0], written[batch.ids[0]])
-    assert whose.grid == (0, 0)
-    assert whose.image == ""
 
 
 @pytest.mark.parametrize("bert", [3], indirect=True)
@@ -209,91 +206,3 @@ def test_what_an_attack_made_of_a_text_has_its_classes_and_scores(bert, attack, 
 def scores_of(net, ids):
     with torch.no_grad():
         return net.module(ids[None]).logits.softmax(1)[0]
-
-
-SMALL = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5, "pretrained": False}
-
-
-def image_net(module, shape):
-    return own_net(module.eval(), shape, kind="image")
-
-
-def vit(name="vit_tiny_patch16_224", size=(32, 32), **changes):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return timm.create_model(name, img_size=size, patch_size=8, **SMALL | changes)
-
-
-def pictures(height, width, count=2):
-    return own_batch(
-        torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(0))
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "changes"),
-    [
-        ("vit_tiny_patch16_224", (32, 32), {}),
-        ("vit_tiny_patch16_224", (16, 40), {}),
-        ("vit_tiny_patch16_224", (32, 32), {"class_token": False, "global_pool": "avg"}),
-        ("vit_tiny_patch16_224", (24, 32), {"reg_tokens": 4}),
-        ("deit_tiny_distilled_patch16_224", (32, 32), {}),
-    ],
-)
-def test_patches_lie_where_the_model_says(name, size, changes):
-    """timm's own words, which nothing here reads: the grid, and how many tokens stand before."""
-    module = vit(name, size, **changes)
-    count, rows, columns, first = tokens.patches(
-        image_net(module, (3, *size)), pictures(*size)[:1]
-    )
-    assert (rows, columns) == tuple(module.patch_embed.grid_size)
-    assert first == module.num_prefix_tokens
-    assert count == first + rows * columns
-
-
-class Shuffled(nn.Module):
-    """Patches in another order than the picture's."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).flip(1)
-
-
-def test_what_is_no_row_of_patches_is_none():
-    shuffled = vit()
-    shuffled.patch_embed = Shuffled(shuffled.patch_embed)
-    assert tokens.patches(image_net(shuffled, (3, 32, 32)), pictures(32, 32)[:1]) is None
-    sizes = {"embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4), "window_size": 2}
-    windows = timm.create_model("swin_tiny_patch4_window7_224", img_size=32, **sizes)
-    assert tokens.patches(image_net(windows, (3, 32, 32)), pictures(32, 32)[:1]) is None
-
-
-def section_of(net, batch, **options):
-    how = AttentionOptions(**options)
-    return by_head.summarise(list(by_head.measure(net, batch.split(1), how)), how)[0]
-
-
-def test_a_map_of_a_picture_keeps_its_patches_and_the_picture():
-    net, batch = image_net(vit(size=(16, 24)), (3, 16, 24)), pictures(16, 24)
-    section = section_of(net, batch, map="1.2")
-    assert list(section.attended) == ["map@1.2"]
-    whose = section.attended["map@1.2"]
-    assert (whose.sample, whose.grid, whose.first) == (batch.ids[0], (2, 3), 1)
-    assert whose.tokens == (
-        "CLS", "patch 0,0", "patch 0,1", "patch 0,2", "patch 1,0", "patch 1,1", "patch 1,2",
-    )  # fmt: skip
-    pixels = np.array(Image.open(io.BytesIO(base64.b64decode(whose.image))))
-    np.testing.assert_allclose(pixels / 255, batch.x[0].permute(1, 2, 0), atol=1 / 255)
-
-
-def test_what_cannot_be_found_out_costs_no_figure(monkeypatch):
-    def fails(*_: object) -> None:
-        raise EvaluationError("not met")
-
-    monkeypatch.setattr(tokens, "patches", fails)
-    section = section_of(image_net(vit(), (3, 32, 32)), pictures(32, 32), map="0.0")
-    assert section.attended == {}
-    assert section.arrays["map@0.0"].shape == (17, 17)

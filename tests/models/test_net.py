@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lipaudit.measures import jacobian
-from lipaudit.measures.measure import in_order, join_parts
+from lipaudit.measures.base import in_order, join_parts
 from tests.nets import own_batch, own_net
 
 

@@ -103,7 +103,7 @@ def test_every_measure_runs_the_model_in_float32(measure):
         "attack": {"attack": "fgsm,apgd-ce", "eps": "8/255"},
         "scaling": {"modes": "real", "lengths": "4:8:log2", "layers": "0"},
     }.get(measure, {})
-    options = option_types()[measure].checked(own)
+    options = option_types()[measure].parse(own)
     with put_back():
         CALLERS["matmul high"]()
         execute(prepare(Request("demo", {measure: options}, RunOptions(samples=2)), net=net))

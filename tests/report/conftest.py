@@ -3,19 +3,13 @@ import math
 import numpy as np
 import pytest
 
-from lipaudit.measures import (
-    ATTACK_TABLE,
-    ATTENTION_TABLE,
-    BALLS_TABLE,
-    BOUNDS_TABLE,
-    CERTIFY_TABLE,
-    FITS_TABLE,
-    JACOBIAN_TABLE,
-    LAYERS_TABLE,
-    RADII_TABLE,
-    SCALING_TABLE,
-    layouts,
-)
+from lipaudit.measures import layouts
+from lipaudit.measures.attack import ATTACK_TABLE
+from lipaudit.measures.attention import ATTENTION_TABLE
+from lipaudit.measures.bounds import BALLS_TABLE, BOUNDS_TABLE, LAYERS_TABLE
+from lipaudit.measures.certify import CERTIFY_TABLE, RADII_TABLE
+from lipaudit.measures.jacobian import JACOBIAN_TABLE
+from lipaudit.measures.scaling import FITS_TABLE, SCALING_TABLE
 from lipaudit.report import of_reports, render
 from lipaudit.tables import Array, Data, Model, Note, Report, Row, Run, Section
 from lipaudit.tables.report import Shard
@@ -93,9 +87,7 @@ def _layers() -> Section:
             module=f"blocks.{layer}.attn",
             exact=(2.4, 13.1, 5.6)[layer],
             exact_out=(1.9, 10.2, 4.4)[layer],
-            sharp_sum=(6.9, 21.7, None)[layer],
             sharp_rss=(3.6, 14.9, None)[layer],
-            theorem3_sum=(61.0, 212.0, 98.7)[layer],
         )
         for layer in range(3)
     )
@@ -153,18 +145,11 @@ def _attention_row(layer: int, head: int) -> Row:
 
 
 def _attention() -> Section:
-    axis = np.linspace(0.025, 0.975, 20)
-    joint = np.round(900 * np.exp(-(((axis[:, None] - 0.7) ** 2 + (axis - 0.15) ** 2) / 0.02)))
-    ratio = np.array([400.0, 260, 120, 60, 22, 9, 3, 1, 0, 0])
     weights = np.exp(-np.abs(np.arange(17)[:, None] - np.arange(17)) / 2.0)
     return layouts()["attention"].section(
         settings={"samples": 8, "gamma": 0.1, "k": 10},
         rows=tuple(_attention_row(layer, head) for layer in range(3) for head in range(4)),
         arrays={
-            "g1_ratio_hist": Array.of(np.tile(ratio, (12, 1))),
-            "g1_ratio_edges": Array.of(np.linspace(1.0, 1.5, 11)),
-            "p1p2_hist": Array.of(joint),
-            "p1p2_edges": Array.of(np.linspace(0.0, 1.0, 21)),
             "map@1.2": Array.of(weights / weights.sum(axis=1, keepdims=True)),
             "map_tokens@1.2": Array.of(np.array([17, 17])),
         },

@@ -13,8 +13,8 @@ from lipaudit.report import of_sample, render, terminal
 from lipaudit.report.blocks import Table
 from lipaudit.report.samples import choose_sample
 from lipaudit.tables.report import Example, Gradient
+from lipaudit.tables.summary import worst
 from lipaudit.tables.trials import FLAGS
-from lipaudit.tables.worst import worst
 from tests.commands import invoke
 from tests.report.conftest import IDS, NORMS, find_chapter, keep, shard_of, swap
 

@@ -9,14 +9,14 @@ import pytest
 from scipy.stats import binom
 
 from lipaudit.cli.commands import app
-from lipaudit.measures import ATTENTION_TABLE, CERTIFY_TABLE, layouts
+from lipaudit.measures import layouts
+from lipaudit.measures.attention import ATTENTION_TABLE
+from lipaudit.measures.certify import CERTIFY_TABLE
 from lipaudit.report import of_reports, render
 from lipaudit.report.opening import list_figures
 from lipaudit.tables import Note
-from lipaudit.tables.columns import Status
-from lipaudit.tables.figures import median_limits, wilson
-from lipaudit.tables.summary import summary
-from lipaudit.tables.worst import worst
+from lipaudit.tables.columns import Status, median_limits, wilson
+from lipaudit.tables.summary import summary, worst
 from tests.report.conftest import find_chapter, keep
 
 

@@ -38,8 +38,8 @@ def test_a_command_has_every_option_of_its_settings(name):
 @pytest.mark.parametrize("kind", [*GROUPS.values(), RunOptions], ids=lambda kind: kind.__name__)
 def test_defaults_pass_their_own_checks(kind):
     least = {"eps": "2/255"} if "logical_chunk" in kind.model_fields else {}
-    settings = kind.checked(least)
-    assert kind.checked(settings.model_dump(mode="json")) == settings
+    settings = kind.parse(least)
+    assert kind.parse(settings.model_dump(mode="json")) == settings
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_defaults_pass_their_own_checks(kind):
 )
 def test_a_value_out_of_range_is_refused_as_all_are(values, said):
     with pytest.raises(UsageError, match=re.escape(said)):
-        option_types()["bounds"].checked(values)
+        option_types()["bounds"].parse(values)

@@ -8,7 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from lipaudit.gate.rules import list_metrics, parse_rule
-from lipaudit.measures import BOUNDS_TABLE, FITS_TABLE, SCALING_TABLE, layouts
+from lipaudit.measures import layouts
+from lipaudit.measures.bounds import BOUNDS_TABLE
+from lipaudit.measures.scaling import FITS_TABLE, SCALING_TABLE
 from lipaudit.report.blocks import Curve, Table
 from lipaudit.report.cells import STATUS, write_math
 from lipaudit.report.sections import show_section

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
-from lipaudit.measures import ATTACK_TABLE, layouts
+from lipaudit.measures import layouts
+from lipaudit.measures.attack import ATTACK_TABLE
 from lipaudit.tables import Column
 from lipaudit.tables.trials import Radius, TrialKey, parse_column, parse_radius
 

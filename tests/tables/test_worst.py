@@ -4,8 +4,7 @@ import pytest
 
 from lipaudit.measures import layouts
 from lipaudit.tables.report import Data, Model, Report, Run
-from lipaudit.tables.summary import summary
-from lipaudit.tables.worst import contradictions
+from lipaudit.tables.summary import contradictions, summary
 
 IDS = ("aa", "bb")
 RUN = Run(

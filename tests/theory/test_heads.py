@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipaudit.measures.by_layer import per_sample
+from lipaudit.measures.layers import per_sample
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import forward_error
 from lipaudit.theory.policy import Policy

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import EvaluationError, StructureError
+from lipaudit.errors import EvaluationError, InputError, StructureError
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop
 from lipaudit.models.attention.logits import read_logits, read_position_terms
 from lipaudit.models.attention.projections import (
@@ -257,6 +257,14 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
         q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (rows, keys, keys))
         plain = replace(call, q=q, k=k, v=v, form=Fused(0.0, logits, causal=False))
     attention, _ = read_product(plain, batch, queries)
+    if attention.q.shape[1] != site.heads:  # their number follows that of the tokens: misread
+        raise InputError(
+            f"attention layer {site.index} ({site.module}) has {attention.q.shape[1]} heads on "
+            f"this batch and had {site.heads} when the model was loaded, so heads and tokens "
+            "cannot be distinguished",
+            "Leave it out with --layers, or use lipaudit jacobian or lipaudit attack, which need "
+            "no heads.",
+        )
     frame = next((f for f in reversed(frames) if f.name == site.scope), None)
     order = [] if frame is None else frame.attentions
     numbers = [order.index(address) for address in site.addresses if address in order]

@@ -17,8 +17,7 @@ from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from lipaudit.tables.columns import Better, Column, Reduction
-from lipaudit.tables.common import HEAD_NORMS
+from lipaudit.tables.columns import HEAD_NORMS, Better, Column, Reduction
 from lipaudit.tables.plugins import entries
 
 if TYPE_CHECKING:

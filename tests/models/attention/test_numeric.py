@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.by_layer import per_sample
+from lipaudit.measures.layers import per_sample
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.theory.head_norms import head_norms

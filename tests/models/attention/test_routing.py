@@ -9,7 +9,7 @@ from benchmarks.reference.loaded import alone
 from benchmarks.reference.mechanisms import load, texts
 from lipaudit.data.batch import Batch
 from lipaudit.measures import load_measures, option_types
-from lipaudit.measures.measure import in_order, join_parts, notes
+from lipaudit.measures.base import in_order, join_parts, notes
 from lipaudit.models.attention.uses import Routing
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load_net

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from lipaudit.measures import Measure, MeasureOptions, Part
-from lipaudit.measures.measure import join_parts, sample_ids
-from lipaudit.settings import option
+from lipaudit.measures.base import Measure, MeasureOptions, Part, join_parts, sample_ids
+from lipaudit.settings.option import option
 from lipaudit.tables import Column, Layout, Section
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
-from lipaudit.measures.by_layer import per_sample
+from lipaudit.measures.layers import per_sample
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import affine_heads

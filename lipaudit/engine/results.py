@@ -1,20 +1,157 @@
-"""Shards of a run, and the merged report, which equals the report of a single process."""
+"""From finished parts to a report: sections, the origin of the numbers, and merged shards."""
 
 from __future__ import annotations
 
+import functools
 import json
+import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from lipaudit import __version__
+from lipaudit.attacks.kinds import GROUP as ATTACKS
+from lipaudit.data.batch import Samples
+from lipaudit.data.hub import Commit
+from lipaudit.engine.files import write
 from lipaudit.engine.journal import pack_parts, unpack_parts
-from lipaudit.engine.prepare import Job
-from lipaudit.engine.provenance import make_report
-from lipaudit.errors import InputError
-from lipaudit.measures import MeasureOptions, Part, layouts, load_measures, option_types
-from lipaudit.measures.measure import in_order, sample_ids
-from lipaudit.tables import Note, Report, Section
-from lipaudit.tables.report import Shard
+from lipaudit.errors import InputError, explain_error
+from lipaudit.measures import GROUP as MEASURES
+from lipaudit.measures import layouts, load_measures, option_types
+from lipaudit.measures.base import MeasureOptions, Part, in_order, sample_ids
+from lipaudit.tables import Data, Model, Note, Report, Run, Section
+from lipaudit.tables.columns import Cell
+from lipaudit.tables.report import Failure, Shard
+from lipaudit.tables.summary import worst
+from lipaudit.theory.bounds.record import GROUP as BOUNDS
+
+if TYPE_CHECKING:
+    from lipaudit.engine.prepare import Job
+
+PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
+GROUPS = (BOUNDS, MEASURES, ATTACKS)
+
+
+def make_report(
+    run: Run,
+    sections: Sequence[Section],
+    samples: Mapping[str, tuple[Cell, ...]],
+    shard: Shard | None = None,
+) -> Report:
+    """Return the report of a run; it is partial if a measure failed or a time limit ended it.
+
+    It holds pictures and tokens of the worst samples only, to stay small.
+    """
+    cut = any(section.failure or section.unmeasured for section in sections)
+    report = Report(
+        run=run,
+        status="partial" if cut else "complete",
+        shard=shard,
+        samples=dict(samples),
+        sections=tuple(sections),
+    )
+    shown = worst(report)
+    sections = [
+        section.model_copy(
+            update={
+                "examples": {n: section.examples[n] for n in shown if n in section.examples},
+                "gradients": {n: section.gradients[n] for n in shown if n in section.gradients},
+            }
+        )
+        for section in sections
+    ]
+    return report.model_copy(update={"sections": tuple(sections)})
+
+
+def make_failed(
+    name: str, settings: Mapping[str, Any], error: Exception, notes: tuple[Note, ...] = ()
+) -> Section:
+    """Return the section of a failed measure, with the reason in place of figures."""
+    fault = explain_error(error)
+    failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
+    return layouts()[name].section(settings=settings, notes=notes, failure=failure)
+
+
+def identify(job: Job, name: str, options: MeasureOptions) -> dict[str, object]:
+    """Return everything that determines the numbers of a measure, except the batch size."""
+    net, run = job.net, job.request.run
+    return {
+        "measure": name,
+        "options": dict(options),
+        "model": (net.name, net.weights_sha256, net.preprocess, str(net.dtype)),
+        "device": net.device.type,
+        "reading": run.reading(),
+        "samples": job.samples.batch.ids[: job.counts[name]],
+        "versions": versions(),
+    }
+
+
+def describe_run(job: Job) -> Run:
+    """Describe the run of a job."""
+    request, net, samples = job.request, job.net, job.samples
+    device = net.device.type
+    if device == "cuda":
+        device = f"{device} ({torch.cuda.get_device_name(net.device)})"
+    return Run(
+        lipaudit=__version__,
+        command=request.command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=request.run.seed,
+        device=device,
+        dtype=str(net.dtype).removeprefix("torch."),
+        versions=versions(),
+        model=Model(
+            spec=net.name,
+            source=net.source,
+            architecture=net.architecture,
+            parameters=net.parameters,
+            weights_sha256=net.weights_sha256,
+            **_name_state(net.commit),
+        ),
+        data=Data(
+            spec=samples.spec,
+            samples=len(samples.batch),
+            suite_id=samples.suite_id,
+            **_name_state(samples.commit),
+        ),
+        preprocess=dict(net.preprocess),
+        options=request.run.reading(),
+        device_map=dict(net.device_map),
+    )
+
+
+def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
+    """Return the places of the samples in the data, by columns; empty for random samples."""
+    if not samples.origins:
+        return {}
+    places = tuple(origin.place for origin in samples.origins)
+    texts = tuple(origin.text for origin in samples.origins)
+    columns = {"ids": samples.batch.ids, "place": places}
+    return columns | ({"text": texts} if any(texts) else {})
+
+
+def _name_state(commit: Commit | None) -> dict[str, str]:
+    """Return the commit of a repository of the Hub, as a field of the report."""
+    if commit is None:
+        return {}
+    return {"revision": commit.repository.revision, "commit": commit.sha}
+
+
+@functools.cache  # reading the metadata of every package takes as long as a small model
+def versions() -> dict[str, str]:
+    """Return the versions of packages that can change a number."""
+    installed = {"python": platform.python_version(), "lipaudit": __version__}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    # Plug-ins compute figures, too.
+    plugins = [point.dist for group in GROUPS for point in entry_points(group=group)]
+    return installed | {dist.name: dist.version for dist in plugins if dist is not None}
+
 
 OWN = frozenset({"command", "created", "device", "device_map"})
 """Fields in which shards of one run may differ (devices must be of one kind)."""
@@ -41,7 +178,7 @@ def summarise(
     notes: tuple[Note, ...],
     left: int,
 ) -> list[Section]:
-    """Return the sections of a measure.
+    """Return the sections of a measure, and write the files that its options name.
 
     Args:
         name: name of the measure.
@@ -57,7 +194,11 @@ def summarise(
     if not parts:
         settings = options.model_dump()
         return [layouts()[name].section(settings=settings, notes=notes, unmeasured=left)]
-    first, *others = load_measures()[name].summarise(parts, options)
+    measure = load_measures()[name]
+    if options.files:  # a shard has none
+        for path, content in zip(options.files, measure.written(parts, options), strict=True):
+            write(path, content)
+    first, *others = measure.summarise(parts, options)
     changes = {"notes": notes + first.notes, "unmeasured": left}
     return [first.model_copy(update=changes), *others]
 
@@ -144,7 +285,7 @@ def _merge_sections(measure: str, reports: Sequence[Report]) -> list[Section]:
     shard = _require_shard(reports[0])
     left = sum(report.unmeasured.get(measure, 0) for report in reports)
     parts = _collect_parts(measure, reports, shard.ids[: shard.counts[measure]], left)
-    options = option_types()[measure].checked(_read_settings(reports[0], measure))
+    options = option_types()[measure].parse(_read_settings(reports[0], measure))
     return summarise(measure, parts, options, shard.notes, left)
 
 

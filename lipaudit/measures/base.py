@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
-from lipaudit.settings.option import Settings, option
-from lipaudit.settings.parsing import Layers
+from lipaudit.settings.option import Layers, Settings, option
 from lipaudit.tables import Note, Section
 from lipaudit.tables.report import Layout
 from lipaudit.tables.trials import COUNTED, Norm, is_repeat
@@ -82,8 +81,8 @@ class MeasureOptions(Settings):
         """Return the options that can be typed but are not settings of the report."""
         return {n: getattr(self, n) for n in self.options() if n not in self.model_dump()}
 
-    def draw_steepest(self, head: str) -> Self:
-        """Return options that draw the map of a head (LAYER.HEAD), if the measure has maps."""
+    def draw_steepest(self, sections: Sequence[Section]) -> Self:
+        """Return options that draw the map of the steepest head of earlier sections, if any."""
         return self
 
 

@@ -1,0 +1,469 @@
+"""Measure checkpoints and modules from Python."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lipaudit.data.batch import SampleOrigin, Samples
+from lipaudit.data.images import list_forms
+from lipaudit.data.loading import draw_tensors
+from lipaudit.engine.execute import Observer, execute, run_job
+from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
+from lipaudit.engine.results import describe_run, list_origins, make_failed
+from lipaudit.errors import (
+    InputError,
+    LipauditError,
+    UsageError,
+    find_user_error,
+    of_machine,
+    suggestion,
+    visible,
+)
+from lipaudit.measures import AuditOptions, option_types
+from lipaudit.models.net import Kind, ModelSpec, Net
+from lipaudit.models.sources.loading import borrow, freeze_net, load_net
+from lipaudit.settings import RunOptions
+from lipaudit.settings.option import Settings
+from lipaudit.tables import Report, Run
+
+AnyModel = str | nn.Module | ModelSpec
+Models = list[AnyModel] | list[str] | list[nn.Module] | tuple[AnyModel, ...]
+AnyData = str | os.PathLike[str] | Any | tuple[Any, Any] | None
+Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
+
+
+def name_model(model: AnyModel) -> str:
+    """Return the name of a model; a module is named by its class."""
+    if isinstance(model, str):
+        return model
+    return type(model.module if isinstance(model, ModelSpec) else model).__name__
+
+
+def name_models(models: Sequence[AnyModel]) -> list[str]:
+    """Return the names of several models; modules of one class are numbered."""
+    names = [name_model(model) for model in models]
+    repeated = {name for name, m in zip(names, models, strict=True) if not isinstance(m, str)}
+    repeated = {name for name in repeated if names.count(name) > 1}
+    return [
+        f"{name} {names[: i + 1].count(name)}" if name in repeated else name
+        for i, name in enumerate(names)
+    ]
+
+
+def audit_request(
+    model: str, measures: Measures, options: Mapping[str, Any], *, demo: bool, command: str
+) -> Request:
+    """Return the request for an audit from Python.
+
+    Args:
+        model: name of the model.
+        measures: as in `audit`.
+        options: as in `audit`.
+        demo: whether every model is a demo.
+        command: the command that the report records.
+
+    Raises:
+        UsageError: a measure or an option that there is not, or that makes no sense.
+    """
+    if measures is not None and not measures:
+        raise UsageError("no measure was given", f"There are: {', '.join(option_types())}.")
+    own, shared = _split_options(options, AuditOptions, RunOptions)
+    names = (measures,) if isinstance(measures, str) else measures and tuple(measures)
+    # Radii of a command line are text; from Python they may be numbers, or lists of them.
+    for option, value in own.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            own[option] = str(value)
+        elif isinstance(value, list | tuple):
+            own[option] = ",".join(map(str, value))
+    extent = AuditOptions.parse({**own, "only": names})
+    request = plan_audit(model, extent, RunOptions.parse(shared), demo=demo, command=command)
+    plan = {name: request.measures[name] for name in names or request.measures}
+    for name, given in measures.items() if isinstance(measures, Mapping) else ():
+        usual, kind = plan[name], type(plan[name])
+        changed = {n: getattr(usual, n) for n in usual.model_fields_set}
+        plan[name] = kind.parse(changed | _split_options(given, kind)[0])
+    return replace(request, measures=plan, optional={*plan})
+
+
+def plan_audit(
+    model: str, options: AuditOptions, run: RunOptions, *, demo: bool, command: str
+) -> Request:
+    """Return the request for an audit.
+
+    Raises:
+        UsageError: a radius, attack or norm is invalid.
+    """
+    plan, counts = options.plan(demo=demo), options.counts(demo=demo)
+    optional = {*plan} - options.required
+    return Request(model, plan, run, counts, optional=optional, partial=True, command=command)
+
+
+def _split_options(
+    options: Mapping[str, Any], *groups: type[Settings]
+) -> tuple[dict[str, Any], ...]:
+    """Return the options of each group, by field name; the first group with a name takes it.
+
+    Raises:
+        UsageError: an option belongs to no group.
+    """
+    split: tuple[dict[str, Any], ...] = tuple({} for _ in groups)
+    known: dict[str, tuple[dict[str, Any], str]] = {}
+    # Options that can be typed come first: a measure has a seed, too, but that of the run counts.
+    for typed in (False, True):
+        for group, given in zip(reversed(groups), reversed(split), strict=True):
+            fields = group.options() if typed else group.model_fields
+            known |= {name: (given, name) for name in fields}
+            # On the command line some fields have other names, such as `to` and `mode`.
+            for name, each in group.options().items():
+                known[each.flags[0][2:].replace("-", "_")] = given, name
+    for name, value in options.items():
+        if name not in known:
+            raise UsageError(f"there is no option {name!r}", suggestion(name, known))
+        given, field = known[name]
+        given[field] = value
+    return split
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Facts about a job that stay in memory while other models are loaded.
+
+    Attributes:
+        model: the MODEL argument.
+        kind: kind of its inputs.
+        classes: number of classes; None without classes.
+        names: class names, if the checkpoint has them.
+        labels: class numbers of the samples; None without labels.
+        ids: ids of the samples.
+        origins: places of the samples in the data; empty for random samples.
+        measures: options of each measure, as in its section.
+        run: the run, as in the report.
+        samples: places of the samples, as in the report.
+    """
+
+    model: str
+    kind: Kind
+    classes: int | None
+    names: tuple[str, ...] | None
+    labels: tuple[int, ...] | None
+    ids: tuple[str, ...]
+    origins: tuple[SampleOrigin, ...]
+    measures: Mapping[str, dict[str, Any]]
+    run: Run
+    samples: dict[str, tuple[str, ...]]
+
+
+def outline_job(job: Job) -> Outline:
+    """Return the facts by which several models are compared."""
+    net, batch = job.net, job.samples.batch
+    return Outline(
+        model=job.request.model,
+        kind=net.kind,
+        classes=net.classes,
+        names=net.labels,
+        labels=None if batch.y is None else tuple(batch.y.tolist()),
+        ids=batch.ids,
+        origins=job.samples.origins,
+        measures={name: options.model_dump() for name, options in job.request.measures.items()},
+        run=describe_run(job),
+        samples=list_origins(job.samples),
+    )
+
+
+def require_shared(outlines: Sequence[Outline]) -> None:
+    """Refuse models that cannot be measured on the same samples.
+
+    Raises:
+        UsageError: a model is named twice.
+        InputError: inputs, classes or samples of the models differ.
+    """
+    first, *others = outlines
+    for i, other in enumerate(others, start=1):
+        if other.model in (each.model for each in outlines[:i]):
+            raise UsageError(f"{other.model} is named twice", "Name each model once.")
+        # Ids differ where two models read one file at two sizes: then the places are equal.
+        shared = first.ids == other.ids or (first.origins and first.origins == other.origins)
+        if first.kind != other.kind or not shared:
+            raise InputError(
+                f"{first.model} ({first.kind}, {first.run.data.spec}) and {other.model} "
+                f"({other.kind}, {other.run.data.spec}) do not read the same samples",
+                "Give --data that both can read: a folder of images, a table of texts. Random "
+                "samples depend on the model's input.",
+            )
+        if reason := _compare_classes(first, other):
+            raise InputError(
+                f"{reason}, so the labels of {first.run.data.spec} cannot fit both",
+                "Use class names in the data that both models know, or audit them separately.",
+            )
+
+
+def _compare_classes(first: Outline, other: Outline) -> str:
+    """Return why labels mean other classes in another model; empty if they may not."""
+    # Labels that differ were matched by name, so they mean the same.
+    if first.labels is None or first.labels != other.labels:
+        return ""
+    if first.classes and other.classes and first.classes != other.classes:
+        return f"{first.model} has {first.classes} classes, {other.model} {other.classes}"
+    pairs = [(_list_names(first, i), _list_names(other, i)) for i in {*first.labels} - {-1}]
+    if not pairs or not all(one and two and not {*one} & {*two} for one, two in pairs):
+        return ""
+    one, two = (", ".join(names) for names in pairs[0])
+    return f"the class {one!r} of {first.model} is {two!r} in {other.model}"
+
+
+def _list_names(outline: Outline, label: int) -> list[str]:
+    """Return the names of a class; empty if it has only a number."""
+    names = dict(enumerate(outline.names or ()))
+    # ImageNet has names like `tabby, tabby cat`: one common name suffices.
+    words = map(str.strip, names.get(label, "").casefold().replace("_", " ").split(","))
+    return [word for word in words if word not in ("", f"label {label}")]
+
+
+def measure(
+    model: AnyModel,
+    name: str,
+    *,
+    data: AnyData = None,
+    input_shape: Sequence[int] | None = None,
+    observer: Observer | None = None,
+    **options: Any,
+) -> Report:
+    """Run one measure, like `lipaudit NAME MODEL`.
+
+    Args:
+        model: a MODEL of the command line, an `nn.Module` (unchanged afterwards), or a
+            `ModelSpec`.
+        name: bounds, attention, jacobian, attack, certify, scaling, or the measure of a plug-in.
+        data: a DATA of the command line, or arrays: x, or (x, y) with labels y.
+        input_shape: shape of one sample, for a module that does not declare its input.
+        observer: receives progress and notes; nothing is printed.
+        options: options of the measure and of every run, named as on the command line with
+            underscores: `samples=8, tol=1e-5, eps="2/255"`.
+
+    Raises:
+        LipauditError: any failure; its `advice` says what to do.
+
+    Examples:
+        >>> report = measure("demo", "jacobian", samples=2)
+        >>> report.section("jacobian").rows[0].samples
+        2
+    """
+    if name not in option_types():
+        raise UsageError(f"there is no measure {name!r}", suggestion(name, option_types()))
+    kind = option_types()[name]
+    given, shared = _split_options(options, kind, RunOptions)
+    plan, run = {name: kind.parse(given)}, RunOptions.parse(shared)
+    request = Request(name_model(model), plan, run, command="lipaudit.measure()")
+    with open_job(model, request, data, input_shape=input_shape) as job:
+        return execute(job, observer)
+
+
+@overload
+def audit(model: AnyModel, measures: Measures = None, **options: Any) -> Report: ...
+
+
+@overload
+def audit(model: Models, measures: Measures = None, **options: Any) -> list[Report]: ...
+
+
+def audit(
+    model: AnyModel | Models,
+    measures: Measures = None,
+    *,
+    data: AnyData = None,
+    input_shape: Sequence[int] | None = None,
+    observer: Observer | None = None,
+    **options: Any,
+) -> Report | list[Report]:
+    """Run several measures on one model, like `lipaudit audit MODEL`.
+
+    Args:
+        model: as in `measure`, or a list of models. Each model of a list is measured on the same
+            samples and has its own report. `lipaudit.rank(reports)` ranks them,
+            `lipaudit.render(reports, "html")` shows them side by side.
+        measures: names of measures, or a dictionary from names to options. Default: bounds,
+            attention, jacobian and attack, without those that model or data do not allow.
+            `Report.failures` has the reason of each measure that failed.
+        data: as in `measure`.
+        input_shape: as in `measure`.
+        observer: as in `measure`.
+        options: options of every run (`samples=8, seed=1, device="cpu"`), and those of
+            `lipaudit audit`: `eps`, `attack`, `norm`, `full`, `certify`.
+
+    Raises:
+        LipauditError: any failure; its `advice` says what to do. Models that do not share samples
+            are refused before any is measured.
+
+    Examples:
+        >>> report = audit("demo", ["bounds", "jacobian"], samples=2)
+        >>> [section.measure for section in report.sections]
+        ['bounds', 'bounds.layers', 'jacobian']
+    """
+    models = list(model) if isinstance(model, list | tuple) else [model]
+    if not models:
+        raise UsageError("no model was given", "Give one model or a list of models.")
+    demo = all(isinstance(each, str) and each.partition(":")[0] == "demo" for each in models)
+    requests = [
+        audit_request(name, measures, options, demo=demo, command="lipaudit.audit()")
+        for name in name_models(models)
+    ]
+    audits = run_audits(models, requests, data, input_shape=input_shape, observer=observer)
+    reports = [report for report in audits if report is not None]
+    return reports if isinstance(model, list | tuple) else reports[0]
+
+
+def run_audits(
+    models: Sequence[AnyModel],
+    requests: Sequence[Request],
+    data: AnyData = None,
+    *,
+    input_shape: Sequence[int] | None = None,
+    observer: Observer | None = None,
+) -> Iterator[Report | None]:
+    """Yield the report of each model; one model is in memory at a time.
+
+    Several models are checked before any is measured; one that fails has a report with the
+    reason. Finished parts stay on disk until all reports are taken and complete.
+
+    Args:
+        models: the models.
+        requests: the request of each model.
+        data: as in `measure`.
+        input_shape: as in `measure`.
+        observer: as in `measure`.
+
+    Yields:
+        The report; None in a process that measured a shard for rank 0.
+
+    Raises:
+        LipauditError: the only model fails, or several do not share samples.
+    """
+    pairs = [*zip(models, requests, strict=True)]
+    if len(pairs) == 1:
+        with (
+            open_job(*pairs[0], data, input_shape=input_shape) as job,
+            run_job(job, observer) as report,
+        ):
+            yield report
+        return
+    outlines = []
+    for model, request in pairs:
+        try:
+            with open_job(model, request, data, input_shape=input_shape) as job:
+                outlines.append(outline_job(job))
+                del job  # the name would keep the model while the next one is loaded
+        except LipauditError as error:
+            error.message = f"{visible(request.model)}: {error.message}"
+            raise
+        finally:
+            gc.collect()  # a module may reference itself, and the next model needs its memory
+    require_shared(outlines)
+    with ExitStack() as stored:
+        whole = True
+        for (model, request), outline in zip(pairs, outlines, strict=True):
+            try:
+                with open_job(model, request, data, input_shape=input_shape) as job:
+                    report = stored.enter_context(run_job(job, observer))
+                    del job
+                assert report is not None, "one process measures several models"
+            except Exception as error:
+                if observer is not None:
+                    observer.fails(request.model, error)
+                failed = tuple(make_failed(*each, error) for each in outline.measures.items())
+                report = Report(
+                    run=outline.run, status="partial", samples=outline.samples, sections=failed
+                )
+            whole &= report.status == "complete"
+            yield report
+        if not whole:
+            stored.pop_all()  # the parts stay, for --resume
+
+
+@contextmanager
+def open_job(
+    model: AnyModel | Net,
+    request: Request,
+    data: AnyData = None,
+    *,
+    input_shape: Sequence[int] | None = None,
+    samples: Samples | None = None,
+) -> Iterator[Job]:
+    """Load the model and the samples of a request for use inside the block.
+
+    Args:
+        model: as in `measure`, or a loaded model; a module is restored when the block ends.
+        request: the request.
+        data: as in `measure`.
+        input_shape: as in `measure`.
+        samples: samples of an earlier job on the same data.
+
+    Raises:
+        LipauditError: any failure, also inside the block, with a hint.
+    """
+    if request.run.resume and not isinstance(model, str):
+        raise UsageError(
+            "resume needs a checkpoint with a name, and a module has no name", "Leave resume out."
+        )
+    if isinstance(data, str | os.PathLike):
+        run = request.run.model_copy(update={"data": os.fspath(data)})
+        request, data = replace(request, run=run), None
+    options = load_options(request.run)
+    if data is not None:
+        options = replace(options, forms=lambda: list_forms(_split_data(data)[0]))
+    try:
+        with ExitStack() as opened:
+            if isinstance(model, Net):
+                net = opened.enter_context(freeze_net(model))
+            elif not isinstance(model, str):
+                net = opened.enter_context(borrow(model, options, input_shape))
+            elif input_shape is not None:
+                text = f"{model} already defines its input shape"
+                raise UsageError(text, "Leave input_shape out.")
+            else:
+                net = load_net(model, options)
+            if samples is None and data is not None:
+                most = max(request.count(name) for name in request.measures)
+                x, labels = _split_data(data)
+                samples = draw_tensors(x, labels, net, data_options(request.run, most))
+            yield prepare(request, net=net, samples=samples)
+    except Exception as error:
+        # A bug keeps its type and traceback; any other failure is an error with a hint.
+        if (fault := find_user_error(error)) is None or fault is error:
+            raise
+        raise fault from error
+
+
+def _split_data(data: Any) -> tuple[Tensor, Tensor | None]:
+    """Return samples and labels of x or (x, y)."""
+    x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+    return _make_tensor(x), None if y is None else _make_tensor(y)
+
+
+def _make_tensor(values: Any) -> Tensor:
+    """Return an array or nested list as a tensor on the host.
+
+    Raises:
+        InputError: the values are not an array.
+    """
+    try:
+        if not isinstance(values, Tensor):
+            # A tensor can share the memory of an array only in C order and if it is writable.
+            values = torch.as_tensor(np.require(values, requirements=["C", "W"]))
+        return values.detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        if of_machine(error):
+            raise
+        raise InputError(
+            f"data of type {type(values).__name__} cannot be read as an array of samples "
+            f"({error})",
+            "Give x or (x, y), arrays or tensors, or a name that --data takes.",
+        ) from error

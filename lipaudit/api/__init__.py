@@ -1,1 +1,0 @@
-"""lipaudit from Python: what `import lipaudit` offers by name, loaded when it is first used."""

@@ -1,0 +1,126 @@
+"""What a page draws of samples: their tokens, shares of gradients, and attention maps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import UsageError
+from lipaudit.models.attention.capture import Layer
+from lipaudit.models.net import Net
+
+MOST = 512
+"""Number of leading tokens of a sample that are stored."""
+LETTERS = 40
+"""Longest text shown for a token: reserved names and runs of signs may be long."""
+
+
+def name_tokens(net: Net, batch: Batch) -> list[tuple[str, ...]]:
+    """Return the tokens of each sample as text, without padding.
+
+    Token ids without text become numbers; tokens of other inputs become positions.
+    """
+    if net.kind != "text":
+        return [tuple(map(str, range(batch.x.shape[1])))] * len(batch)
+    lexicon = None if net.lexicon is None else net.lexicon()
+    written: dict[int, str] = {}
+    for token in set(batch.x.flatten().tolist()):
+        written[token] = (str(token) if lexicon is None else lexicon.name(token))[:LETTERS]
+    return [tuple(written[token] for token in row.tolist()) for row in _real(batch, batch.x)]
+
+
+def share_squares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
+    """Return per sample ||g_t||^2 / sum_s ||g_s||^2 of a gradient g over its tokens t.
+
+    Args:
+        batch: the samples; padding has no share.
+        gradient: (batch, tokens, ...), of any length.
+
+    Returns:
+        The shares of each sample; empty if its gradient is 0 or NaN.
+    """
+    # In units of the largest entry, so that no square underflows.
+    rows = gradient.flatten(2)
+    largest = rows.abs().amax((1, 2), keepdim=True)
+    squares = (rows / largest).to("cpu", torch.float64).square().sum(2)
+    each = (row / row.sum() for row in _real(batch, squares))
+    return [tuple(row.tolist()) if bool(row.isfinite().all()) else () for row in each]
+
+
+def describe_gradients(
+    net: Net, batch: Batch, gradient: Tensor, of: str
+) -> dict[str, dict[str, Any]]:
+    """Describe, by sample id, each token's share of a gradient, as plain values.
+
+    For prompts with continuations, only the tokens of the prompt are listed.
+    """
+    # A waveform is a number for each time: those are no tokens.
+    if gradient.ndim < 3 or batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
+        return {}
+    batch = replace(batch, mask=net.free(batch))
+    both = zip(batch.ids, name_tokens(net, batch), share_squares(batch, gradient), strict=True)
+    return {
+        name: {
+            "of": of,
+            "tokens": tokens[:MOST],
+            "shares": tuple(float(f"{share:.6g}") for share in parts[:MOST]),
+            "left_out": len(tokens[MOST:]),
+        }
+        for name, tokens, parts in both
+        if parts
+    }
+
+
+def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
+    """Return the values of each sample at tokens that are not padding."""
+    values = values.cpu()
+    if batch.mask is None:
+        return list(values)
+    return [row[mask] for row, mask in zip(values, batch.mask.cpu(), strict=True)]
+
+
+SIDE = 256
+"""Largest side of a stored map; longer maps are stored as means of square blocks."""
+
+
+def draw_map(net: Net, layer: Layer, head: int) -> dict[str, Any]:
+    """Return the map of a head for the batch's first sample: of its first window, no padding.
+
+    Returns:
+        `map`; `map_tokens`, the number of queries and of keys; and `tokens`, those of a text if
+        queries and keys are its tokens, one by one.
+
+    Raises:
+        UsageError: the layer has no such head.
+    """
+    count = layer.attention.q.shape[1]
+    if head >= count:
+        raise UsageError(
+            f"there is no head {layer.site.index}.{head}: the layer has {count}",
+            f"Give a head from {layer.site.index}.0 to {layer.site.index}.{count - 1}.",
+        )
+    heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64).row(0)
+    queries, keys = heads.q.shape[2], heads.k.shape[2]
+    every = torch.arange(queries)
+    real = every if heads.valid is None else every[heads.valid[0].cpu()]
+    columns = real if queries == keys else torch.arange(keys)
+    block = -(-max(len(real), len(columns)) // SIDE)
+    size = block * max(1, SIDE // block)
+    pooled = []
+    for start in range(0, len(real), size):  # in chunks of rows, as the map may be large
+        group = real[start : start + size]
+        p = heads.rows(int(group[0]), int(group[-1]) + 1)[0, 0][group - group[0]][:, columns]
+        pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
+    first, tokens = layer.batch[:1].trim(), tuple[str, ...]()
+    if net.kind == "text" and block == 1 and len(real) == len(columns) <= MOST:
+        names = name_tokens(net, first)[0]
+        tokens = names if len(names) == len(real) else ()
+    sizes = np.array([len(real), len(columns)])
+    return {"map": torch.cat(pooled).cpu().numpy(), "map_tokens": sizes, "tokens": tokens}

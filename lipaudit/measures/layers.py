@@ -1,0 +1,313 @@
+"""Attention layers for the measures: read one by one, and checked: no bound is below a norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipaudit.data.batch import Batch, find_first
+from lipaudit.errors import EvaluationError, StructureError, UsageError
+from lipaudit.measures.base import Part, Values
+from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
+from lipaudit.models.attention.survey import find_layers, list_unread
+from lipaudit.models.attention.surveyor import HALF
+from lipaudit.models.net import Net
+from lipaudit.models.sources.weights import few
+from lipaudit.tables import Note
+from lipaudit.theory.bounds.record import load_bounds
+from lipaudit.theory.bounds.sharp import SHARP
+from lipaudit.theory.head_norms import bound_error
+from lipaudit.theory.heads import Heads
+
+Facts = dict[str, Any]
+Reduced = dict[str, Tensor]
+"""Values of one layer: axis 0 is the sample, axis 1 the head."""
+
+
+class HeadName(NamedTuple):
+    """The layer, number and module of a head."""
+
+    layer: int
+    head: int
+    module: str
+
+
+def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[Site, ...]:
+    """Return the layers that the options name, by default all.
+
+    Raises:
+        UsageError: a layer does not exist.
+    """
+    surplus = [layer for layer in layers or () if layer >= len(sites)]
+    if surplus:
+        raise UsageError(
+            f"there is no attention layer {surplus[0]}: the model has {len(sites)}",
+            f"Give layers from 0 to {len(sites) - 1}.",
+        )
+    return tuple(site for site in sites if layers is None or site.index in layers)
+
+
+def by_layer(
+    net: Net,
+    batches: Iterable[Batch],
+    reduce: Callable[[Layer], Reduced],
+    *,
+    layers: Sequence[int] | None,
+    projections: bool = True,
+    describe: Callable[[Sequence[Site]], Facts] = lambda _sites: {},
+) -> Iterator[Part]:
+    """Yield a Part per batch: every layer reduced, joined along the heads; see `capture`.
+
+    If a layer differs from its survey on a sample, that sample is reduced without the closed form,
+    and a note says so. The other samples of the batch keep the closed form.
+
+    Args:
+        net: the model.
+        batches: the samples.
+        reduce: function of a layer, while the model is in the middle of its forward pass.
+        layers: indices of the layers to read; None for all.
+        projections: whether `reduce` calls `Layer.heads`.
+        describe: facts of the layers that do not depend on the sample, besides the heads' names.
+    """
+    sites: tuple[Site, ...] = ()
+    for batch in batches:
+        if not sites:
+            sites = find_layers(net, find_first(batches, batch))
+            selected = choose_layers(sites, layers)
+            remarks = _note_layers(net, sites, selected)
+        names = [HeadName(s.index, head, s.module) for s in selected for head in range(s.heads)]
+        pieces, changes, queue = list[Reduced](), list[Note](), [(batch, sites)]
+        while queue:
+            piece, known = queue.pop(0)
+            try:
+                each = capture(net, known, piece, reduce, layers=layers, projections=projections)
+            except StructureError as error:
+                if len(piece) > 1:  # find the samples on which the layer changes
+                    queue[:0] = [(one, known) for one in piece.split(1)]
+                    continue
+                text = (
+                    f"layer {error.layer} ({error.module}) {error.reason} on some samples. It has "
+                    "no closed form there, so it gets no bounds on any sample"
+                )
+                changes.append(Note(level="warning", code="structure-changed", text=text))
+                # Again, without the closed form of this layer; another layer may change, too.
+                open_form = replace(known[error.layer], structure=None, reason=error.reason)
+                known = (*known[: error.layer], open_form, *known[error.layer + 1 :])
+                queue.insert(0, (piece, known))
+                continue
+            # numpy has no bfloat16, and a sum of halves would be a number of 3 digits.
+            pieces.append({n: torch.cat([_widen(layer[n]) for layer in each], 1) for n in each[0]})
+        values = {name: torch.cat([p[name] for p in pieces]).numpy() for name in pieces[0]}
+        facts = {"heads": names} | describe(selected)
+        yield Part(batch.ids, values, facts, remarks + tuple(changes))
+
+
+def _widen(values: Tensor) -> Tensor:
+    return (values.float() if values.dtype in HALF else values).cpu()
+
+
+def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> tuple[Note, ...]:
+    """Note what a reader must know of the selected layers, and which attention is left out."""
+    closed: dict[str, list[Site]] = {}
+    inputs: dict[tuple[bool, str], list[Site]] = {}
+    for site in selected:
+        if site.reason is not None:
+            closed.setdefault(site.reason, []).append(site)
+        measured = site.closed_form or site.inputs
+        # X is named if it is not the first input of the attention module.
+        if measured and not (site.reads_inside and (not site.inner or not site.closed_form)):
+            what = few([name or "the model" for name in site.reads])
+            inputs.setdefault((site.reads_inside, what), []).append(site)
+
+    def name_layers(alike: Sequence[Site]) -> str:
+        return f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module})"
+
+    remarks = []
+    for reason, alike in closed.items():
+        text = f"{name_layers(alike)} have no closed form: {reason}"
+        remarks.append(Note(level="warning", code="no-closed-form", text=text))
+    for (inside, what), alike in inputs.items():
+        text = (
+            f"{name_layers(alike)}: X is the input of {what}, {'in' if inside else 'out'}side the "
+            "module that computes the attention"
+        )
+        if inside:
+            text += ". Other maps or normalisations come between them"
+        level = "info" if inside else "warning"
+        remarks.append(Note(level=level, code="input-elsewhere", text=text))
+    for partners, site in {site.partners: site for site in selected if site.partners}.items():
+        text = (
+            f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) are "
+            "separate calls on the same input. They may be parts of one attention; each table row "
+            "is one call"
+        )
+        remarks.append(Note(level="warning", code="in-parts", text=text))
+    remarks += note_unread(net, sites)
+    blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
+    if blocks:
+        text = (
+            f"blocks without softmax attention have no heads to measure ({few(blocks)}). To "
+            "measure them (state spaces, linear attention, convolutions), use `lipaudit jacobian`"
+        )
+        remarks.append(Note(level="info", code="no-attention", text=text))
+    return tuple(remarks)
+
+
+def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
+    """Note which modules have attention that no layer covers; layer numbers skip them."""
+    modules = list_unread(net, sites)
+    if not modules:
+        return ()
+    text = (
+        f"attention that was not measured ({few(modules)}). Its weights are not a plain softmax "
+        "over keys, or are used twice, detached, or computed per sample. Layer numbers skip it"
+    )
+    return (Note(level="warning", code="attention-unread", text=text),)
+
+
+def sum_windows(values: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """Add up the batch rows (windows) of each sample."""
+    return values.new_zeros(samples, *values.shape[1:]).index_add_(0, sample, values)
+
+
+def per_sample(values: Tensor, sample: Tensor) -> Tensor:
+    """Return the largest value over the batch rows (windows) of each sample, in order.
+
+    The Jacobian of a windowed layer is block diagonal, so its norm is the largest norm of a block.
+
+    >>> per_sample(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 1]))
+    tensor([5., 2.])
+    """
+    windows = sample.cpu().bincount().tolist()
+    return torch.stack([rows.amax(0) for rows in torch.split(values, windows)])
+
+
+DOUBLE = torch.float64
+"""Precision in which norms are confirmed and bounds computed, independent of --dtype."""
+
+
+def require_bounds_hold(
+    site: Site, ids: Sequence[str], values: Mapping[str, Tensor], heads: Heads
+) -> None:
+    """Stop the run if a bound of a head or layer is below the exact norm.
+
+    This checks plug-in bounds, too. A difference that rounding explains passes;
+    `below_by_rounding` finds it again in the figures.
+
+    Args:
+        site: the layer.
+        ids: ids of the samples.
+        values: `exact` and all bounds, (samples, heads); `layer_out`, `out_norm`, (samples, 1).
+            NaN means not computed.
+        heads: the heads behind both.
+
+    Raises:
+        EvaluationError: a bound is below the norm; the message names head and bound.
+    """
+    exact = values["exact"]
+
+    @cache
+    def slack() -> Tensor:
+        error = bound_error(heads.to(torch.float64), exact[heads.sample.cpu()])
+        return per_sample(error.cpu(), heads.sample)
+
+    for name, bound in load_bounds().items():
+        require_bound(name, values[name], exact, site, ids, advice=bound.remedy, slack=slack)
+    out_norm, sharp = values["out_norm"], values["sharp"]
+
+    def layer_slack() -> Tensor:
+        """W_O is linear: an error of a head grows by ||W_O||, and its product has one more."""
+        out = heads.out
+        assert out is not None
+        share = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * torch.finfo(DOUBLE).eps
+        return out_norm * (root_sum(slack()) + share * root_sum(sharp))
+
+    require_bound(
+        "sharp_rss",
+        out_norm * root_sum(sharp),
+        values["layer_out"],
+        site,
+        ids,
+        advice=SHARP.remedy,
+        slack=layer_slack,
+    )
+
+
+def below_by_rounding(
+    places: Sequence[str],
+    ids: Sequence[str],
+    exact: Values,
+    bounds: Mapping[str, Values],
+    norm: str = "exact norm",
+) -> tuple[Note, ...]:
+    """Name the bound furthest below its norm, in a run that passed the guard.
+
+    Args:
+        places: heads, layers, or heads at radii.
+        ids: ids of the samples.
+        exact: the norms, (samples, places).
+        bounds: arrays (samples, places), by the name of the bound.
+        norm: the name of the norm in the message.
+    """
+    with np.errstate(invalid="ignore"):  # NaN is never below
+        below = {
+            name: np.where(bound < exact, 1 - bound / exact, 0) for name, bound in bounds.items()
+        }
+    count = sum(int((shares > 0).sum()) for shares in below.values())
+    if not count:
+        return ()
+    name = max(below, key=lambda each: float(below[each].max()))
+    sample, index = (int(i) for i in np.unravel_index(below[name].argmax(), exact.shape))
+    where = sample, index
+    text = (
+        f"{count} bounds are below the {norm} by no more than rounding can explain. At most "
+        f"by {below[name][where]:.1g} of it: {name} of {places[index]} is "
+        f"{bounds[name][where]:.12g} on sample {ids[sample]}, the {norm} {exact[where]:.12g}"
+    )
+    return (Note(level="info", code="within-rounding", text=text),)
+
+
+def name_head(head: HeadName) -> str:
+    """Name a head and its module."""
+    return f"head {head.layer}.{head.head} ({head.module})"
+
+
+def root_sum(values: Tensor) -> Tensor:
+    """Return the root of the sum of squares over the heads, (samples, 1)."""
+    return values.square().sum(1, keepdim=True).sqrt()
+
+
+def require_bound(
+    name: str,
+    bound: Tensor,
+    exact: Tensor,
+    site: Site,
+    ids: Sequence[str],
+    *,
+    advice: str,
+    slack: Callable[[], Tensor],
+) -> None:
+    """Stop the run if a bound, (samples, heads or 1), is below a norm by more than its slack.
+
+    Raises:
+        EvaluationError: the message names the first such head or layer.
+    """
+    if not (bound < exact).any():  # nearly always; rounding is estimated only otherwise
+        return
+    below = (bound < exact - slack().nan_to_num(0.0)).nonzero()
+    if not len(below):
+        return
+    sample, head = below[0].tolist()
+    where = f"head {site.index}.{head}" if bound.shape[1] == site.heads else f"layer {site.index}"
+    raise EvaluationError(
+        f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
+        f"{ids[sample]}, below the exact norm {float(exact[sample, head]):.9g}. One of them "
+        "is wrong: do not rely on any number of this run",
+        advice,
+    )

@@ -1,5 +1,6 @@
 """Every test runs offline, with OMP_NUM_THREADS threads (1); what is slow says how slow."""
 
+import gc
 import os
 
 import pytest
@@ -21,6 +22,7 @@ settings.register_profile("search", REPEATABLE, derandomize=False, max_examples=
 settings.register_profile("repeatable", REPEATABLE)
 settings.load_profile("repeatable")
 shapes.install()
+gc.disable()  # until tests are collected: hardly anything that is imported is ever freed
 
 
 @pytest.fixture
@@ -35,6 +37,16 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "rounding: compares long computations; .ci/run repeats it on plain CPU kernels"
     )
+
+
+def pytest_collection_finish():
+    """Collect garbage of tests alone: modules are passed over, and that seldom.
+
+    By default each full collection walks two million objects of torch and transformers.
+    """
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    gc.enable()
 
 
 def pytest_report_collectionfinish(items):

@@ -14,10 +14,10 @@ from lipaudit.measures import layouts
 from lipaudit.tables.trials import FLAGS
 
 PLAN = {
-    "bounds": {"radius": "0.03", "layers": "0,2"},
-    "attention": {"layers": "0,2"},
-    "jacobian": {"per_layer": True, "layers": "0,2"},
-    "attack": {"eps": "0.1", "attack": "fgsm,pgd", "steps": 2},
+    "bounds": {"radius": "0.03", "layers": "0"},
+    "attention": {"layers": "0"},
+    "jacobian": {"per_layer": True, "layers": "0"},
+    "attack": {"eps": "0.1", "attack": "fgsm,pgd", "steps": 1},
 }
 BASE = tuple(range(8))
 OTHER = {

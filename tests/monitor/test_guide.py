@@ -1,6 +1,9 @@
 """The examples of the guides on watching and on training run as they stand."""
 
+from functools import partial
+
 import pytest
+import timm
 
 from lipaudit import schema
 from tests.tutorials import TRAINER, examples, run_example
@@ -17,7 +20,7 @@ import lightning, timm, torch
 class Module(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8)
+        self.vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, num_classes=8)
 
     def training_step(self, batch, _):
         return torch.nn.functional.cross_entropy(self.vit(batch[0]), batch[1])
@@ -36,6 +39,12 @@ BEFORE = {"trainer": TRAINER, "lightning": LIGHTNING}
 def test_the_guides_have_their_examples():
     assert list(EXAMPLES) == list(FOLDERS)
     assert list(TRAININGS) == ["loop", "trainer"]
+
+
+@pytest.fixture(autouse=True)
+def _shallow(monkeypatch):
+    """Cut the models of timm that the guides build to two of their twelve blocks."""
+    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=2))
 
 
 @pytest.mark.parametrize("name", FOLDERS)

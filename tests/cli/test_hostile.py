@@ -40,6 +40,9 @@ def named():
 def fails():
     return Named(True)
 
+def small():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
 def refuses():
     raise RuntimeError(EVIL)
 """
@@ -212,8 +215,7 @@ def test_shards(folder):
 
 def test_certificates_and_audits(folder):
     pictures = ("-n", 2, "--data", folder / "pictures")
-    certify = ("certify", "demo", *pictures, "-n", 1, "--eps", "0.001", "--nodes", 1)
-    certify += ("--order", 1)
+    certify = ("certify", f"py:{folder}/own.py:small", *pictures, "--eps", "0.001")
     audit = ("audit", "demo", *pictures, "--only", "attack,jacobian", "--eps", "0.1")
     audit += ("--attack", "fgsm")
     for line in (certify, audit):

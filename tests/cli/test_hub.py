@@ -71,6 +71,7 @@ def test_quiet_silences_the_clients_of_the_hub(tiny, sets, capfd, quiet):
     assert ("org/tiny is read at commit" in said) != quiet
 
 
+@pytest.mark.slow(seconds=10)
 def test_a_terminal_shows_what_is_downloaded(tiny, hub, tmp_path):
     """A process of its own, as a user has it: nothing of it is patched but the address."""
     home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}

@@ -19,7 +19,7 @@ from tests.commands import invoke, refuse
 from tests.processes import begun, completed, wait_for_signal
 
 FGSM = ("--eps", "0.01", "--attack", "fgsm")
-ARGS = ("demo", "-n", "256", "--epochs", "8", "--batch-size", "32", "--lr", "1e-3")
+ARGS = ("demo", "-n", "128", "--epochs", "3", "--batch-size", "32", "--lr", "1e-3")
 
 
 def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def whole(tmp_path_factory) -> Path:
     done = run(*ARGS, "--out", "whole", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "whole\n"
-    assert done.stderr.count("epoch ") == 8
+    assert done.stderr.count("epoch ") == 3
     assert done.stderr.endswith("Measure the result: lipaudit audit whole --data demo\n")
     return folder / "whole"
 

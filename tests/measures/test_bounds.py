@@ -55,7 +55,9 @@ def test_exact_norms_are_those_of_the_dense_jacobian(demo, found):
     for layer, x in enumerate(layer_inputs(net, batch)):
         for b in range(len(batch)):
             jacobian = torch.autograd.functional.jacobian(
-                lambda z, layer=layer: attention_output(net.module, z, layer), x[b]
+                lambda z, layer=layer: attention_output(net.module, z, layer),
+                x[b],
+                vectorize=True,
             )
             dense = torch.linalg.matrix_norm(jacobian.flatten(3).flatten(1, 2), 2)
             np.testing.assert_allclose(exact[b, 4 * layer : 4 * layer + 4], dense, rtol=1e-6)
@@ -78,9 +80,9 @@ def test_layer_norms_are_those_of_the_dense_jacobian(demo, found):
     def whole(z):
         return attention_output(net.module, z, 1).permute(1, 0, 2).flatten(1)
 
-    concat = torch.autograd.functional.jacobian(whole, x)
+    concat = torch.autograd.functional.jacobian(whole, x, vectorize=True)
     proj = net.module.blocks[1].attn.proj
-    out = torch.autograd.functional.jacobian(lambda z: proj(whole(z)), x)
+    out = torch.autograd.functional.jacobian(lambda z: proj(whole(z)), x, vectorize=True)
     values = found[0][0].values
     for name, jacobian in (("layer_exact", concat), ("layer_out", out)):
         dense = torch.linalg.matrix_norm(jacobian.flatten(2).flatten(0, 1), 2)

@@ -37,7 +37,7 @@ def test_blocks_are_measured_beside_the_model():
     for i, block in enumerate(net.module.blocks):
         exact = []
         for x in list(inputs[i]):
-            jacobian = torch.autograd.functional.jacobian(block, x[None])
+            jacobian = torch.autograd.functional.jacobian(block, x[None], vectorize=True)
             exact.append(float(torch.linalg.matrix_norm(jacobian.reshape(x.numel(), -1), 2)))
         row = section.rows[i + 1]
         assert row.median == pytest.approx(np.median(exact), rel=1e-8)

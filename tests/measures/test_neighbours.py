@@ -46,7 +46,7 @@ def save_classifier(folder, kind: str, **settings) -> transformers.PreTrainedMod
     ).save_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(**SIZES, **settings)
+        config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
         module = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
         for weight in module.parameters():
             torch.nn.init.normal_(weight, std=0.3)
@@ -92,7 +92,7 @@ MIXED = [" ".join("bcdefgh"[(i + j) % 7] for j in range((2, 5, 3, 2)[i % 4])) fo
 )
 def test_texts_of_one_length_fill_batches_and_keep_their_order(tmp_path, kind, name):
     """And what is measured of a text is the same alone, in a batch, and in a shard."""
-    save_classifier(tmp_path / "model", kind)
+    save_classifier(tmp_path / "model", kind, hidden_size=16, intermediate_size=24)
     data = write_texts(tmp_path / "mixed.jsonl", MIXED)
 
     def request(**more) -> Request:

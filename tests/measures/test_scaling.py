@@ -67,7 +67,7 @@ def measured(net, batch, **how):
 
 
 def norm(f, x):
-    jacobian = torch.autograd.functional.jacobian(f, x).reshape(-1, x.numel())
+    jacobian = torch.autograd.functional.jacobian(f, x, vectorize=True).reshape(-1, x.numel())
     return float(torch.linalg.matrix_norm(jacobian, 2))
 
 

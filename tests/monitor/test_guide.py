@@ -20,7 +20,8 @@ import lightning, timm, torch
 class Module(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, num_classes=8)
+        size = {"img_size": 32, "patch_size": 8, "num_classes": 8}
+        self.vit = timm.create_model("vit_tiny_patch16_224", **size)
 
     def training_step(self, batch, _):
         return torch.nn.functional.cross_entropy(self.vit(batch[0]), batch[1])

@@ -169,10 +169,12 @@ class Layer:
         x, x_kv = self.heads.x[b], self.heads.x_kv
         size = self.heads.q.shape[2] * self.heads.v.shape[3]
         if x_kv is None:
-            full = torch.autograd.functional.jacobian(lambda z: self.output(b, h, z, z), x)
+            full = torch.autograd.functional.jacobian(
+                lambda z: self.output(b, h, z, z), x, vectorize=True
+            )
             return full.reshape(size, -1)
         parts = torch.autograd.functional.jacobian(
-            lambda z, y: self.output(b, h, z, y), (x, x_kv[b])
+            lambda z, y: self.output(b, h, z, y), (x, x_kv[b]), vectorize=True
         )
         return torch.cat([part.reshape(size, -1) for part in parts], 1)
 
@@ -323,7 +325,7 @@ def _row_map(kind: str, d: int, tokens: int, gen: torch.Generator) -> RowMap:
 
 def _token_jacobian(row_map: RowMap, h: int, y: Tensor) -> Tensor:
     """d rows_i / d y_i of every token, (tokens, d, e)."""
-    full = torch.autograd.functional.jacobian(lambda z: row_map(h, z), y)
+    full = torch.autograd.functional.jacobian(lambda z: row_map(h, z), y, vectorize=True)
     return torch.stack([full[i, :, i] for i in range(len(y))])
 
 

@@ -209,7 +209,7 @@ def attend(
 
 
 def _norms(f: HeadMap, x: Tensor) -> Tensor:
-    jacobian = torch.autograd.functional.jacobian(f, x)
+    jacobian = torch.autograd.functional.jacobian(f, x, vectorize=True)
     return torch.linalg.matrix_norm(jacobian.view(len(jacobian), -1, x.numel()), 2)
 
 

@@ -87,7 +87,7 @@ def truth(heads: Heads) -> Tensor:
                 [
                     dense_norm(
                         torch.autograd.functional.jacobian(
-                            lambda z, h=h: head_output(heads, h, z), x
+                            lambda z, h=h: head_output(heads, h, z), x, vectorize=True
                         ).reshape(size)
                     )
                     for h in range(HEADS)

@@ -32,16 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.certify.affine import (
-    add,
-    align,
-    as_constant,
-    broadcast,
-    linear_map,
-    make_moving,
-    scale,
-    shape_of,
-)
+from lipaudit.certify import affine
 from lipaudit.certify.curves import RECIPROCAL, relax
 from lipaudit.certify.form import Form, NoRuleError
 from lipaudit.certify.symbols import DOUBLE, bound_norms, cast_up, gamma, join_blocks, tiny, up
@@ -121,12 +112,12 @@ def matmul(x: Any, y: Any) -> Form:
         one, other = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
         product: Any = matmul(one, other)
         return product.squeeze([axis for axis, t in ((-2, x), (-1, y)) if t.ndim == 1])
-    lead = shape_of(x.shape[:-2], y.shape[:-2])
+    lead = affine.shape_of(x.shape[:-2], y.shape[:-2])
     x, y = (t.expand(*lead, *t.shape[-2:]) for t in (x, y))
     if not (isinstance(x, Form) and isinstance(y, Form)):
         if isinstance(x, Form):
-            return linear_map(x.settle(), torch.matmul, y, roundings=y.shape[-2] + 1)
-        return linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
+            return affine.linear_map(x.settle(), torch.matmul, y, roundings=y.shape[-2] + 1)
+        return affine.linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
     # P V: what the rows of P are off by, before that becomes symbols, weighs the median.
     errors = x.slack if x.simplex else None
     x = x.settle()
@@ -141,8 +132,8 @@ def matmul(x: Any, y: Any) -> Form:
 def mul(x: Any, y: Any) -> Form:
     """Return x y entry by entry."""
     if not (isinstance(x, Form) and isinstance(y, Form)):
-        return scale(x, y) if isinstance(x, Form) else scale(y, x)
-    x, y = broadcast(x, y.shape), broadcast(y, x.shape)
+        return affine.scale(x, y) if isinstance(x, Form) else affine.scale(y, x)
+    x, y = affine.broadcast(x, y.shape), affine.broadcast(y, x.shape)
     return _product(x, y, torch.mul)
 
 
@@ -151,7 +142,7 @@ def div(x: Any, y: Any) -> Form:
     if isinstance(y, Form):
         return mul(x, relax(y, RECIPROCAL, positive=True))
     # 1 / y is rounded once more than y itself.
-    return scale(x, as_constant(y, x).to(DOUBLE).reciprocal(), roundings=2)
+    return affine.scale(x, affine.as_constant(y, x).to(DOUBLE).reciprocal(), roundings=2)
 
 
 def _product(x: Form, y: Form, f: Bilinear) -> Form:
@@ -161,13 +152,13 @@ def _product(x: Form, y: Form, f: Bilinear) -> Form:
     # c_y dx + c_x dy.
     if matrices:
         y.whole()
-        align(x, y)
+        affine.align(x, y)
         x_rows, blocks = x.by_row().map_rows(lambda t: _rows_times(t, y_centre))
         y_rows = _times_rows(x_centre, y.dense)
         dense, less = sorted((x_rows, y_rows), key=len, reverse=True)
         dense[: len(less)] += less
     else:
-        align(x, y)
+        affine.align(x, y)
         blocks = join_blocks(
             [block.map_rows(lambda t: t * y_centre) for block in x.blocks],
             [block.map_rows(lambda t: t * x_centre) for block in y.blocks],
@@ -283,6 +274,7 @@ def addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float | int = 1, alpha: float | int = 1
 ) -> Form:
     """Return beta input + alpha mat1 @ mat2."""
-    mat1, mat2 = make_moving(input, mat1, mat2)
+    mat1, mat2 = affine.make_moving(input, mat1, mat2)
     product: Any = mat1 @ mat2
-    return add(product if alpha == 1 else product * alpha, input if beta == 1 else input * beta)
+    product = product if alpha == 1 else product * alpha
+    return affine.add(product, input if beta == 1 else input * beta)

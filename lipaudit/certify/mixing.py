@@ -41,27 +41,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.certify.affine import (
-    add,
-    linear_map,
-    make_move,
-    make_moving,
-    masked_fill,
-    neg,
-    reduce_axes,
-    scale,
-    sub,
-)
+from lipaudit.certify import affine, curves
 from lipaudit.certify.bilinear import lengths
-from lipaudit.certify.curves import (
-    EXP,
-    RSQRT,
-    SQRT,
-    relax,
-    square,
-    square_remainder,
-    worth_squaring,
-)
 from lipaudit.certify.form import Form, NoRuleError, Quotient, UnboundedError
 from lipaudit.certify.symbols import DOUBLE, LIBRARY, gamma, tiny, up
 
@@ -76,9 +57,9 @@ def softmax(
 
     def rule(rows: Form) -> Form:
         log_p, hidden = _log_softmax(rows)
-        out = relax(log_p, EXP, ceiling=0.0)
+        out = curves.relax(log_p, curves.EXP, ceiling=0.0)
         if hidden.any():
-            out = masked_fill(out, hidden, 0.0)
+            out = affine.masked_fill(out, hidden, 0.0)
             out.slack = out.slack + _LEFT * hidden
         out.simplex = True
         return out
@@ -93,18 +74,18 @@ def log_softmax(
 
     def rule(rows: Form) -> Form:
         log_p, hidden = _log_softmax(rows)
-        return masked_fill(log_p, hidden, -torch.inf) if hidden.any() else log_p
+        return affine.masked_fill(log_p, hidden, -torch.inf) if hidden.any() else log_p
 
     return _apply_along(input, dim, rule)
 
 
 def logsumexp(input: Form, dim: int, keepdim: bool = False) -> Form:
     """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
-    gather = make_move("gather")
+    gather = affine.make_move("gather")
 
     def rule(rows: Form) -> Form:
         top = rows.centre.argmax(-1, keepdim=True)
-        return sub(gather(rows, -1, top), gather(_log_softmax(rows)[0], -1, top))
+        return affine.sub(gather(rows, -1, top), gather(_log_softmax(rows)[0], -1, top))
 
     result: Any = _apply_along(input, dim, rule)
     return result if keepdim else result.squeeze(dim)
@@ -115,7 +96,7 @@ def _apply_along(input: Form, dim: int | None, rule: Callable[[Form], Form]) -> 
         raise NoRuleError("softmax without an axis")
     if dim % input.ndim == input.ndim - 1:
         return rule(input)
-    turn = make_move("transpose")
+    turn = affine.make_move("transpose")
     return turn(rule(turn(input, dim, -1)), dim, -1)
 
 
@@ -127,14 +108,14 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     move = (z.mass + z.slack).nan_to_num(nan=0.0, posinf=torch.inf)
     move = move.masked_fill(z.centre == -torch.inf, 0.0)
     hidden = z.centre + move < (z.centre - move).amax(-1, keepdim=True) - _NEGLIGIBLE
-    z = masked_fill(z, hidden, -torch.inf) if hidden.any() else z
+    z = affine.masked_fill(z, hidden, -torch.inf) if hidden.any() else z
     p, keys = z.centre.softmax(-1), z.shape[-1]
     # p and the logarithm below: a shift, exp, a sum of n terms, a quotient or a logarithm.
     share = gamma(4 * LIBRARY + 2 * keys, DOUBLE)
     # d = ds - w . ds, a form of centre zero.
     moving = Form(torch.zeros_like(p), z.dense, z.slack, z.symbols, blocks=z.blocks)
     moving.sizes = z.sizes
-    d = linear_map(
+    d = affine.linear_map(
         moving,
         lambda t, w: t - (t * w).sum(-1, keepdim=True),
         p.to(z.symbols.dtype),
@@ -164,7 +145,7 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     log_p = z.centre.log_softmax(-1).masked_fill(hidden, 0.0)
     still = share * (1 + log_p.abs() + z.centre.masked_fill(hidden, 0.0).abs())
     shifted = Form(log_p, d.dense, up(d.slack + still), z.symbols, blocks=d.blocks)
-    return add(shifted, neg(rho)), hidden
+    return affine.add(shifted, affine.neg(rho)), hidden
 
 
 def _excess(r: Tensor) -> Tensor:
@@ -189,8 +170,9 @@ def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Fo
 
 def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tensor) -> Form:
     symbols, keys = d.symbols, p.shape[-1]
-    first, second = (_total(p * each) for each in square_remainder(d.sizes.linear, d.nonlinear))
-    others = square_remainder(*longest)
+    first, second = curves.square_remainder(d.sizes.linear, d.nonlinear)
+    first, second = _total(p * first), _total(p * second)
+    others = curves.square_remainder(*longest)
     less = others[0] + others[1] / 2 < first + second / 2
     first = torch.where(less, others[0], first)
     second = torch.where(less, others[1], second)
@@ -232,7 +214,7 @@ def scaled_dot_product_attention(
         size = query.shape[-2], key.shape[-2]
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
     # Constant q and k: their product is rounded, so one of them becomes a form with slack.
-    query, key = make_moving(value, query, key)
+    query, key = affine.make_moving(value, query, key)
     # Multiply the constant with the form first: a product of constants would be rounded.
     scores: Any = (query * scale) @ key.mT if isinstance(query, Form) else query @ key.mT * scale
     if attn_mask is not None:  # a boolean mask selects visible keys, numbers are added
@@ -263,7 +245,7 @@ def layer_norm(
     if len(shape) > 1:
         rows = cast("Form", input.flatten(-len(shape)))
         weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
-    centred = linear_map(
+    centred = affine.linear_map(
         rows.settle(),
         lambda t: t - t.mean(-1, keepdim=True),
         roundings=rows.shape[-1] + 2,
@@ -309,8 +291,8 @@ def _unit(y: Form, eps: float) -> Form:
     still = gamma(n + 8, DOUBLE) * (centre + middle)
     under = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
     slack = up(_mean(2 * size * y.slack) + radius + moving + still + under, n + 16)
-    square = add(Form(centre + middle, dense, slack, symbols, blocks=blocks), eps)
-    inverse = relax(square, RSQRT, floor=eps).settle()
+    square = affine.add(Form(centre + middle, dense, slack, symbols, blocks=blocks), eps)
+    inverse = curves.relax(square, curves.RSQRT, floor=eps).settle()
     nothing = torch.zeros_like(y.centre)
     constant = Form(nothing, y.dense[:0], nothing, symbols)
     return Form.from_quotient(Quotient(y.copy(), inverse, square, constant))
@@ -324,12 +306,12 @@ def _square(y: Form, moves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     wholes = (_mean(moves.square()), up((long + rest).square() / n))
     choices = [(whole / 2, whole / 2, none) for whole in wholes]
     if y.symbols.order == 2:
-        kept = worth_squaring(y)
-        first, second = square_remainder(y.sizes.linear, y.nonlinear)
+        kept = curves.worth_squaring(y)
+        first, second = curves.square_remainder(y.sizes.linear, y.nonlinear)
         middle = torch.where(kept, second, moves.square()) / 2
         radius = torch.where(kept, first + second / 2, moves.square() / 2)
         choices.append((_mean(middle), _mean(radius), kept))
-        first, second = square_remainder(long, rest)
+        first, second = curves.square_remainder(long, rest)
         choices.append((second / n / 2, (first + second / 2) / n, ~none))
     middle, radius, kept = choices[0]
     for other, less, squares in choices[1:]:
@@ -344,8 +326,8 @@ def _mean(t: Tensor) -> Tensor:
 
 
 def _affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
-    x = x if weight is None else scale(x, weight)
-    return x if bias is None else add(x, bias)
+    x = x if weight is None else affine.scale(x, weight)
+    return x if bias is None else affine.add(x, bias)
 
 
 def group_norm(
@@ -369,7 +351,8 @@ def vector_norm(
     """Return the 2-norm over axes."""
     if ord not in (2, "fro", None):
         raise NoRuleError(f"a norm of order {ord}")
-    return relax(reduce_axes(square(input), dim, keepdim), SQRT, positive=True)
+    total = affine.reduce_axes(curves.square(input), dim, keepdim)
+    return curves.relax(total, curves.SQRT, positive=True)
 
 
 def normalize(
@@ -380,8 +363,8 @@ def normalize(
         raise NoRuleError(f"normalize by a norm of order {p}")
     rows: Any = input.transpose(dim, -1)
     n = rows.shape[-1]
-    low, _ = reduce_axes(square(rows), -1).range()
+    low, _ = affine.reduce_axes(curves.square(rows), -1).range()
     if not (low > eps**2).all():  # below it, torch divides by eps
         raise UnboundedError
-    unit = scale(rms_norm(rows, n, None, 0.0), n**-0.5, roundings=3)
+    unit = affine.scale(rms_norm(rows, n, None, 0.0), n**-0.5, roundings=3)
     return unit.transpose(dim, -1)  # type: ignore[return-value]

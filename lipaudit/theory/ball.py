@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.errors import UsageError
+from lipaudit.theory import ingredients
 from lipaudit.theory.block_norms import affine_rows
 from lipaudit.theory.bounds.castin import castin
 from lipaudit.theory.bounds.hu import hu
@@ -36,14 +37,7 @@ from lipaudit.theory.bounds.mean_field import mean_field
 from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.head_bounds import ROUNDING, chunks, head_bounds
 from lipaudit.theory.heads import Heads, are_affine, factor, projections, unit_values
-from lipaudit.theory.ingredients import (
-    Ingredients,
-    Tokens,
-    Weights,
-    centre_heads,
-    squared_distances,
-    weights_of,
-)
+from lipaudit.theory.ingredients import Weights
 from lipaudit.theory.spectral import spectral_norm
 
 PANELS = 8
@@ -81,7 +75,7 @@ def ball_sharp(
     if heads.x_kv is not None or not are_affine(heads):
         return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
     heads = heads.to(torch.float64)
-    weights = weights or weights_of(heads)
+    weights = weights or ingredients.weights_of(heads)
     if sharp is None:
         sharp = head_bounds(heads, weights=weights, bounds=[SHARP])["sharp"]
     if r == 0:
@@ -121,8 +115,8 @@ def ball_size_bounds(
     """
     heads = heads.to(torch.float64)
     if weights is None and are_affine(heads):
-        weights = weights_of(heads)
-    known = Ingredients(heads, Tokens(heads), weights)
+        weights = ingredients.weights_of(heads)
+    known = ingredients.Ingredients(heads, ingredients.Tokens(heads), weights)
     return {f.__name__: f(known, r) * (1 + ROUNDING) for f in (hu, castin, mean_field)}
 
 
@@ -144,14 +138,14 @@ class BallPoint:
 
 def read_point(heads: Heads, weights: Weights) -> BallPoint:
     """Return what is known at X."""
-    at = centre_heads(heads)
+    at = ingredients.centre_heads(heads)
     rows = affine_rows(heads, at, weights)
     visible = heads.visible(0, at.p.shape[2])
     # An entry that underflowed is at most the smallest number.
     p = at.p.clamp_min(torch.finfo(at.p.dtype).tiny) * visible
     mean = p @ rows.z
     lengths = [each.square().sum(-1, keepdim=True) for each in (mean, rows.z)]
-    z = squared_distances(mean, rows.z, *lengths).sqrt()
+    z = ingredients.squared_distances(mean, rows.z, *lengths).sqrt()
     w = at.w2.sqrt() * visible
     to_q, to_k, _ = projections(heads)
     a = at.s.abs() * spectral_norm(factor(to_q) @ factor(to_k).mT)[..., None]

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipaudit.theory import products, spectral
 from lipaudit.theory.heads import Heads, are_affine, factor, local_map, projections
 from lipaudit.theory.ingredients import (
     Centred,
@@ -33,21 +34,6 @@ from lipaudit.theory.ingredients import (
     weights_of,
 )
 from lipaudit.theory.policy import POLICY, Policy
-from lipaudit.theory.products import (
-    Anchored,
-    anchor_outputs,
-    dense_jacobian,
-    join_rows,
-    key_gradients,
-    query_gradients,
-)
-from lipaudit.theory.spectral import (
-    keeps_single,
-    nonnegative_norm,
-    nonnegative_pair,
-    product_rounding,
-    spectral_norm,
-)
 
 
 @dataclass(frozen=True)
@@ -142,18 +128,20 @@ def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
         # The norms of the d_v x d_v blocks of J J^T; J of one batch row at a time.
         n, dv, norms, sizes = heads.q.shape[2], heads.v.shape[3], [], []
         for b in range(heads.q.shape[0]):
-            j = dense_jacobian(heads.row(b)).flatten(0, 1)
+            j = products.dense_jacobian(heads.row(b)).flatten(0, 1)
             # In units of its largest entry no power of J overflows.
             size = j.abs().amax((-2, -1)).clamp_min(torch.finfo(j.dtype).tiny)
             j = j / size[:, None, None]
-            norms.append(spectral_norm((j @ j.mT).reshape(-1, n, dv, n, dv).transpose(-3, -2)))
+            norms.append(
+                spectral.spectral_norm((j @ j.mT).reshape(-1, n, dv, n, dv).transpose(-3, -2))
+            )
             sizes.append(size)
-        return torch.stack(sizes) * nonnegative_norm(torch.stack(norms)).sqrt()
+        return torch.stack(sizes) * spectral.nonnegative_norm(torch.stack(norms)).sqrt()
     if are_affine(heads):
         return gram_bound(
             at, affine_rows(heads, at, known.weights), joint=joint, policy=heads.policy
         )
-    return nonnegative_norm(_bound_local_blocks(heads, at, joint=joint))
+    return spectral.nonnegative_norm(_bound_local_blocks(heads, at, joint=joint))
 
 
 # Affine heads: J = A + B + C, what moves through values, keys and queries. With w_ij = v_j - o_i
@@ -179,9 +167,9 @@ def gram_bound(
 
     `joint`: queries and keys read one input. Where they read two, C overlaps with neither A nor B.
     """
-    if at.p.shape[-1] < policy.single_blocks or not keeps_single(at.p.device):
+    if at.p.shape[-1] < policy.single_blocks or not spectral.keeps_single(at.p.device):
         return _limits(at, rows, joint, policy)[0].sqrt()
-    square, least = _limits(at.single, rows.to_single(), joint, policy)
+    square, least = _limits(at.single, rows.single, joint, policy)
     # ||M|| + 2 ||A B^T|| in exact arithmetic lies between the two: where they are close, so is
     # `square` to it. Negated, so that NaN (an overflow) counts as apart.
     apart = ~((square <= (1 + policy.single_loss) ** 2 * least) & (square > FAINT))
@@ -209,11 +197,13 @@ def _tile_limits(at: Centred, rows: AffineRows, joint: bool) -> tuple[Tensor, Te
     matrix = block_norms(at, rows, (common, turns), pw, (t, f), joint=joint)
     # In units of its largest entry no square of M overflows.
     largest = matrix.amax((-2, -1)).clamp_min(torch.finfo(matrix.dtype).tiny)
-    norm, z = nonnegative_pair(matrix.div_(largest[..., None, None]), STEPS)
+    matrix = matrix.div_(largest[..., None, None])
+    z = spectral.positive_vector(matrix.float(), STEPS).to(matrix)
+    norm = spectral.nonnegative_norm(matrix, u=z)
     z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     cross, less_cross = value_key_norm(at, rows, (f, less_f), z)
     # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
-    share = 2 * product_rounding(at.p)
+    share = 2 * spectral.product_rounding(at.p)
     square = (1 + share) * (norm * largest).double() + 2 * cross
     if matrix.dtype == torch.float64:
         return square, square  # where there is nothing to fall back on
@@ -337,7 +327,7 @@ def value_key_norm(
     e and y = P^T e it is P = e y^T + P', e^T P' = 0: rho_l^2 = ||F_l y||^2 + ||P'||^2 ||F_l||^2.
     Any e >= 0 will do; near the leading singular vector P' is small.
     """
-    (f, less_f), p, share = spread, at.p, product_rounding(at.p)
+    (f, less_f), p, share = spread, at.p, spectral.product_rounding(at.p)
     e = (e @ p) @ p.mT
     e = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
     y = e @ p
@@ -346,7 +336,7 @@ def value_key_norm(
     # y is off by (n + 4) u, relatively, sums over keys by (m + 6) u of sum_j P_ij y_j ||w_ij||.
     off = 2 * share * py[..., 0] * (at.v2.amax(-2) + at.o2.amax(-2)).mul_(2.0).sqrt()
     part = e.mT @ y
-    others = nonnegative_norm((p - part).abs_().add_(part, alpha=share), 3)[..., None]
+    others = spectral.nonnegative_norm((p - part).abs_().add_(part, alpha=share), 3)[..., None]
     rho = (1 + share) * torch.hypot(image + off, others * f)
     less = 2 * off + others * less_f + 2 * share * rho
     # ||diag(rho) a|| is at most its Schatten-8 norm, in double precision.
@@ -367,9 +357,9 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     """Return B, where queries and keys read one input (`joint`) or two."""
     # What the largest entry of each row contributes, some queries at a time.
     sink = heads.sink_share()
-    largest = join_rows(
+    largest = products.join_rows(
         [
-            anchor_outputs(at.p[:, :, i], at.v, None if sink is None else sink[:, :, i])
+            products.anchor_outputs(at.p[:, :, i], at.v, None if sink is None else sink[:, :, i])
             for i in heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())
         ]
     )
@@ -383,7 +373,7 @@ def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     return blocks
 
 
-def _local_beta(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
+def _local_beta(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
     """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
     _, to_k, to_v = projections(heads)
     # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
@@ -399,7 +389,7 @@ def _local_beta(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
         if heads.pairs is None:
             u, a = (at.s[..., None] * _images(m, heads.q) for m in (along, turn))
         else:
-            b = query_gradients(heads, j).mT
+            b = products.query_gradients(heads, j).mT
             u, a = (m @ b for m in (along, turn))
         # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
         anchored = rows.key.mT == torch.arange(at.v.shape[2], device=at.v.device)[j, None]
@@ -421,7 +411,7 @@ def _images(stack: Tensor, q: Tensor) -> Tensor:
     return flat.reshape(*flat.shape[:2], *stack.shape[2:4], -1)
 
 
-def _local_query_term(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
+def _local_query_term(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
     to_q = projections(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
@@ -432,7 +422,7 @@ def _local_query_term(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
             c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
             largest = rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv)
             c.scatter_(3, largest, rows.c[:, :, i, None])
-            images = c.mT @ key_gradients(heads, i) @ _some(phi, i)
+            images = c.mT @ products.key_gradients(heads, i) @ _some(phi, i)
             t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
         return t
     # T_i = sum_j P_ij (v_j - o_i) k_j^T = c_ia k_a^T + sum_{j != a} P_ij v_j k_j^T
@@ -443,8 +433,8 @@ def _local_query_term(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
         others = at.p[:, :, i].scatter(-1, rows.key[:, :, i], 0.0)
         offset = rows.o[..., i, :, None] * (others @ at.k)[..., None, :]
         offset -= rows.c[..., i, :, None] * anchor_keys[..., i, None, :]
-        products = (others @ outer).reshape(offset.shape) - offset
-        images = products @ _some(phi, i)
+        sums = (others @ outer).reshape(offset.shape) - offset
+        images = sums @ _some(phi, i)
         # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
         t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
     return at.s[..., 0] * t

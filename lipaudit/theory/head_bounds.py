@@ -10,11 +10,7 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError, LipauditError, of_machine
 from lipaudit.theory.bounds.record import Bound, load_bounds
-from lipaudit.theory.heads import (
-    Heads,
-    are_affine,
-    unit_values,
-)
+from lipaudit.theory.heads import Heads, are_affine, unit_values
 from lipaudit.theory.ingredients import Ingredients, Tokens, Weights, weights_of
 from lipaudit.theory.policy import cut
 

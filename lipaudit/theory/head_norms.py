@@ -1,4 +1,4 @@
-"""The exact Jacobian of attention heads at a point, and its spectral norms.
+"""The spectral norms of attention heads and layers at a point, and how far rounding moves them.
 
 With c_ij = P_ij (v_j - o_i) and T_i = sum_j c_ij k_j^T, block (i, j) of dO / dX (d_v x D) is
 
@@ -7,18 +7,16 @@ With c_ij = P_ij (v_j - o_i) and T_i = sum_j c_ij k_j^T, block (i, j) of dO / dX
 (Yudin et al., arXiv 2507.07814, eq. 12, for any token-wise projections). Where the logits are any
 S_ij(q_i, k_j) with dS_ij = <a_ij, dq_i> + <b_ij, dk_j>, b_ij stands for s q_i and a_ij for s k_j.
 A sink has dS = 0 and the value 0: it drops out, with P its part on the keys. Only
-`dense_jacobian` forms J.
+`products.dense_jacobian` forms J.
 
-Effects of rounding: in the forward pass, and in the computation of norms and bounds.
+Rounding. A norm and its bounds are computed from the same q, k, v and P, in float64. Rounding in
+the forward pass changes both alike (`forward_error`), so it cannot explain a bound below its norm.
+Only `bound_error` can: the rounding of the products with J, and of bounds.
 
-A norm and its bounds are computed from the same q, k, v and P, in float64. Rounding in the forward
-pass changes both alike (`forward_error`), so it cannot explain a bound below its norm. Only
-`bound_error` can: the rounding of the products with J, and of bounds.
-
-With c_ij = P_ij (v_j - o_i), J is a sum of three parts: J^T u has the cotangents sum_i P_ij u_i of
-v_j, sum_i <u_i, c_ij> s q_i of k_j and sum_j <u_i, c_ij> s k_j of q_i, each sent on through the
-Jacobian Phi of its token. Let gamma bound the relative error of a sum of as many terms as all
-sums of one product have together. In exact arithmetic, with ||W||_F for ||Phi||, the parts are
+J is a sum of three parts: J^T u has the cotangents sum_i P_ij u_i of v_j, sum_i <u_i, c_ij> s q_i
+of k_j and sum_j <u_i, c_ij> s k_j of q_i, each sent on through the Jacobian Phi of its token. Let
+gamma bound the relative error of a sum of as many terms as all sums of one product have together.
+In exact arithmetic, with ||W||_F for ||Phi||, the parts are
 
     T(c) = ||P|| ||W_V||_F + max_i s ||q_i|| (sum_ij ||c_ij||^2)^1/2 ||W_K||_F
            + max_j s ||k_j|| max_i sum_j ||c_ij|| ||W_Q||_F
@@ -39,34 +37,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.heads import (
-    Heads,
-    local_map,
-    projections,
-    scale_values,
-    unit_matrices,
-    unit_values,
-)
+from lipaudit.theory import products
+from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_values
 from lipaudit.theory.policy import LAYER_WITHIN, TOL, WITHIN
-from lipaudit.theory.products import (
-    OutputProducts,
-    anchor_outputs,
-    head_guess,
-    head_products,
-    largest_gradients,
-    layer_guess,
-    layer_products,
-    mean_value,
+from lipaudit.theory.spectral import (
+    Norms,
+    norms_in_double,
+    random_starts,
+    shift_exponent,
+    spectral_norms,
 )
-from lipaudit.theory.spectral import Norms, Solve, norms_in_double, random_starts, spectral_norms
 
-_SCREEN = 6  # products after which most heads are known to gain nothing from splitting tokens
+_SCREEN = 6
+"""Products after which most heads are known to gain nothing from splitting tokens."""
+_PLAIN = "donot_use_mm_for_euclid_dist"
+"""Products would cost distances half of their digits."""
 
 
 @dataclass(frozen=True)
@@ -110,35 +100,20 @@ def head_norms(
     >>> head_norms(affine_heads(x, eye, eye, 2 * eye), seeds=[0]).norm.round(decimals=4)
     tensor([[2.]], dtype=torch.float64)
     """
-    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
-    parts = [_head_norms(some, seeds, solve) for some in _kept_together(heads)]
+    rule = {"tol": tol, "max_steps": max_steps, "within": within}
+    parts = []
+    for some in _split_problems(heads):
+        unit, size = unit_values(some)
+        family = products.head_products(unit)
+        start = _draw_starts(some, seeds, some.v.shape[3]).repeat_interleave(some.q.shape[1], 0)
+
+        # The rescaled values are computed in float64, as for the bounds.
+        def double(some: Heads = some) -> products.HeadProducts:
+            return products.head_products(unit_values(some.to(torch.float64))[0])
+
+        norms = norms_in_double(family, double, start, products.head_guess(family), **rule)
+        parts.append(norms.times(size.repeat(len(some.q))))
     return _join_norms(parts, heads.q.shape[:2])
-
-
-def _head_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> Norms:
-    """Solve all problems at once; a problem is one head on one batch row."""
-    unit, size = unit_values(heads)
-    batch, count = heads.q.shape[:2]
-    start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
-    products = head_products(unit)
-    guess = head_guess(products)
-    # The rescaled values are computed in float64, as for the bounds.
-    families = products.select, lambda: head_products(unit_values(heads.to(torch.float64))[0])
-    return norms_in_double(solve, families, start, guess).times(size.repeat(batch))
-
-
-def _join_norms(parts: Sequence[Norms], shape: tuple[int, ...]) -> Norms:
-    """Return the norms of the problems of several groups."""
-    names = ("norm", "upper", "products", "converged")
-    return Norms(*(torch.cat([getattr(p, name) for p in parts]).view(shape) for name in names))
-
-
-def _kept_together(heads: Heads) -> list[Heads]:
-    """Split a layer with longer maps than are kept into single problems."""
-    if len(heads.row_blocks()) == 1:
-        return [heads]
-    rows = (heads.row(b) for b in range(heads.q.shape[0]))
-    return [row.pick(slice(h, h + 1)) for row in rows for h in range(heads.q.shape[1])]
 
 
 def layer_norms(
@@ -159,41 +134,57 @@ def layer_norms(
     >>> layer_norms(affine_heads(x, eye, eye, eye), seeds=[0]).concat.norm
     tensor([1.4142], dtype=torch.float64)
     """
-    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
+    rule = {"tol": tol, "max_steps": max_steps, "within": within}
+    parts: dict[bool, list[Norms]] = {before: [] for before in (True, False)}
     together = len(heads.row_blocks()) == 1
-    parts = [heads] if together else [heads.row(b) for b in range(heads.q.shape[0])]
-    side_by_side = concat or heads.out is None
-    each = [_layer_norms(some, seeds, solve, concat=side_by_side) for some in parts]
-    before = [norms.concat for norms in each if norms.concat is not None]
-    after = [norms.out for norms in each if norms.out is not None]
+    for some in [heads] if together else [heads.row(b) for b in range(len(heads.q))]:
+        unit, size = unit_values(some)
+        for before in (True, False):
+            if before and (concat or heads.out is None):
+                # All values have size about one: each head keeps its size relative to the largest.
+                wo, gains, length = None, size / size.amax(), float(size.amax())
+            elif not before and heads.out is not None:
+                wo = heads.out.double() * size.to(heads.out.device)[:, None, None]
+                exponent = torch.frexp(wo.abs().amax().cpu()).exponent
+                wo, gains, length = shift_exponent(wo, -exponent), size, 2.0 ** int(exponent)
+            else:
+                continue
+
+            def double(
+                some: Heads = some, wo: Tensor | None = wo, gains: Tensor = gains
+            ) -> products.LayerProducts:
+                return products.layer_products(unit_values(some.to(torch.float64))[0], wo, gains)
+
+            family = products.layer_products(unit, wo, gains)
+            start = _draw_starts(some, seeds, family.channels)
+            norms = norms_in_double(family, double, start, products.layer_guess(family), **rule)
+            parts[before].append(norms.times(length))
     rows = (len(heads.q),)
-    return LayerNorms(*(_join_norms(norms, rows) if norms else None for norms in (before, after)))
+    concat_norms, out = (_join_norms(each, rows) if each else None for each in parts.values())
+    return LayerNorms(concat_norms, out)
 
 
-def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve, *, concat: bool) -> LayerNorms:
-    """Solve all batch rows at once."""
-    unit, size = unit_values(heads)
+def _split_problems(heads: Heads) -> list[Heads]:
+    """Split a layer with longer maps than are kept into single problems."""
+    if len(heads.row_blocks()) == 1:
+        return [heads]
+    rows = (heads.row(b) for b in range(heads.q.shape[0]))
+    return [row.pick(slice(h, h + 1)) for row in rows for h in range(heads.q.shape[1])]
 
-    def norms(gains: Tensor, weight: Tensor | None) -> Norms:
-        """Return the norms of the heads with a gain each, side by side or behind W_O."""
 
-        def family(part: Heads) -> OutputProducts:
-            wo = None if weight is None else weight.to(part.v)
-            return OutputProducts(layer_products(scale_values(part, gains)), wo)
+def _draw_starts(heads: Heads, seeds: Sequence[int], channels: int) -> Tensor:
+    """Return one start per batch row, (batch, n channels), zero at padded queries."""
+    n = heads.q.shape[2]
+    start = random_starts(seeds, n * channels).to(heads.q)[heads.sample]
+    if heads.valid is None:
+        return start
+    return (start.view(-1, n, channels) * heads.valid[..., None]).flatten(1)
 
-        single = family(unit)
-        start = _starts(heads, seeds, single.channels)
-        families = single.select, lambda: family(unit_values(heads.to(torch.float64))[0])
-        return norms_in_double(solve, families, start, layer_guess(single))
 
-    before = after = None
-    if concat:
-        # All values have size about one: scale each head back, relative to the largest.
-        before = norms(size / size.amax(), None).times(size.amax())
-    if heads.out is not None:
-        wo, length = unit_matrices(heads.out.double() * size.to(heads.out.device)[:, None, None])
-        after = norms(torch.ones_like(size), wo).times(length)
-    return LayerNorms(concat=before, out=after)
+def _join_norms(parts: Sequence[Norms], shape: tuple[int, ...]) -> Norms:
+    """Return the norms of the problems of several groups."""
+    names = ("norm", "upper", "products", "converged")
+    return Norms(*(torch.cat([getattr(p, name) for p in parts]).view(shape) for name in names))
 
 
 def splitting_gain(
@@ -233,40 +224,22 @@ def splitting_gain(
     heads, size = unit_values(heads)
     exact = exact / size
     # Directions in which all copies of a token move alike give ||J||. Those that sum to 0 over the
-    # copies change no key's or value's total: what is left of row i is s T_i Phi^q_i.
-    parts = _kept_together(heads)
-    limits = exact.flatten().chunk(len(parts))
-    blocks = [_largest_block(*each, seeds, tol) for each in zip(parts, limits, strict=True)]
+    # copies change no key's or value's total: what is left of row i is s T_i Phi^q_i. These are
+    # the blocks of the Jacobian with constant keys and values.
+    blocks, parts = [], _split_problems(heads)
+    for some, limit in zip(parts, exact.flatten().chunk(len(parts)), strict=True):
+        family = products.head_products(some.with_same_map(to_k=None, to_v=None))
+        start = _draw_starts(some, seeds, some.v.shape[3]).repeat_interleave(some.q.shape[1], 0)
+        first = spectral_norms(family.select, start, tol=tol, max_steps=_SCREEN)
+        # A limit below ||J|| ends it: the gain is then 1, for any value of the block norm.
+        left = (~first.converged & (first.upper > limit)).nonzero()[:, 0]
+        norm = first.norm
+        if len(left):
+            more = spectral_norms(family.select(left).select, start[left], tol=tol)
+            norm = norm.index_put((left,), torch.where(more.converged, more.norm, torch.nan))
+        blocks.append(norm)
     largest = torch.cat(blocks).view_as(exact)
     return torch.where(largest <= exact, 1.0, largest / exact)
-
-
-def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float) -> Tensor:
-    """Return max_i s ||T_i Phi^q_i|| of every problem; a lower bound if it is below `exact`.
-
-    With constant keys and values J is block diagonal, and these are its blocks.
-    """
-    products = head_products(heads.with_same_map(to_k=None, to_v=None))
-    start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(heads.q.shape[1], 0)
-    first = spectral_norms(products.select, start, tol=tol, max_steps=_SCREEN)
-    # A limit below ||J|| ends it: the gain is then 1, for any value of the block norm.
-    left = (~first.converged & (first.upper > exact)).nonzero()[:, 0]
-    if not len(left):
-        return first.norm
-    more = spectral_norms(lambda index: products.select(left[index]), start[left], tol=tol)
-    return first.norm.index_put((left,), torch.where(more.converged, more.norm, torch.nan))
-
-
-def _starts(heads: Heads, seeds: Sequence[int], channels: int) -> Tensor:
-    """Return one start per batch row, (batch, n channels), zero at padded queries."""
-    n = heads.q.shape[2]
-    start = random_starts(seeds, n * channels).to(heads.q)[heads.sample]
-    if heads.valid is None:
-        return start
-    return (start.view(-1, n, channels) * heads.valid[..., None]).flatten(1)
-
-
-_PLAIN = "donot_use_mm_for_euclid_dist"  # products would cost distances half of their digits
 
 
 def forward_error(heads: Heads) -> Float[Tensor, "batch heads"]:
@@ -315,7 +288,7 @@ def bound_error(heads: Heads, norm: Float[Tensor, "batch heads"]) -> Float[Tenso
     >>> bound_error(affine_heads(x, eye, eye, eye), torch.ones(1, 1)).log10().round()
     tensor([[-12.]], dtype=torch.float64)
     """
-    share, (true, lost) = _sum_error(heads), _parts(heads)
+    share, (true, lost) = _sum_error(heads), _bound_parts(heads)
     if len(heads.row_blocks()) > 1:  # both compute P anew, in different orders
         share = share + forward_error(heads)
     error = share * (true + lost)
@@ -329,8 +302,8 @@ def ball_error(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
     There P is any map: ||P||^2 <= N. Autograd subtracts o_i from every v_j, so that c and d are
     both at most 2 P_ij max ||v||, v less its mean under P at X.
     """
-    phi, (q, k) = _sizes(heads), largest_gradients(heads)
-    v = _longest(heads.v - mean_value(heads.attention(), heads.v))
+    phi, (q, k) = _sizes(heads), _largest_gradients(heads)
+    v = _longest(heads.v - products.mean_value(heads.attention(), heads.v))
     s, root = heads.scale.abs(), heads.q.shape[2] ** 0.5
     q, k, v = q + r * s * phi[0], k + r * s * phi[1], v + r * phi[2]
     parts = root * phi[2] + 2 * v * (root * q * phi[1] + k * phi[0])
@@ -344,15 +317,15 @@ def _sum_error(heads: Heads) -> Tensor:
     return heads.scale.new_tensor(terms * torch.finfo(heads.q.dtype).eps)
 
 
-def _parts(heads: Heads) -> tuple[Tensor, Tensor]:
+def _bound_parts(heads: Heads) -> tuple[Tensor, Tensor]:
     """Return T(c) and T(d), in chunks of queries."""
-    phi, (q, k), v = _sizes(heads), largest_gradients(heads), heads.v
+    phi, (q, k), v = _sizes(heads), _largest_gradients(heads), heads.v
     columns, sink = torch.zeros_like(heads.k[..., 0]), heads.sink_share()
     squares, most = torch.zeros(2, 2, *heads.q.shape[:2]).to(heads.q)
     for i, j in heads.row_blocks():
         p = heads.rows(i, j)
-        v = v - mean_value(p, v) if i == 0 and sink is None else v
-        rows = anchor_outputs(p, v, None if sink is None else sink[:, :, i:j])
+        v = v - products.mean_value(p, v) if i == 0 and sink is None else v
+        rows = products.anchor_outputs(p, v, None if sink is None else sink[:, :, i:j])
         true = p * torch.cdist(rows.o, v, compute_mode=_PLAIN)
         true = true.scatter(-1, rows.key, torch.linalg.vector_norm(rows.c, dim=-1, keepdim=True))
         lost = 2 * _longest(v)[..., None, None] * p.scatter(-1, rows.key, rows.share)
@@ -374,3 +347,15 @@ def _sizes(heads: Heads) -> list[Tensor]:
 
 def _longest(rows: Float[Tensor, "batch heads n d"]) -> Float[Tensor, "batch heads"]:
     return torch.linalg.vector_norm(rows, dim=-1).amax(-1)
+
+
+def _largest_gradients(heads: Heads) -> tuple[Tensor, Tensor]:
+    """Return upper limits of ||b_ij|| and ||a_ij||, the gradients in keys and queries."""
+    pairs, limits = heads.pairs or Pairs(), []
+    for rows, extra in ((heads.q, pairs.with_k), (heads.k, pairs.with_q)):
+        limit = heads.scale.abs() * _longest(rows)
+        limit = limit if pairs.slope is None else limit * pairs.slope.abs().amax((-2, -1))
+        if extra is not None:
+            limit = limit + torch.linalg.vector_norm(extra, dim=-1).amax((-2, -1))
+        limits.append(limit)
+    return limits[0], limits[1]

@@ -139,19 +139,14 @@ class Heads:
             logits = logits + self.bias_rows(start, stop)
             # Not nan_to_num: a NaN in q or k must stay.
             masked = logits.amax(-1, keepdim=True) == -torch.inf
-            p = self._softmax(logits, start).masked_fill(masked, 0.0)
-        else:
-            p = self._softmax(logits, start)
+        if self.sink is not None:
+            sink = self.sink if self.sink.shape[-1] == 1 else self.sink[..., start:stop]
+            sink = sink[..., None].expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, sink], -1)
+        p = torch.softmax(logits, -1)
+        p = p if self.bias is None else p.masked_fill(masked, 0.0)
         p = p if whole or self.sink is None else p[..., :-1]
         return p if self.valid is None else p * self.valid[:, None, start:stop, None]
-
-    def _softmax(self, logits: Tensor, start: int) -> Tensor:
-        if self.sink is None:
-            return torch.softmax(logits, -1)
-        some = slice(start, start + logits.shape[-2])
-        sink = self.sink if self.sink.shape[-1] == 1 else self.sink[..., some]
-        sink = sink[..., None].expand(*logits.shape[:-1], 1)
-        return torch.softmax(torch.cat([logits, sink], -1), -1)
 
     def attention(self, *, whole: bool = False) -> Float[Tensor, "batch heads n keys"]:
         """Return P, as `rows` does: batch x heads x n x m numbers while the heads live."""
@@ -358,14 +353,12 @@ def rows_in_reach(
 
 def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
     """Return the projections to q, k and v; a constant is a projection with W = 0."""
-    source = heads.x if heads.x_kv is None else heads.x_kv
-
-    def read(to: Projection | None, x: Tensor, rows: Tensor) -> Projection:
+    source, found = heads.x if heads.x_kv is None else heads.x_kv, []
+    for name, x in (("q", heads.x), ("k", source), ("v", source)):
+        rows, to = getattr(heads, name), getattr(heads, f"to_{name}")
         shape = rows.shape[1], x.shape[-1], rows.shape[-1]
-        return to or Projection(x.new_zeros(shape), None, None, "constant")
-
-    q, k = read(heads.to_q, heads.x, heads.q), read(heads.to_k, source, heads.k)
-    return q, k, read(heads.to_v, source, heads.v)
+        found.append(to or Projection(x.new_zeros(shape), None, None, "constant"))
+    return found[0], found[1], found[2]
 
 
 def are_affine(heads: Heads) -> bool:
@@ -431,43 +424,14 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
         behind = _exponents(to_v.local.abs().amax((0, 2, 3, 4)))
         unit = replace(unit, local=shift_exponent(to_v.local, -behind[:, None, None, None]))
         exponents = exponents + behind
-    v = _values(heads, unit, exponents)
-    return heads.with_same_map(v=v, to_v=unit), powers_of_two(exponents)
-
-
-def scale_values(heads: Heads, gains: Float[Tensor, " heads"]) -> Heads:
-    """Return the heads with values times a number each, as far as J depends on them.
-
-    >>> from lipaudit.theory.heads import affine_heads
-    >>> heads = affine_heads(torch.ones(1, 2, 3), *torch.ones(3, 2, 3, 4))
-    >>> scale_values(heads, torch.tensor([1.0, 0.5])).to_v.weight[:, 0, 0]
-    tensor([1.0000, 0.5000])
-    """
-    gains = gains.to(heads.v)[:, None, None]
-    to_v = heads.to_v and replace(heads.to_v, weight=gains * heads.to_v.weight, bias=None)
-    return heads.with_same_map(v=gains * heads.v, to_v=to_v)
-
-
-def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "heads n m"], float]:
-    """Return matrices divided by c, the power of two next to the largest entry of all, and c.
-
-    >>> unit_matrices(torch.full((2, 1, 1), 12.0))[1]
-    16.0
-    """
-    exponent = _exponents(stack.abs().amax())
-    return shift_exponent(stack, -exponent), 2.0 ** int(exponent)
-
-
-def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
-    """Return v / c; if the bias dominates affine values, without it, as X W_V."""
     v = shift_exponent(heads.v, -exponents[:, None, None])
-    if unit.local is not None or unit.bias is None or heads.sink is not None:
-        return v
-    bias = unit.bias[:, None]
-    if (bias.abs().amax((1, 2)) <= _SWAMPED * (v - bias).abs().amax((0, 2, 3))).all():
-        return v
-    source = heads.x if heads.x_kv is None else heads.x_kv
-    return source[:, None] @ unit.weight
+    if unit.local is None and unit.bias is not None and heads.sink is None:
+        shift = unit.bias[:, None]
+        apart = (v - shift).abs().amax((0, 2, 3))
+        if not (shift.abs().amax((1, 2)) <= _SWAMPED * apart).all():
+            source = heads.x if heads.x_kv is None else heads.x_kv
+            v = source[:, None] @ unit.weight
+    return heads.with_same_map(v=v, to_v=unit), powers_of_two(exponents)
 
 
 def _exponents(largest: Float[Tensor, "*heads"]) -> Int[Tensor, "*heads"]:

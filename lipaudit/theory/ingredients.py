@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -26,9 +26,8 @@ from lipaudit.theory.heads import (
 from lipaudit.theory.policy import POLICY, Policy, cut
 from lipaudit.theory.products import key_gradients, query_gradients
 from lipaudit.theory.softmax import row_maxima
-from lipaudit.theory.spectral import gram_root, map_norm, single_pays, spectral_norm
+from lipaudit.theory.spectral import gram_root, keeps_single, map_norm, spectral_norm
 
-S = TypeVar("S", bound="Stack")
 T = TypeVar("T")
 
 
@@ -36,12 +35,13 @@ T = TypeVar("T")
 class Stack:
     """Tensors that are indexed and cast together."""
 
-    def pick(self: S, index: Any) -> S:
+    def pick(self, index: Any) -> Self:
         """Index all of them."""
         return type(self)(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    def to_single(self: S) -> S:
-        """Return all of them in single precision."""
+    @cached_property
+    def single(self) -> Self:
+        """All of them in single precision."""
         return type(self)(*(getattr(self, field.name).float() for field in fields(self)))
 
 
@@ -58,11 +58,6 @@ class Centred(Stack):
     v: Float[Tensor, "batch heads m dv"]
     o: Float[Tensor, "batch heads n dv"]
     s: Float[Tensor, "batch heads 1 1"]
-
-    @cached_property
-    def single(self) -> Centred:
-        """The same in single precision."""
-        return self.to_single()
 
     @cached_property
     def o2(self) -> Float[Tensor, "batch heads n 1"]:
@@ -394,7 +389,7 @@ def bound_token_spread(
     # With entries at most 1 the allowance for c below is one number, and nothing overflows.
     largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
     unit = gram / largest[:, None, None]
-    if not single_pays(at.p, policy):
+    if at.p.shape[-1] < policy.single_keys or not keeps_single(at.p.device):
         square = squared_spread(at.p, unit, policy)[0]
     else:
         square, below = squared_spread(at.single.p, unit.float(), policy)

@@ -219,19 +219,10 @@ class _Ordered(NamedTuple):
     """Rows in ascending order."""
 
     p: Tensor
+    first: Tensor  # p_(1)
+    second: Tensor
     others: Tensor  # 1 - p_(1)
-
-    @property
-    def first(self) -> Tensor:
-        return self.p[..., -1]
-
-    @property
-    def second(self) -> Tensor:
-        return self.p[..., -2]
-
-    @property
-    def g1(self) -> Tensor:
-        return _g(self.first, self.others, self.second)
+    g1: Tensor
 
 
 def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
@@ -241,7 +232,8 @@ def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
         p = torch.from_numpy(np.sort(p.detach().numpy(), axis=-1))
     else:
         p = p.sort(-1).values
-    return _Ordered(p, p[..., :-1].sum(-1))
+    first, second, others = p[..., -1], p[..., -2], p[..., :-1].sum(-1)
+    return _Ordered(p, first, second, others, _g(first, others, second))
 
 
 def _secular_root(rows: _Ordered) -> Tensor:

@@ -44,9 +44,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -123,35 +124,45 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
     return torch.linalg.cholesky_ex(gram, upper=True).L
 
 
-def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[Tensor, "*batch"]:
+def positive_vector(b: Float[Tensor, "*batch n m"], steps: int) -> Float[Tensor, "*batch 1 m"]:
+    """Return u > 0 near the leading singular vector of matrices with entries >= 0."""
+    u = b.new_ones(*b.shape[:-2], 1, b.shape[-1])
+    for _ in range(steps):
+        before, u = u, u @ b.mT @ b
+        u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)  # hold up what decays
+        # An accelerator would wait for the answer longer than the steps take.
+        if u.device.type == "cpu" and float((u - before).abs().amax()) < 1e-6:
+            break
+    return u
+
+
+def nonnegative_norm(
+    b: Float[Tensor, "*batch n m"],
+    steps: int = 10,
+    *,
+    u: Float[Tensor, "*batch 1 m"] | None = None,
+) -> Float[Tensor, "*batch"]:
     """Return an upper bound of the spectral norm of matrices with entries >= 0.
 
     ||B||^2 <= max_j (B^T B u)_j / u_j for every u > 0 (Collatz-Wielandt); u comes from `steps`
     power steps, so the bound falls towards ||B|| and never below it: 0.3 % above it after 10
     steps on attention maps, rarely 1 %. It is raised by its rounding error.
 
+    Args:
+        b: the matrices.
+        steps: number of power steps.
+        u: the vectors, if they are known.
+
     Examples:
         >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         tensor(3.0000)
     """
-    return nonnegative_pair(b, steps)[0]
-
-
-def nonnegative_pair(
-    b: Float[Tensor, "*batch n m"], steps: int = 10
-) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch 1 m"]]:
-    """Return the bound of `nonnegative_norm`, and the row vector u > 0 that proves it.
-
-    Examples:
-        >>> nonnegative_pair(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))[1]
-        tensor([[1., 1.]])
-    """
-    u = _positive_steps(b.float(), steps).to(b)
     # Any u > 0 will do: rounding of the steps, in single precision, costs sharpness alone.
+    u = positive_vector(b.float(), steps).to(b) if u is None else u
     # No sum cancels: B u is off by m u, the second product by n u more, relatively; the root
     # halves it. product_rounding is four times that.
     square = (((u @ b.mT) @ b) / u).amax((-2, -1))
-    return square.sqrt() * (1 + product_rounding(b)), u
+    return square.sqrt() * (1 + product_rounding(b))
 
 
 def product_rounding(b: Tensor) -> float:
@@ -179,7 +190,7 @@ def map_norm(
     """
     long = p.shape[-2] * p.shape[-1] > policy.map_limit
     steps = _LONG_STEPS if long else 11
-    u = _positive_steps(p.float() if single is None else single, steps).to(p)
+    u = positive_vector(p.float() if single is None else single, steps).to(p)
     u = u @ p.mT @ p  # a last step removes errors of single precision
     u = (u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
     image = u @ p.mT
@@ -188,11 +199,6 @@ def map_norm(
     if apart.any() and not long:
         norm[apart] = spectral_norm(p[apart])
     return norm
-
-
-def single_pays(maps: Float[Tensor, "*batch n m"], policy: Policy = POLICY) -> bool:
-    """Return whether the maps are large, and single-precision products keep all digits here."""
-    return maps.shape[-1] >= policy.single_keys and keeps_single(maps.device)
 
 
 def keeps_single(device: torch.device) -> bool:
@@ -208,18 +214,6 @@ def keeps_single(device: torch.device) -> bool:
     if precision is None:  # before torch 2.9
         return torch.get_float32_matmul_precision() == "highest"
     return precision in ("none", "ieee")
-
-
-def _positive_steps(b: Tensor, steps: int) -> Tensor:
-    """Return u > 0 near the leading singular vector: (..., 1, m). Any u > 0 will do."""
-    u = b.new_ones(*b.shape[:-2], 1, b.shape[-1])
-    for _ in range(steps):
-        before, u = u, u @ b.mT @ b
-        u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)  # hold up what decays
-        # An accelerator would wait for the answer longer than the steps take.
-        if u.device.type == "cpu" and float((u - before).abs().amax()) < 1e-6:
-            break
-    return u
 
 
 def log_delta(size: Tensor, eta: float) -> Tensor:
@@ -403,7 +397,7 @@ def spectral_norms(
         fresh = running.has_settled(tol, within) & ~running.done
         if not fresh.any():
             continue
-        _record(norms, running, fresh)
+        running.record(norms, fresh)
         norms.converged[running.index[fresh]] = True
         running.done |= fresh
         if running.done.all():
@@ -411,7 +405,7 @@ def spectral_norms(
         if int(running.done.sum()) >= rebuild * len(running.done):
             running.keep(~running.done)
             products = select(running.index)
-    _record(norms, running, ~running.done)
+    running.record(norms, ~running.done)
     return norms
 
 
@@ -422,6 +416,7 @@ class _Krylov:
         index: indices among the caller's problems.
         size: dimension of the space.
         done: which problems have ended.
+        steps: number of products so far.
         basis: the orthonormal basis U, blocks of (problems, _GROWTH, size).
         t: T = U^T A U, tridiagonal, lower triangle; on the CPU, float64.
         beta: coupling of the newest basis vector to T.
@@ -445,7 +440,7 @@ class _Krylov:
             mixed = block[:, 0] + _normalize(guess) * (live > 1)[:, None]
             length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
             block[:, 0] = _normalize(mixed)
-        self.index, self.size = torch.arange(count), live.cpu()
+        self.index, self.size, self.steps = torch.arange(count), live.cpu(), 0
         self.done = torch.zeros(count, dtype=torch.bool)
         self.basis, self.coupling = [block], block.new_zeros(count, 1, 1)
         self.t = torch.zeros(count, 0, 0, dtype=torch.float64)
@@ -455,34 +450,37 @@ class _Krylov:
         self.level = length.log() - log_delta(self.size, ETA)
         self.exponent, self.repeated = torch.zeros(2, count, dtype=torch.int64)
 
-    @property
-    def steps(self) -> int:
-        return self.t.shape[1]
-
     def image(self, products: Products) -> Tensor:
         """Return A times the newest basis vector; at first, scale A to about the size of one."""
-        image = self._product(products)
-        if self.steps:
-            return image
-        change = _towards_one(image)
-        far = change.abs() > _ROOM // 2
-        if far.any():  # it overflowed, or lost digits to underflow
+        last = self._vector(self.steps).squeeze(1)
+        first = self.steps == 0
+        while True:
+            # What a vector cannot carry of the scale of A goes to its image.
+            if self.exponent.any():
+                before = self.exponent.clamp(-_ROOM, _ROOM)
+                image = products(times_power(last, before))
+                image = times_power(image, self.exponent - before)
+            else:
+                image = products(last)
+            if self.steps:
+                return image
+            size = image.abs().amax(1).to("cpu", torch.float64)
+            # Even exponents by which products of unit vectors come to about one; 0 within 2^+-20.
+            change = -2 * (size.log2() / 2).round().clamp(-450, 450)
+            change = change.where(size > 0, _ROOM).where(size.isfinite(), -_ROOM)
+            change = change.where(change.abs() > 20, 0).long()
+            far = change.abs() > _ROOM // 2
+            if not first or not far.any():
+                break
+            # It overflowed, or lost digits to underflow: once more, with A scaled.
             self.exponent += change.where(far, 0)
             self.repeated += far
-            image = self._product(products)
-            change = _towards_one(image)
-            self.exponent[image.eq(0).all(1).cpu()] = 0
-            change[image.eq(0).all(1).cpu()] = 0
+            first = False
+        if not first:  # A u = 0 has no scale
+            self.exponent[size == 0] = 0
+            change[size == 0] = 0
         self.exponent += change
         return times_power(image, change)
-
-    def _product(self, products: Products) -> Tensor:
-        """A times the newest basis vector; what a vector cannot carry goes to its image."""
-        last = self._vector(self.steps).squeeze(1)
-        if not self.exponent.any():
-            return products(last)
-        before = self.exponent.clamp(-_ROOM, _ROOM)
-        return times_power(products(times_power(last, before)), self.exponent - before)
 
     def advance(self, product: Tensor) -> None:
         """Extend basis and T, given A times the newest basis vector."""
@@ -496,18 +494,18 @@ class _Krylov:
         for i, block in enumerate(self.basis):
             filled = block[:, : self.steps + 1 - _GROWTH * i]
             w.baddbmm_(w @ filled.mT, filled, alpha=-1)
-        beta = torch.linalg.vector_norm(w, dim=2, keepdim=True)
-        self.coupling = beta
-        entries = torch.cat([alpha, beta], 2)[:, 0].to("cpu", torch.float64)
-        if not entries.isfinite().all():
-            bad = self.index[~entries.isfinite().all(1)]
+        self.coupling = torch.linalg.vector_norm(w, dim=2, keepdim=True)
+        entries = torch.cat([alpha, self.coupling], 2)[:, 0].to("cpu", torch.float64)
+        finite = entries.isfinite().all(1)
+        self.steps += 1
+        if not finite.all():
             raise EvaluationError(
-                f"The Jacobian product of problem {int(bad[0])} is not finite "
-                f"at step {self.steps + 1}.",
+                f"The Jacobian product of problem {int(self.index[~finite][0])} is not finite "
+                f"at step {self.steps}.",
                 "Look for infinite weights or activations, or compute in float64.",
             )
         # T grows by a row and a column: alpha, beside it what coupled this step to the last.
-        self.t = torch.nn.functional.pad(self.t, (0, 1, 0, 1))
+        self.t = F.pad(self.t, (0, 1, 0, 1))
         self.t[:, -1, -1] = entries[:, 0]
         if self.steps > 1:
             self.t[:, -1, -2] = self.beta
@@ -517,7 +515,7 @@ class _Krylov:
         if self.steps % _GROWTH == 0:
             self.basis.append(w.new_zeros(len(w), _GROWTH, w.shape[2]))
         tiny = torch.finfo(w.dtype).tiny
-        torch.div(w, beta.clamp_min(tiny), out=self._vector(self.steps))
+        torch.div(w, self.coupling.clamp_min(tiny), out=self._vector(self.steps))
 
     def has_settled(self, tol: float, within: float) -> Tensor:
         """Return which problems fulfil the stop rule."""
@@ -528,24 +526,32 @@ class _Krylov:
             reached &= proven | (error <= (1 + tol) ** 2 - 1)
         return reached | self.is_exhausted()
 
-    def vectors(self, mask: Tensor) -> Tensor:
-        """Return the vectors of the largest Ritz values of some problems."""
-        weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.basis[0])
-        rows = mask.nonzero()[:, 0].to(weights.device)
-        total = torch.zeros_like(self.basis[0][rows, :1])
-        for part, block in zip(torch.split(weights, _GROWTH, 1), self.basis, strict=False):
-            total.baddbmm_(part[:, None], block[rows, : part.shape[1]])
-        return total.squeeze(1)
-
     def is_exhausted(self) -> Tensor:
         """Return where the Krylov space is invariant: T has all eigenvalues of the start."""
         return (self.beta == 0) | (self.size <= self.steps)
+
+    def record(self, norms: Norms, mask: Tensor) -> None:
+        """Write what is known of some problems into the norms of all."""
+        which, ritz, exponent = self.index[mask], self.ritz[mask], self.exponent[mask]
+        top = ritz[:, -1].clamp_min(0.0)
+        limit = probabilistic_limit(ritz, self.level[mask])
+        limit = torch.where(self.is_exhausted()[mask], top, limit)
+        norms.norm[which] = times_power(top.sqrt(), -exponent // 2)
+        norms.upper[which] = times_power(limit.sqrt(), -exponent // 2)
+        norms.products[which] = self.steps + self.repeated[mask]
+        if norms.vector is not None and len(which):
+            weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.basis[0])
+            rows = mask.nonzero()[:, 0].to(weights.device)
+            total = torch.zeros_like(self.basis[0][rows, :1])
+            for part, block in zip(torch.split(weights, _GROWTH, 1), self.basis, strict=False):
+                total.baddbmm_(part[:, None], block[rows, : part.shape[1]])
+            norms.vector[which] = total.squeeze(1)
 
     def keep(self, mask: Tensor) -> None:
         """Remove the other problems."""
         rows = mask.nonzero()[:, 0].to(self.coupling.device)
         self.basis, self.coupling = [block[rows] for block in self.basis], self.coupling[rows]
-        for name in vars(self).keys() - {"basis", "coupling"}:
+        for name in vars(self).keys() - {"basis", "coupling", "steps"}:
             setattr(self, name, getattr(self, name)[mask])
 
     def _vector(self, k: int) -> Tensor:
@@ -555,63 +561,44 @@ class _Krylov:
 def _normalize(vectors: Tensor) -> Tensor:
     """Return unit vectors; 0 stays 0. Squares may underflow: first divide by a power of two."""
     exponent = torch.frexp(vectors.abs().amax(1).to("cpu", torch.float64))[1]
-    return torch.nn.functional.normalize(times_power(vectors, -exponent), dim=1)
-
-
-def _towards_one(image: Tensor) -> Tensor:
-    """Even exponents by which products of unit vectors come to about one; 0 within 2^+-20."""
-    size = image.abs().amax(1).to("cpu", torch.float64)
-    even = -2 * (size.log2() / 2).round().clamp(-450, 450)
-    even = even.where(size > 0, _ROOM).where(size.isfinite(), -_ROOM)
-    return even.where(even.abs() > 20, 0).long()
-
-
-def _record(norms: Norms, running: _Krylov, mask: Tensor) -> None:
-    which, ritz, exponent = running.index[mask], running.ritz[mask], running.exponent[mask]
-    top = ritz[:, -1].clamp_min(0.0)
-    limit = probabilistic_limit(ritz, running.level[mask])
-    limit = torch.where(running.is_exhausted()[mask], top, limit)
-    norms.norm[which] = times_power(top.sqrt(), -exponent // 2)
-    norms.upper[which] = times_power(limit.sqrt(), -exponent // 2)
-    norms.products[which] = running.steps + running.repeated[mask]
-    if norms.vector is not None and len(which):
-        norms.vector[which] = running.vectors(mask)
+    return F.normalize(times_power(vectors, -exponent), dim=1)
 
 
 SINGLE_ERROR = 1e-5
 """Relative error of a norm in single precision, if it resolves P; measured: at most 3e-6."""
 
-Solve = Callable[..., Norms]
-"""`spectral_norms` with its stop rule: takes select, start, guess and vectors."""
 
-
+@runtime_checkable
 class Family(Protocol):
     """The Jacobians of some problems."""
 
-    def select(self, index: Tensor) -> Products:
-        """Return u -> J J^T u of these problems."""
+    def __call__(self, u: Float[Tensor, "problems size"]) -> Float[Tensor, "problems size"]:
+        """Return J J^T u of every problem."""
+
+    def select(self, index: Tensor) -> Self:
+        """Return these problems alone."""
 
     def pulled_norm(self, u: Float[Tensor, "problems size"]) -> Float[Tensor, " problems"]:
         """Return ||J^T u|| of every problem."""
 
 
 def norms_in_double(
-    solve: Solve,
-    families: tuple[Select, Callable[[], Family]],
+    single: Family,
+    double: Callable[[], Family],
     start: Float[Tensor, "problems size"],
     guess: Float[Tensor, "problems size"],
+    **rule: Any,
 ) -> Norms:
     """Return norms that are never above the true norm, apart from float64 rounding.
 
     Args:
-        solve: returns norms and vectors from products, a start and a guess.
-        families: the products in the precision of `start`, which can also create the problems in
-            float64.
+        single: the problems in the precision of `start`.
+        double: creates the same problems in float64.
         start: as in `spectral_norms`.
         guess: as in `spectral_norms`.
+        rule: tol, max_steps and within of `spectral_norms`.
     """
-    select, double = families
-    norms = solve(select, start, guess=guess, vectors=True)
+    norms = spectral_norms(single.select, start, guess=guess, vectors=True, **rule)
     if start.dtype == torch.float64:
         return replace(norms, vector=None)
     family, vector = double(), norms.vector
@@ -619,14 +606,14 @@ def norms_in_double(
     # At an angle e from the leading vector ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2.
     # No u gives more than ||J||: what single precision left in the vector cannot raise the norm.
     length = torch.linalg.vector_norm(vector.double(), dim=1).clamp_min(1e-300)
-    single, norm = norms.norm, (family.pulled_norm(vector.double()) / length).cpu()
+    rough, norm = norms.norm, (family.pulled_norm(vector.double()) / length).cpu()
     norms = replace(norms, norm=norm, upper=torch.maximum(norms.upper, norm), vector=None)
     # P of large logits differs between the precisions, and so does the leading vector.
-    again = ((single - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
+    again = ((rough - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
     if not len(again):
         return norms
     start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))
-    repeats = solve(lambda index: family.select(again[index]), start, guess=guess)
+    repeats = spectral_norms(family.select(again).select, start, guess=guess, **rule)
     norms.products[again] += repeats.products
     for name in ("norm", "upper", "converged"):
         getattr(norms, name)[again] = getattr(repeats, name)

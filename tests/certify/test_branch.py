@@ -286,16 +286,6 @@ def test_a_face_bounds_no_less_than_the_box_and_the_same_where_it_was_taken(norm
     assert above > 1e-6
 
 
-def test_a_search_ends_at_its_time():
-    """Out of time, the multipliers stay as they are, and what they bound is returned."""
-    model, x, label = _mixer(0)
-    problem = problem_of(_pass(model, x, label, 0.3, "linf")[1])
-    first = start(problem, torch.arange(3))
-    value, nodes = ascend(problem, first, steps=10**6, rate=1e-2, until=0.0)
-    assert torch.equal(value, bound(problem, first)[0])
-    assert torch.equal(nodes.y, first.y)
-
-
 @pytest.mark.parametrize("slot", [0, 1])
 def test_each_multiplier_adds_nothing_positive_where_its_part_holds(slot):
     """At a point, with the errors that its ReLUs have there: one multiplier at a time."""

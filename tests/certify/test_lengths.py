@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lipaudit.certify import mixing
+from lipaudit.certify import curves
 from lipaudit.certify.bilinear import lengths
 from lipaudit.certify.form import Form
 from lipaudit.certify.prove import ball, run
@@ -115,8 +115,8 @@ def test_the_logarithm_of_a_sum_of_exponentials(monkeypatch, order, move, weight
         seen.append(z)
         return relax(z, f, **options)
 
-    relax = mixing.relax
-    monkeypatch.setattr(mixing, "relax", spied)
+    relax = curves.relax
+    monkeypatch.setattr(curves, "relax", spied)
     centre = torch.tensor([[weight, 0.0, 0.0]])
     moving = torch.tensor([[True, False, False]])
     x = ball(centre, move, order=order, moving=moving)

@@ -111,15 +111,16 @@ def _attacked(model, x, label, points, form):
 
 
 @pytest.mark.parametrize(
-    ("norm", "order", "dtype"),
+    ("name", "norm", "order", "dtype"),
     [
-        ("linf", 1, torch.float32),
-        ("linf", 2, torch.float64),
-        ("l2", 1, torch.float64),
-        ("l2", 2, torch.float32),
+        ("batch-norm-relu", "linf", 1, torch.float64),
+        ("batch-norm-relu", "l2", 2, torch.float32),
+        ("layer-norm-gelu", "linf", 2, torch.float64),
+        ("layer-norm-gelu", "l2", 1, torch.float64),
+        ("layer-norm-silu", "linf", 1, torch.float32),
+        ("layer-norm-silu", "l2", 2, torch.float64),
     ],
 )
-@pytest.mark.parametrize("name", NETWORKS)
 def test_no_margin_is_above_what_an_attack_reaches(name, norm, order, dtype, points):
     model = _network(name)
     exact = _network(name).double()

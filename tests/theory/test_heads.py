@@ -56,20 +56,6 @@ def test_to_changes_the_precision_of_everything(layer):
         torch.testing.assert_close(low, high, rtol=1e-6, atol=1e-6, check_dtype=False, msg=name)
 
 
-def test_pick_takes_heads(layer):
-    last = layer.heads.pick(slice(1, 2))
-    torch.testing.assert_close(last.attention(), layer.heads.attention()[:, 1:])
-    assert torch.equal(last.out, layer.heads.out[1:])
-    for projection in (last.to_q, last.to_k, last.to_v):
-        assert projection is None or projection.weight.shape[0] == 1
-
-
-def test_row_takes_a_batch_row(layer):
-    second = layer.heads.row(1)
-    torch.testing.assert_close(second.attention(), layer.heads.attention()[1:2])
-    assert second.sample.tolist() == layer.heads.sample[1:2].tolist()
-
-
 def test_per_sample_takes_the_largest_window(random_layer):
     heads = random_layer("windows").heads
     values = torch.tensor([[1.0, 7.0], [2.0, 6.0], [9.0, 0.0], [8.0, torch.nan]])

@@ -11,8 +11,8 @@ from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import unit_values
 
 KINDS = ("affine", "biases", "causal", "rotary", "all-norm", "cross-attention", "padding")
-POWERS = (-30, -20, -12, -3, 3, 12, 20, 30)  # of ten
-BITS = (-100, -66, -40, -10, 10, 40, 66, 100)  # of two
+POWERS = (-30, -12, 12, 30)  # of ten
+BITS = (-100, -40, 40, 100)  # of two
 
 
 def scaled(heads, factors):

@@ -22,7 +22,7 @@ def both(heads):
     """The ingredients of a layer in both precisions."""
     at = centre_heads(heads)
     rows = affine_rows(heads, at)
-    return (at, rows), (at.single, rows.to_single())
+    return (at, rows), (at.single, rows.single)
 
 
 @pytest.mark.parametrize("gain", GAINS)

@@ -104,13 +104,6 @@ def test_a_value_that_is_not_finite_is_an_error(random_layer):
         head_norms(replace(heads, v=v), seeds=SEEDS)
 
 
-def test_no_values_no_jacobian(random_layer):
-    heads = random_layer("affine", value_gain=0.0).heads
-    norms = head_norms(heads, seeds=SEEDS)
-    assert norms.norm.eq(0).all()
-    assert splitting_gain(heads, norms.norm, seeds=SEEDS).eq(1).all()
-
-
 # Splitting tokens.
 
 

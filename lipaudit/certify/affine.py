@@ -19,7 +19,6 @@ from torch import Tensor
 from lipaudit.certify.form import REARRANGEMENTS, Form, NoRuleError, Quotient
 from lipaudit.certify.symbols import (
     DOUBLE,
-    ErrorBlock,
     Sizes,
     gamma,
     join_blocks,
@@ -169,16 +168,8 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
     # One error acts on all copies: as slack each copy would have its own.
     x = x.settle() if x.centre.numel() < torch.Size(shape).numel() else x
 
-    def widen(rows: Tensor) -> Tensor:
-        return rows.view(len(rows), *[1] * (len(shape) - x.ndim), *x.shape).expand(-1, *shape)
-
-    blocks = [replace(b, rows=widen(b.rows), group=b.group.expand(shape)) for b in x.blocks]
-    centre, slack = x.centre.expand(shape), x.slack.expand(shape)
-    wide = Form(centre, widen(x.dense), slack, x.symbols, blocks=blocks)
-    wide.sizes = Sizes(*(each.expand(shape) for each in vars(x.sizes).values()))
-    low, high = x.quadratic_range
-    wide.quadratic_range = low.expand(shape), high.expand(shape)
-    return wide
+    x.quadratic_range  # noqa: B018 - computed once, before it is repeated
+    return cast("Form", rearrange(x, lambda t: t.expand(shape)))
 
 
 def expand(x: Any, *shape: Any) -> Any:
@@ -382,30 +373,26 @@ def make_move(function: str | Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(moved[0], Form):
                 return Form.from_quotient(Quotient(*moved))
             return tuple(Form.from_quotient(Quotient(*one)) for one in zip(*moved, strict=True))
-        dense = move_stack(move, x.dense)
-        per_block = [block.move(move) for block in x.blocks]
-        low_high = x.__dict__.get("quadratic_range", ())
-        # Sizes move with the entries: taking them anew would cost a pass over all coefficients.
-        known = (x.centre, x.slack, *vars(x.sizes).values(), *low_high)
-        parts = dense, *(move(each) for each in known)
-        if isinstance(dense, Tensor):
-            return _rebuild(x, [each for (each,) in per_block], *parts)
-        return tuple(
-            _rebuild(x, [block[i] for block in per_block], *each)
-            for i, each in enumerate(zip(*parts, strict=True))
-        )
+        return rearrange(x, move)
 
     return rule
 
 
-def _rebuild(
-    x: Form, blocks: list[ErrorBlock], dense: Tensor, centre: Tensor, *known: Tensor
-) -> Form:
-    form = Form(centre, dense, known[0], x.symbols, blocks=blocks)
-    form.sizes = Sizes(*known[1:4])  # taken once, before it is split
-    if known[4:]:
-        form.quadratic_range = known[4], known[5]
-    return form
+def rearrange(x: Form, move: Callable[[Tensor], Any]) -> Any:
+    """Return the form with rearranged entries, or a tuple where `move` has several results."""
+    dense, blocks = move_stack(move, x.dense), [block.move(move) for block in x.blocks]
+    # Sizes move with the entries: taking them anew would cost a pass over all coefficients.
+    known = (x.centre, x.slack, *vars(x.sizes).values(), *x.__dict__.get("quadratic_range", ()))
+    parts = (dense, *(move(each) for each in known))
+    forms = []
+    for i, part in enumerate([parts] if isinstance(dense, Tensor) else zip(*parts, strict=True)):
+        rows, centre, slack, *sizes = part
+        form = Form(centre, rows, slack, x.symbols, blocks=[block[i] for block in blocks])
+        form.sizes = Sizes(*sizes[:3])
+        if sizes[3:]:
+            form.quadratic_range = sizes[3], sizes[4]
+        forms.append(form)
+    return forms[0] if isinstance(dense, Tensor) else tuple(forms)
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:

@@ -10,16 +10,16 @@ all, no range would be finite and nothing would be certified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lipaudit.certify.affine import MOVES
+from lipaudit.certify.affine import MOVES, rearrange
 from lipaudit.certify.form import Form, forms_of
-from lipaudit.certify.symbols import Sizes, Symbols
+from lipaudit.certify.symbols import Symbols
 from lipaudit.errors import of_machine
 
 ENTRIES = frozenset(
@@ -231,19 +231,10 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     axis, at = cut
     shape = list(form.shape)
     shape[axis] = size
-
-    def wide(t: Tensor) -> Tensor:
-        return t.expand(*[-1] * (t.ndim - len(shape)), *shape)
-
+    result: Form = rearrange(form, lambda t: t.expand(shape))
     # NaN where nothing was computed: a range that reads it is not finite, and proves nothing.
-    slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
-    slack.narrow(axis, at, 1).copy_(form.slack)
-    blocks = [replace(b, rows=wide(b.rows), group=wide(b.group)) for b in form.blocks]
-    result = Form(wide(form.centre), wide(form.dense), slack, form.symbols, blocks=blocks)
-    result.sizes = Sizes(*(wide(each) for each in vars(form.sizes).values()))
-    if "quadratic_range" in form.__dict__:
-        low, high = form.quadratic_range
-        result.quadratic_range = wide(low), wide(high)
+    result.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
+    result.slack.narrow(axis, at, 1).copy_(form.slack)
     result.simplex, result.__dict__["parts"] = form.simplex, {cut: form}
     return result
 

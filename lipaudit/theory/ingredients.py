@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,7 @@ from lipaudit.theory.products import key_gradients, query_gradients
 from lipaudit.theory.softmax import row_maxima
 from lipaudit.theory.spectral import gram_root, keeps_single, map_norm, spectral_norm
 
+S = TypeVar("S", bound="Stack")
 T = TypeVar("T")
 
 
@@ -35,12 +36,12 @@ T = TypeVar("T")
 class Stack:
     """Tensors that are indexed and cast together."""
 
-    def pick(self, index: Any) -> Self:
+    def pick(self: S, index: Any) -> S:
         """Index all of them."""
         return type(self)(*(getattr(self, field.name)[index] for field in fields(self)))
 
     @cached_property
-    def single(self) -> Self:
+    def single(self: S) -> S:
         """All of them in single precision."""
         return type(self)(*(getattr(self, field.name).float() for field in fields(self)))
 

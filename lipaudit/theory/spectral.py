@@ -44,7 +44,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -575,7 +575,7 @@ class Family(Protocol):
     def __call__(self, u: Float[Tensor, "problems size"]) -> Float[Tensor, "problems size"]:
         """Return J J^T u of every problem."""
 
-    def select(self, index: Tensor) -> Self:
+    def select(self, index: Tensor) -> Family:
         """Return these problems alone."""
 
     def pulled_norm(self, u: Float[Tensor, "problems size"]) -> Float[Tensor, " problems"]:

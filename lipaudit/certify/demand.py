@@ -231,12 +231,12 @@ def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
     axis, at = cut
     shape = list(form.shape)
     shape[axis] = size
-    result: Form = rearrange(form, lambda t: t.expand(shape))
+    wide: Form = rearrange(form, lambda t: t.expand(shape))
     # NaN where nothing was computed: a range that reads it is not finite, and proves nothing.
-    result.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
-    result.slack.narrow(axis, at, 1).copy_(form.slack)
-    result.simplex, result.__dict__["parts"] = form.simplex, {cut: form}
-    return result
+    wide.slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
+    wide.slack.narrow(axis, at, 1).copy_(form.slack)
+    wide.simplex, wide.__dict__["parts"] = form.simplex, {cut: form}
+    return wide
 
 
 def _nodes(values: Any) -> list[Node]:

@@ -328,8 +328,9 @@ class HeadProducts:
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem."""
         # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
-        images = []
-        for (attend, grams), some in zip(self._parts, torch.split(u, self._size), strict=True):
+        images, parts = [], self._parts
+        some_u = torch.split(u, len(parts[0][0].q))
+        for (attend, grams), some in zip(parts, some_u, strict=True):
             pulled = attend.pull(some.view_as(attend.o))
             pushed = [y @ gram for y, gram in zip(pulled, grams, strict=True)]
             images.append(attend.push(pushed).flatten(1))
@@ -337,8 +338,9 @@ class HeadProducts:
 
     def pulled_norm(self, u: Tensor) -> Tensor:
         """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
-        norms = []
-        for (attend, grams), some in zip(self._parts, torch.split(u, self._size), strict=True):
+        norms, parts = [], self._parts
+        some_u = torch.split(u, len(parts[0][0].q))
+        for (attend, grams), some in zip(parts, some_u, strict=True):
             pairs = zip(attend.pull(some.view_as(attend.o)), grams, strict=True)
             squares = [(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]
             norms.append(torch.stack(squares).sum(0).sqrt())
@@ -347,20 +349,13 @@ class HeadProducts:
     @cached_property
     def _parts(self) -> list[tuple[Attend, list[Tensor]]]:
         """A few problems at a time that fit a core's cache."""
-        if self._size == len(self.attend.q):
-            return [(self.attend, self.grams)]
-        return [
-            (self.attend.select(part), [gram[part] for gram in self.grams])
-            for part in cut(len(self.attend.q), 1, self._size)
-        ]
-
-    @cached_property
-    def _size(self) -> int:
         attend, (count, n, d) = self.attend, self.attend.q.shape
+        entries, cache = 2 * n * attend.k.shape[1] + 12 * n * d, attend.heads.policy.cache_entries
+        parts = cut(count, entries, cache)
         whole = attend.p is None or attend.heads.pairs is not None or attend.q.device.type != "cpu"
-        entries = 2 * n * attend.k.shape[1] + 12 * n * d
-        cache = attend.heads.policy.cache_entries
-        return count if whole else min(count, max(1, cache // entries))
+        if whole or len(parts) == 1:
+            return [(attend, self.grams)]
+        return [(attend.select(part), [gram[part] for gram in self.grams]) for part in parts]
 
     def select(self, index: Tensor) -> HeadProducts:
         """Return the products of these problems alone."""

@@ -9,8 +9,8 @@ The limit that holds. The basis vectors are p_j(A) u for the orthonormal polynom
     p_k(t) = det(t - T) / (beta_1 ... beta_k).
 
 With v_1 the leading eigenvector, <u_{k+1}, v_1> = p_k(lambda_1) <u, v_1> is at most 1 in size, so
-|p_k(lambda_1)| <= 1 / |<u, v_1>|. A random start has |<u, v_1>| >= delta with probability 1 - eta
-(`log_delta`), and p_k grows above theta_1: with that probability lambda_1 is at most the t with
+|p_k(lambda_1)| <= 1 / |<u, v_1>|. A random start has |<u, v_1>| >= delta with probability 1 - eta,
+and p_k grows above theta_1: with that probability lambda_1 is at most the t with
 p_k(t) = 1 / delta. The event is one of the start alone: the limit holds at every step at once, so
 a stop rule may look at all of them (Van Dorsselaer et al., Theorem 3.1).
 
@@ -214,17 +214,6 @@ def keeps_single(device: torch.device) -> bool:
     if precision is None:  # before torch 2.9
         return torch.get_float32_matmul_precision() == "highest"
     return precision in ("none", "ieee")
-
-
-def log_delta(size: Tensor, eta: float) -> Tensor:
-    """Log of delta with P(|<u, v>| >= delta) >= 1 - eta for u uniform on the sphere, v fixed.
-
-    For size >= 3 the density of <u, v> is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
-    """
-    half = size.double() / 2
-    # P(|<u, v>| < delta) <= 2 delta density = eta.
-    density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
-    return math.log(eta / 2) - density
 
 
 def below(ritz: Tensor, level: Tensor, factor: float) -> Tensor:
@@ -446,8 +435,12 @@ class _Krylov:
         self.t = torch.zeros(count, 0, 0, dtype=torch.float64)
         self.beta = torch.zeros(count, dtype=torch.float64)
         self.ritz = self.shorter = torch.zeros(count, 0, dtype=torch.float64)
+        # P(|<u, v>| < delta) <= 2 delta density = ETA for u uniform on the sphere, v fixed. For
+        # size >= 3 the density is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
+        half = self.size.double() / 2
+        density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
         # Growing by log beta_k with every step: p_k(t) = 1 / delta is log det(t - T) = level.
-        self.level = length.log() - log_delta(self.size, ETA)
+        self.level = length.log() - (math.log(ETA / 2) - density)
         self.exponent, self.repeated = torch.zeros(2, count, dtype=torch.int64)
 
     def image(self, products: Products) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
 from lipaudit.gate.judging import TOLERANCE, Contrast, examine, judge_change
-from lipaudit.gate.pairing import REPEAT, Key
+from lipaudit.gate.pairing import Key
 from lipaudit.gate.rules import Rule, Verdict, no_change, parse_rule
 from lipaudit.gate.statistics import ALPHA, LEVEL
 from lipaudit.measures import layouts
@@ -102,6 +102,7 @@ MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermedi
 """Columns compared head by head. In other sections: all columns with a better direction."""
 LISTED = 6
 """Number of left-out rows that a note names."""
+REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
 UNFINISHED = "Finish the run (same command with --resume), or merge its shards."
 
 
@@ -126,20 +127,18 @@ def compare(reports: Sequence[Report]) -> Comparison:
     if all(verdict.reason for verdict in verdicts):
         reason = verdicts[0].reason if verdicts else "they have no common section"
         whole = all(r.shard is None and r.status == "complete" for r in reports)
-        raise BaselineError(
-            f"the reports cannot be compared: {reason}", REPEAT if whole else UNFINISHED
-        )
+        advice = REPEAT if whole else UNFINISHED
+        raise BaselineError(f"the reports cannot be compared: {reason}", advice)
     return Comparison(models=tuple(names), pairs=pairs)
 
 
 def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_place: str) -> Pair:
     measured = [{s.measure: s for s in r.sections if s.failure is None} for r in (old, new)]
     differing = conditions.list_differences(new, old)
-    warnings = [text for name, text in differing.items() if name.split()[0] in conditions.SPOILING]
+    warnings = [text for kind, text in differing if kind in conditions.SPOILING]
     warnings += [by_place] if by_place else []
-    warnings += (
-        ["both reports are of the same weights"] if conditions.has_same_weights(new, old) else []
-    )
+    if conditions.has_same_weights(new, old):
+        warnings.append("both reports are of the same weights")
     # Sections and columns of one report alone, and whether it is the first.
     unpaired = [(name, name in measured[0]) for name in measured[0].keys() ^ measured[1].keys()]
     verdicts, heads = list[Verdict](), list[HeadChange]()
@@ -172,9 +171,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
         f"not compared, because only {names[0] if first else names[1]} has it: {name}"
         for name, first in sorted(unpaired)
     ]
-    notes += (
-        text for name, text in differing.items() if name.split()[0] not in conditions.SPOILING
-    )
+    notes += (text for kind, text in differing if kind not in conditions.SPOILING)
     return Pair(
         old=names[0],
         new=names[1],
@@ -234,14 +231,12 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
         for contrast in examined
         if contrast.changes.size
     }
-    adjusted = dict(
-        zip(tests, statistics.correct_by_holm([*tests.values()], ALPHA)[0], strict=True)
-    )
+    adjusted = statistics.correct_by_holm(tests, ALPHA)
     rows = dict(zip(pairing.name_rows(section), section.rows, strict=True))
     for contrast in examined:
         name = contrast.name
         fields = dict(judge_change(rule, contrast))
-        fields |= {"p": tests.get(name), "p_adjusted": adjusted.get(name)}
+        fields |= {"p": tests.get(name), "p_adjusted": adjusted.get(name, (None,))[0]}
         yield HeadChange(**fields, layer=rows[name]["layer"], head=rows[name]["head"])
 
 
@@ -250,30 +245,24 @@ def _list_samples(
 ) -> tuple[SampleChange, ...]:
     """Return all shared samples with their figures, the worst change first."""
     figures: dict[str, dict[str, tuple[float, float]]] = {}
-    turned: dict[str, dict[str, float]] = {}
+    flags: dict[str, int] = {}
     owners: dict[tuple[str, str], str] = {}
     for rule, contrast in contrasts:
-        trial, metric = TrialKey.parse(contrast.name), f"{rule.measure}.{rule.column}"
+        trial = TrialKey.parse(contrast.name)
         # Attacks and certificates repeat what others say of the same ball: the first one counts.
         owner = owners.setdefault((rule.column, trial.ball if trial else ""), rule.measure)
         if rule.column in FLAGS and owner != rule.measure:
             continue
-        name = metric + (f"@{contrast.name}" if contrast.name else "")
-        values = zip(contrast.ids, contrast.before, contrast.now, contrast.changes, strict=False)
-        for sample, before, now, worse in values:
-            figures.setdefault(sample, {})[name] = float(before), float(now)
-            if rule.column in FLAGS and worse:
-                turned.setdefault(sample, {})[name] = float(worse)
-    samples = [
-        SampleChange(
-            id=sample,
-            place=places.get(sample, ""),
-            figures=known,
-            lost=tuple(name for name, worse in turned.get(sample, {}).items() if worse > 0),
-            gained=tuple(name for name, worse in turned.get(sample, {}).items() if worse < 0),
-        )
-        for sample, known in figures.items()
-    ]
+        name = "@".join(filter(None, (f"{rule.measure}.{rule.column}", contrast.name)))
+        flags |= {name: rule.worse} if rule.column in FLAGS else {}
+        for sample, *both in zip(contrast.ids, contrast.before, contrast.now, strict=False):
+            figures.setdefault(sample, {})[name] = float(both[0]), float(both[1])
+    samples = []
+    for sample, known in figures.items():
+        turned = {n: flags[n] * (known[n][1] - known[n][0]) for n in known.keys() & flags.keys()}
+        lost, gained = ([n for n in known if s * turned.get(n, 0) > 0] for s in (1, -1))
+        change = {"figures": known, "lost": tuple(lost), "gained": tuple(gained)}
+        samples.append(SampleChange(id=sample, place=places.get(sample, ""), **change))
 
     def rank(change: SampleChange) -> tuple[int, float]:
         norm = change.figures.get("jacobian.norm", (None, None))[1]
@@ -455,13 +444,14 @@ def make_rule(metric: str) -> Rule:
     """
     plain = parse_rule(f"{metric} <= +0")
     layout = layouts()[plain.measure]
-    known = {**layout.columns, **layout.sample_columns}
-    better = known[plain.column].better or ("higher" if plain.column in FLAGS else None)
+    column = {**layout.columns, **layout.sample_columns}[plain.column]
     refused = {"each": "has one value per row", "max": "varies too much by chance (a maximum)"}
-    why = refused.get(plain.stat, "") if better else "has no better direction"
+    why = refused.get(plain.stat, "")
+    if not (column.better or plain.column in FLAGS):
+        why = "has no better direction"
     if why:
         raise UsageError(f"models cannot be ranked by {metric}: it {why}", EXAMPLE)
-    return no_change(metric, known[plain.column])
+    return no_change(metric, column)
 
 
 def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]:
@@ -472,18 +462,16 @@ def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]
     """
     if by == ORDER:
         return []
-    if by:
-        found, metric = list(_read_criteria(by, reports)), make_rule(by).metric
-        if not found:
-            raise UsageError(f"no report has {metric}", EXAMPLE)
-        if len(found) > 1:
-            names = "; ".join(str(criterion.name) for criterion in found)
-            raise UsageError(f"{metric} matches several values: {names}", EXAMPLE)
-        return found
     attacked = any(report.section("attack") for report in reports)
-    metrics = (metric for metric in RANKING if not attacked or metric != "certify.robust")
-    usual = [criterion for metric in metrics for criterion in _read_criteria(metric, reports)]
-    return sorted(usual, key=lambda criterion: -len(criterion.figures))
+    usual = [metric for metric in RANKING if not attacked or metric != "certify.robust"]
+    metrics = [by] if by else usual
+    found = [criterion for metric in metrics for criterion in _read_criteria(metric, reports)]
+    if not by:
+        return sorted(found, key=lambda criterion: -len(criterion.figures))
+    if len(found) != 1:
+        several = f"{by} matches several values: {'; '.join(str(c.name) for c in found)}"
+        raise UsageError(several if found else f"no report has {by}", EXAMPLE)
+    return found
 
 
 def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion]:

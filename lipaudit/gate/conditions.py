@@ -123,16 +123,17 @@ def find_problems(report: Report) -> list[str]:
 # Settings that exclude a comparison
 
 
-def find_obstacle(current: Report, baseline: Report, section: Section, before: Section) -> str:
-    """Return why two sections cannot be compared (other settings, weaker attacks), or nothing.
+def find_obstacle(current: Report, baseline: Report, measure: str, *, lenient: bool) -> str:
+    """Return why sections cannot be compared (other settings, weaker attacks), or nothing.
 
     Args:
         current: the report to judge.
         baseline: the report to compare it with.
-        section: the section of the current report.
-        before: the section of the baseline.
+        measure: the measure of the sections.
+        lenient: whether precision and preprocessing may differ.
     """
-    measure, both = section.measure, (section, before)
+    both = [s for r in (current, baseline) for s in r.sections if s.measure == measure]
+    section, before = both
     if changes := _list_changed_settings(section, before):
         return f"{measure}: settings differ: {changes}"
     # Against weaker attacks than the baseline's, robustness would look better.
@@ -148,7 +149,8 @@ def find_obstacle(current: Report, baseline: Report, section: Section, before: S
     other_suite = current.run.data.suite_id != baseline.run.data.suite_id
     if other_suite and not all(s.samples.get("ids") for s in both):
         return f"{measure}: the samples differ from the baseline's"
-    return ""
+    differing = [] if lenient else list_differences(current, baseline)
+    return "; ".join(text for kind, text in differing if kind in BINDING)
 
 
 def has_same_weights(current: Report, baseline: Report) -> bool:
@@ -169,8 +171,8 @@ def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
     return new != old
 
 
-def list_differences(current: Report, baseline: Report) -> dict[str, str]:
-    """Return the differences between the conditions of two runs, by name."""
+def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]:
+    """Return the differences between the conditions of two runs: the kind of each, and a text."""
     new, old = current.run, baseline.run
     pairs: dict[str, tuple[object, object]] = {
         "seed": (old.seed, new.seed),
@@ -189,23 +191,25 @@ def list_differences(current: Report, baseline: Report) -> dict[str, str]:
             whole = key in ("mean", "std") or before is old.options
             if whole or key in before.keys() & after.keys():
                 pairs[group + key] = before.get(key, "not given"), after.get(key, "not given")
-    texts = {name: f"{name}: {a} became {b}" for name, (a, b) in pairs.items() if a != b}
+    found = [(k.split()[0], f"{k}: {a} became {b}") for k, (a, b) in pairs.items() if a != b]
     restarted = has_other_starts(current.section("attack"), baseline.section("attack"))
     if restarted and has_same_weights(current, baseline):
-        texts["starts"] = (
+        text = (
             "attack: the weights are equal, but the random starts differ (other seed, number or "
             "order of samples). Differences under attack are chance"
         )
+        found.append(("starts", text))
     if repeats := max((sum(map(is_repeat, s.ids)) for s in current.sections), default=0):
-        texts["repeats"] = f"duplicate samples count once: {repeats} were left out"
-    names = {n: name for s in baseline.sections for n, name in s.classes.items()}
-    renamed = {
-        number: f"class {number}: {names[number]!r} became {name!r}"
-        for section in current.sections
-        for number, name in section.classes.items()
-        if names.get(number, name) != name
-    }
-    return texts | ({"classes": ", ".join(renamed.values())} if renamed else {})
+        found.append(("repeats", f"duplicate samples count once: {repeats} were left out"))
+    old_names, names = (
+        {number: name for section in report.sections for number, name in section.classes.items()}
+        for report in (baseline, current)
+    )
+    for number in sorted(names.keys() & old_names.keys()):
+        if names[number] != old_names[number]:
+            text = f"class {number}: {old_names[number]!r} became {names[number]!r}"
+            found.append(("classes", text))
+    return found
 
 
 def _list_changed_settings(current: Section, baseline: Section) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate import conditions, pairing, statistics
-from lipaudit.gate.pairing import REPEAT, Key, RuleValues
+from lipaudit.gate.pairing import Key, RuleValues
 from lipaudit.gate.rules import DEFAULT_RULES, Judgement, Rule, Verdict, VerdictStatus, parse_rule
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, Values
 from lipaudit.measures import USUAL
@@ -28,8 +28,6 @@ from lipaudit.tables.trials import FLAGS
 
 TOLERANCE = 1e-4
 """Default relative accuracy of norms; smaller changes count as no change."""
-MOVED = 3
-"""Number of most-changed samples that are named."""
 ROUNDING = 1e-6
 """Rounding error of a difference (a margin), as a share of the larger value."""
 CLEAN = parse_rule("attack.correct >= -0pp")
@@ -110,17 +108,14 @@ def judge(
     for contrast in clean if isinstance(clean, list) else ():
         figures = judge_change(CLEAN, contrast).figures
         notes.append(f"clean accuracy, which never fails: {figures}")
-    places = baseline.read_origins("place") | current.read_origins("place")
-    moved = {sample for verdict in verdicts for sample in verdict.moved}
     return Judgement(
         current=current.run.model.spec,
         baseline=baseline.run.model.spec,
         alpha=alpha,
         strict=strict,
         verdicts=verdicts,
-        notes=(*notes, *conditions.list_differences(current, baseline).values()),
+        notes=(*notes, *(text for _, text in conditions.list_differences(current, baseline))),
         warnings=tuple(note.text for note in summary(current).warnings),
-        places={sample: places[sample] for sample in sorted(moved & places.keys())},
     )
 
 
@@ -167,28 +162,21 @@ def _contrast_reports(
     if new is None and old is None:
         raise UsageError(f"{rule.text!r} matches nothing: no measure is called {rule.measure}")
     if new is None:
-        raise BaselineError(f"the current report has no section {rule.measure}", REPEAT)
+        raise BaselineError(f"the current report has no section {rule.measure}")
     if current.shard is not None:
-        raise BaselineError(
-            pairing.find_fault(current, new), "Merge all shards with lipaudit merge first."
-        )
+        raise BaselineError(pairing.find_fault(current, new))
     # The current report comes first: a run that failed is an error, whatever the baseline is.
     points = pairing.read_trusted(rule, current, new, lenient=lenient).points
     if rule.limit.kind == "absolute":
         return [Contrast(str(name), None, value) for name, value in points.items()]
     if old is None:
-        raise BaselineError(f"the baseline has no section {rule.measure}", "Save a new baseline.")
+        raise BaselineError(f"the baseline has no section {rule.measure}")
     try:
         pairing.read_trusted(rule, baseline, old, lenient=lenient)
     except EvaluationError as error:
-        raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
-    if obstacle := conditions.find_obstacle(current, baseline, new, old):
-        raise BaselineError(obstacle, REPEAT)
-    differences = {} if lenient else conditions.list_differences(current, baseline)
-    if changes := [
-        text for name, text in differences.items() if name.split()[0] in conditions.BINDING
-    ]:
-        raise BaselineError("; ".join(changes), REPEAT)
+        raise BaselineError(f"baseline: {error.message}") from None
+    if obstacle := conditions.find_obstacle(current, baseline, rule.measure, lenient=lenient):
+        raise BaselineError(obstacle)
     after, before, ids = _read_shared(rule, new, old, lenient)
     # A head that is gone may be the one that got worse. A new one has nothing to compare with, but
     # it changes a median over all heads.
@@ -197,7 +185,7 @@ def _contrast_reports(
         missing += [name for name in after.names if name not in before.names]
     if missing:
         which = "; ".join(map(str, missing[:8])) + ("; ..." if len(missing) > 8 else "")
-        raise BaselineError(f"{rule.metric}: only one of the reports has {which}", REPEAT)
+        raise BaselineError(f"{rule.metric}: only one of the reports has {which}")
     # Other starts break other samples of the same model, which is no change of the model.
     restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
     same = _compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
@@ -222,12 +210,11 @@ def _read_shared(
     # Norms that did not converge may be far too low, in either report: neither may be compared.
     rows, samples = pairing.find_unsettled((new, old), column) if lenient else (set(), set())
     if rows and (rule.per_sample or rows >= set(pairing.name_rows(old))):
-        raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge", REPEAT)
+        raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
     shared = set(new.ids) & set(old.ids)
     if shared and shared <= samples:
-        raise BaselineError(
-            f"{rule.measure}: {len(samples)} samples did not converge, or have no value", REPEAT
-        )
+        lost = f"{len(samples)} samples did not converge, or have no value"
+        raise BaselineError(f"{rule.measure}: {lost}")
     takes: tuple[list[int] | None, list[int] | None] = None, None
     again = False
     if new.ids and old.ids:  # without ids, `find_obstacle` has refused other samples
@@ -282,32 +269,25 @@ def _contrast(
 
 def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
     """Choose the test of a rule, as in the table of docs/guide/gate.md."""
-    relative = rule.limit.kind == "relative"
     if rule.stat == "mean" and np.isin((old, new), (0, 1)).all():
-        if relative:
-            raise UsageError(
-                f"{rule.text!r}: a change of a share is given in percentage points",
-                "Use -2pp in place of -2%.",
-            )
+        if rule.limit.kind == "relative":
+            advice = "Write -2pp, not -2%."
+            raise UsageError(f"{rule.text!r}: a share changes in percentage points", advice)
         worse = rule.worse * (new - old)
         return statistics.judge_share(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
     if rule.stat == "max":
-        raise UsageError(
-            f"{rule.text!r}: the random variation of a maximum is unknown",
-            "Use an absolute limit for `max`, or judge p95.",
-        )
+        advice = "Use an absolute limit for `max`, or judge p95."
+        raise UsageError(f"{rule.text!r}: the variation of a maximum is unknown", advice)
     _require_positive(rule, old, new)
-    if rule.stat == "median":
-        return statistics.judge_median(_compute_change(rule, old, new))
-    if rule.stat == "each":
-        return statistics.judge_mean(_compute_change(rule, old, new))
-    statistic = statistics.STATISTICS[rule.stat]
-    return statistics.judge_by_bootstrap(
-        old,
-        new,
-        lambda a, b: _compute_change(rule, statistic(a, axis=1), statistic(b, axis=1)),
-        statistics.LEAST[rule.stat],
-    )
+    if rule.stat in ("median", "each"):
+        test = statistics.judge_median if rule.stat == "median" else statistics.judge_mean
+        return test(_compute_change(rule, old, new))
+
+    def change(before: Values, now: Values) -> Values:
+        ends = (statistics.STATISTICS[rule.stat](values, axis=1) for values in (before, now))
+        return _compute_change(rule, *ends)
+
+    return statistics.judge_by_bootstrap(old, new, change, statistics.LEAST[rule.stat])
 
 
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
@@ -319,11 +299,8 @@ def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
 
 def _require_positive(rule: Rule, *values: Values) -> None:
     if rule.limit.kind == "relative" and any((each < 0).any() for each in values):
-        raise UsageError(
-            f"{rule.text!r}: {rule.measure}.{rule.column} can be negative, so a relative "
-            "change has no meaning",
-            "Use an absolute change, such as >= -0.1.",
-        )
+        why = "a figure that can be negative has no relative change"
+        raise UsageError(f"{rule.text!r}: {why}", "Use an absolute change, such as >= -0.1.")
 
 
 # Verdicts
@@ -360,20 +337,14 @@ def _decide(
         for rule, found in zip(rules, examinations, strict=True)
     ]
     # By the union bound, whatever the dependence between rows.
-    smallest = [min(1.0, len(ps) * min(ps.values())) for ps in rows if ps]
-    corrected = zip(*statistics.correct_by_holm(smallest, alpha), strict=True)
-    for rule, examined, ps in zip(rules, examinations, rows, strict=True):
+    smallest = {i: min(1.0, len(ps) * min(ps.values())) for i, ps in enumerate(rows) if ps}
+    corrected = statistics.correct_by_holm(smallest, alpha)
+    for i, (rule, examined) in enumerate(zip(rules, examinations, strict=True)):
         if isinstance(examined, Verdict):
             yield examined
             continue
-        of_rule, level = next(corrected) if ps else (0.0, alpha)
-        of_rows = dict(
-            zip(
-                ps,
-                zip(*statistics.correct_by_holm([*ps.values()], level), strict=True),
-                strict=True,
-            )
-        )
+        of_rule, level = corrected.get(i, (0.0, alpha))
+        of_rows = statistics.correct_by_holm(rows[i], level)
         for contrast in examined:
             p, row_level = of_rows.get(contrast.name, (None, alpha))
             # Rejected at its own level exactly when the adjusted one is at most alpha.
@@ -417,7 +388,6 @@ def _make_verdict(
         # The distance to the limit shrinks with the root of the number of samples.
         ratio = (evidence.estimate - lowest) / (evidence.estimate - bound)
         needed = math.ceil(evidence.samples * ratio**2)
-    most = np.argsort(-worse, kind="stable")[:MOVED] if contrast.ids else ()
     return Verdict(
         status=status,
         paired=_express_change(rule, evidence.estimate),
@@ -430,7 +400,6 @@ def _make_verdict(
         change_low=ends[0],
         change_high=ends[1],
         samples=evidence.samples,
-        moved=tuple(contrast.ids[i] for i in most if worse[i] > 0),
         samples_needed=needed,
         **known,
     )

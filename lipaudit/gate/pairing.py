@@ -24,7 +24,6 @@ Key = TrialKey | str
 """The name of a row or a per-sample column; trials are equal in any notation of their radius."""
 TESTED = ("each", "median")
 """Row statistics with a test over samples; other statistics are compared as plain values."""
-REPEAT = "Measure with the baseline's settings: lipaudit gate MODEL --baseline FILE."
 _NAMES = ("layer", "head", "from", "to", "mode", "n", "r", "module")
 
 
@@ -149,7 +148,7 @@ def read_trusted(
         UsageError: the rule matches nothing.
     """
     if reason := find_fault(report, section, lenient=lenient):
-        raise EvaluationError(reason, "Let the run finish, or raise --tol.")
+        raise EvaluationError(reason)
     reading = read(rule, section)
     if not lenient:
         require_finite(rule, reading)
@@ -166,10 +165,7 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
         behind = reading.pairs.get(name, np.array([point]))
         if bad := int((~np.isfinite(behind)).sum()) or int(not math.isfinite(point)):
             count = "1 value is" if bad == 1 else f"{bad} values are"
-            raise EvaluationError(
-                f"{rule.metric}: {count} not finite",
-                "Fix the model: NaN and infinite values cannot be judged.",
-            )
+            raise EvaluationError(f"{rule.metric}: {count} not finite")
 
 
 def is_mean(rule: Rule) -> bool:
@@ -202,7 +198,7 @@ def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
         kind, trial = trials.parse_column(name)
         if kind == rule.column:
             if any(isinstance(cell, str) for cell in cells):
-                raise EvaluationError("a column of numbers holds text", "Create the report again.")
+                raise EvaluationError(f"{section.measure}.{name} holds text")
             values[trial or ""] = np.array([np.nan if v is None else float(v) for v in cells])
     if rule.column == "robust":
         # The worst case of every ball, if the report does not hold it.
@@ -243,11 +239,8 @@ def _matches(row: Row, word: str, section: Section) -> bool:
         message = f"rows of {section.measure} have no column {key!r}"
         raise UsageError(message, suggestion(key, row))
     cell = row[key]
-    return (
-        float(trials.parse_radius(value)) == cell
-        if isinstance(cell, float)
-        else value == str(cell)
-    )
+    number = isinstance(cell, float)
+    return float(trials.parse_radius(value)) == cell if number else value == str(cell)
 
 
 def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float]:
@@ -259,11 +252,8 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     how, metric = rule.reduction, f"{rule.measure}.{rule.column}"
     stored = section.arrays.get(how.values) if how and not how.per else None
     if how is None or stored is None:
-        raise BaselineError(
-            f"{metric} is stored only over all samples of a report, and the two reports have "
-            "different samples",
-            REPEAT,
-        )
+        why = "is stored only over all samples of a report, and the two reports have others"
+        raise BaselineError(f"{metric} {why}")
     values = stored.numpy()[:, take]
     if how.weights in section.arrays:
         weights = section.arrays[how.weights].numpy()[:, take]
@@ -274,7 +264,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
         cells = [STATISTICS[how.stat](line) if line.size else np.nan for line in lines]
     for row, cell in zip(section.rows, cells, strict=True):
         if row[rule.column] is not None and math.isnan(cell):
-            raise BaselineError(f"{metric}: no shared sample has a value", REPEAT)
+            raise BaselineError(f"{metric}: no shared sample has a value")
     return [float(cell) for cell in cells]
 
 
@@ -301,8 +291,7 @@ def find_shared(
         needed = f" ({100 * least:g} % are needed)" if least else ""
         raise BaselineError(
             f"{measure}: only {len(pairs)} of the baseline's {len(distinct)} samples are in the "
-            f"current report{needed}",
-            REPEAT,
+            f"current report{needed}"
         )
     return [i for i, _ in pairs], [i for _, i in pairs]
 

@@ -277,7 +277,6 @@ class Verdict(Frozen):
         gained: number of samples that changed from no to yes, for shares.
         mcnemar: exact two-sided p-value of "lost and gained are equally likely", for information.
         samples: number of pairs behind the verdict; 0 without a test.
-        moved: the samples that changed most for the worse, at most three, the worst first.
         samples_needed: approximate number of samples that would settle an inconclusive change.
         reason: why the rule was not judged.
     """
@@ -302,7 +301,6 @@ class Verdict(Frozen):
     gained: int | None = None
     mcnemar: Float | None = None
     samples: int = 0
-    moved: tuple[str, ...] = ()
     samples_needed: int | None = None
     reason: str = ""
 
@@ -378,7 +376,6 @@ class Judgement(Frozen):
         notes: differences that permit the comparison, dropped rules, and the clean accuracy,
             which never fails.
         warnings: warnings of the current report, which affect its figures.
-        places: places in the data of the samples named by verdicts, by id.
         baseline_file: path of the baseline as given; empty if unknown.
     """
 
@@ -389,7 +386,6 @@ class Judgement(Frozen):
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    places: dict[str, str] = {}
     baseline_file: str = ""
 
     @computed_field  # type: ignore[prop-decorator]

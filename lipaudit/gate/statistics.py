@@ -9,10 +9,10 @@ below the second, each with confidence 1 - level. `limits(level)[0] > margin` an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from lipaudit.tables.columns import sign_test_place, sum_binomial
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 Limits = tuple[float, float]
+Name = TypeVar("Name")
 
 ALPHA = 0.05
 """Default error probability over all tests together."""
@@ -200,20 +201,21 @@ def compute_two_sided(changes: Values, margin: float) -> float:
     return min(1.0, 2 * min(judge_mean(changes).p(margin), judge_mean(-changes).p(margin)))
 
 
-def correct_by_holm(p_values: Sequence[float], alpha: float) -> tuple[list[float], list[float]]:
+def correct_by_holm(
+    p_values: Mapping[Name, float], alpha: float
+) -> dict[Name, tuple[float, float]]:
     """Adjust p-values by Holm's step-down procedure.
 
     Returns:
-        The adjusted p-values, and the level at which each hypothesis was tested: its raw
+        The adjusted p-value of each hypothesis, and the level at which it was tested: its raw
         p-value is at most that level exactly when its adjusted one is at most alpha.
         Source: Holm, Scand. J. Statist. 6 (1979) 65.
     """
-    count = len(p_values)
-    adjusted, levels = [1.0] * count, [alpha] * count
-    running, level = 0.0, 0.0
-    for step, i in enumerate(sorted(range(count), key=lambda i: p_values[i])):
-        if running <= alpha:
-            level = alpha / (count - step)
-        running = max(running, min(1.0, p_values[i] * (count - step)))
-        adjusted[i], levels[i] = running, level
-    return adjusted, levels
+    found, running, level = {}, 0.0, 0.0
+    for step, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
+        open_ones = len(p_values) - step
+        if running <= alpha:  # no earlier hypothesis was kept
+            level = alpha / open_ones
+        running = max(running, min(1.0, p_values[name] * open_ones))
+        found[name] = running, level
+    return found

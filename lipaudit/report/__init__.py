@@ -184,37 +184,28 @@ def summarize(report: Report) -> str:
     return "\n".join(lines)
 
 
-def find_format(name: str, forms: Collection[Form]) -> Format:
-    """Return a format by its name.
+def find_format(wanted: str | Path, forms: Collection[Form]) -> Format:
+    """Return a format by its name, or that of a file by its suffix.
 
     Args:
-        name: the value of `--format`; empty for the default.
+        wanted: the value of `--format`, or the path of a file; empty for the default.
         forms: the forms of the result.
 
     Raises:
         UsageError: for an unknown format, or one that cannot show the result.
     """
     able = [known for known in RENDERERS.values() if known.takes in forms]
-    names = [known.name for known in able]
-    if not name or name in names:
-        return able[names.index(name) if name else 0]
-    known = name in RENDERERS
-    message = f"{name} is not possible here" if known else f"unknown format {name!r}"
-    raise UsageError(message, suggestion("" if known else name, names))
-
-
-def find_file_format(path: Path, forms: Collection[Form]) -> Format:
-    """Return the format of a file, by its suffix.
-
-    Raises:
-        UsageError: the suffix has no format that can show the result.
-    """
-    able = [known for known in RENDERERS.values() if known.takes in forms]
-    for known in able:
-        if path.suffix.lower() in known.suffixes:
-            return known
-    suffixes = dict.fromkeys(suffix for known in able for suffix in known.suffixes)
-    raise UsageError(
-        f"cannot tell the format of {path}: its suffix names none that is possible here",
-        suggestion(path.suffix.lower(), suffixes),
-    )
+    if not wanted:
+        return able[0]
+    if isinstance(wanted, str):
+        names, name = {known.name: known for known in able}, wanted
+        message = f"unknown format {wanted!r}"
+    else:  # of formats with one suffix, a file gets the first
+        names, name = {}, wanted.suffix.lower()
+        for known in able:
+            names |= {suffix: known for suffix in known.suffixes if suffix not in names}
+        message = f"cannot tell the format of {wanted}"
+    if name not in names:
+        near = "" if name in RENDERERS else name  # a known one is not misspelt
+        raise UsageError(f"{message}: not possible here", suggestion(near, names))
+    return names[name]

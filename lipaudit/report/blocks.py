@@ -160,12 +160,11 @@ class Heatmap:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts per bin, for one or several groups over the same bins."""
+    """The distribution of values, for one or several groups."""
 
     title: str
     x: Column
-    edges: tuple[float, ...]
-    counts: dict[str, tuple[float, ...]]
+    values: dict[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -355,9 +354,8 @@ def describe(block: Picture) -> str:
             text = f"{len(block.rows)} x {len(block.columns)} entries"
             text += f", largest {cells.format_value(max(known), block.column)}" if known else ""
         case Histogram():
-            low, high = (
-                cells.format_number(end, ".3g") for end in (block.edges[0], block.edges[-1])
-            )
+            pooled = [value for values in block.values.values() for value in values]
+            low, high = (cells.format_number(end, ".3g") for end in (min(pooled), max(pooled)))
             text = f"histogram of {cells.write_math(block.x.label)} from {low} to {high}"
         case Curve():
             names = ", ".join(series.label for series in block.series)

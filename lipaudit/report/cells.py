@@ -135,8 +135,8 @@ HEADINGS: Mapping[str, Column] = {
         ),
         Column(
             "share of the steepest direction",
-            "||v_t||^2 of token t, for a model without classes. Here v is the unit change of "
-            "the embeddings along which the output changes most. v converges later than the norm.",
+            "||v_t||^2 of token t, where the output changes most along the unit change v. "
+            "v converges later than the norm.",
             format=".1%",
             status="estimate",
         ),
@@ -149,46 +149,21 @@ HEADINGS: Mapping[str, Column] = {
         Column("new", "Value of the report compared with the first.", format=""),
         Column("baseline", "Value of the report to compare with.", format=""),
         Column("current", "Value of the judged report, on the shared samples.", format=""),
-        Column(
-            "change", "New against old: relative (%), in points (pp) or a difference.", format=""
-        ),
-        Column(
-            "paired",
-            "The tested change: each sample against itself. The median over samples; of rules "
-            "with `each` the geometric mean.",
-            format="",
-        ),
+        text_column("change", "New against old: relative (%), in points (pp) or a difference."),
+        text_column("paired", "The tested change: median over samples, for heads geometric mean."),
         text_column("limits", "Interval of the paired change, corrected for all rules."),
-        Column("95 % limits", "Interval of the paired change, for each figure alone.", format=""),
+        text_column("95 % limits", "Interval of the paired change, for each figure alone."),
         count_column("samples", "Number of shared samples."),
         text_column("outcome", "Of a ranking: best, behind the best or not distinguishable."),
         count_column("lost", "Samples that were right, robust or certified and no longer are."),
         count_column("gained", "Samples that are right, robust or certified and were not."),
-        Column(
-            "McNemar",
-            "p-value of the exact McNemar test: are as many lost as gained?",
-            format=".2g",
-            domain="",
-        ),
+        Column("McNemar", "Exact p-value of: as many lost as gained.", format=".2g", domain=""),
         text_column("became", "The sample's result in the first and in the other report."),
-        Column(
-            "p (Holm)",
-            "p-value that the head did not change (Student's t), corrected over all heads.",
-            format=".2g",
-            domain="",
-        ),
-        Column(
-            "stands",
-            "Whether the change is proven with Holm's correction over all heads (5 %).",
-            format="",
-        ),
+        Column("p (Holm)", "p-value of: no change, for all heads.", format=".2g", domain=""),
+        Column("stands", "Whether the change is proven, corrected over all heads.", format=""),
         # several models
         count_column("rank", "1 for the best model and all not distinguishable from it."),
-        Column(
-            "difference",
-            "Difference from the best model, sample by sample, with corrected 95 % limits.",
-            domain="",
-        ),
+        Column("difference", "Paired, from the best model, with corrected limits.", domain=""),
     )
 }
 """Columns of the tables of a page that belong to no section, by their headings."""

@@ -37,6 +37,7 @@ MOST_NAMED, LETTERS = 40, 14
 """Largest number of token labels at the axes of an attention map, and characters per label."""
 WIDTH, HEIGHT = 4.9, 3.3
 """Size of a chart in inches, if it does not depend on the data."""
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 STYLE: dict[Any, Any] = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
@@ -188,10 +189,19 @@ def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
         places = [*locator.tick_values(low, high)]
     places = [float(v) for v in places if low <= v <= high]
     share = column.format.endswith("%")
-    # 8 digits distinguish ticks that differ by 1e-6, and hide the rounding of 0.1 + 0.2.
-    labels = [cells.format_number(100 * v if share else v, ".8g") + "%" * share for v in places]
+    labels = [_write_tick(100 * v if share else v) + "%" * share for v in places]
     axis.set_ticks(places, labels=labels)
     axis.set_minor_locator(NullLocator())
+
+
+def _write_tick(value: float) -> str:
+    """Write 12.5 or 2×10⁷."""
+    # 8 digits distinguish ticks that differ by 1e-6, and hide the rounding of 0.1 + 0.2.
+    if value == 0 or 1e-4 <= abs(value) < 1e5:
+        return f"{value:.8g}"
+    digits, power = f"{value:.7e}".split("e")
+    start = "" if float(digits) == 1 else digits.rstrip("0").rstrip(".") + "×"
+    return f"{start}10{str(int(power)).translate(RAISED)}"
 
 
 def _name_ticks(axis: Any, names: Sequence[str], most: int) -> None:
@@ -267,16 +277,25 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
 
 
 def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
-    for index, (label, counts) in enumerate(block.counts.items()):
+    """Count values in bins that all groups share, logarithmic ones beyond a decade."""
+    import numpy as np
+
+    pooled = [value for values in block.values.values() for value in values]
+    low, high, most = min(pooled), max(pooled), 1
+    log = low > 0 and high > 10 * low
+    spread = np.geomspace if log else np.linspace
+    edges = spread(low, high, round(2 * len(pooled) ** (1 / 3)) + 1)  # Rice's rule
+    edges[0], edges[-1] = low, high  # geomspace may round its ends inwards
+    for index, (label, values) in enumerate(block.values.items()):
         colour, line = CATEGORIES[index % len(CATEGORIES)], LINES[index % len(LINES)]
-        axes.stairs(counts, block.edges, fill=True, alpha=0.3, color=colour, linewidth=0)
-        axes.stairs(counts, block.edges, label=visible(label), color=colour, linestyle=line)
-    log = block.edges[0] > 0 and block.edges[-1] > 10 * block.edges[0]
-    _set_axis(axes, "x", block.edges, block.x, log=log)
-    known = [n for counts in block.counts.values() for n in counts if 0 < n < EXTREME]
-    axes.set(ylabel="count", ylim=(0, 1.05 * max(known, default=0.0) or 1.0))
+        counts = np.histogram(values, edges)[0]
+        axes.stairs(counts, edges, fill=True, alpha=0.3, color=colour, linewidth=0)
+        axes.stairs(counts, edges, label=visible(label), color=colour, linestyle=line)
+        most = max(most, int(counts.max()))
+    _set_axis(axes, "x", (low, high), block.x, log=log)
+    axes.set(ylabel="count", ylim=(0, 1.05 * most))
     _set_ticks(axes.yaxis, Column("count", "", format="d"))
-    if len(block.counts) > 1:
+    if len(block.values) > 1:
         _set_legend(axes)
     return iter(())  # the axes name the figures
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
 from lipaudit.gate.rules import UNPROVEN, Judgement, Verdict, VerdictStatus, amount
@@ -20,8 +20,8 @@ from lipaudit.report.blocks import (
     list_notes,
     make_table,
 )
-from lipaudit.report.document import MORE, list_warnings, make_pages, open_several
-from lipaudit.report.opening import CHARACTERS, find_places, list_figures, open_page
+from lipaudit.report.document import list_warnings, make_pages, open_several
+from lipaudit.report.opening import find_places, list_figures, open_page
 from lipaudit.report.samples import list_names
 from lipaudit.report.sections import FIT, TOP, map_heads
 from lipaudit.tables import Column, Note, Report, model_labels
@@ -74,45 +74,35 @@ def make_comparison_page(
     for i, pair in enumerate(pairs):
         lead, of = (f"{pair.new}: ", f" ({pair.new})") if several else ("", "")
         counts.append(lead + _count_verdicts(pair))
+        # Conditions that differ, and the metrics that they exclude.
         refused: dict[str, list[str]] = {}
         for verdict in pair.verdicts:
             if verdict.reason:
                 refused.setdefault(verdict.reason, []).append(verdict.metric)
-        # Conditions that differ, and the metrics that they exclude.
         excluded = (f"not compared, {why}: {', '.join(names)}" for why, names in refused.items())
-        texts = (*pair.warnings, *excluded)
-        warnings += [Note(level="warning", code="differs", text=lead + text) for text in texts]
-        chapters += (
-            Chapter(f"{name}-{i + 1}" if several else name, title, blocks)
-            for name, title, blocks in (
-                (
-                    "change",
-                    f"What changed from {pair.old} to {pair.new}?",
-                    _show_figures(pair, short=short),
-                ),
-                (
-                    "samples",
-                    f"Which samples changed?{of}",
-                    _show_samples(pair, places, FEW if short else FIT),
-                ),
-                (
-                    "heads",
-                    f"Which heads changed?{of}",
-                    _show_heads(pair, FEW if short else TOP),
-                ),
-            )
-            if blocks
-        )
+        warnings += _make_notes("warning", (lead + text for text in (*pair.warnings, *excluded)))
+        figures = _show_figures(pair, short=short)
+        samples = _show_samples(pair, places, FEW if short else FIT)
+        heads = _show_heads(pair, FEW if short else TOP)
+        number = f"-{i + 1}" * several
+        for name, title, blocks in (
+            ("change", f"What changed from {pair.old} to {pair.new}?", figures),
+            ("samples", f"Which samples changed?{of}", samples),
+            ("heads", f"Which heads changed?{of}", heads),
+        ):
+            chapters += [Chapter(name + number, title, blocks)] if blocks else []
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
     old, *new = comparison.models
     facts = [("old", old), *(("new", name) for name in new), ("data", "; ".join(data))]
     worse = any(verdict.status == "regressed" for pair in pairs for verdict in pair.verdicts)
     answer = Paragraph(" ".join(counts), "broken" if worse else "answer")
-    whole = (open_page(answer, "", facts, warnings), *chapters)
-    end = Chapter("", "", (Paragraph(MORE),))
-    page = Document("", (*whole, end)) if short else make_pages(reports, whole)
+    page = make_pages(reports, [open_page(answer, "", facts, warnings), *chapters], short=short)
     which = f"{len(pairs)} models" if several else pairs[0].new
     return replace(page, title=f"lipaudit: {which} against {pairs[0].old}")
+
+
+def _make_notes(level: Literal["info", "warning"], texts: Iterable[str]) -> list[Note]:
+    return [Note(level=level, code="differs", text=text) for text in texts]
 
 
 def _count_verdicts(pair: Pair) -> str:
@@ -136,33 +126,24 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
     judged.sort(key=lambda verdict: FIRST.index(verdict.status))
     rows = judged[: 2 * FEW if short else None]
-    texts = [verdict.texts for verdict in rows]
-    cells: Cells = [
-        ("metric", [f"{verdict.metric} {verdict.name}".rstrip() for verdict in rows]),
-        ("verdict", [verdict.status for verdict in rows]),
-        ("old", [each["baseline"] or None for each in texts]),
-        ("new", [each["current"] or None for each in texts]),
-        ("change", [each["change"] or None for each in texts]),
-    ]
-    cells += (
-        ()
-        if short
-        else [
-            ("paired", [each["paired"] or None for each in texts]),
-            ("95 % limits", [verdict.texts["limits"] or None for verdict in rows]),
-            ("samples", [verdict.samples or None for verdict in rows]),
-        ]
-    )
+    names = ["metric", "verdict", "old", "new", "change"]
+    names += [] if short else ["paired", "95 % limits", "samples"]
     if not short and any(verdict.mcnemar is not None for verdict in rows):
-        cells.append(("lost", [verdict.lost for verdict in rows]))
-        cells.append(("gained", [verdict.gained for verdict in rows]))
-        cells.append(("McNemar", [verdict.mcnemar for verdict in rows]))
+        names += ["lost", "gained", "McNemar"]
+    table = []
+    for verdict in rows:
+        texts, numbers = verdict.texts, (verdict.lost, verdict.gained, verdict.mcnemar)
+        printed = [texts[name] or None for name in COLUMNS[:-1]]
+        metric = f"{verdict.metric} {verdict.name}".rstrip()
+        line = (metric, verdict.status, *printed, verdict.samples or None, *numbers)
+        table.append(line[: len(names)])
     moved = frozenset(i for i, v in enumerate(rows) if v.status in ("regressed", "improved"))
     title = f"The first {len(rows)} of {len(judged)}" if len(rows) < len(judged) else ""
-    blocks: list[Block] = [make_table(title, cells, strong=moved)] if rows else []
-    remarks = () if short else pair.notes
-    notes = (Note(level="info", code="differs", text=text) for text in remarks)
-    return [*blocks, *list_notes(notes)]
+    blocks: list[Block] = []
+    if rows:
+        cells = zip(names, zip(*table, strict=True), strict=True)
+        blocks.append(make_table(title, cells, strong=moved))
+    return [*blocks, *list_notes(_make_notes("info", () if short else pair.notes))]
 
 
 def _read_change(head: HeadChange) -> float | None:
@@ -350,8 +331,7 @@ def make_judgement_page(judgement: Judgement) -> Document:
         ("baseline", judgement.baseline + file),
         ("confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"),
     )
-    warnings = (Note(level="warning", code="spoils", text=text) for text in judgement.warnings)
-    opening = open_page(answer, "", facts, warnings)
+    opening = open_page(answer, "", facts, _make_notes("warning", judgement.warnings))
     chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
     ending = "failed" if judgement.exit_code else "passed"
     title = f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}"
@@ -404,16 +384,10 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
         more, blank = "more " * bool(listed), ("",) * len(COLUMNS)
         rows += [(status, rule, f"{n} {more}rows", *blank) for status, n in passed.items()]
     names = ("verdict", "rule", "row", *COLUMNS)
-    points = []
-    for v in verdicts:
-        if judgement.fails(v) or v.status == "inconclusive":
-            places = ((name[:CHARACTERS], judgement.places.get(name)) for name in v.moved)
-            moved = ", ".join(f"{name} ({place})" if place else name for name, place in places)
-            changed = f"; samples that changed most: {moved}" if moved else ""
-            points.append(("", f"{v.line}{changed}", ""))
-    points = points[:MOST]
+    told = [v for v in verdicts if judgement.fails(v) or v.status == "inconclusive"]
+    points = tuple(("", verdict.line, "") for verdict in told[:MOST])
     notes = tuple(("note", text, "") for text in judgement.notes)
-    blocks: list[Block] = [Points(tuple(points))] if points else []
+    blocks: list[Block] = [Points(points)] if points else []
     if rows:
         blocks.append(make_table("", zip(names, zip(*rows, strict=True), strict=True)))
     return [*blocks, *([Points(notes)] if notes else [])]

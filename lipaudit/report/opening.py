@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -282,41 +282,20 @@ NOISE = {
 def suggest_steps(report: Report) -> Iterator[tuple[str, str, str]]:
     """Yield steps and the command for each, the most urgent first, as points of a list."""
     known, model = summary(report), report.run.model.spec
-    codes = {warning.code for warning in known.warnings}
-    classes = bool(known.norms and known.norms.end == "logits")
-    attacked = report.section("attack")
-
-    def step(text: str, *words: str) -> tuple[str, str, str]:
-        return "", text, shlex.join(["lipaudit", *words])
-
+    noise = [NOISE[code] for code in NOISE if code in {each.code for each in known.warnings}]
+    steps: list[tuple[str, Sequence[str]]] = []
     if report.status != "complete":
         command = report.run.command.removesuffix(RESUME)
         yield "", "Measure the missing results.", f"{command}{RESUME}"
-    if codes & NOISE.keys():
-        advice = " ".join(text for code, text in NOISE.items() if code in codes)
-        yield step(advice, "audit", model, "--data", "DATA")
-    elif classes and not attacked:
+    if noise:
+        steps.append((" ".join(noise), ("audit", model, "--data", "DATA")))
+    elif known.norms and known.norms.end == "logits" and not report.section("attack"):
         text = "See what attacks achieve: no attack was run."
-        yield step(text, "attack", model, "--data", "LABELLED")
+        steps.append((text, ("attack", model, "--data", "LABELLED")))
     for sample in worst(report)[:1]:
-        name = name_sample(sample, find_places(report))
-        text = f"Look at the worst samples, first {name}."
-        yield step(text, "inspect", FILE, sample[:CHARACTERS])
-    data = [] if report.run.model.source == "demo" else ["--data", "TRAIN"]
-    # Training helps images, in the smallest L-inf ball in which attacks break them.
-    broken = [each for each in list_broken(known) if each.norm == "linf"]
-    if "size" in report.run.preprocess and broken:
-        right = f"{broken[0].share:.1%} of the samples stay right"
-        text = f"Train against attacks: at {broken[0].ball} only {right}."
-        options = ("--adversarial", "pgd", "--eps", broken[0].eps)
-        yield step(text, "train", model, *options, *data)
-    # A penalty is trained on classes: only models with logits or under attack have them.
-    fragile = known.fragile
-    trained = classes or (attacked and attacked.rows)
-    if fragile and fragile.k is not None and fragile.heads and trained:
-        text = "Train against fragile rows, then attack the result: fewer do not prove robustness."
-        k = ["--k", str(fragile.k)] if fragile.k else []
-        yield step(text, "train", model, "--penalty", "jasmin", *k, *data)
-    if report.status == "complete" and report.sections and not codes & NOISE.keys():
+        text = f"Look at the worst samples, first {name_sample(sample, find_places(report))}."
+        steps.append((text, ("inspect", FILE, sample[:CHARACTERS])))
+    if report.status == "complete" and report.sections and not noise:
         text = "Make CI fail if the next checkpoint is worse."
-        yield step(text, "gate", model, "--baseline", FILE)
+        steps.append((text, ("gate", model, "--baseline", FILE)))
+    yield from (("", text, shlex.join(["lipaudit", *words])) for text, words in steps)

@@ -148,11 +148,14 @@ SHADES = {"margin": "share of the gradient", "direction": "share of the steepest
 """Meaning of a token's shade, by the output of the Jacobian."""
 
 
-def show_samples(report: Report, names: Sequence[str]) -> tuple[list[Gallery], list[Passage]]:
+def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
     """Show samples that were kept: pictures and adversarial examples, and shaded tokens."""
-    places, items = report.read_origins("place"), []
-    section = report.section("attack")
-    examples = section.examples if section else {}
+    places, attack, jacobian = (
+        report.read_origins("place"),
+        *map(report.section, ("attack", "jacobian")),
+    )
+    items, blocks = list[Item](), list[Block]()
+    examples = attack.examples if attack else {}
     for name, example in ((name, examples[name]) for name in names if name in examples):
         trial = TrialKey.parse(example.trial)
         (true, predicted), before, after = example.classes, example.before, example.after
@@ -169,28 +172,25 @@ def show_samples(report: Report, names: Sequence[str]) -> tuple[list[Gallery], l
         lines += [f'the text became "{example.text}"'] if example.text else []
         kept = tuple(pair for pair in pictures if pair[1])
         items.append(Item(name_sample(name, places), kept, tuple(lines)))
-    text = DRAWN if any(item.pictures for item in items) else ""
-    section = report.section("jacobian")
-    gradients = section.gradients if section else {}
-    passages = []
+    if items:
+        text = DRAWN if any(item.pictures for item in items) else ""
+        blocks.append(Gallery(text, tuple(items)))
+    gradients = jacobian.gradients if jacobian else {}
     for name, gradient in ((name, gradients[name]) for name in names if name in gradients):
-        how = cells.HEADINGS[SHADES[gradient.of]], gradient.left_out, len(names) > 1
+        column, alone = cells.HEADINGS[SHADES[gradient.of]], len(names) == 1
+        if not alone and not any(isinstance(block, Passage) for block in blocks):
+            blocks.append(Paragraph(f"Their tokens with the largest {column.label}:"))
+        how = column, gradient.left_out, not alone
         title = name_sample(name, places)
-        passages.append(Passage(title, gradient.tokens, gradient.shares, *how))
-    return [Gallery(text, tuple(items))] if items else [], passages
+        blocks.append(Passage(title, gradient.tokens, gradient.shares, *how))
+    return blocks
 
 
 # The worst samples, and the page of one
 
 
-SHOWN = (
-    ("certify", "radius"),
-    ("jacobian", "norm"),
-    ("jacobian", "loss"),
-    ("jacobian", "margin"),
-    ("jacobian", "radius_first_order"),
-)
-"""Columns of the table of worst samples, by section."""
+SHOWN = {"certify": ("radius",), "jacobian": ("norm", "loss", "margin", "radius_first_order")}
+"""Columns of the table of worst samples."""
 
 
 def show_worst(report: Report) -> tuple[Block, ...]:
@@ -200,20 +200,14 @@ def show_worst(report: Report) -> tuple[Block, ...]:
         fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         # The largest radii come first, so the last entry of each norm remains.
         smallest.append(", ".join({ball.norm: ball.ball for ball in fallen}.values()) or None)
-    figures = [f for f in list_columns(report) if (f.section, f.name) in SHOWN]
+    figures = (each for each in list_columns(report) if each.name in SHOWN.get(each.section, ()))
     columns = [
         *list_names(names, find_places(report)),
         ("broken", smallest),
         *((figure.column, [figure.values.get(name) for name in names]) for figure in figures),
     ]
-    galleries, passages = show_samples(report, names)
-    about = f"Their tokens with the largest {passages[0].column.label}:" if passages else ""
-    return (
-        make_table("The worst samples, the least robust first", columns),
-        *galleries,
-        *([Paragraph(about)] if about else []),
-        *passages,
-    )
+    table = make_table("The worst samples, the least robust first", columns)
+    return table, *show_samples(report, names)
 
 
 def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
@@ -239,10 +233,8 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
                 names = ("figure", "value", "all", "from the worst")
                 table = make_table("", zip(names, zip(*rows, strict=True), strict=True))
                 chapters.append(Chapter(section.measure, name_chapter(section), (table,)))
-        galleries, passages = show_samples(report, [sample])
-        if galleries or passages:
-            title = "What does the sample look like?"
-            chapters.append(Chapter("pictures", title, (*galleries, *passages)))
+        if pictures := show_samples(report, [sample]):
+            chapters.append(Chapter("pictures", "What does the sample look like?", pictures))
         found = {name: report.read_origins(name).get(sample, "") for name in ("place", "text")}
         facts = {"sample": sample} | {name: text for name, text in found.items() if text}
         what = f"sample {sample[:CHARACTERS]}"

@@ -6,8 +6,6 @@ of their models.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -17,6 +15,7 @@ from typing import Any
 from lipaudit.measures import layouts
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
+    EXTREME,
     Block,
     Curve,
     Heatmap,
@@ -202,32 +201,15 @@ def map_column(sections: Sections, name: str) -> Iterator[Heatmap]:
 
 
 def count_samples(sections: Sections, name: str) -> Iterator[Histogram]:
-    """Count the samples by a per-sample column; bins are common to all reports.
-
-    Bins are logarithmic if they span more than a decade.
-    """
+    """Collect the values of a per-sample column, unless they are all equal."""
     values = {
-        label or "samples": finite(section.samples[name])
+        label or "samples": tuple(v for v in finite(section.samples[name]) if abs(v) < EXTREME)
         for label, section in sections.items()
         if name in section.samples
     }
-    pooled = [value for known in values.values() for value in known]
-    low, high = min(pooled, default=0.0), max(pooled, default=0.0)
-    if low == high:
-        return
-    count = round(2 * len(pooled) ** (1 / 3))  # Rice's rule
-    shares = [i / count for i in range(1, count)]
-    if low > 0 and high > 10 * low:
-        inner = [low ** (1 - share) * high**share for share in shares]
-    else:
-        inner = [low * (1 - share) + high * share for share in shares]
-    counts = {}
-    for label, known in values.items():  # a value at an edge is in the bin above it
-        found = Counter(bisect_right(inner, value) for value in known)
-        counts[label] = tuple(float(found[i]) for i in range(count))
-    column = next(iter(sections.values())).sample_column(name)
-    title = f"{cells.write_math(column.label)} per sample"
-    yield Histogram(title, column, (low, *inner, high), counts)
+    if len({value for known in values.values() for value in known}) > 1:
+        column = next(iter(sections.values())).sample_column(name)
+        yield Histogram(f"{cells.write_math(column.label)} per sample", column, values)
 
 
 # Rows, named by head, by radius and by model

@@ -182,23 +182,18 @@ def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
 
 ATTACKS: Mapping[str, str] = {
     "fgsm": "One step of size eps along the sign of the gradient (Goodfellow et al. 2015).",
-    "pgd": "Projected gradient steps from a random start (Madry et al. 2018); the iterate closest "
-    "to success counts.",
+    "pgd": "Projected gradient steps from a random start (Madry et al. 2018).",
     "apgd-ce": "PGD with automatic step sizes on the cross-entropy (Croce and Hein 2020).",
-    "apgd-dlr": "PGD with automatic step sizes on the difference of logits ratio, which does not "
-    "depend on the scale of the logits.",
+    "apgd-dlr": "APGD on the difference of logits ratio, which ignores the scale of the logits.",
     "apgd-t": "APGD on the difference of logits ratio, towards one other class after the other.",
     "fab-t": "Searches the nearest point of one class after the other (Croce and Hein 2020).",
-    "square": "Changes random squares of the picture and keeps what helps; needs no gradient "
-    "(Andriushchenko et al. 2020).",
+    "square": "Random squares, without a gradient (Andriushchenko et al. 2020).",
     "words": "Replaces words of a text, at most eps of them.",
     "characters": "Changes characters of a text, at most eps of them.",
     "autoattack": "The preset standard.",
-    "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square, each on the samples that are not "
-    "broken yet (Croce and Hein 2020).",
+    "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square (Croce and Hein 2020).",
     "quick": "apgd-ce and apgd-t with 20 steps and 3 targets: a weaker, faster AutoAttack.",
-    "paper": "The attacks of Yudin et al. 2025: fgsm and pgd at 2/255 and 4/255, AutoAttack at "
-    "2/255.",
+    "paper": "As Yudin et al. 2025: fgsm and pgd at 2/255 and 4/255, AutoAttack at 2/255.",
     "custom": "Your own list of attacks, for example custom:apgd-ce,square.",
     "clean": "No attack: accuracy on the samples as they are.",
     "worst": "All attacks with this radius together: a sample is robust if no attack broke it.",
@@ -219,10 +214,8 @@ CERTIFICATES: Mapping[str, str] = {
     "broken": "An attack found a misclassified input in the ball.",
     "certified": "Proven: every input of the ball is classified correctly.",
     "undecided": "No attack broke the sample and no proof succeeded; see the column why.",
-    "bound": "Why a sample is undecided: the bounds of the ball are too loose, and the model "
-    "has no ReLU that branch and bound could split.",
-    "signs": "Why a sample is undecided: the bounds are too loose even after branch and "
-    "bound fixed the signs of all ReLUs.",
+    "bound": "Why a sample is undecided: loose bounds, and no ReLU to split by branch and bound.",
+    "signs": "Why a sample is undecided: loose bounds, although all signs of ReLUs are fixed.",
     "nodes": "Why a sample is undecided: branch and bound reached its limit --nodes.",
     "seconds": "Why a sample is undecided: the time limit --seconds ended the proof.",
     "unbounded": "Why a sample is undecided: the bounds overflowed; the ball is too large.",
@@ -243,8 +236,7 @@ VERDICTS: Mapping[str, str] = {
     "improved": "Better than the baseline by more than the limit of the rule, beyond chance.",
     "pass": "Statistically shown to be no worse than the limit allows.",
     "pass (not proven)": "Within the limit, but chance may hide a regression. --strict fails it.",
-    "inconclusive": "Chance may explain the change: its 95 % interval contains the limit of the "
-    "rule (in a comparison: zero). Measure more samples. With --strict this fails.",
+    "inconclusive": "Chance may explain the change: measure more samples. --strict fails it.",
     "regressed": "Worse than the limit allows, beyond chance: the gate fails (exit code 1).",
     "not comparable": "The two reports were measured in different ways (exit code 5).",
     "error": "The current figures are unfinished, not finite or not converged (exit code 3).",
@@ -256,31 +248,24 @@ WORDS: Mapping[str, str] = {
     "in the ball": "The figure holds for every input within the radius around a sample.",
     "all inputs, every ||x_i|| <= R": "Holds for every input of as many tokens of norm at most R.",
     "scorecard": "The main results of a report on one screen. `--details` prints all sections.",
-    "clean accuracy": "Share of the samples that are classified correctly without any attack. "
-    "CI is the 95 % confidence interval for samples like these (Wilson 1927).",
+    "clean accuracy": "Share of samples that are right without attack. CI: 95 % (Wilson 1927).",
     "robust accuracy": "Share of the samples that stay correct under all attacks of this radius.",
     "certified accuracy": "Share of the samples proven correct for every input of the ball.",
-    "certified radius": "Radius around a sample in which its class is proven not to change. "
-    "Shown: the median over correct samples with a 95 % interval (sign test).",
-    "model sensitivity": "Jacobian norm ||J||: how much a small change of a sample can grow in "
-    "the model's output.",
+    "certified radius": "Median radius in which the class is proven not to change.",
+    "model sensitivity": "||J||: how much a small change of a sample can grow in the output.",
     "steepest attention head": "The head with the largest exact norm ||J|| (median of samples).",
-    "fragile attention rows": "Share of attention rows that are neither flat nor one-hot, mean "
-    "over the heads: softmax reacts most there. Training with --penalty jasmin lowers it.",
+    "fragile attention rows": "Share of rows neither flat nor one-hot, where softmax reacts most.",
     "tightest bound": "The bound closest to the exact norm: bound / exact at the median head.",
     "certified bound": "The tightest bound that holds on a whole set of inputs.",
     "accuracy": "Share of the samples that are classified correctly.",
     "confidence": "The probability that the gate raises no false alarm over all rules together.",
-    "best": "The model with the highest robust accuracy, else certified accuracy, else the "
-    "lowest median Jacobian norm. Others may not be distinguishable from it.",
+    "best": "The first model of a ranking. Others may not be distinguishable from it.",
     "not distinguishable": "The limits of the difference contain 0, which proves no equality.",
     "behind": "The paired samples show that the model is worse than the best.",
     "not measured": "The model has no value for the metric of the ranking.",
-    "detectable": "The smallest paired change that would have been called a regression.",
     "too few samples": "With so few samples, the 95 % interval of the change is infinite.",
     "pp": "Percentage points: the difference of two shares. From 50 % to 40 % are -10pp.",
-    "exit code": "0: fine. 1: regression. 2: usage. 3: internal or evaluation error. 4: model or "
-    "data. 5: baseline. 6: not proven (--strict). 7: time limit. 130: interrupted.",
+    "exit code": "0 good, 1 regression, 2 usage, 3 error, 4 data, 5 baseline, 6 unproven, 7 time.",
     "weights": "How many parameters the model has, and a hash of their values.",
     "data": "Source and number of the samples, and a hash of their list.",
     "commit": "The commit of a repository on the Hugging Face Hub.",
@@ -291,29 +276,23 @@ WORDS: Mapping[str, str] = {
     "partial": "The run was cut short, so some results are missing.",
     "preprocessing": "How samples were scaled and cut before the model.",
     "versions": "The programs that computed the figures.",
-    "shard": "One part of a run that was measured separately (--shard); lipaudit merge joins the "
-    "parts.",
+    "shard": "One part of a run, measured separately (--shard); lipaudit merge joins the parts.",
     "LAYER.HEAD": "A head: index of the attention layer and of the head, both counted from 0.",
 }
 """Words of facts, notes and the scorecard."""
 
 FIELDS: Mapping[str, str] = {
     "ids": "Ids of the samples: a hash of values and label.",
-    "affine": "A kind of head: queries, keys and values are affine functions of the input, "
-    "so the closed form applies.",
-    "local": "A kind of head: queries, keys or values are not affine in the input. Bounds "
-    "use their derivative at the samples.",
+    "affine": "A kind of head: q, k and v are affine in the input, so the closed form applies.",
+    "local": "A kind of head: q, k or v are not affine, so bounds use their derivatives at X.",
     "numerical": "A kind of head: its norm is computed numerically, and it has no bounds.",
     "one input": "The norm is with respect to X, which queries, keys and values all read.",
-    "queries apart": "The norm is with respect to the input of the queries and that of keys and "
-    "values, varied independently.",
-    "keys and values": "Only keys and values depend on the input of the head. "
-    "Its queries are learned constants.",
+    "queries apart": "The norm is for two inputs, that of queries and that of keys and values.",
+    "keys and values": "Only keys and values depend on the input; queries are learned.",
     "module input": "The norm is with respect to all inputs of the module around the layer.",
     "dense": "A method: the whole Jacobian was computed and decomposed (SVD).",
     "lanczos": "A method: iterations with Jacobian products, which approach the norm from below.",
     "max_steps": "Largest number of Lanczos steps for one norm.",
-    "logical_chunk": "Number of samples that share one random stream of an attack, for any "
-    "batch size.",
+    "logical_chunk": "Number of samples that share one random stream of an attack.",
 }
 """Kinds and methods of norms, and settings in the JSON."""

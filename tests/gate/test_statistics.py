@@ -180,7 +180,8 @@ def test_p_and_limits_say_the_same_of_the_bootstrap(seed, level):
 
 def test_holm_by_hand():
     # Sorted: .01 x 4 = .04, .02 x 3 = .06, .03 x 2 = .06, .04 x 1 = .04 -> running .06.
-    adjusted, levels = correct_by_holm([0.03, 0.01, 0.04, 0.02], 0.05)
+    p_values = dict(enumerate([0.03, 0.01, 0.04, 0.02]))
+    adjusted, levels = zip(*map(correct_by_holm(p_values, 0.05).get, p_values), strict=True)
     assert adjusted == pytest.approx([0.06, 0.04, 0.06, 0.06])
     # The first falls at .05/4, the second stands at .05/3 and with it all later ones.
     assert levels == pytest.approx([0.05 / 3, 0.05 / 4, 0.05 / 3, 0.05 / 3])
@@ -189,7 +190,8 @@ def test_holm_by_hand():
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=200)
 def test_holm_decides_alike_by_adjusted_p_and_by_level(p_values):
-    adjusted, levels = correct_by_holm(p_values, 0.05)
+    found = correct_by_holm(dict(enumerate(p_values)), 0.05)
+    adjusted, levels = zip(*(found[i] for i in range(len(p_values))), strict=True)
     ranked = sorted(range(len(p_values)), key=p_values.__getitem__)
     running = 0.0
     for rank, i in enumerate(ranked):

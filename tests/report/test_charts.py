@@ -33,11 +33,10 @@ BLOCKS = [
     heatmap(2, 3),
     Heatmap("empty map", ((None, float("nan")),), ("0",), ("0", "1"), X),
     Heatmap("infinite map", ((float("-inf"), 1.0),), ("0",), ("0", "1"), X),
-    Histogram("one", X, (0.0, 1.0, 2.0), {"": (1.0, 2.0)}),
-    Histogram("two", X, (1.0, 10.0, 100.0), {HOSTILE: (1.0, 2.0), "b": (0.0, 0.0)}),
+    Histogram("one", X, {"": (1.0, 2.0, 2.0)}),
+    Histogram("two", X, {HOSTILE: (1.0, 20.0, 100.0), "b": ()}),
     scatter("points", X, X, Series(HOSTILE, (1.0, 2.0), (3.0, 4e5))),
     scatter("one point", X, X, Series("a", (1.0,), (1.0,))),
-    Histogram("damaged", X, (1.0, 2.0, 3.0, 4.0), {"": (float("nan"), float("inf"), 3.0)}),
     heatmap(1, 2, title="huge map", values=((1e308, -1e308),), centre=0.0),
     scatter("huge", X, X, Series("a", (1.0, 1e300), (1e-300, 2.0))),
     Curve("plane", X, X, (Series("a", (-1.0, 2.0), (3.0, 0.0)),)),
@@ -162,9 +161,14 @@ def test_titles_say_the_figures(block, said):
 
 def read_ticks(element: str) -> list[tuple[float, float]]:
     """Return the figure and the height of every tick of the vertical axis."""
-    ends = r'<text style="[^"]*text-anchor: end[^"]*" x="[\d.]+" y="([\d.]+)">([\d.e-]+)</text>'
+    ends = r'<text style="[^"]*text-anchor: end[^"]*" x="[\d.]+" y="([\d.]+)">([^<]+)</text>'
     below = 3.42  # the baseline of a number lies below its tick
-    return [(float(said), float(y) - below) for y, said in re.findall(ends, element)]
+    figures = [
+        (re.sub(r"(?:(.+)×)?10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)", lambda m: f"{m[1] or 1}e{m[2]}", said), y)
+        for y, said in re.findall(ends, element)
+    ]
+    lowered = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+    return [(float(said.translate(lowered)), float(y) - below) for said, y in figures]
 
 
 @pytest.mark.parametrize("log", [True, False])

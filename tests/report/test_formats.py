@@ -11,7 +11,7 @@ from lipaudit.report import (
     RENDERERS,
     REPORT,
     Format,
-    find_file_format,
+    find_format,
     render,
 )
 from lipaudit.report.judgements import COLUMNS
@@ -73,7 +73,7 @@ def test_what_each_format_shows_and_how_its_files_are_called():
         ("a.md", REPORT, "markdown"),
         ("a.json", JUDGEMENT, "json"),
     ):
-        assert find_file_format(Path(name), forms).name == format
+        assert find_format(Path(name), forms).name == format
 
 
 @pytest.mark.parametrize("name", [n for n, f in RENDERERS.items() if f.takes not in REPORT])

@@ -93,7 +93,7 @@ def test_several_models_show_their_rows_side_by_side(report, other):
             "interme", "Attenti",
         ]  # fmt: skip
     (counted,) = _of_pair(report, other, "jacobian", Histogram)
-    assert list(counted.counts) == names
+    assert list(counted.values) == names
 
 
 def _of_pair(report, other, measure, kind):

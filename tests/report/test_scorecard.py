@@ -1,7 +1,7 @@
 """The scorecard: what it says is what the sections say, and every format draws it."""
 
 from math import log10
-from shlex import quote, split
+from shlex import split
 from statistics import median
 from typing import get_args
 
@@ -29,10 +29,6 @@ def steps(report) -> dict[str, str]:
     page = of_reports(report).page()
     chapters = [chapter for chapter in page.chapters if chapter.name == "next-steps"]
     return {command: text for c in chapters for _, text, command in c.blocks[0].points}
-
-
-def trainings(report) -> list[str]:
-    return [command for command in steps(report) if " train " in command]
 
 
 def with_rows(report, measure, **changes):
@@ -142,37 +138,6 @@ def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
     section = layouts()["attention"].section(settings={"k": 10}, rows=(row,))
     fragile = summary(keep(report, section)).fragile
     assert (fragile.share, fragile.heads, fragile.of, fragile.k) == (0.2, 0, 1, k)
-
-
-def test_the_command_that_lowers_the_share_of_fragile_rows(report):
-    demo = report.run.model.model_copy(update={"spec": "demo", "source": "demo"})
-    run = report.run.model_copy(update={"model": demo})
-    heads = keep(report, report.section("attention"), report.section("jacobian"))
-    trained = trainings(heads.model_copy(update={"run": run}))
-    assert trained == ["lipaudit train demo --penalty jasmin"]
-    assert trainings(heads)[0].endswith("--penalty jasmin --data TRAIN")
-    for share in (0.01, 0.3):  # nothing to pull; no head with more than half
-        assert trainings(with_rows(heads, "attention", intermediate=share)) == []
-    rows = tuple(row.replace(to="features") for row in report.section("jacobian").rows)
-    features = report.section("jacobian").model_copy(update={"rows": rows})
-    assert trainings(keep(report, report.section("attention"), features)) == []
-
-
-def test_what_attacks_are_shown_to_break_comes_with_the_training_against_them(report):
-    attack = keep(report, report.section("attack"))
-    clean = summary(attack).accuracy[0]
-    for robust, known in ((3, True), (23, False)):
-        low, high = wilson(robust, 24)
-        changed = {"robust": robust / 24, "robust_low": low, "robust_high": high}
-        shown = with_rows(attack, "attack", **changed)
-        assert (high < clean.low) == known
-        asked = f"lipaudit train {quote(report.run.model.spec)} --adversarial pgd --eps 2/255"
-        assert trainings(shown) == ([f"{asked} --data TRAIN"] if known else [])
-        if known:
-            aim = "Train against attacks: at linf 2/255 only 12.5% of the samples stay right."
-            assert steps(shown)[trainings(shown)[0]] == aim
-        run = report.run.model_copy(update={"preprocess": {}})
-        assert trainings(shown.model_copy(update={"run": run})) == []
 
 
 @pytest.mark.parametrize("samples", [2, 19, 20])

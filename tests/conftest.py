@@ -33,6 +33,14 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture(scope="module")
+def blank_charts():
+    """Leave the charts of pages blank, which tests of reports draw: each takes 0.2 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lipaudit.report.html.draw_svg", lambda _block: "<svg></svg>")
+        yield
+
+
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "rounding: compares long computations; .ci/run repeats it on plain CPU kernels"

@@ -19,6 +19,8 @@ from lipaudit.models.sources.inputs import read_lexicon
 from lipaudit.models.sources.loading import load_net
 from tests.commands import invoke, refuse
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]
 
 

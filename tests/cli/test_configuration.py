@@ -8,6 +8,8 @@ from click.testing import Result
 
 from tests.commands import invoke
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 BASE = """
 [tool.lipaudit]
 seed = 7

@@ -1,6 +1,7 @@
 """Every command and option that a text, a page or a help names can be typed."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def flags(command) -> set[str]:
 
 
 ROOT = get_command(app)
+FLAGS = flags(ROOT)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs", "lipaudit"])
@@ -49,6 +51,7 @@ def test_every_command_that_is_named_exists_and_has_the_options_beside_it(name):
     assert found > 5
 
 
+@functools.cache
 def list_texts() -> list[tuple[str, str]]:
     """Return every text of the package, with f-strings cut where values go in."""
     texts = []
@@ -66,27 +69,31 @@ OTHERS = {"--help", "--directory", "--digits", "--width", "--no-", "--repo-type"
 def test_every_option_that_a_text_names_is_one():
     long = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
     texts = [(flag, name) for name, text in list_texts() for flag in long.findall(text)]
-    assert {each for each in texts if each[0] not in flags(ROOT) | OTHERS} == set()
+    assert {each for each in texts if each[0] not in FLAGS | OTHERS} == set()
 
 
 def test_every_value_that_a_text_names_is_taken():
-    groups = [*option_types().values(), Recipe, RunOptions, AuditOptions]
+    groups = {g: g.options() for g in (*option_types().values(), Recipe, RunOptions, AuditOptions)}
     pattern = r"(--[a-z][a-z-]+)[ =]([a-z0-9][^\s)'\"|;]*)"
     tried = 0
     for name, text in list_texts():
         for flag, value in re.findall(pattern, text):
             value = value.rstrip(".,:")
-            owners = [g for g in groups if any(flag in o.flags for o in g.options().values())]
+            owners = [
+                (group, field)
+                for group, options in groups.items()
+                for field, option in options.items()
+                if flag in option.flags
+            ]
             if not owners or not re.fullmatch(r"[\d.,/-]+|[a-z-]+(,[a-z-]+)+|[a-z_]+=\w+", value):
                 continue
-            results = [takes(group, flag, value) for group in owners]
+            results = [takes(group, field, value) for group, field in owners]
             assert any(results), f"{name}: {flag} {value}"
             tried += 1
     assert tried >= 5
 
 
-def takes(group, flag: str, value: str) -> bool:
-    field = next(n for n, o in group.options().items() if flag in o.flags)
+def takes(group, field: str, value: str) -> bool:
     least = {"eps": "2/255"} if "logical_chunk" in group.model_fields and field != "eps" else {}
     try:
         group.parse(least | {field: value})

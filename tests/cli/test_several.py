@@ -4,7 +4,6 @@ import csv
 import gc
 import json
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,10 @@ from PIL import Image
 import lipaudit
 from lipaudit import api
 from lipaudit.errors import EvaluationError
-from lipaudit.report import RENDERERS
 from lipaudit.schema import load
 from tests.commands import break_measure, invoke, refuse
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
 THREE = ("demo", "demo:jasmin", "demo:robust")
 PLACES = ("1-demo", "2-demo-jasmin", "3-demo-robust")
 
@@ -33,18 +32,6 @@ def _own_garbage():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture
-def pages():
-    """Pages are drawn, which takes a second each; other tests leave them blank."""
-
-
-@pytest.fixture(autouse=True)
-def _blank_pages(request, monkeypatch):
-    if "pages" not in request.fixturenames:
-        blank = replace(RENDERERS["html"], render=lambda _: b"")
-        monkeypatch.setitem(RENDERERS, "html", blank)
 
 
 def audit(*args: str, models=THREE, code: int | None = 0):
@@ -100,7 +87,7 @@ def test_one_model_is_in_memory_at_a_time(monkeypatch):
     assert alive == [0] * 6
 
 
-def test_where_one_model_fails_the_others_go_on(pages, monkeypatch):
+def test_where_one_model_fails_the_others_go_on(monkeypatch):
     break_measure(monkeypatch, "jacobian", EvaluationError("values are not finite"), "demo:jasmin")
     done = audit(
         "-n", "2", "--only", "jacobian,attention", "--run-dir", "run", "-o", "all.md", code=3

@@ -32,7 +32,6 @@ def asked(tmp_path, monkeypatch):
     recipe = fashion.SCRATCH.model_copy(update={"epochs": 1})
     monkeypatch.setattr(fashion, "SCRATCH", recipe)
     monkeypatch.setattr(fashion, "ON", {})
-    monkeypatch.setattr(fashion, "SIZE", fashion.SIZE | {"patch_size": 14, "depth": 1})
     given = (str(tmp_path / "results"), "--data", str(tmp_path), "--seeds", "1", *FEW)
     return entry.options_of(fashion, "study_fashion", given)
 

@@ -1,6 +1,6 @@
 """Runs tutorials and guides, and writes what their commands print into them.
 
-    python tests/tutorials.py docs/guide/gate.md docs/guide/bounds.md ...
+    python -m tests.tutorials docs/guide/gate.md docs/guide/bounds.md ...
 
 A block with a title is a file of that name; a pyproject.toml is installed. A console block is a
 command behind each $, over several lines where they end in a backslash, and what it prints to
@@ -14,12 +14,12 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import app
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -134,14 +135,11 @@ def _run(command: str) -> str:
 
 
 def _run_apart(args: list[str]) -> str:
-    paths = os.pathsep.join([".", str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "lipaudit", *args],
-        env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    here = Path.cwd()
+    before = partial(processes.installed, here)
+    done = processes.completed(*args, cwd=here, env={"COLUMNS": "80"}, before=before)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _shortened(printed: str, shown: str) -> str:

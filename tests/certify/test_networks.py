@@ -1,4 +1,4 @@
-"""Whole networks: margins against points, corners and attacks; passes that skip what none reads."""
+"""Whole networks: margins against points, corners and attacks; passes that skip unread rows."""
 
 import functools
 import math

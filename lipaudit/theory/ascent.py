@@ -60,11 +60,16 @@ def climb(
     tensor([[3., 3.]])
     """
     place = measure_heights(heights, x)
-    memory = _Memory()
     idle = torch.zeros_like(place.height)
+    pairs: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(steps):
-        last, place = place, _step(heights, place, memory.direction(place.slope), idle < _PATIENCE)
-        memory.keep(last, place)
+        move = _turn_uphill(place.slope, pairs)
+        last, place = place, _step(heights, place, move, idle < _PATIENCE)
+        # Steps, and how the slope fell along each; rows in which it did not fall are ignored.
+        step, fall = place.x - last.x, last.slope - place.slope
+        bend = _dot(step, fall)
+        firm = bend > 1e-12 * step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
+        pairs = [*pairs[1 - _MEMORY :], (step, fall, torch.where(firm, 1 / bend, 0.0))]
         gained = place.height - last.height > gain * place.height.abs()
         idle = torch.where(gained, 0.0, idle + 1)
         if bool((idle >= _PATIENCE).all()):
@@ -99,39 +104,25 @@ def _step(heights: Heights, place: Summit, move: Tensor, active: Tensor) -> Summ
     return place
 
 
-class _Memory:
-    """The last steps and how the slope fell along each: the inverse Hessian of L-BFGS."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def keep(self, last: Summit, place: Summit) -> None:
-        """Add a step; rows in which the slope did not fall are ignored."""
-        step, fall = place.x - last.x, last.slope - place.slope
-        bend = _dot(step, fall)
-        firm = bend > 1e-12 * step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
-        weight = torch.where(firm, 1 / bend, 0.0)
-        self.pairs = [*self.pairs[1 - _MEMORY :], (step, fall, weight)]
-
-    def direction(self, slope: Tensor) -> Tensor:
-        """Return the direction; no row moves by more than 1."""
-        move, shares = slope, []
-        for step, fall, weight in reversed(self.pairs):
-            shares.append(weight * _dot(step, move))
-            move = move - shares[-1] * fall
-        # The length scale is that of the last step; of a first one by convention.
-        tiny = torch.finfo(slope.dtype).tiny
-        steepness = slope.norm(dim=1, keepdim=True).clamp_min(tiny)
-        size = _FIRST / steepness
-        if self.pairs:
-            _, fall, weight = self.pairs[-1]
-            last = 1 / (weight * _dot(fall, fall)).clamp_min(tiny)
-            size = torch.where(weight > 0, last, size)
-        move = size * move
-        for (step, fall, weight), share in zip(self.pairs, reversed(shares), strict=True):
-            move = move + (share - weight * _dot(fall, move)) * step
-        move = torch.where(_dot(move, slope) > 0, move, _FIRST * (slope / steepness))
-        return move / move.norm(dim=1, keepdim=True).clamp_min(1.0)
+def _turn_uphill(slope: Tensor, pairs: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Return the direction of L-BFGS after these steps; no row moves by more than 1."""
+    move, shares = slope, []
+    for step, fall, weight in reversed(pairs):
+        shares.append(weight * _dot(step, move))
+        move = move - shares[-1] * fall
+    # The length scale is that of the last step; of a first one by convention.
+    tiny = torch.finfo(slope.dtype).tiny
+    steepness = slope.norm(dim=1, keepdim=True).clamp_min(tiny)
+    size = _FIRST / steepness
+    if pairs:
+        _, fall, weight = pairs[-1]
+        last = 1 / (weight * _dot(fall, fall)).clamp_min(tiny)
+        size = torch.where(weight > 0, last, size)
+    move = size * move
+    for (step, fall, weight), share in zip(pairs, reversed(shares), strict=True):
+        move = move + (share - weight * _dot(fall, move)) * step
+    move = torch.where(_dot(move, slope) > 0, move, _FIRST * (slope / steepness))
+    return move / move.norm(dim=1, keepdim=True).clamp_min(1.0)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

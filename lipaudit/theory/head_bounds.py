@@ -102,13 +102,12 @@ def _compute(bound: Bound, known: Ingredients) -> Tensor:
         values = known.once(bound.compute)
         fits = isinstance(values, Tensor) and values.shape == shape
         if not fits or not values.is_floating_point():
-            is_now = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise TypeError(
-                f"returned {is_now}, not floats of shape {tuple(shape)} (batch, heads)"
-            )
+            found = getattr(values, "shape", type(values).__name__)
+            raise TypeError(f"returned {found}, not floats of shape {tuple(shape)} (batch, heads)")
     except Exception as error:
-        file = isinstance(error, OSError)  # of the plug-in's own
-        if isinstance(error, LipauditError) or (of_machine(error) and not file):
+        # An OSError is about a file of the plug-in's own.
+        machine = of_machine(error) and not isinstance(error, OSError)
+        if isinstance(error, LipauditError) or machine:
             raise
         reason = f"{type(error).__name__}: {error}"
         raise EvaluationError(f"the bound {bound.name} failed: {reason}", bound.remedy) from error

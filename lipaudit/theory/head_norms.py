@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -135,33 +136,30 @@ def layer_norms(
     tensor([1.4142], dtype=torch.float64)
     """
     rule = {"tol": tol, "max_steps": max_steps, "within": within}
-    parts: dict[bool, list[Norms]] = {before: [] for before in (True, False)}
+    before: list[Norms] = []
+    after: list[Norms] = []
     together = len(heads.row_blocks()) == 1
     for some in [heads] if together else [heads.row(b) for b in range(len(heads.q))]:
         unit, size = unit_values(some)
-        for before in (True, False):
-            if before and (concat or heads.out is None):
-                # All values have size about one: each head keeps its size relative to the largest.
-                wo, gains, length = None, size / size.amax(), float(size.amax())
-            elif not before and heads.out is not None:
-                wo = heads.out.double() * size.to(heads.out.device)[:, None, None]
-                exponent = torch.frexp(wo.abs().amax().cpu()).exponent
-                wo, gains, length = shift_exponent(wo, -exponent), size, 2.0 ** int(exponent)
-            else:
-                continue
+        cases: list[tuple[list[Norms], Tensor | None, Tensor, float]] = []
+        if concat or heads.out is None:
+            # All values have size about one: each head keeps its size relative to the largest.
+            cases.append((before, None, size / size.amax(), float(size.amax())))
+        if heads.out is not None:
+            wo = heads.out.double() * size.to(heads.out.device)[:, None, None]
+            exponent = torch.frexp(wo.abs().amax().cpu()).exponent
+            cases.append((after, shift_exponent(wo, -exponent), size, 2.0 ** int(exponent)))
+        for found, out, gains, length in cases:
 
-            def double(
-                some: Heads = some, wo: Tensor | None = wo, gains: Tensor = gains
-            ) -> products.LayerProducts:
-                return products.layer_products(unit_values(some.to(torch.float64))[0], wo, gains)
+            def double(some: Heads = some, end: Any = (out, gains)) -> products.LayerProducts:
+                return products.layer_products(unit_values(some.to(torch.float64))[0], *end)
 
-            family = products.layer_products(unit, wo, gains)
+            family = products.layer_products(unit, out, gains)
             start = _draw_starts(some, seeds, family.channels)
             norms = norms_in_double(family, double, start, products.layer_guess(family), **rule)
-            parts[before].append(norms.times(length))
+            found.append(norms.times(length))
     rows = (len(heads.q),)
-    concat_norms, out = (_join_norms(each, rows) if each else None for each in parts.values())
-    return LayerNorms(concat_norms, out)
+    return LayerNorms(*(_join_norms(each, rows) if each else None for each in (before, after)))
 
 
 def _split_problems(heads: Heads) -> list[Heads]:

@@ -234,7 +234,7 @@ def bound(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
     return value, t
 
 
-def proven(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
+def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     """Return lower bounds that rounding cannot raise above the true minimum.
 
     The sum of the sizes of all that is added up, times gamma of the longest chain of roundings, is
@@ -367,7 +367,7 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
     """Try to prove that all margins (a form of one axis) are positive.
 
     The search for multipliers runs in single precision. The claimed bound is evaluated in double
-    precision, minus its rounding error (`proven`).
+    precision, minus its rounding error (`prove_bounds`).
 
     Args:
         margins: the form.
@@ -387,7 +387,7 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
     # Multipliers differ in size between models: the rate is relative to those of the start.
     rate = RATE * float(roots.y.sum() / (roots.y > 0).sum().clamp_min(1))
     _, roots = ascend(rough, roots, steps=ROOT_STEPS, rate=rate, until=deadline)
-    bounds = torch.maximum(proven(exact, roots), low[is_open])
+    bounds = torch.maximum(prove_bounds(exact, roots), low[is_open])
     settled = low[low > 0].tolist()
     search = _Search(exact, rough, rate, nodes, deadline)
     limit, worst = search.run(roots, bounds)
@@ -461,7 +461,7 @@ class _Search:
         value, parts = ascend(face, parts, steps=steps, rate=rate, until=self.deadline)
         value = value.to(self.exact.slope)
         hopeful = (value > 0).nonzero()[:, 0]
-        value[hopeful] = proven(self.exact, parts[hopeful])
+        value[hopeful] = prove_bounds(self.exact, parts[hopeful])
         is_open = ~(value > 0)
         self.least = min([self.least, *value[~is_open].tolist()])
         return parts[is_open], value[is_open]

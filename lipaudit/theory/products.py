@@ -272,7 +272,7 @@ def _times_sets(rows: Tensor, vectors: Tensor, sets: Tensor) -> Tensor:
     return each[0] if len(used) == 1 else torch.cat(each)[torch.cat(parts).argsort()]
 
 
-def derivative(heads: Heads) -> Attend:
+def linearize_attention(heads: Heads) -> Attend:
     """Linearise O = P V for every head on every batch row.
 
     Logits that are not plain take as much memory as P, so such heads keep P at any length.
@@ -424,7 +424,7 @@ class LayerProducts:
 
 def head_products(heads: Heads) -> HeadProducts:
     """Linearise every head of a layer separately."""
-    attend = derivative(heads)
+    attend = linearize_attention(heads)
     grams = [(side.weight.mT @ side.weight).repeat(len(heads.q), 1, 1) for side in attend.sides]
     return HeadProducts(attend, grams)
 
@@ -433,7 +433,7 @@ def layer_products(
     heads: Heads, out: Float[Tensor, "heads dv Dout"] | None, gains: Float[Tensor, " heads"]
 ) -> LayerProducts:
     """Linearise a layer with all heads together; `out` and `gains` as in `LayerProducts`."""
-    attend = derivative(heads)
+    attend = linearize_attention(heads)
     weights = [side.weight.transpose(0, 1).flatten(1) for side in attend.sides]
     out = None if out is None else out.to(heads.v)
     return LayerProducts(attend, weights, out, gains.to(heads.v))
@@ -527,7 +527,7 @@ def sketched_vjp_x(
     >>> sketched_vjp_x(heads, torch.ones(1, 1, 1, 2), size, {"x": torch.eye(2)})[1]
     {'x': tensor([[[2., 2.]]])}
     """
-    attend, pulled = derivative(heads), {}
+    attend, pulled = linearize_attention(heads), {}
     for side, y in zip(attend.sides, attend.pull(u.flatten(0, 1)), strict=True):
         # Into few directions at once: no head is pulled back to all channels.
         few = side.weight.mT @ sketches[side.source]

@@ -13,7 +13,7 @@ from lipaudit.certify.branch import (
     bound,
     decide,
     problem_of,
-    proven,
+    prove_bounds,
     restrict_to_face,
     start,
 )
@@ -85,7 +85,7 @@ def test_any_multipliers_bound_what_their_part_holds(norm, seed, points):
         y = 0.3 * torch.randn(2, len(inputs), k, generator=generator, dtype=torch.float64)
         nodes = Nodes(which, state, y)
         own = truth.gather(1, which[:, None])[:, 0]
-        assert (proven(problem, nodes) <= own).all()
+        assert (prove_bounds(problem, nodes) <= own).all()
         value, better = ascend(problem, start(problem, which), steps=20, rate=1e-2)
         assert (value <= own).all()
         value, _ = ascend(problem, Nodes(which, state, better.y), steps=20, rate=1e-2)
@@ -106,7 +106,7 @@ def _ranges(model, form):
 
 
 def test_the_bound_that_is_claimed_in_rational_arithmetic():
-    """`proven` lies below the exact dual value of the same multipliers, closely."""
+    """`prove_bounds` lies below the exact dual value of the same multipliers, closely."""
     model, x, label = _mixer(0)
     _, form = _pass(model, x, label, 0.15, "linf", torch.float32)
     problem = problem_of(form)
@@ -116,7 +116,7 @@ def test_the_bound_that_is_claimed_in_rational_arithmetic():
         steps=10,
         rate=1e-2,
     )
-    claimed = proven(problem, nodes)
+    claimed = prove_bounds(problem, nodes)
 
     def exact(t):
         return [Fraction(v) for v in t.double().flatten().tolist()]

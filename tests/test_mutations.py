@@ -124,7 +124,7 @@ MUTATIONS = (
     Mutation(
         "the closed form is compared with autograd",
         "models/attention/surveyor.py",
-        "if not matches_autograd(heads, parts, call):",
+        "if not capture.matches_autograd(heads, parts, call):",
         "if False:",
         "tests/models/attention/test_survey.py",
     ),
@@ -138,7 +138,7 @@ MUTATIONS = (
     Mutation(
         "logits beyond single precision are refused with what helps",
         "models/attention/surveyor.py",
-        "if forward_error(heads).amax() > HOPELESS:",
+        "if forward_error(heads).amax() > capture.HOPELESS:",
         "if False:",
         "tests/models/attention/test_large_logits.py",
     ),

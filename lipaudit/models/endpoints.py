@@ -44,7 +44,7 @@ def find_places(batch: Batch, where: str) -> Tensor:
     Returns:
         The columns; -1 for texts without this position.
     """
-    real = _find_real(batch)
+    real = torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
     # A stable sort by padding keeps the order of the tokens, wherever the padding is.
     columns = torch.argsort((~real).long(), dim=1, stable=True)
     count = real.sum(1, keepdim=True)
@@ -56,11 +56,6 @@ def find_places(batch: Batch, where: str) -> Tensor:
     slot = torch.full_like(count, number) if number >= 0 else count + number
     inside = (slot >= 0) & (slot < count)
     return columns.gather(1, slot.where(inside, 0)).masked_fill(~inside, -1)
-
-
-def _find_real(batch: Batch) -> Tensor:
-    """Return which columns are not padding, (samples, columns)."""
-    return torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
 
 
 def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> Tensor:
@@ -93,7 +88,8 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     L = -1 / (n - 1) sum_(t = 1)^(n - 1) log p(x_t | x_0, ..., x_(t - 1)); a text of one token
     has no loss (NaN).
     """
-    real = _find_real(part).to(logits.device)  # the head may be on another device than the texts
+    real = torch.ones_like(part.x, dtype=torch.bool) if part.mask is None else part.mask
+    real = real.to(logits.device)  # the head may be on another device than the texts
     leads = real[:, :-1] & real[:, 1:]
     tokens = part.x.to(logits.device)[:, 1:][leads]
     # Selected before the loss: a NaN at padding would survive a factor of zero.
@@ -110,13 +106,10 @@ def has_head(net: Net, batch: Batch) -> bool:
     # A head that reads several positions gives other logits for one position alone.
     end = torch.tensor([text.shape[1] - 1], device=text.device)
 
-    def forward() -> Any:
-        return net.call(text, None)
-
     with exact_arithmetic(net.device), torch.no_grad():
-        plain = scorer.read(forward())[0]
+        plain = scorer.read(net.call(text, None))[0]
         try:
-            last = compute_next_logits(scorer, end, forward)
+            last = compute_next_logits(scorer, end, lambda: net.call(text, None))
         except (IndexError, RuntimeError, ValueError) as error:
             if of_machine(error):
                 raise

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequ
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, islice
-from math import comb
+from math import comb, prod
 from typing import cast
 
 import torch
@@ -169,15 +169,12 @@ class Probed:
 
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries of y behind t, (windows, heads, tokens, e)."""
-        return _pick_entries(self.as_rows(*(leaf.detach() for leaf in self.leaves)), rows, columns)
+        y = self.as_rows(*(leaf.detach() for leaf in self.leaves))
+        return take(take(y, rows, 0), columns, -1).transpose(1, 2)
 
     def join_heads(self) -> Probed:
         """Return all heads as one."""
         return replace(self, t=self.t.transpose(1, 2).flatten(2).unsqueeze(1))
-
-    def find_touched(self, cotangent: Tensor, axis: int) -> Tensor:
-        """Return which columns (axis 0) or rows (axis 1) of y a cotangent depends on."""
-        return _find_touched(self.pull(cotangent), axis)
 
     @cached_property
     def read(self) -> Tensor:
@@ -206,11 +203,6 @@ def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
     return torch.unflatten(t.index_select(dim, index.flatten()), dim, index.shape)
 
 
-def _pick_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return entries of y by token and head, (windows, heads, tokens, e)."""
-    return take(take(y, rows, 0), columns, -1).transpose(1, 2)
-
-
 _FIRST = WeakTensorKeyDictionary()
 """First entries of indices that count up by one, else None: every query waits for the device."""
 
@@ -232,8 +224,8 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     halves = torch.tensor(list(islice(combinations(range(number), number // 2), values)))
     sets = torch.zeros(values, number, dtype=torch.bool).scatter_(1, halves, True).to(code.device)
     picks = sets[code].to(source.random.dtype)  # (..., probes)
-    touched = [source.find_touched(source.random * pick, axis) for pick in picks.unbind(-1)]
-    hits = torch.stack(touched, -1)
+    pulled = (source.pull(source.random * pick) for pick in picks.unbind(-1))
+    hits = torch.stack([find_touched(each, axis) for each in pulled], -1)
     count = hits.sum(-1)
     if ((count > 0) & (count != sets[0].sum())).any():
         return None
@@ -245,57 +237,56 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
     """Check a row map by one product: half of the tokens of t must not affect other rows of y."""
     pick = source.random[:, :1, :, :1]
     half = pick > pick.median()  # a random half of the tokens
-    touched = source.find_touched(source.random * half, 1)
+    touched = find_touched(source.pull(source.random * half), 1)
     rows, half = rows.flatten(), half[:, 0, :, 0].flatten()
     touched[rows] &= ~half  # a row affects one token
     return not bool(touched.any())
 
 
-def is_in_order(source: Probed, rows: Tensor) -> bool:
-    """Say whether y has exactly these rows: the usual case, checked by two products."""
-    touched = _find_touched(source.read, 1)
-    return len(touched) == rows.numel() and bool(touched.all()) and reads_only(source, rows)
-
-
 def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return M (heads, d, e) and c (heads, d) with t = M y + c at every token, or None."""
     t = source.t.detach()
-    windows, heads, tokens, width = t.shape
-    slot = torch.arange(windows * tokens, device=t.device).view(windows, 1, tokens)
-    mix = t.new_zeros(heads, width, columns.shape[1])
-    for channel, g in _probe(source, rows, columns, slot):
-        mix[:, channel[:, 0].flatten()] = g.transpose(0, 1).flatten(1, 2)
+    mix = compute_map(source, rows, columns, shared=(0, 2))[0, :, 0]
     # M from one product per channel is exact if t is affine; whether it is, every token shows.
     image = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
     rest = t - image
     offset = rest.mean((0, 2))
     if not is_rounding(rest - offset[:, None], AFFINE_TOLERANCE, t, image):
         return None
-    zero = _find_largest_per_head(
-        offset[None, :, None]
-    ) <= AFFINE_TOLERANCE * _find_largest_per_head(t)
+    zero = find_largest(offset[None, :, None]) <= AFFINE_TOLERANCE * find_largest(t)
     return mix, offset.masked_fill(zero[:, None], 0.0)
 
 
 def find_position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
     """Return G (1, 1, tokens, d, e) with t_i = G_i y_i in every head and window, or None."""
-    t = source.t.detach()
-    windows, heads, tokens, width = t.shape
-    slot = torch.arange(windows * heads, device=t.device).view(windows, heads, 1)
-    local = t.new_zeros(tokens, width, columns.shape[1])
-    for channel, g in _probe(source, rows, columns, slot):
-        local[:, channel[..., 0].flatten()] = g.flatten(0, 1).transpose(0, 1)
-    local = local[None, None]
+    local = compute_map(source, rows, columns, shared=(0, 1))
     return local if is_linear(source, local, rows, columns) else None
 
 
-def compute_local_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the local Jacobian of t, (windows, heads, tokens, d, e): one product per channel."""
-    t = source.t.detach()
-    local = t.new_zeros(*t.shape, columns.shape[1])
-    slot = torch.zeros(1, 1, 1, dtype=torch.long, device=t.device)
-    for c, (_, g) in enumerate(_probe(source, rows, columns, slot)):
-        local[..., c, :] = g
+def compute_map(
+    source: Probed, rows: Tensor, columns: Tensor, *, shared: Sequence[int] = ()
+) -> Tensor:
+    """Return the local Jacobian of t, (#windows, #heads, #tokens, d, e).
+
+    It is differentiated one channel of every vector of t at a time. Vectors that share a map,
+    along the `shared` axes, get different channels, so that it takes few products; where they do
+    not share it after all, any of them may be the one that counts.
+    """
+    *vectors, width = source.t.shape
+    sizes = [n if axis in shared else 1 for axis, n in enumerate(vectors)]
+    count = prod(sizes)
+    slot = torch.arange(count, device=rows.device).view(sizes)
+    whole = [1 if axis in shared else n for axis, n in enumerate(vectors)]
+    local = source.t.new_zeros(*whole, width, columns.shape[1])
+    at = torch.meshgrid(*(torch.arange(n, device=rows.device) for n in whole), indexing="ij")
+    for shift in range(-(-width // count)):
+        channel = ((slot + shift * count) % width).expand(vectors)
+        unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
+        gradient = take(take(source.pull(unit), rows, 0), columns, -1).transpose(1, 2)
+        if shared:
+            local[*at, channel] = gradient
+        else:
+            local[..., shift, :] = gradient
     return local
 
 
@@ -317,10 +308,8 @@ def is_rounding(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
         tolerance: relative to the largest entry of the head in any of `sizes`.
         sizes: the tensors of the difference.
     """
-    size = torch.stack([_find_largest_per_head(t) for t in sizes]).amax(0)
-    return bool(
-        (_find_largest_per_head(rest) <= tolerance * size + torch.finfo(rest.dtype).tiny).all()
-    )
+    size = torch.stack([find_largest(t) for t in sizes]).amax(0)
+    return bool((find_largest(rest) <= tolerance * size + torch.finfo(rest.dtype).tiny).all())
 
 
 def is_orthogonal(local: Tensor) -> bool:
@@ -328,35 +317,15 @@ def is_orthogonal(local: Tensor) -> bool:
     gram = local @ local.mT
     c = gram.diagonal(dim1=-2, dim2=-1).mean()
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return bool(_find_largest(gram - c * eye) <= LINEAR_TOLERANCE * c)
+    return bool((gram - c * eye).abs().amax() <= LINEAR_TOLERANCE * c)
 
 
-def _probe(
-    source: Probed, rows: Tensor, columns: Tensor, slot: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Differentiate one channel of every vector of t at a time, until each slot has had all.
-
-    Vectors in different slots get different channels, so that a map which many vectors share
-    takes few products; `slot` counts them, and stands for all vectors along its axes of size 1.
-    Yields the channels (windows, heads, tokens) and their gradients with
-    respect to y, (windows, heads, tokens, e).
-    """
-    *vectors, width = source.t.shape
-    count = slot.numel()
-    for shift in range(-(-width // count)):
-        channel = ((slot + shift * count) % width).expand(vectors)
-        unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
-        yield channel, _pick_entries(source.pull(unit), rows, columns)
-
-
-def _find_touched(pulled: Tensor, axis: int) -> Tensor:
+def find_touched(pulled: Tensor, axis: int) -> Tensor:
+    """Return which columns (axis 0) or rows (axis 1) of y a pullback is not zero in."""
     # (pulled != 0).any(axis), several times faster; NaN sometimes counts as an effect
     return (pulled.amax(axis) != 0) | (pulled.amin(axis) != 0)
 
 
-def _find_largest(t: Tensor) -> Tensor:
-    return t.abs().amax()
-
-
-def _find_largest_per_head(t: Tensor) -> Tensor:
+def find_largest(t: Tensor) -> Tensor:
+    """Return the largest absolute entry of each head (second axis)."""
     return t.abs().amax((0, 2, 3))

@@ -47,7 +47,7 @@ class _StoredProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Kept, back: bool) -> Tensor:
         ctx.kept, ctx.back = kept, back
-        weight = kept.lifted()
+        weight = kept.convert()
         return x @ (weight if back else weight.mT)
 
     @staticmethod

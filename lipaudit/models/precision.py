@@ -10,7 +10,7 @@ device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from mmap import mmap
@@ -87,19 +87,19 @@ class Widening(TorchFunctionMode):
 
 
 def widen_call(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
     """Return the same call with float64 in place of lower precisions."""
     if func in _CASTS:
         return Tensor.double, args, kwargs
     if func is Tensor.view:  # a view of the bits
         return func, args, kwargs
 
-    def widen(value: Any) -> Any:
-        lower = isinstance(value, torch.dtype) and value in _CASTS.values()
-        return torch.float64 if lower else value
-
-    return func, tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}
+    args, values = (
+        [torch.float64 if isinstance(v, torch.dtype) and v in _CASTS.values() else v for v in each]
+        for each in (args, kwargs.values())
+    )
+    return func, args, dict(zip(kwargs, values, strict=True))
 
 
 @contextmanager
@@ -161,7 +161,7 @@ class Kept:
         """Return the size, without a conversion."""
         return self.view[0]
 
-    def lifted(self) -> Tensor:
+    def convert(self) -> Tensor:
         """Return the converted weight or view."""
         return _lift(self.stored, self.dtype, self.device).detach().as_strided(*self.view)
 
@@ -177,7 +177,7 @@ def keep(weight: Tensor) -> Tensor | Kept:
 
 def read(kept: Tensor | Kept) -> Tensor:
     """Return the weight behind a reference made by `keep`."""
-    return kept if isinstance(kept, Tensor) else kept.lifted()
+    return kept if isinstance(kept, Tensor) else kept.convert()
 
 
 def hold(
@@ -262,7 +262,7 @@ class _Parameters(dict[str, Any]):
         self.dtype, self.device = dtype, device
 
     def __getitem__(self, name: str) -> Any:
-        return self._lifted(super().__getitem__(name))
+        return self._convert(super().__getitem__(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set the stored weight; setting the copy that was read changes nothing."""
@@ -270,13 +270,13 @@ class _Parameters(dict[str, Any]):
 
     def items(self) -> Any:
         parameters = super().items()
-        return ((name, self._lifted(p)) for name, p in parameters) if self.running else parameters
+        return ((name, self._convert(p)) for name, p in parameters) if self.running else parameters
 
     def values(self) -> Any:
         parameters = super().values()
-        return (self._lifted(p) for p in parameters) if self.running else parameters
+        return (self._convert(p) for p in parameters) if self.running else parameters
 
-    def _lifted(self, stored: Any) -> Any:
+    def _convert(self, stored: Any) -> Any:
         return None if stored is None else _lift(stored, self.dtype, self.device)
 
 

@@ -7,7 +7,7 @@ gradient that is not the derivative (a straight-through estimator, `detach`, a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,14 +35,9 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
     """
     if a.shape != b.shape:
         return False
-    near = _find_largest(a - b, each) <= tolerance * _find_largest(a, each)
-    return bool(near.all())
-
-
-def _find_largest(t: Tensor, each: int | None = None) -> Tensor:
-    """Return the largest entry, or the largest entry of every slice along an axis."""
-    axes = [axis for axis in range(t.ndim) if axis != each]
-    return (t.abs().amax(axes) if axes else t.abs()).double()
+    axes = [axis for axis in range(a.ndim) if axis != each]
+    gap, size = ((t.abs().amax(axes) if axes else t.abs()).double() for t in (a - b, a))
+    return bool((gap <= tolerance * size).all())
 
 
 def compute_output_rows(net: Net, batch: Batch) -> Tensor:
@@ -86,8 +81,7 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
         with torch.no_grad():
             result = net.output(again)
         if not agree(output[:rows], result[:rows], each=0):
-            where = _find_first_difference(net, batch, again)
-            raise InputError(f"{text}, first in {where}", advice)
+            raise InputError(text, advice)
 
 
 @contextmanager
@@ -116,22 +110,6 @@ def require_same(captured: Tensor, output: Tensor) -> None:
             f"the model's output changes by {gap:.1e} (relative) when it is observed",
             "Use a model that does not depend on the autograd mode or on how it is called.",
         )
-
-
-def _find_first_difference(net: Net, first: Batch, second: Batch) -> str:
-    """Name the first module whose output for the first sample differs between two batches."""
-    seen: list[tuple[str, Tensor]] = []
-
-    def note(name: str, out: Tensor) -> None:
-        if out.is_floating_point() and out.ndim:
-            seen.append((name, out[: len(out) // 2]))
-
-    with watch_outputs(net.module, note), torch.no_grad():
-        net.output(first)
-        count = len(seen)
-        net.output(second)
-    pairs = zip(seen[:count], seen[count:], strict=False)
-    return next((name for (name, x), (_, y) in pairs if not agree(x, y)), "the model's own code")
 
 
 def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
@@ -177,18 +155,19 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     if len(batch) < 2:
         return
     pair = batch.rows(torch.tensor([0, len(batch) - 1])).to(net.device, net.dtype)
-    singles = list(pair.split(1))
+    alone: Tensor | None = None
     try:
-        alone, again = (_run_batches(net, singles) for _ in range(2))
-    except InputError:
-        return  # the measure will name the sample
-    try:
-        together = _run_batches(net, [pair])
-    except InputError as error:
-        if singly:
-            return
+        with torch.no_grad():
+            alone, again = (torch.cat([net.output(one) for one in pair.split(1)]) for _ in "12")
+            together = net.output(pair)
+    except Exception as error:  # the model's own code may raise anything
+        if of_machine(error):
+            raise
+        if alone is None or singly:
+            return  # the measure will name the sample
+        said = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(
-            f"{net.architecture} runs on one sample but fails on a batch of two ({error.message})",
+            f"{net.architecture} runs on one sample but fails on a batch of two ({said})",
             "Use --batch-size 1, or fix the model.",
         ) from error
     if len(together) != len(pair) or together.shape != alone.shape:
@@ -229,22 +208,6 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
             "Attack texts of equal length (--max-tokens cuts them). bounds, attention and "
             "jacobian handle lengths separately.",
         ) from error
-
-
-def _run_batches(net: Net, batches: Sequence[Batch]) -> Tensor:
-    """Return the outputs of several batches, joined.
-
-    Raises:
-        InputError: the model's own code fails; the message quotes it.
-    """
-    try:
-        with torch.no_grad():
-            return torch.cat([net.output(batch) for batch in batches])
-    except Exception as error:  # the model's own code may raise anything
-        if of_machine(error):
-            raise
-        said = str(error).partition("\n")[0]
-        raise InputError(f"{type(error).__name__}: {said}") from error
 
 
 STEPS = (1e-3, 1e-4, 1e-5)

@@ -34,10 +34,8 @@ class Target(NamedTuple):
         what, colon, where = text.partition(":")
         placed = what in PLACED and POSITION.fullmatch(where)
         if what not in ENDS or (colon and not placed):
-            raise ValueError(
-                f"it must be {', '.join(ENDS[:-1])} or {ENDS[-1]}; {', '.join(PLACED)} take a "
-                "position: logits:5, logits:-2, logits:last, logits:all"
-            )
+            ends = f"{', '.join(ENDS[:-1])} or {ENDS[-1]}; {', '.join(PLACED)} take a position"
+            raise ValueError(f"it must be {ends}: logits:5, logits:-2, logits:last")
         return cls(what, where)
 
     @property

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
+from lipaudit.models.attention import trace
 from lipaudit.models.attention.calls import (
     Address,
     AttentionCall,
@@ -23,7 +24,6 @@ from lipaudit.models.attention.calls import (
 )
 from lipaudit.models.attention.events import AttentionMode
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.attention.trace import Tracer, freeze, run_observed
 from lipaudit.models.net import Net
 from lipaudit.theory.penalties import (
     Reduction,
@@ -112,8 +112,8 @@ class _Watch:
         first = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         self.batch = None if first is None else len(first)
 
-    def attention(self, call: AttentionCall) -> Tensor:
-        """Add the penalty of a layer, and let the model continue."""
+    def attention(self, call: AttentionCall, _address: Address) -> None:
+        """Add the penalty of a layer."""
         if self.batch is None:
             raise InputError(
                 "the batch size, over which the penalty is averaged, is unknown",
@@ -124,7 +124,6 @@ class _Watch:
         if self.mask is not None:
             counted = self.real(counted, self.mask.to(counted.device))
         self.layers.append(over_rows(values, counted, self.reduction).sum() / self.batch)
-        return call.output
 
     def real(self, counted: Tensor, mask: Tensor) -> Tensor:
         """Exclude padding from the rows of a layer, whose heads may be folded into the batch."""
@@ -246,8 +245,8 @@ def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iter
     def note(linear: Linear, address: Address) -> None:
         weights[address] = linear.weight
 
-    with freeze(net.module):
-        run_observed(net, batch, Tracer(lambda *_: None, note))
+    with trace.freeze(net.module):
+        trace.run(net, batch, trace.Tracer(lambda *_: None, note))
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for site in sites:
         if site.structure is None:

@@ -279,7 +279,7 @@ def test_options_of_a_kind_are_refused_from_python_alike():
 BESIDE = {
     "api.py:open_job": "asks find_user_error",
     "api.py:run_audits": "leaves the reason in a report",
-    "models/attention/events.py:_can_broadcast": "compares shapes",
+    "models/attention/events.py:_broadcast": "compares shapes",
     "models/precision.py:exact_arithmetic": "reads a setting",
     "models/sources/offload.py:find_device": "asks for a device",
     "models/sources/huggingface.py:fetch_repository": "downloads",

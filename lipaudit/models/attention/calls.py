@@ -148,18 +148,19 @@ class Leaf(NamedTuple):
 
 
 class Origins:
-    """The origins of all leaves of the cut graph of one pass; freed with the graph."""
+    """The origins of all leaves of the cut graph of one pass; freed with the graph.
+
+    Attributes:
+        known: the origin of each leaf.
+        mixed: those of linear maps that were combined with others in one tensor.
+    """
 
     def __init__(self) -> None:
-        self._origins: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
-        self._mixed: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
+        self.known: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
+        self.mixed: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
         self._behind: MutableMapping[Tensor, tuple[object, list[Tensor]]] = (
             WeakTensorKeyDictionary()
         )
-
-    def note(self, leaf: Tensor, origin: Origin) -> None:
-        """Record the origin of a leaf."""
-        self._origins[leaf] = origin
 
     def leaves(self, *tensors: Tensor) -> list[Leaf]:
         """Return the leaves that each tensor depends on, one tensor after the other.
@@ -173,29 +174,9 @@ class Origins:
             if node is None or node is not t.grad_fn:  # a write in place gives t another node
                 known = leaves(t)[0]
                 self._behind[t] = t.grad_fn, known
-            pairs = ((leaf, self._origins.get(leaf)) for leaf in known)
+            pairs = ((leaf, self.known.get(leaf)) for leaf in known)
             found += [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
         return found
-
-    def find_beside(self, made: Iterable[Tensor], given: Iterable[Tensor]) -> list[Origin]:
-        """Return the origins of tensors, except those of other given tensors."""
-        given = list(given)
-        stop = [t.grad_fn for t in given if t.grad_fn is not None]
-        known = {id(t) for t in given}
-        behind = (leaf for t in made for leaf in leaves(t, stop)[0] if id(leaf) not in known)
-        origins = (self._origins.get(leaf) for leaf in behind)
-        return [origin for origin in origins if origin is not None]
-
-    def count_given(self, *made: Tensor, given: Iterable[Tensor]) -> int:
-        """Count the given tensors that some of the others depend on."""
-        stop = [t.grad_fn for t in given if t.grad_fn is not None]
-        return len({node for t in made for node in leaves(t, stop)[1]})
-
-    def mix(self, t: Tensor) -> None:
-        """Record that several linear maps behind a tensor have been combined in it."""
-        behind = self.leaves(t)
-        if len(behind) > 1:
-            self._mixed.update(leaf for leaf in behind if leaf.origin.linear is not None)
 
     def release(self, *read: Tensor) -> None:
         """After an attention call that reads some tensors, release what will not be read again.
@@ -206,10 +187,10 @@ class Origins:
         them. If a later call still reads one of them, its origin is marked `forgotten`.
         """
         kept = {id(leaf.tensor) for leaf in self.leaves(*read)}
-        for leaf, origin in list(self._mixed.items()):
+        for leaf, origin in list(self.mixed.items()):
             if id(leaf) not in kept:
-                self._origins[leaf] = replace(origin, linear=None)
-                del self._mixed[leaf]
+                self.known[leaf] = replace(origin, linear=None)
+                del self.mixed[leaf]
 
 
 @dataclass(frozen=True)
@@ -267,6 +248,7 @@ class AttentionCall:
         output: the model's output, (..., tokens, width), in the model's shape.
         transposed: whether the model keeps tokens last, (..., width, tokens).
         origins: origins of the leaves of its graph, if a tracer has cut it.
+        finish: converts the output to the result of the model's op.
     """
 
     q: Tensor
@@ -276,6 +258,7 @@ class AttentionCall:
     output: Tensor
     transposed: bool = False
     origins: Origins = field(default_factory=Origins)
+    finish: Callable[[Tensor], Tensor] = lambda t: t
 
     def arrange(self, layout: str, samples: int) -> AttentionCall:
         """Return the call with axes (windows, heads, tokens, width) or (..., queries, keys)."""

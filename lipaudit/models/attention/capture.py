@@ -7,7 +7,7 @@ of one layer are in memory. The first half of this file turns an attention call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -23,10 +23,9 @@ from lipaudit.models.attention.projections import (
     NotClosedForm,
     Projected,
     ProjectionForm,
-    TokenIndex,
     project,
 )
-from lipaudit.models.attention.trace import Frame, Tracer, freeze, run_observed
+from lipaudit.models.attention.trace import Frame, Tracer, freeze, observe
 from lipaudit.models.graph import pull_back
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Kept, exact_arithmetic, read
@@ -37,14 +36,14 @@ from lipaudit.theory.products import sketched_vjp_x
 
 
 def read_product(
-    call: AttentionCall, batch: Batch, queries: TokenIndex | None
+    call: AttentionCall, batch: Batch, queries: ProjectionForm | None
 ) -> tuple[Heads, Tensor | None]:
     """Return q, k, v and the logits of a layer, with a graph if there are position vectors.
 
     Args:
         call: the call, with its axes in order (`AttentionCall.arrange`).
         batch: the samples.
-        queries: the tokens of the queries, if known.
+        queries: the form of q, which has their tokens, if known.
 
     Raises:
         NotClosedForm: a logit depends on another pair's product.
@@ -55,7 +54,7 @@ def read_product(
     valid = None
     if mask is not None and not bool(mask.all()):
         # Windows and tokens of the queries may be arranged in any way: by their index, if known.
-        known = None if queries is None else queries.resize(mask.shape[1], tokens)
+        known = None if queries is None else queries.index.resize(mask.shape[1], tokens)
         if known is not None:
             valid = known.pick(mask)
         elif (windows, tokens) == mask.shape:
@@ -100,18 +99,24 @@ def add_inputs(
     Raises:
         NotClosedForm: the call does not have this structure.
     """
-    forms = {"k": structure.k, "v": structure.v}
-    forms |= {} if structure.q is None else {"q": structure.q}
     parts: dict[str, Projected] = {}
-    for name, form in forms.items():
-        t: Tensor = getattr(call, name)
-        parts[name] = project(form, t, call.origins.leaves(t), len(batch))
-    # Padded tokens are no part of X: bounds by norms of X would count them.
-    memory = _zero_padding(parts["k"], batch)
+    for name in "qkv":
+        form: ProjectionForm | None = getattr(structure, name)
+        if form is not None:  # q may be constant
+            t: Tensor = getattr(call, name)
+            parts[name] = project(form, t, call.origins.leaves(t), len(batch))
+
+    def read_tokens(part: Projected) -> Tensor:
+        """Return X; padded tokens are no part of it: bounds by norms of X would count them."""
+        if batch.mask is None or batch.mask.shape[1] != part.index.length:
+            return part.x
+        return part.x * part.index.pick(batch.mask)[..., None]
+
+    memory = read_tokens(parts["k"])
     width = (*call.q.shape[::2], memory.shape[2])
     heads = replace(
         attention,
-        x=_zero_padding(parts["q"], batch) if "q" in parts else memory.new_zeros(width),
+        x=read_tokens(parts["q"]) if "q" in parts else memory.new_zeros(width),
         x_kv=None if structure.joint else memory,
         to_q=parts["q"].projection if "q" in parts else None,
         to_k=parts["k"].projection,
@@ -121,12 +126,6 @@ def add_inputs(
     if relative is not None:
         heads = replace(heads, pairs=read_position_terms(heads, relative, parts))
     return heads, parts
-
-
-def _zero_padding(part: Projected, batch: Batch) -> Tensor:
-    if batch.mask is None or batch.mask.shape[1] != part.index.length:
-        return part.x
-    return part.x * part.index.pick(batch.mask)[..., None]
 
 
 Result = TypeVar("Result")
@@ -176,7 +175,7 @@ class Layer:
             raise ValueError(f"layer {site.index} has no closed form: {site.reason}")
         try:
             with torch.enable_grad():
-                whole, relative = read_product(self.call, self.batch, structure.queries)
+                whole, relative = read_product(self.call, self.batch, structure.q)
                 heads, parts = add_inputs(structure, whole, self.call, self.batch, relative)
                 if not matches_autograd(heads, parts, self.call):
                     raise NotClosedForm("has a closed form that disagrees with autograd")
@@ -230,9 +229,10 @@ def capture(
             raise _AllRead
 
     wanted = frozenset().union(*(site.sources for site in cut))
-    tracer = Tracer(visit, wanted=wanted, loops=list_loops(sites))
-    with freeze(net.module), exact_arithmetic(net.device), suppress(_AllRead):
-        run_observed(net, batch, tracer)
+    tracer = Tracer(visit, wanted=wanted, loops=(site.loop for site in sites))
+    quiet = suppress(_AllRead)
+    with quiet, freeze(net.module), exact_arithmetic(net.device), observe(net, batch, tracer) as x:
+        net.call(x, batch.mask)
     for site in pending.values():
         raise EvaluationError(
             f"attention layer {site.index} ({site.module}) was not used for this batch",
@@ -249,13 +249,14 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
     """Return the layer of a call, while the model is inside the given module calls."""
     with torch.enable_grad():  # `Layer.heads` walks the graph of these tensors
         call = call.arrange(site.layout, len(batch))
-    queries, plain = None if site.structure is None else site.structure.queries, call
+    plain = call
     if isinstance(call.form, Explicit):
         # P of a written-out softmax by its logits: they are the bias of a q, k and v of width 0.
         logits = call.form.logits.detach()
         windows, heads, rows, keys = logits.shape
         q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (rows, keys, keys))
         plain = replace(call, q=q, k=k, v=v, form=Fused(0.0, logits, causal=False))
+    queries = None if site.structure is None else site.structure.q
     attention, _ = read_product(plain, batch, queries)
     if attention.q.shape[1] != site.heads:  # their number follows that of the tokens: misread
         raise InputError(
@@ -311,11 +312,6 @@ class Structure:
     v: ProjectionForm
     joint: bool
     out: OutputMap | None
-
-    @property
-    def queries(self) -> TokenIndex | None:
-        """Return the tokens of the queries, if these depend on the input."""
-        return None if self.q is None else self.q.index
 
 
 @dataclass(frozen=True)
@@ -397,11 +393,6 @@ class Site:
         return ONE_INPUT if self.structure.joint else APART
 
 
-def list_loops(sites: Iterable[Site]) -> list[Loop]:
-    """Return the loops of layers that are computed in parts."""
-    return [site.loop for site in sites if site.loop is not None]
-
-
 def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[str, ...]:
     """Return the paths of blocks without attention, in stacks of which other blocks have some.
 
@@ -469,8 +460,12 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
         gradients = pull_back(call.output, [leaf.tensor for leaf in leaves], u)
         sketch, each = _draw_sketch(group[0].x), zip(linears, gradients, strict=True)
         true = torch.stack([li.outputs(g) @ (li.weight.T @ sketch) for li, g in each]).sum(0)
-        read = [_scatter(p, z) for p, z in closed if any(p is part for part in group)]
-        apart.append(torch.linalg.vector_norm(true - torch.stack(read).sum(0)))
+        # The same for the closed form, whose tokens are those of the attention.
+        for part, z in closed:
+            if any(part is other for other in group):
+                rows = part.index.rows(len(true) // part.index.length).flatten()
+                true = true.index_add(0, rows, z.flatten(0, 1).to(true), alpha=-1)
+        apart.append(torch.linalg.vector_norm(true))
     return bool(torch.stack(apart).norm() <= AGREES)
 
 
@@ -485,11 +480,3 @@ def _draw_sketch(x: Tensor) -> Tensor:
     generator = torch.Generator(x.device).manual_seed(width)
     noise = torch.randn(width, SKETCH, generator=generator, dtype=x.dtype, device=x.device)
     return noise / SKETCH**0.5
-
-
-def _scatter(part: Projected, dx: Tensor) -> Tensor:
-    """Return the same for the closed form, whose tokens are those of the attention."""
-    inputs, index = part.linear.inputs, part.index
-    rows = index.rows(len(inputs) // index.length).flatten()
-    whole = dx.new_zeros(len(inputs), dx.shape[-1])
-    return whole.index_add_(0, rows, dx.flatten(0, 1))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import ascii_lowercase
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from lipaudit.models.attention.calls import (
     LARGEST,
     LEFT,
     RIGHT,
+    Address,
     AttentionCall,
     Explicit,
     Fused,
@@ -62,17 +63,6 @@ class Operands(NamedTuple):
     op: str
     read: Callable[[], Linear | None]
     entire: bool = False
-
-
-def find_operands(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Operands, ...] | None:
-    """Return the factors of an op, one of which may be a weight; None if it multiplies nothing.
-
-    In a product of two tensors, either may be the weight.
-    """
-    reader = _READERS.get(func)
-    return None if reader is None else tuple(reader(*args, **kwargs))
 
 
 def parse_contraction(
@@ -118,7 +108,8 @@ def _read_conv(
     groups: int = 1,
 ) -> Iterator[Operands]:
     pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
-    dense = _all_equal(stride, 1) and (isinstance(padding, str) or _all_equal(padding, 0))
+    steps, pads = ((n,) if isinstance(n, int) else n for n in (stride, padding))
+    dense = all(n == 1 for n in steps) and (isinstance(padding, str) or not any(pads))
     if pointwise and dense:
 
         def read() -> Linear:
@@ -128,10 +119,6 @@ def _read_conv(
             return Linear(input.movedim(1, -1), whole.t(), bias, lambda y: y.movedim(1, -1))
 
         yield Operands(input, weight, bias, RIGHT, read, True)
-
-
-def _all_equal(value: int | tuple[int, ...], wanted: int) -> bool:
-    return all(v == wanted for v in ((value,) if isinstance(value, int) else value))
 
 
 def _read_matmul(*operands: Any, **kwargs: Any) -> Iterator[Operands]:
@@ -206,7 +193,7 @@ def _is_even(t: Tensor, axis: int) -> bool:
     return t.shape[axis] == 1 or t.stride(axis) == 0
 
 
-_READERS: dict[Callable[..., Any], Callable[..., Iterator[Operands]]] = {
+READERS: dict[Callable[..., Any], Callable[..., Iterator[Operands]]] = {
     F.linear: _read_linear,
     torch.addmm: _read_addmm,
     torch.tensordot: _read_tensordot,
@@ -247,9 +234,6 @@ _AWAITED = 4  # largest number of softmaxes at a time without values
 _MOVES = {"Permute", "Transpose"}
 """Ops that change the order of axes."""
 
-Cut = tuple[Linear, Callable[[Tensor], Tensor]]
-"""A linear map and the event that cuts the graph at its result."""
-
 
 @dataclass(frozen=True)
 class _Product:
@@ -272,10 +256,10 @@ class _Softmax:
     p: Tensor
     others: bool
 
-    def call(
+    def multiply(
         self, weights: Tensor, values: Tensor, output: Tensor, *, transposed: bool
-    ) -> AttentionCall | None:
-        """Return the attention call; None if chunks of q, k or P were rearranged.
+    ) -> AttentionCall | Tensor:
+        """Return the attention call; the output if chunks of q, k or P were rearranged.
 
         Args:
             weights: g(p), with the model's axes.
@@ -285,16 +269,16 @@ class _Softmax:
         """
         p, v = (weights.mT, values.mT) if transposed else (weights, values)
         a, b = self.product.a, self.product.b
-        lead = v.shape[:-2]
+        parts, lead = _broadcast(a, b.mT, v), v.shape[:-2]
         folded = a.shape[:-2] == b.shape[:-2] and math.prod(lead) == math.prod(a.shape[:-2])
-        if not _can_broadcast(a, b, v) and folded:  # v has its heads joined to the samples
+        if parts is None and folded:  # v has its heads joined to the samples
             a, b = (t.reshape(*lead, *t.shape[-2:]) for t in (a, b))
-        fits = p.shape[-2] == a.shape[-2] and v.shape[-2] == b.shape[-1]
-        if not fits or not _can_broadcast(a, b, v):
-            return None
-        q, k, v = _broadcast(a, b.mT, v)
-        logits, own = _order_axes(self.logits, self.p, p)
-        form = Explicit((self.product.edge,), logits, own, p, self.others)
+            parts = _broadcast(a, b.mT, v)
+        if parts is None or p.shape[-2] != a.shape[-2] or v.shape[-2] != b.shape[-1]:
+            return output  # Longformer rearranges P in chunks: `uses` names it
+        q, k, v = parts
+        logits, ordered = _order_axes(self.logits, self.p, p)
+        form = Explicit((self.product.edge,), logits, ordered, p, self.others)
         return AttentionCall(q, k, v, form, output, transposed)
 
 
@@ -305,19 +289,12 @@ class AttentionMode(TorchFunctionMode):
     cannot be distinguished from others.
 
     Args:
-        on_attention: takes the call, returns the output for the model.
-        on_product: takes the factors of an op; returns the linear map, if it is to be cut, and a
-            function from its result to the result for the model. None ignores linear maps.
+        on_attention: takes each call and its address.
     """
 
-    def __init__(
-        self,
-        on_attention: Callable[[AttentionCall], Tensor],
-        on_product: Callable[[Sequence[Operands]], Cut | None] | None = None,
-    ) -> None:
+    def __init__(self, on_attention: Callable[[AttentionCall, Address], object]) -> None:
         super().__init__()
-        self._on_attention = on_attention
-        self._on_product = on_product
+        self.on_attention = on_attention
         self._products: list[_Product] = []
         self._awaited: list[_Softmax] = []
         self._exponentials: MutableMapping[Tensor, tuple[Node | None, Any]] = (
@@ -327,33 +304,52 @@ class AttentionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._on_product is not None:
-            factors = find_operands(func, args, kwargs)
-            found = None if factors is None else self._on_product(factors)
-            if found is not None:
-                linear, cut = found
-                result = cut(func(*args, **kwargs))
-                # If a linear map mixes logits or P (talking heads), remember across the cut
-                # what they are: behind a cut, q k^T would be lost.
-                edges = [product.edge for product in self._products]
-                edges += [get_gradient_edge(s.p) for s in self._awaited if s.p.grad_fn is not None]
-                known = {edge.node: edge for edge in edges}
-                hits = leaves(linear.x, known, self._past)[1]
-                past = [node for node in hits if maps_logits(linear, known[node], self._past)]
-                for leaf in leaves(result)[0] if hits else ():
-                    self._past[leaf] = past
-                return result
-        handler = _HANDLERS.get(func)
-        return handler(self, func, *args, **kwargs) if handler else func(*args, **kwargs)
+        result = self.run_linear(func, args, kwargs)
+        if result is None:
+            handler = _HANDLERS.get(func)
+            result = handler(self, func, *args, **kwargs) if handler else func(*args, **kwargs)
+        if not isinstance(result, AttentionCall):
+            return result
+        # One frame of the stack for each attention: what is measured of it runs below this line.
+        call, address = self.complete(result)
+        if call is not None:
+            self.on_attention(call, address)
+        return result.finish(self.leave(call, result.output, address))
 
-    def _handle_fused(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        return self._on_attention(_make_fused_call(func(*args, **kwargs), *args, **kwargs))
+    def run_linear(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """Return the result of a linear map that is to be cut; None for any other op."""
+        return None
+
+    def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address]:
+        """Return the call to report, if it is complete, and the address of this one."""
+        return call, Address("", "attention", 0)
+
+    def leave(self, call: AttentionCall | None, output: Tensor, address: Address) -> Tensor:
+        """Return the output for the model, once the call is reported."""
+        return output
+
+    def remember(self, linear: Linear, result: Tensor) -> None:
+        """If a linear map mixes logits or P (talking heads), remember what they are.
+
+        Behind the cut at its result, q k^T would be lost.
+        """
+        edges = [product.edge for product in self._products]
+        edges += [get_gradient_edge(s.p) for s in self._awaited if s.p.grad_fn is not None]
+        known = {edge.node: edge for edge in edges}
+        hits = leaves(linear.x, known, self._past)[1]
+        past = [node for node in hits if maps_logits(linear, known[node], self._past)]
+        for leaf in leaves(result)[0] if hits else ():
+            self._past[leaf] = past
 
     def _handle_composite(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
             return _multi_head_attention(*args, **kwargs)
 
-    def _handle_matmul(self, func: Callable[..., Tensor], *operands: Any, **kwargs: Any) -> Tensor:
+    def _handle_matmul(
+        self, func: Callable[..., Tensor], *operands: Any, **kwargs: Any
+    ) -> AttentionCall | Tensor:
         """Complete an attention call, or note a product that may become one."""
         out = func(*operands, **kwargs)
         if kwargs or len(operands) != 2 or not all(isinstance(t, Tensor) for t in operands):
@@ -367,9 +363,7 @@ class AttentionMode(TorchFunctionMode):
             if any(made):
                 self._awaited.remove(softmax)
                 weights, values = (a, b) if made[0] else (b, a)
-                call = softmax.call(weights, values, out, transposed=made[1])
-                # Longformer rearranges P in chunks before its product with v: `uses` names it.
-                return out if call is None else self._on_attention(call)
+                return softmax.multiply(weights, values, out, transposed=made[1])
         # A factor with two axes is a weight or a state, not q or k.
         if out.requires_grad and a.ndim > 2 and b.ndim > 2:
             product = _Product(get_gradient_edge(out), a, b)
@@ -385,10 +379,13 @@ class AttentionMode(TorchFunctionMode):
         *,
         beta: float = 1,
         alpha: float = 1,
-    ) -> Tensor:
-        return beta * bias + alpha * self._handle_matmul(torch.bmm, batch1, batch2)
+    ) -> AttentionCall | Tensor:
+        product = self._handle_matmul(torch.bmm, batch1, batch2)
+        return _finish(product, lambda product: beta * bias + alpha * product)
 
-    def _handle_einsum(self, func: Callable[..., Tensor], equation: Any, *operands: Any) -> Tensor:
+    def _handle_einsum(
+        self, func: Callable[..., Tensor], equation: Any, *operands: Any
+    ) -> AttentionCall | Tensor:
         contraction = parse_contraction(equation, *operands)
         if contraction is None:
             return func(equation, *operands)
@@ -404,8 +401,9 @@ class AttentionMode(TorchFunctionMode):
         product, axes = self._handle_matmul(torch.matmul, a, b), batch + rows + columns
         if axes == [*out]:
             return product
+        order = [axes.index(c) for c in out]
         # A copy: in a view, autograd would miss what the model writes in place.
-        return product.permute([axes.index(c) for c in out]).clone()
+        return _finish(product, lambda product: product.permute(order).clone())
 
     def _handle_softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Note a softmax whose logits contain a noted product, until its values come.
@@ -454,6 +452,15 @@ class AttentionMode(TorchFunctionMode):
         self._awaited = [*self._awaited, softmax][-_AWAITED:]
 
 
+def _finish(
+    product: AttentionCall | Tensor, finish: Callable[[Tensor], Tensor]
+) -> AttentionCall | Tensor:
+    """Return the result of an op that computes a product and something of it."""
+    if isinstance(product, AttentionCall):
+        return replace(product, finish=finish)
+    return finish(product)
+
+
 def _order_axes(logits: Tensor, p: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits and P with the axes in the order of P's product with the values.
 
@@ -498,20 +505,18 @@ def _make_fused_call(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     s = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    q, k, v = _broadcast(query, key, value)
+    parts = _broadcast(query, key, value)
+    assert parts is not None  # the fused op has accepted them
+    q, k, v = parts
     return AttentionCall(q, k, v, Fused(s, attn_mask, is_causal), output)
 
 
-def _can_broadcast(*tensors: Tensor) -> bool:
+def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...] | None:
+    """Return the tensors with the same leading axes; None if these do not fit."""
     try:
-        torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))  # type: ignore[no-untyped-call]
+        batch = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))  # type: ignore[no-untyped-call]
     except RuntimeError:
-        return False
-    return True
-
-
-def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))  # type: ignore[no-untyped-call]
+        return None
     return tuple(t.expand(*batch, *t.shape[-2:]) for t in tensors)
 
 
@@ -527,7 +532,9 @@ _multi_head_attention = FunctionType(
 )
 _multi_head_attention.__kwdefaults__ = _composite.__kwdefaults__
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.scaled_dot_product_attention: AttentionMode._handle_fused,
+    F.scaled_dot_product_attention: (
+        lambda _, func, *args, **kwargs: _make_fused_call(func(*args, **kwargs), *args, **kwargs)
+    ),
     F.multi_head_attention_forward: AttentionMode._handle_composite,
     torch.einsum: AttentionMode._handle_einsum,
     torch.baddbmm: AttentionMode._handle_baddbmm,

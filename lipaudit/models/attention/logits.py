@@ -8,7 +8,7 @@ are these gradients without the first terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,12 +71,12 @@ def read_logits(call: AttentionCall) -> LogitForm:
         return LogitForm(scale, whole.detach(), relative=whole)
     product = (call.q @ call.k.mT).detach()
     keys = _find_keys(form, product)
-    slope = _read_slopes(form, product, keys)
+    ends = {edge.node for edge in form.products}
+    path = [node for node in nodes(form.logits, ends) if node not in ends]  # without the product
+    slope = _read_slopes(form, product, keys, [n for n in path if op(n) in _LARGEST])
     if not _is_unchanged(form, keys):
         raise NotClosedForm("P is changed between the softmax and the values")
-    sink = None
-    if keys.start is not None:
-        sink = form.logits.detach()[..., _find_sink_column(keys)]
+    sink = None if keys.start is None else form.logits.detach()[..., keys.start - 1]
     # No known model has both; position terms would have to exclude the sink.
     if form.others and sink is not None:
         raise NotClosedForm(f"it has sinks, and {BESIDE}")
@@ -88,8 +88,12 @@ def read_logits(call: AttentionCall) -> LogitForm:
     # Through affine ops only, slopes are constant: at other samples, too.
     allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST | (set() if sink is None else {"ConstantPadNd"})
     plain = even and not form.others
-    if plain and all(op(n) in allowed and not _is_cut_off(n) for n in _walk_path(form)):
-        bias = _read_bias(form, logits, scale * product, masked, with_sink=sink is not None)
+    if plain and all(op(node) in allowed and not _is_cut_off(node) for node in path):
+        ops = {op(node) for node in path}
+        shifted = sink is None and not _LARGEST.isdisjoint(ops)
+        bias = None
+        if masked.any() or not _ADDED.isdisjoint(ops):
+            bias = _read_bias(logits, scale * product, masked, shifted=shifted)
         return LogitForm(scale[..., 0, 0], bias, sink=sink)
     share = torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
     level = _is_close(
@@ -118,74 +122,71 @@ def _find_keys(form: Explicit, product: Tensor) -> slice:
     raise NotClosedForm("P with its sink is changed between the softmax and the values")
 
 
-def _find_sink_column(keys: slice) -> int:
-    """Return the place of the sink: behind the keys, or in front of them."""
-    return -1 if keys.start == 0 else 0
-
-
-def _read_slopes(form: Explicit, product: Tensor, keys: slice) -> Tensor:
+def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence[Node]) -> Tensor:
     """Return dS_ij / d<q_i, k_j>, after checking that S_ij depends on no other product.
 
     A value subtracted from all logits of a row does not count: it does not change the softmax.
     With a sink the cotangents of a row sum to 0 exactly, so a sink that depends on a product
     appears as another pair's.
+
+    Args:
+        form: the logits.
+        product: q k^T.
+        keys: columns of the keys.
+        largest: the nodes of the largest logit of each row.
     """
     device = product.device
-    if not _LARGEST.isdisjoint(_list_ops(form)):
+    if largest:
         # Only the largest logit of a row may be subtracted, equally from all of them: cotangents
         # that sum exactly to 0 over a row then give no gradient to it.
         generator, shape = torch.Generator(device).manual_seed(1), form.logits.shape
         u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
         u[..., -1] -= u.sum(-1)
-        largest: list[Tensor] = []
-        with _hook_largest(form, lambda grads: largest.extend(g for g in grads if g is not None)):
+        pulled: list[Tensor] = []
+        with _hook(largest, lambda grads: pulled.extend(g for g in grads if g is not None)):
             form.pull(u)
-        if any(bool((each != 0).any()) for each in largest):
+        if any(bool((each != 0).any()) for each in pulled):
             raise NotClosedForm("its logits depend on the largest one of their row")
+
+    def pull(cotangent: Tensor) -> Tensor:
+        """Return the slopes times a cotangent of the keys' logits, minus its sum at the sink."""
+        whole = cotangent
+        if keys.start is not None:
+            whole = cotangent.new_zeros(form.logits.shape)
+            whole[..., keys] = cotangent
+            whole[..., keys.start - 1] = -cotangent.sum(-1)
+        with _hook(largest, lambda grads: tuple(g if g is None else 0 * g for g in grads)):
+            result = form.pull(whole.to(form.logits.dtype))
+        if result is None:  # a linear map of the logits, where the graph is cut
+            raise NotClosedForm(BESIDE)
+        return result.to(cotangent.dtype)
+
     generator = torch.Generator(device).manual_seed(0)
-    some = torch.rand(product.shape, generator=generator, device=device) < 0.5
-    ones, pulled = (_pull_slopes(form, t.to(product), keys) for t in (torch.ones_like(some), some))
+    some = (torch.rand(product.shape, generator=generator, device=device) < 0.5).to(product)
+    slopes = pull(torch.ones_like(some))
     # Exact zeros: a small share of a large head's logits would still be large in another head.
-    if not _is_close(pulled, ones * some, 1e-3):
+    if not _is_close(pull(some), slopes * some, 1e-3):
         raise NotClosedForm("its logits mix heads or keys")
-    return ones
-
-
-def _pull_slopes(form: Explicit, cotangent: Tensor, keys: slice) -> Tensor:
-    whole = cotangent
-    if keys.start is not None:
-        whole = cotangent.new_zeros(form.logits.shape)
-        whole[..., keys] = cotangent
-        whole[..., _find_sink_column(keys)] = -cotangent.sum(-1)
-    with _hook_largest(form, lambda grads: tuple(g if g is None else 0 * g for g in grads)):
-        pulled = form.pull(whole.to(form.logits.dtype))
-    if pulled is None:  # a linear map of the logits, where the graph is cut
-        raise NotClosedForm(BESIDE)
-    return pulled.to(cotangent.dtype)
+    return slopes
 
 
 @contextmanager
-def _hook_largest(form: Explicit, hook: Callable[[Any], Any]) -> Iterator[None]:
+def _hook(largest: Sequence[Node], hook: Callable[[Any], Any]) -> Iterator[None]:
     """Call `hook` with the gradient of the largest logit of each row."""
     with ExitStack() as hooks:
-        for node in _walk_path(form):
-            if op(node) in _LARGEST:
-                hooks.callback(node.register_prehook(hook).remove)
+        for node in largest:
+            hooks.callback(node.register_prehook(hook).remove)
         yield
 
 
-def _read_bias(
-    form: Explicit, logits: Tensor, linear: Tensor, masked: Tensor, *, with_sink: bool
-) -> Tensor | None:
+def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool) -> Tensor | None:
     """Return B; zero in heads with only rounding errors in every row, None if in all heads.
 
     Rows are judged separately, because heads differ in the size of their rounding errors. Rounding
     that would change P is kept, so that P equals the model's.
     """
-    if _ADDED.isdisjoint(_list_ops(form)) and not masked.any():
-        return None
     bias = (logits - linear).masked_fill(masked, -torch.inf)
-    if not with_sink and not _LARGEST.isdisjoint(_list_ops(form)):
+    if shifted:  # the largest logit of each row was subtracted
         bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     rounding = _ROUNDING * torch.finfo(logits.dtype).eps * linear.abs().amax(-1, keepdim=True)
     rounding = rounding.clamp_max(_NEGLIGIBLE)
@@ -204,16 +205,6 @@ def _is_cut_off(node: Node) -> bool:
     levels = [getattr(node, name, None) for name in names.get(op(node), ())]
     constant = [t for t in levels if t is not None and not getattr(t, "requires_grad", False)]
     return any(float(torch.as_tensor(t).abs().min()) < _OUT_OF_REACH for t in constant)
-
-
-def _list_ops(form: Explicit) -> set[str]:
-    """Return the ops between q k^T and the softmax, without the product itself."""
-    return {op(node) for node in _walk_path(form)}
-
-
-def _walk_path(form: Explicit) -> Iterator[Node]:
-    ends = {edge.node for edge in form.products}
-    return (node for node in nodes(form.logits, ends) if node not in ends)
 
 
 def _is_unchanged(form: Explicit, keys: slice) -> bool:
@@ -300,9 +291,9 @@ def _read_term(
         known = plain[..., None, :, c]
         rest = (gradient - (known if slope is None else slope * known)).where(live, 0.0)
         mean = rest.sum(0) / live.sum(0).clamp_min(1)
-        apart = torch.maximum(apart, _find_largest((rest - mean).where(live, 0.0)))
-        largest_gradient = torch.maximum(largest_gradient, _find_largest(gradient))
-        largest = torch.maximum(largest, _find_largest(mean[None]))
+        apart = torch.maximum(apart, graph.find_largest((rest - mean).where(live, 0.0)))
+        largest_gradient = torch.maximum(largest_gradient, graph.find_largest(gradient))
+        largest = torch.maximum(largest, graph.find_largest(mean[None]))
         parts.append(mean)
     if not bool((apart <= graph.LINEAR_TOLERANCE * largest_gradient).all()):
         raise NotClosedForm(BESIDE)
@@ -332,8 +323,3 @@ def _require_own_pairs(source: Probed, rows: Tensor, width: int) -> None:
         expected[place.to(labels.device)] = want
         if not bool(((labels == expected) | (labels == -1)).all()):
             raise NotClosedForm(BESIDE)
-
-
-def _find_largest(t: Tensor) -> Tensor:
-    """Return the largest absolute entry of each head (second axis)."""
-    return t.abs().amax((0, 2, 3))

@@ -12,16 +12,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, first_line, of_machine
+from lipaudit.models.attention import trace
 from lipaudit.models.attention.calls import Address, AttentionCall
 from lipaudit.models.attention.capture import Layer, Site
 from lipaudit.models.attention.events import AttentionMode
-from lipaudit.models.attention.trace import (
-    CallStack,
-    Frame,
-    Tracer,
-    freeze,
-    run_observed,
-)
 from lipaudit.models.graph import leaves
 from lipaudit.models.linearize import Linearization, linearize
 from lipaudit.models.model_norms import JacobianNorms, compute_jacobian_norms, require_range
@@ -120,13 +114,12 @@ def _linearize_layer(layer: Layer) -> Linearization:
         moved = {id(t): part.view(t.shape) for t, part in zip(inputs, parts, strict=True)}
         calls: list[AttentionCall] = []
 
-        def attention(call: AttentionCall) -> Tensor:
+        def attention(call: AttentionCall, _address: Address) -> None:
             calls.append(call)
             if len(calls) > layer.numbers[-1]:
                 loop = site.loop
                 whole = call if loop is None else loop.join([calls[i] for i in layer.numbers])
                 raise _Output(whole.arrange(site.layout, layer.samples).output)
-            return call.output
 
         args = [moved.get(id(value), value) for value in frame.args]
         kwargs = {name: moved.get(id(value), value) for name, value in frame.kwargs.items()}
@@ -180,9 +173,9 @@ def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Resid
         One residual per site; None if no module around it has a skip path.
     """
     found: dict[tuple[str, int], Residual] = {}
-    around: dict[Address, list[Frame]] = {}  # the module calls around an attention call
+    around: dict[Address, list[trace.Frame]] = {}  # the module calls around an attention call
 
-    def leave(frame: Frame, output: Any) -> None:
+    def leave(frame: trace.Frame, output: Any) -> None:
         start, end = _find_first_moving((frame.args, frame.kwargs)), _find_first_moving(output)
         if start is None or end is None:
             return
@@ -191,13 +184,13 @@ def find_residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Resid
         if x.shape == y.shape and x.grad_fn is not None and leaves(y, {x.grad_fn})[1]:
             found[frame.name, frame.number] = Residual(frame.name, frame.number, i, j)
 
-    place = CallStack(on_leave=leave)
+    place = trace.CallStack(on_leave=leave)
 
     def attention(_call: AttentionCall, address: Address) -> None:
         around[address] = place.frames[::-1]  # innermost first
 
-    with freeze(net.module):
-        run_observed(net, batch[:1], Tracer(attention, place=place))
+    with trace.freeze(net.module):
+        trace.run(net, batch[:1], trace.Tracer(attention, place=place))
     each = [[found.get((f.name, f.number)) for f in around.get(s.address, ())] for s in sites]
     return tuple(next(filter(None, residuals), None) for residuals in each)
 
@@ -222,7 +215,7 @@ def compute_residual_norms(
     wanted = {(residual.module, residual.call): residual for residual in residuals}
     calls: dict[Residual, _Call] = {}
 
-    def keep(frame: Frame) -> None:
+    def keep(frame: trace.Frame) -> None:
         residual = wanted.get((frame.name, frame.number))
         if residual is not None:  # copies, before the call can change its arguments
             given = tree_map(
@@ -230,12 +223,12 @@ def compute_residual_norms(
             )
             calls[residual] = _Call(residual, frame.module, *tree_flatten(given), mask)
 
-    watched = CallStack(on_enter=keep).following(module)
-    with freeze(module), exact_arithmetic(net.device), torch.no_grad(), watched:
+    watched = trace.CallStack(on_enter=keep).following(module)
+    with trace.freeze(module), exact_arithmetic(net.device), torch.no_grad(), watched:
         net.output(batch)
     for residual in dict.fromkeys(residuals):
         call = calls.pop(residual)
-        with freeze(module):
+        with trace.freeze(module):
             norms = compute_jacobian_norms(linearize(call.at, call.x), **how)
         yield residual, norms
 

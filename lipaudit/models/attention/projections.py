@@ -71,6 +71,15 @@ class TokenIndex:
             return (sample * self.length + self.tokens).flatten(0, 1)
         return (self.tokens * samples + sample).flatten(0, 1)
 
+    def read(self, inputs: Tensor) -> Tensor:
+        """Return the inputs of a linear map, token by token, that the attention reads."""
+        return inputs[self.rows(len(inputs) // self.length).flatten()].detach()
+
+    def is_same(self, other: TokenIndex) -> bool:
+        """Say whether two maps of one input have their tokens in the same places."""
+        same_order = self.samples_first == other.samples_first
+        return same_order and torch.equal(self.tokens, other.tokens)
+
     def pick(self, values: Tensor) -> Tensor:
         """Arrange per-token values, (samples, length), as (windows, tokens)."""
         return values[:, self.tokens].flatten(0, 1)
@@ -163,7 +172,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     shared = local is not None
     if local is None:
         _refuse_large(source, form)
-        local = graph.compute_local_map(source, rows, columns)
+        local = graph.compute_map(source, rows, columns)
         if not graph.is_linear(source, local, rows, columns):
             return replace(form, kind="local")
     kind = "rotation" if graph.is_orthogonal(local) else "linear-pos"
@@ -175,8 +184,9 @@ def find_token_rows(source: Probed) -> Tensor:
     windows, _, tokens, _ = source.t.shape
     # In most models the rows of y are the tokens in order, which two products show.
     number = torch.arange(windows * tokens, device=source.t.device)
-    if graph.is_in_order(source, number.view(windows, tokens)):
-        return number.view(windows, tokens)
+    ordered, touched = number.view(windows, tokens), graph.find_touched(source.read, 1)
+    if len(touched) == len(number) and touched.all() and graph.reads_only(source, ordered):
+        return ordered
     token = graph.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
     if token is None:
         raise NotClosedForm("depends on several tokens", "mixing")
@@ -315,7 +325,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         # t_i = phi(X_i W + b) with the Jacobian G_i of phi.
         joined = source.join_heads() if form.kind == "cross-head" else source
         local = graph.find_position_map(joined, rows, columns) if form.shared else None
-        local = graph.compute_local_map(joined, rows, columns) if local is None else local
+        local = graph.compute_map(joined, rows, columns) if local is None else local
     if form.kind == "cross-head" and local is not None:
         # One projection of all heads becomes one per head, each reading all columns.
         local = local[:, 0]

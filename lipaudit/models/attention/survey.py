@@ -18,16 +18,9 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, LipauditError, first_line, is_ours, of_machine
 from lipaudit.models import requirements
-from lipaudit.models.attention.calls import Address, AttentionCall, Loop
-from lipaudit.models.attention.capture import Site, list_loops
+from lipaudit.models.attention import calls, trace
+from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.surveyor import Surveyor
-from lipaudit.models.attention.trace import (
-    CallStack,
-    Tracer,
-    freeze,
-    run_observed,
-    watch_embeddings,
-)
 from lipaudit.models.attention.uses import Uses
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
@@ -48,16 +41,19 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
     Raises:
         InputError, EvaluationError: as in `survey`.
     """
-    shape = shape_at(net, batch)
+    sample = _take_longest(net, batch) if net.kind == "text" else batch.x[:1]
     known: _Known
+    weights = _fingerprint_weights(net.module) if net.surveys else None
     for known in net.surveys:
-        if known.holds(net, batch, shape):
+        if known.weights != weights:
+            continue
+        if sample.shape in known.shapes or known.holds(net, batch):
+            known.shapes.add(sample.shape)
             return known.sites
-    surveyor = make_survey(net, batch)
-    sites, weights = surveyor.sites, _fingerprint_weights(net.module)
+    sites, unread = make_survey(net, batch)
+    weights = _fingerprint_weights(net.module)  # a model may fill buffers in its first pass
     current = [known for known in net.surveys if known.weights == weights]
-    known = _Known(sites, tuple(dict.fromkeys(surveyor.unread)), weights, {shape})
-    net.surveys[:] = [*current, known]
+    net.surveys[:] = [*current, _Known(sites, unread, weights, {sample.shape})]
     return sites
 
 
@@ -86,27 +82,18 @@ class _Known:
     weights: Hashable
     shapes: set[torch.Size]
 
-    def holds(self, net: Net, batch: Batch, shape: torch.Size) -> bool:
-        """Say whether the survey holds for a batch; store its shape if so."""
-        if self.weights != _fingerprint_weights(net.module):
-            return False
-        if shape in self.shapes:
-            return True
+    def holds(self, net: Net, batch: Batch) -> bool:
+        """Say whether the survey holds for samples of another shape."""
         # A layer that mixes 5 tokens may be affine at 9: only a survey would show that.
         if not all(site.closed_form for site in self.sites):
             return False
-        addresses: list[Address] = []
-
-        def note(_call: AttentionCall, address: Address) -> None:
-            addresses.append(address)
-
+        addresses: list[calls.Address] = []
         net, pair, _ = make_generic(net, batch)
-        with freeze(net.module), exact_arithmetic(net.device):
-            run_observed(net, pair, Tracer(note, loops=list_loops(self.sites)))
-        same = addresses == [site.address for site in self.sites]
-        if same:
-            self.shapes.add(shape)
-        return same
+        loops = [site.loop for site in self.sites]
+        tracer = trace.Tracer(lambda _, address: addresses.append(address), loops=loops)
+        with trace.freeze(net.module), exact_arithmetic(net.device):
+            trace.run(net, pair, tracer)
+        return addresses == [site.address for site in self.sites]
 
 
 def _fingerprint_weights(module: nn.Module) -> Hashable:
@@ -138,30 +125,27 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
             samples or changes when it is observed.
         EvaluationError: the output is not finite.
     """
-    return make_survey(net, batch).sites
+    return make_survey(net, batch)[0]
 
 
-def make_survey(net: Net, batch: Batch) -> Surveyor:
-    """Return a survey: the layers, and the modules of other attention.
+def make_survey(net: Net, batch: Batch) -> tuple[tuple[Site, ...], tuple[str, ...]]:
+    """Return the layers, and the modules, with lines of code, of attention that was not read.
 
     Raises:
         InputError, EvaluationError: as in `survey`, or code that is not lipaudit's failed.
     """
     net, pair, other = make_generic(net, batch)
-    place = CallStack()
+    place = trace.CallStack()
     uses = Uses(place.module)
     try:
-        with freeze(net.module), exact_arithmetic(net.device):
+        with trace.freeze(net.module), exact_arithmetic(net.device):
             # First unobserved, for the output and the places of the attention.
             if net.kind != "text":
-                uses.input(pair.x)
-            with watch_embeddings(net, uses.input), place.following(net.module), uses:
+                uses.mark(pair.x)
+            with trace.watch_embeddings(net, uses.mark), place.following(net.module), uses:
                 output = requirements.compute_output_rows(net, pair)
             try:
-                surveyor = _run_observed(net, pair, other, output, uses)
-                layers = (each.module for site in surveyor.sites for each in site.addresses)
-                surveyor.unread = uses.beyond(layers)
-                return surveyor
+                sites = _analyse(net, pair, other, output, uses)
             except Exception as error:
                 if of_machine(error):
                     raise
@@ -176,18 +160,20 @@ def make_survey(net: Net, batch: Batch) -> Surveyor:
             f"{net.architecture} fails while lipaudit records its operations ({reason})",
             "Replace that operation. lipaudit jacobian and lipaudit attack record none.",
         ) from error
+    layers = (address.module for site in sites for address in site.addresses)
+    return sites, tuple(dict.fromkeys(uses.beyond(layers)))
 
 
-def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> Surveyor:
-    """Return the results of two observed passes; their outputs must equal the unobserved one."""
+def _analyse(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> tuple[Site, ...]:
+    """Return the layers of two observed passes; their outputs must equal the unobserved one."""
 
-    def observe(loops: Sequence[Loop] = (), uncut: frozenset[Address] = frozenset()) -> Surveyor:
+    def observe(loops: Sequence[calls.Loop] = (), *uncut: calls.Address) -> Surveyor:
         for sparing in (True, False):  # again if a layer needs released tensors
-            surveyor = Surveyor(pair, uncut, loops, sparing=sparing)
-            observed = run_observed(net, pair, surveyor.tracer)
-            if not agree(output, observed, each=0):
+            surveyor = Surveyor(pair, frozenset(uncut), loops, sparing=sparing)
+            result = trace.run(net, pair, surveyor.tracer)
+            if not agree(output, result, each=0):
                 requirements.require_repeat(net, pair, pair, output)
-                requirements.require_same(observed, output)
+                requirements.require_same(result, output)
             if not surveyor.layers:
                 raise _refuse(net, uses.beyond(()))
             if not surveyor.forgot:
@@ -197,40 +183,40 @@ def _run_observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Use
     surveyor = observe()
     if loops := surveyor.find_loops():
         surveyor = observe(loops)
-    if inner := frozenset(surveyor.inner):
-        surveyor.adopt(observe(loops, inner))
-    explicit = (site for site in surveyor.sites if site.explicit)
+    if surveyor.inner:
+        surveyor.adopt(observe(loops, *surveyor.inner))
+    explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
     written_out = frozenset().union(*(site.sources for site in explicit))
     # Same sample, another companion: everything that changes mixes samples.
-    tracer = Tracer(surveyor.compare, wanted=written_out, loops=loops)
-    alone = run_observed(net, other, tracer)
+    tracer = trace.Tracer(surveyor.compare, wanted=written_out, loops=loops)
+    alone = trace.run(net, other, tracer)
     if not agree(output[0], alone[0]):
         requirements.require_repeat(net, pair, other, output)
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
         if not surveyor.layers:
             raise _refuse(net, uses.beyond(()))
-    surveyor.join()
-    return surveyor
+    surveyor.mark_parts()
+    return tuple(layer.site for layer in surveyor.layers.values())
 
 
 def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
     name = net.architecture
-    if modules:
-        return NoHeadsError(
-            f"the attention of {name} cannot be measured ({few(modules)}). Its weights are "
-            "not a softmax over keys, are reshaped before they multiply the values, are "
-            "detached, or are computed sample by sample",
-            "Load the model uncompiled, with attn_implementation='sdpa' or 'eager', without "
-            "detach, no_grad, vmap, TorchScript or loops over samples. Or use lipaudit "
-            "jacobian or lipaudit attack, which need no heads.",
-        )
-    return NoHeadsError(
+    found = (
+        f"the attention of {name} cannot be measured ({few(modules)}). Its weights are "
+        "not a softmax over keys, are reshaped before they multiply the values, are detached, or "
+        "are computed sample by sample"
+    )
+    missing = (
         f"no attention was found in {name}: neither scaled_dot_product_attention nor a "
-        "softmax over q k^T was called",
-        "For a model without softmax attention (convolutions, linear attention), use `lipaudit "
-        "jacobian` or `lipaudit attack`. Flash and flex attention, torch.compile and TorchScript "
-        "hide the softmax: load the model uncompiled with attn_implementation='sdpa' or 'eager'.",
+        "softmax over q k^T was called"
+    )
+    return NoHeadsError(
+        found if modules else missing,
+        "Flash and flex attention, torch.compile, TorchScript, detach and vmap hide the softmax: "
+        "load the model uncompiled, with attn_implementation='sdpa' or 'eager'. For a model "
+        "without softmax attention (convolutions, linear attention), use `lipaudit jacobian` or "
+        "`lipaudit attack`, which need no heads.",
     )
 
 
@@ -253,7 +239,7 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
             generator = torch.Generator().manual_seed(next(seeds))
             return out + _measure_size(out) * torch.randn(out.shape, generator=generator).to(out)
 
-        with watch_embeddings(net, move):
+        with trace.watch_embeddings(net, move):
             return net.call(x, mask)
 
     x = _take_longest(net, batch) if net.kind == "text" else batch.x[:1]
@@ -270,11 +256,6 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     ids = (batch.ids[0], batch.ids[0] + "-companion")
     pairs = [Batch(torch.cat([samples[0], other]), None, ids) for other in samples[1:]]
     return replace(net, call=call) if net.kind == "text" else net, pairs[0], pairs[1]
-
-
-def shape_at(net: Net, batch: Batch) -> torch.Size:
-    """Return the shape of the generic sample of a batch."""
-    return (_take_longest(net, batch) if net.kind == "text" else batch.x[:1]).shape[1:]
 
 
 def _take_longest(net: Net, batch: Batch) -> Tensor:

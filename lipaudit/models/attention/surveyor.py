@@ -7,9 +7,8 @@ and a second pass does not cut the graph at the maps in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import proxy
 
 import torch
@@ -18,37 +17,12 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.errors import first_line, of_machine
 from lipaudit.models import graph
-from lipaudit.models.attention.calls import (
-    Address,
-    AttentionCall,
-    Explicit,
-    Fused,
-    Linear,
-    Loop,
-    Origin,
-    arrange,
-    list_layouts,
-)
-from lipaudit.models.attention.capture import (
-    HOPELESS,
-    OutputMap,
-    Site,
-    Structure,
-    add_inputs,
-    make_layer,
-    matches_autograd,
-    read_product,
-)
+from lipaudit.models.attention import calls, capture, projections
+from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop, Origin
 from lipaudit.models.attention.numeric import find_obstacle
-from lipaudit.models.attention.projections import (
-    NotClosedForm,
-    ProjectionForm,
-    decode,
-    find_token_rows,
-)
+from lipaudit.models.attention.projections import NotClosedForm, ProjectionForm
 from lipaudit.models.attention.trace import Frame, Tracer
 from lipaudit.models.attention.uses import line_of_code
-from lipaudit.models.graph import Probed, is_affine, root
 from lipaudit.models.precision import keep
 from lipaudit.models.requirements import agree
 from lipaudit.theory.head_norms import forward_error
@@ -77,94 +51,70 @@ class Analysis:
 
     layout: str
     kinds: tuple[str, str, str]
-    structure: Structure | None
+    structure: capture.Structure | None
     reason: str | None
 
 
 def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     """Analyse a call in the first layout with a closed form, else in the likeliest layout."""
+    layouts, tried = calls.list_layouts(call, len(batch)), list[Analysis]()
     if call.output.dtype in HALF:
         kind = str(call.output.dtype).removeprefix("torch.")
         reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
-        return Analysis(list_layouts(call, len(batch))[0], ("rounded",) * 3, None, reason)
-    tried = []
-    for layout in list_layouts(call, len(batch)):
+        return Analysis(layouts[0], ("rounded",) * 3, None, reason)
+    for layout in layouts:
         try:
-            analysis = _read_layout(call, layout, batch)
+            analysis = _read_layout(call.arrange(layout, len(batch)), layout, batch)
         except RuntimeError as error:
             if of_machine(error):
                 raise
             # The graph comes from the model: a write in place, an op without a derivative. In any
             # such case we cannot vouch for a closed form of this layer; other layers may have one.
             reason = f"its graph cannot be differentiated: {first_line(error)}"
-            analysis = Analysis(layout, ("unread", "unread", "unread"), None, reason)
+            analysis = Analysis(layout, ("unread",) * 3, None, reason)
         if analysis.structure is not None:
             return analysis
         tried.append(analysis)
     return tried[0]
 
 
-def find_output_map(linear: Linear, source: Probed) -> OutputMap | None:
-    """Return W_O if a linear map reads the concatenated heads, only permuted and scaled.
-
-    Args:
-        linear: a linear map behind the attention.
-        source: its input as a function of the attention's output.
-    """
-    rows, width = source.as_rows(*source.leaves).shape
-    columns = torch.arange(width, device=source.t.device)[None]
-    try:
-        index = find_token_rows(source)
-    except NotClosedForm:
-        return None
-    plain = index.numel() == rows and is_affine(source.t)
-    affine = graph.find_affine_map(source, index, columns) if plain else None
-    if affine is None:
-        return None
-    mix = affine[0][0]
-    order = mix.abs().argmax(0)
-    gain = mix.gather(0, order[None])[0]
-    single = bool(((mix != 0).sum(0) == 1).all()) and int(order.bincount().amax()) == 1
-    return OutputMap(keep(linear.weight), order, gain) if single else None
-
-
 def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
-    """Analyse a call whose axes are known.
+    """Analyse a call with canonical axes.
 
     Raises:
         RuntimeError: its graph cannot be differentiated.
     """
-    call = call.arrange(layout, len(batch))
     forms: list[ProjectionForm | None] = []
-    kinds, problems = [], []
-    for name, t in zip("qkv", (call.q, call.k, call.v), strict=True):
+    kinds, problems, tensors = [], [], (call.q, call.k, call.v)
+    for name, t in zip("qkv", tensors, strict=True):
         try:
-            forms.append(form := decode(t, call.origins.leaves(t), len(batch)))
+            form = projections.decode(t, call.origins.leaves(t), len(batch))
+            forms.append(form)
             kinds.append("constant" if form is None else form.kind)
         except NotClosedForm as obstacle:
             problems.append(f"{name} {obstacle.reason}")
             kinds.append(obstacle.kind)
-    behind = call.origins.leaves(call.q, call.k, call.v)
     # `Linear(d, d)` on (B, N, H, d), common in tutorials, looks like N windows of H tokens.
-    if (problems or len(call.q) != len(batch)) and any(leaf.origin.divided for leaf in behind):
+    divided = any(leaf.origin.divided for leaf in call.origins.leaves(*tensors))
+    if divided and (problems or len(call.q) != len(batch)):
         reason = "one linear map is applied to each head separately"
-        return Analysis(layout, ("shared", "shared", "shared"), None, reason)
+        return Analysis(layout, ("shared",) * 3, None, reason)
     q, k, v = kinds
     try:
-        attention, relative = read_product(call, batch, None)
+        attention, relative = capture.read_product(call, batch, None)
     except NotClosedForm as obstacle:
         problems.append(obstacle.reason)
     if problems:
         return Analysis(layout, (q, k, v), None, "; ".join(problems))
     try:
         structure = _build_structure(call, *forms)
-        heads, parts = add_inputs(structure, attention, call, batch, relative)
-        if forward_error(heads).amax() > HOPELESS:
+        heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
+        if forward_error(heads).amax() > capture.HOPELESS:
             raise NotClosedForm(
                 f"its logits are so large that {call.q.dtype} cannot resolve its attention map; "
                 "use --dtype float64"
             )
-        if not matches_autograd(heads, parts, call):
+        if not capture.matches_autograd(heads, parts, call):
             raise NotClosedForm("its closed form disagrees with autograd")
     except NotClosedForm as obstacle:
         return Analysis(layout, (q, k, v), None, obstacle.reason)
@@ -176,45 +126,65 @@ def _build_structure(
     q: ProjectionForm | None,
     k: ProjectionForm | None,
     v: ProjectionForm | None,
-) -> Structure:
+) -> capture.Structure:
     if k is None or v is None:
         raise NotClosedForm("its keys or values are constants, or have no gradient")
-    if not _reads_alike(call, ("k", k), ("v", v)):
-        raise NotClosedForm("its keys and values read different inputs")
-    joint = q is not None and _reads_alike(call, ("q", q), ("k", k))
-    # Rolled or flipped keys are not a second input: norms would be those of cross-attention.
-    if q is not None and not joint and _is_reordered(call, q, k):
-        raise NotClosedForm("its keys are the tokens of its queries in another order")
-    return Structure(q, k, v, joint, out=None)
-
-
-def _reads_alike(
-    call: AttentionCall, a: tuple[str, ProjectionForm], b: tuple[str, ProjectionForm]
-) -> bool:
-    """Say whether two parts of a call read the same tokens of the same input."""
     # All that one part reads is the same: its first linear map stands for it.
-    leaf, other = (call.origins.leaves(getattr(call, name))[0] for name, _ in (a, b))
-    index, others = a[1].index, b[1].index
-    return (
-        leaf.origin.reads_same(other.origin)
-        and index.samples_first == others.samples_first
-        and torch.equal(index.tokens, others.tokens)
-    )
+    origins = {name: call.origins.leaves(getattr(call, name)) for name in "qkv"}
+
+    def read_alike(a: str, form: ProjectionForm, b: str, other: ProjectionForm) -> bool:
+        """Say whether two parts of a call read the same tokens of the same input."""
+        same = origins[a][0].origin.reads_same(origins[b][0].origin)
+        return same and form.index.is_same(other.index)
+
+    if not read_alike("k", k, "v", v):
+        raise NotClosedForm("its keys and values read different inputs")
+    joint = q is not None and read_alike("q", q, "k", k)
+    # Rolled or flipped keys are not a second input: norms would be those of cross-attention.
+    if q is not None and not joint:
+        sides = []
+        for name, form in (("q", q), ("k", k)):
+            linear = origins[name][0].origin.linear
+            assert linear is not None  # `decode` refuses every other origin
+            sides.append(form.index.read(linear.inputs))
+        if _is_reordered(*sides):
+            raise NotClosedForm("its keys are the tokens of its queries in another order")
+    return capture.Structure(q, k, v, joint, out=None)
 
 
-def _is_reordered(call: AttentionCall, q: ProjectionForm, k: ProjectionForm) -> bool:
+def _is_reordered(one: Tensor, other: Tensor) -> bool:
     """Say whether queries and keys read the same tokens in another order, at a generic point."""
-    sides = []
-    for t, form in ((call.q, q), (call.k, k)):
-        linear = call.origins.leaves(t)[0].origin.linear
-        assert linear is not None
-        inputs = linear.inputs
-        rows = form.index.rows(len(inputs) // form.index.length)
-        sides.append(inputs[rows.flatten()].detach())
-    one, other = sides
     if one.shape != other.shape or torch.equal(one, other):
         return False
-    return torch.equal(*(torch.unique(t, dim=0) for t in sides))
+    return torch.equal(*(torch.unique(t, dim=0) for t in (one, other)))
+
+
+def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.OutputMap | None:
+    """Return W_O if a linear map reads the concatenated heads, only permuted and scaled.
+
+    Args:
+        linear: a linear map behind the attention.
+        source: its input as a function of the attention's output.
+    """
+    rows, width = source.as_rows(*source.leaves).shape
+    columns = torch.arange(width, device=source.t.device)[None]
+    try:
+        index = projections.find_token_rows(source)
+    except NotClosedForm:
+        return None
+    plain = index.numel() == rows and graph.is_affine(source.t)
+    affine = graph.find_affine_map(source, index, columns) if plain else None
+    if affine is None:
+        return None
+    mix = affine[0][0]
+    order = mix.abs().argmax(0)
+    gain = mix.gather(0, order[None])[0]
+    single = bool(((mix != 0).sum(0) == 1).all()) and int(order.bincount().amax()) == 1
+    return capture.OutputMap(keep(linear.weight), order, gain) if single else None
+
+
+_Reads = dict[Address, tuple[Tensor, Tensor]]
+"""For linear maps: the tokens and the columns of the output that are read."""
 
 
 @dataclass
@@ -232,7 +202,7 @@ class Surveyed:
         projected: whether a linear map of its output was seen.
     """
 
-    site: Site
+    site: capture.Site
     parts: tuple[Tensor, ...]
     transposed: bool
     maps: tuple[frozenset[object], frozenset[object]]
@@ -245,18 +215,6 @@ class Surveyed:
     def first(self) -> tuple[Tensor, ...]:
         """Return q, k and v of the first sample; nothing if a window holds both samples."""
         return tuple(t[: len(t) // 2] for t in self.parts)
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Return the shapes of q, k and v of the first sample."""
-        return [t.shape for t in self.first]
-
-    def as_rows(self, *parts: Tensor) -> Tensor:
-        """Convert the model's O, of each call of a loop, to (tokens, heads * d_v)."""
-        loop = self.site.loop
-        t = parts[0] if loop is None else loop.cat(parts, self.transposed)
-        o = arrange(self.site.layout, t.mT if self.transposed else t, 2)
-        return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def open(self, reason: str) -> None:
         """Set the layer to have no closed form and no norms."""
@@ -272,7 +230,6 @@ class Surveyor:
         inner: linear maps that another pass should leave uncut, to read more layers.
         forgot: whether a layer needed a released tensor.
         layers: the layers so far.
-        unread: modules, with lines of code, whose attention is not among the layers.
 
     Args:
         batch: the two samples.
@@ -288,21 +245,15 @@ class Surveyor:
         self.batch = batch
         self.tracer = Tracer(
             lambda *call: this.attention(*call),
-            lambda *found: this.linear(*found),
-            inner=uncut,
+            lambda linear, _: this.project(linear),
+            uncut=uncut,
             sparing=sparing,
             loops=loops,
         )
         self.inner: set[Address] = set()
         self.forgot = False
         self.layers: dict[Address, Surveyed] = {}
-        self.unread: list[str] = []
         self._moved: dict[str, set[bool]] = {}  # by the companion of a sample
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """Return the layers found so far."""
-        return tuple(layer.site for layer in self.layers.values())
 
     def adopt(self, deeper: Surveyor) -> None:
         """Take over the layers that another pass, with fewer cuts, could read."""
@@ -310,96 +261,100 @@ class Surveyor:
             before = self.layers.get(address)
             if before is None or before.site.closed_form or not again.site.closed_form:
                 continue
-            again.site = replace(again.site, index=before.site.index, inner=deeper.tracer.inner)
+            again.site = replace(again.site, index=before.site.index, inner=deeper.tracer.uncut)
             self.layers[address] = again
 
     def attention(self, call: AttentionCall, address: Address) -> None:
         """Analyse a call; if its map has other axes, leave it to `Uses`, which names it."""
-        samples, form = len(self.batch), call.form
+        form, tensors = call.form, (call.q, call.k, call.v)
         if isinstance(form, Explicit):
             # The logits have the axes of the queries: one row per window, head and query.
             rows, wanted = form.logits.shape[:-1], call.q.shape[:-1]
             folded = len(rows) != len(wanted) and rows.numel() == wanted.numel()
             if rows != wanted and not folded:
                 return
-        site = self._make_site(call, address)
-        q, k, v = (
-            tuple(origin for _, origin in call.origins.leaves(t)) for t in (call.q, call.k, call.v)
-        )
-        arranged = call.arrange(site.layout, samples)
+        parts = tuple(tuple(leaf.origin for leaf in call.origins.leaves(t)) for t in tensors)
+        site = self._make_site(call, address, [origin for part in parts for origin in part])
+        arranged = call.arrange(site.layout, len(self.batch))
         if not site.closed_form:
             # A function of a single linear map that was released.
-            self.forgot |= any(len(part) == 1 and part[0].forgotten for part in (q, k, v))
-            self.inner |= find_inner_maps([*q, *k, *v])
-            heads, tokens = arranged.q.shape[1:3]
-            if call.output.dtype in HALF:
-                why, site = None, replace(site, inputs=())
-            # The number of heads of a text model follows its number of tokens: without a closed
-            # form, nothing else distinguishes the two axes.
-            elif self.batch.x.ndim == 2 and heads == self.batch.x.shape[1] != tokens:
-                why = "its heads and tokens cannot be distinguished"
-            else:
-                frames = self.tracer.place.frames
-                why = find_obstacle(make_layer(site, call, self.batch, frames))
-            if why:
-                reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
-                site = replace(site, reason=reason, inputs=())
+            self.forgot |= any(len(part) == 1 and part[0].forgotten for part in parts)
+            self.inner |= find_inner_maps(origin for part in parts for origin in part)
+            site = self._try_numerically(site, call, arranged)
         properties: tuple[object, ...] = ()
-        if call.q.ndim in (3, 4) and len(call.q) == samples:
+        if call.q.ndim in (3, 4) and len(call.q) == len(self.batch):
             properties = call.q.ndim, call.transposed
             if isinstance(form, Fused):
                 properties += form.scale, form.mask is None, form.causal
             else:
                 properties += (form.logits.shape[-1],)
-        single = site.heads == 1 and all(
-            part and all(origin.linear for origin in part) for part in (q, k, v)
-        )
+        single = site.heads == 1 and all(part and all(o.linear for o in part) for part in parts)
         self.layers[address] = Surveyed(
             site,
             (arranged.q.detach(), arranged.k.detach(), arranged.v.detach()),
             call.transposed,
             (
-                frozenset((o.address.module, o.address.op, o.root) for o in q),
-                frozenset(origin.address for origin in k),
+                frozenset((o.address.module, o.address.op, o.root) for o in parts[0]),
+                frozenset(origin.address for origin in parts[1]),
             ),
-            tuple(_find_reads(call, t) for t in (call.q, call.k, call.v)),
-            (q, k, v) if single else (),
+            tuple(_find_reads(call, t) for t in tensors),
+            parts if single else (),
             properties,
         )
 
-    def _make_site(self, call: AttentionCall, address: Address) -> Site:
+    def _try_numerically(
+        self, site: capture.Site, call: AttentionCall, arranged: AttentionCall
+    ) -> capture.Site:
+        """Return the site of a call without closed form; without inputs if its module fails."""
+        heads, tokens = arranged.q.shape[1:3]
+        if call.output.dtype in HALF:
+            return replace(site, inputs=())
+        # The number of heads of a text model follows its number of tokens: without a closed
+        # form, nothing else distinguishes the two axes.
+        if self.batch.x.ndim == 2 and heads == self.batch.x.shape[1] != tokens:
+            why: str | None = "its heads and tokens cannot be distinguished"
+        else:
+            frames = self.tracer.place.frames
+            why = find_obstacle(capture.make_layer(site, call, self.batch, frames))
+        if why is None:
+            return site
+        reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
+        return replace(site, reason=reason, inputs=())
+
+    def _make_site(
+        self, call: AttentionCall, address: Address, origins: Sequence[Origin]
+    ) -> capture.Site:
         frames, analysis = self.tracer.place.frames, analyse(call, self.batch)
         structure = analysis.structure
         # The innermost module call that contains the attention and its projections: everything
         # else that q, k, v and the logits depend on must enter it as an argument.
         scope = next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
-        inputs = dict(_find_inputs(scope))
-        loop = next((each for each in self.tracer.loops if address in each.addresses), None)
-        calls = (address,) if loop is None else loop.addresses
-        around = (f for f in reversed(frames) if all(f.holds(each.module) for each in calls))
+        loop = self.tracer.loops.get(address)
+        addresses = (address,) if loop is None else loop.addresses
+        around = (f for f in reversed(frames) if all(f.holds(each.module) for each in addresses))
         direct = False
         if structure is not None:
             # The projections read the inputs of the module, each side its own.
-            given = {id(root(value)) for value in inputs.values()}
-            read = [id(origin.root) for _, origin in call.origins.leaves(call.q, call.k)]
+            given = {id(graph.root(value)) for value in scope.moving.values()}
+            read = [id(leaf.origin.root) for leaf in call.origins.leaves(call.q, call.k)]
             apart = structure.joint or len(set(read)) == len(read)
             direct = apart and given.issuperset(read)
-        return Site(
+        return capture.Site(
             index=len(self.layers),
             module=next(around).name,
-            heads=arrange(analysis.layout, call.q, 2).shape[1],
+            heads=calls.arrange(analysis.layout, call.q, 2).shape[1],
             address=address,
-            sources=frozenset(o.address for _, o in call.origins.leaves(call.q, call.k, call.v)),
+            sources=frozenset(origin.address for origin in origins),
             explicit=isinstance(call.form, Explicit),
             scope=scope.name,
-            inputs=tuple(inputs),
+            inputs=tuple(scope.moving),
             direct=direct,
             line=line_of_code(),
             loop=loop,
             **vars(analysis),
         )
 
-    def linear(self, linear: Linear, _address: Address) -> None:
+    def project(self, linear: calls.Linear) -> None:
         """Check whether a linear map is the output projection of a layer."""
         leaves = self.tracer.origins.leaves(linear.x)
         outputs = {leaf.origin.address: leaf.tensor for leaf in leaves}
@@ -407,11 +362,19 @@ class Surveyor:
         # In a loop, the joined output of all calls is projected.
         if layer is None or set(outputs) != set(layer.site.addresses):
             return
-        if layer.site.structure is not None and not layer.projected:
-            parts = tuple(outputs[a] for a in layer.site.addresses)
-            source = Probed(linear.inputs[None, None], parts, layer.as_rows)
-            structure = replace(layer.site.structure, out=find_output_map(linear, source))
-            layer.site = replace(layer.site, structure=structure)
+        site, transposed = layer.site, layer.transposed
+
+        def as_rows(*parts: Tensor) -> Tensor:
+            """Convert the model's O, of each call of a loop, to (tokens, heads * d_v)."""
+            t = parts[0] if site.loop is None else site.loop.cat(parts, transposed)
+            o = calls.arrange(site.layout, t.mT if transposed else t, 2)
+            return o.transpose(1, 2).flatten(2).flatten(0, 1)
+
+        if site.structure is not None and not layer.projected:
+            parts = tuple(outputs[a] for a in site.addresses)
+            source = graph.Probed(linear.inputs[None, None], parts, as_rows)
+            structure = replace(site.structure, out=find_output_map(linear, source))
+            layer.site = replace(site, structure=structure)
         layer.projected = True
 
     def compare(self, call: AttentionCall, address: Address) -> None:
@@ -425,10 +388,8 @@ class Surveyor:
             # A row with both samples changes with one of them, maybe by less than any tolerance.
             moved = not all(map(torch.equal, layer.parts, parts))
             self._moved.setdefault(layer.site.module, set()).add(moved)
-        if len(layer.first[0]) == 0:
-            return
         for before, t in zip(layer.first, parts, strict=True):
-            if not agree(before, t[: len(before)], each=1):
+            if len(layer.first[0]) and not agree(before, t[: len(before)], each=1):
                 layer.open("its rows cannot be attributed to samples")
 
     def leave_loops(self) -> None:
@@ -452,9 +413,9 @@ class Surveyor:
                 loops.append(Loop(tuple(layer.site.address for layer in group), axis))
         joined = {address for loop in loops for address in loop.addresses}
         for group in self._group(_share_values):
-            calls = tuple(layer.site.address for layer in group)
-            if joined.isdisjoint(calls) and _are_heads(group):
-                loops.append(Loop(calls, 1))
+            addresses = tuple(layer.site.address for layer in group)
+            if joined.isdisjoint(addresses) and _are_heads(group):
+                loops.append(Loop(addresses, 1))
         return loops
 
     def _group(self, alike: Callable[[Surveyed, Surveyed], bool]) -> list[list[Surveyed]]:
@@ -468,7 +429,7 @@ class Surveyor:
                 group.append(layer)
         return [group for group in groups if len(group) > 1]
 
-    def join(self) -> None:
+    def mark_parts(self) -> None:
         """Mark layers that are parts of one attention and could not be joined.
 
         The norm of a part of the queries is not the norm of a head.
@@ -483,16 +444,12 @@ class Surveyor:
                     layer.open("its queries are computed in several parts")
 
 
-_Reads = dict[Address, tuple[Tensor, Tensor]]
-"""For linear maps: the tokens and the columns of the output that are read."""
-
-
 def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:
     """Return the rows and columns of the linear maps that q, k or v depends on."""
     found = {}
     for leaf, origin in call.origins.leaves(t):
         if origin.linear is not None:
-            read = Probed(t, (leaf,), origin.linear.outputs).read != 0
+            read = graph.Probed(t, (leaf,), origin.linear.outputs).read != 0
             found[origin.address] = read.any(1).cpu(), read.any(0).cpu()
     return found
 
@@ -502,7 +459,7 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     form = group[0].form
     if not form or any(layer.form != form for layer in group):
         return None
-    shapes = [layer.shapes for layer in group]
+    shapes = [[t.shape for t in layer.first] for layer in group]
     q, k, v = ([layer.reads[i] for layer in group] for i in range(3))
     rows, columns = 0, 1
     single = all(shape[0][:2] == (1, 1) for shape in shapes)
@@ -530,16 +487,11 @@ def _share_input(a: Surveyed, b: Surveyed) -> bool:
 
 def _share_values(a: Surveyed, b: Surveyed) -> bool:
     """Say whether two calls may be heads that a loop computes by maps of their own."""
-    pairs = zip(a.inputs, b.inputs, strict=False)
-    same = all(
-        len(one) == len(other) and all(map(Origin.reads_same, one, other)) for one, other in pairs
-    )
-    return (
-        bool(a.inputs and b.inputs and a.form)
-        and a.form == b.form
-        and same
-        and a.shapes == b.shapes
-    )
+    if not (a.inputs and b.inputs and a.form) or a.form != b.form:
+        return False
+    pairs = zip(a.inputs, b.inputs, strict=True)
+    same = (len(x) == len(y) and all(map(Origin.reads_same, x, y)) for x, y in pairs)
+    return all(same) and [t.shape for t in a.first] == [t.shape for t in b.first]
 
 
 def _are_heads(group: Sequence[Surveyed]) -> bool:
@@ -571,7 +523,7 @@ def _are_apart(reads: Sequence[_Reads], axis: int) -> bool:
 
 
 def _holds(frame: Frame, call: AttentionCall) -> bool:
-    behind = [(root(t), call.origins.leaves(t)) for t in (call.q, call.k, call.v)]
+    behind = [(graph.root(t), call.origins.leaves(t)) for t in (call.q, call.k, call.v)]
     made_by = [origin for _, leaves in behind for _, origin in leaves]
     maps = [origin for origin in made_by if origin.is_map]
     # Values that are the input of the keys' map come from no map of this layer.
@@ -583,19 +535,15 @@ def _holds(frame: Frame, call: AttentionCall) -> bool:
     if not all(frame.holds(origin.address.module) for origin in projections):
         return False
     held = any(frame.holds(origin.address.module) for origin in maps)
-    given = [value for _, value in _find_inputs(frame)]
+    given = [*frame.moving.values()]
+    stop = [t.grad_fn for t in given if t.grad_fn is not None]
+    walks = [graph.leaves(t, stop) for t in (call.q, call.k, call.v)]
     # A module that gets q, k and v one by one contains none of their maps, so it is not the
     # attention module.
-    if made_by and not held and call.origins.count_given(call.q, call.k, call.v, given=given) != 1:
+    if made_by and not held and len({node for _, met in walks for node in met}) != 1:
         return False
-    made = [call.q, call.k, call.v]
-    made += [call.form.logits] if isinstance(call.form, Explicit) else []
-    beside = call.origins.find_beside(made, given)
-    return all(frame.holds(origin.address.module) for origin in beside)
-
-
-def _find_inputs(frame: Frame) -> Iterator[tuple[int | str, Tensor]]:
-    given: list[tuple[int | str, Any]] = [*enumerate(frame.args), *frame.kwargs.items()]
-    for key, value in given:
-        if isinstance(value, Tensor) and value.requires_grad:
-            yield key, value
+    if isinstance(call.form, Explicit):
+        walks.append(graph.leaves(call.form.logits, stop))
+    known = {id(t) for t in given}
+    beside = [call.origins.known.get(t) for ends, _ in walks for t in ends if id(t) not in known]
+    return all(frame.holds(origin.address.module) for origin in beside if origin is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from lipaudit.models.attention.calls import (
     Origin,
     Origins,
 )
-from lipaudit.models.attention.events import AttentionMode, Cut, Operands
+from lipaudit.models.attention.events import READERS, AttentionMode, Operands
 from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, keep
@@ -43,6 +43,12 @@ class Frame:
     kwargs: dict[str, Any]
     number: int
     attentions: list[Address] = field(default_factory=list)
+
+    @property
+    def moving(self) -> dict[int | str, Tensor]:
+        """Return the arguments that depend on the model's input, by place or name."""
+        given: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        return {k: t for k, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
 
     def holds(self, module: str) -> bool:
         """Say whether a module, by its path, is this one or a part of it."""
@@ -98,37 +104,40 @@ class CallStack:
             yield
 
 
-@dataclass(frozen=True)
-class Tracer:
+class Tracer(AttentionMode):
     """An observed forward pass.
 
     Attributes:
+        place: position of the pass.
+        origins: origins of the leaves of the cut graph.
+        uncut: linear maps at which the graph is not cut.
+
+    Args:
         on_attention: takes each attention call and its address.
         on_linear: takes each linear map of a tensor that depends on the input, and its address.
         wanted: addresses at which to cut; None: all tensors that depend on the input.
-        inner: linear maps at which the graph is not cut.
+        uncut: see above.
         sparing: whether inputs of the residual stream's maps are released on the way.
-        place: position of the pass.
-        origins: origins of the leaves of the cut graph.
+        place: see above.
         loops: attention calls that are reported as one, by the address of the last one.
     """
 
-    on_attention: Callable[[AttentionCall, Address], None]
-    on_linear: Callable[[Linear, Address], None] = lambda *_: None
-    wanted: frozenset[Address] | None = None
-    inner: frozenset[Address] = frozenset()
-    sparing: bool = False
-    place: CallStack = field(default_factory=CallStack)
-    origins: Origins = field(default_factory=Origins)
-    loops: Collection[Loop] = ()
-    _waiting: dict[Address, AttentionCall] = field(default_factory=dict)
-
-    @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Observe `module` while the block runs it."""
-        mode = AttentionMode(self.attention, self.product)
-        with torch.enable_grad(), self.place.following(module), mode:
-            yield
+    def __init__(
+        self,
+        on_attention: Callable[[AttentionCall, Address], object],
+        on_linear: Callable[[Linear, Address], object] = lambda *_: None,
+        *,
+        wanted: frozenset[Address] | None = None,
+        uncut: frozenset[Address] = frozenset(),
+        sparing: bool = False,
+        place: CallStack | None = None,
+        loops: Iterable[Loop | None] = (),
+    ) -> None:
+        super().__init__(on_attention)
+        self.on_linear, self.wanted, self.uncut, self.sparing = on_linear, wanted, uncut, sparing
+        self.place, self.origins = place or CallStack(), Origins()
+        self.loops = {address: loop for loop in loops if loop for address in loop.addresses}
+        self._waiting: dict[Address, AttentionCall] = {}
 
     def input(self, t: Tensor) -> Tensor:
         """Cut at the model's input."""
@@ -136,22 +145,45 @@ class Tracer:
         wanted = self.wanted is None or address in self.wanted
         return self._cut(t, Origin(address)) if wanted else t
 
-    def product(self, factors: Sequence[Operands]) -> Cut | None:
-        """Return the linear map of a tensor that depends on the sample, if the op is one."""
-        place = self.place.address(RIGHT)
-        for each in factors:
-            address = place._replace(op=each.op)
-            linear = each.read() if self._is_map(each, address) else None
-            if linear is not None:
-                return linear, partial(self._linear, linear, address)
-        return None
+    def run_linear(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """Cut at a linear map of a tensor that depends on the sample, if the op is one."""
+        reader = READERS.get(func)
+        if reader is None:
+            return None
+        place, linear = self.place.address(RIGHT), None
+        for factors in reader(*args, **kwargs):
+            address = place._replace(op=factors.op)
+            if self._is_map(factors, address) and (linear := factors.read()) is not None:
+                break
+        if linear is None:
+            return None
+        output = func(*args, **kwargs)
+        self.on_linear(linear, address)
+        bias = None if linear.bias is None else linear.bias.detach()
+        # `keep`: weights converted for the run must not live as long as the graph.
+        constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
+        origin = Origin(address, constant)
+        if self.wanted is None:
+            before = self.origins.leaves(linear.x)
+            if self.sparing and len(before) > 1:  # the maps behind it are combined in its input
+                self.origins.mixed.update(leaf for leaf in before if leaf.origin.linear)
+            # Marks, not tensors: a chain of inputs would keep all activations of the model.
+            further = before[0].origin.way if len(before) == 1 else ()
+            way = (root(linear.x), ()), *((mark, (address, *maps)) for mark, maps in further)
+            # The address of a map stands before those that it leads to: see `find_inner_maps`.
+            origin = Origin(address, constant, way[:_DEEPEST], divides_channels(linear.x))
+        result = self._cut(output, origin)
+        self.remember(linear, result)
+        return result
 
     def _is_map(self, factors: Operands, address: Address) -> bool:
         """Say whether to cut at a product, as a linear map: one factor is a constant.
 
         Every factor that does not depend on the sample counts as a weight.
         """
-        if self.wanted is not None or address in self.inner:
+        if self.wanted is not None or address in self.uncut:
             return self.wanted is not None and address in self.wanted
         x, constants = factors.x, (factors.weight, factors.bias)
         if any(t is not None and t.requires_grad for t in constants) or not x.requires_grad:
@@ -165,59 +197,53 @@ class Tracer:
             return True
         return not is_affine(x)
 
-    def _linear(self, linear: Linear, address: Address, output: Tensor) -> Tensor:
-        """Cut at a linear map."""
-        self.on_linear(linear, address)
-        if self.sparing:
-            self.origins.mix(linear.x)
-        bias = None if linear.bias is None else linear.bias.detach()
-        # `keep`: weights converted for the run must not live as long as the graph.
-        constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
-        if self.wanted is not None:
-            return self._cut(output, Origin(address, constant))
-        # Marks, not tensors: a chain of inputs would keep all activations of the model.
-        before = self.origins.leaves(linear.x)
-        further = before[0].origin.way if len(before) == 1 else ()
-        way = (root(linear.x), ()), *((mark, (address, *maps)) for mark, maps in further)
-        # The address of a map stands before those that it leads to: see `find_inner_maps`.
-        return self._cut(
-            output, Origin(address, constant, way[:_DEEPEST], divides_channels(linear.x))
-        )
-
-    def attention(self, call: AttentionCall) -> Tensor:
-        """Report an attention call, and cut after it."""
+    def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address]:
+        """Number a call; return it, or at the last call of a loop all of them as one."""
         address = self.place.address("attention")
         # A module that is run again alone has numbers of its own: it finds a call by its place.
         for frame in self.place.frames:
             frame.attentions.append(address)
-        whole = replace(call, origins=self.origins)
-        loop = next((each for each in self.loops if address in each.addresses), None)
+        call = replace(call, origins=self.origins)
+        loop = self.loops.get(address)
+        if loop is None:
+            return call, address
         # The calls of a loop wait for the last one. A model may leave some out for a sample.
-        if loop is not None:
-            self._waiting[address] = whole
-        calls = () if loop is None else loop.addresses
-        if loop is None or (address == calls[-1] and all(a in self._waiting for a in calls)):
-            if loop is not None:
-                whole = loop.join([self._waiting.pop(each) for each in calls])
-            self.on_attention(whole, address)
-            self.origins.release(whole.q, whole.k, whole.v)
-        wanted = call.output.requires_grad if self.wanted is None else address in self.wanted
-        return self._cut(call.output, Origin(address)) if wanted else call.output.detach()
+        self._waiting[address] = call
+        if address != loop.addresses[-1] or not self._waiting.keys() >= {*loop.addresses}:
+            return None, address
+        return loop.join([self._waiting.pop(each) for each in loop.addresses]), address
+
+    def leave(self, call: AttentionCall | None, output: Tensor, address: Address) -> Tensor:
+        """Cut after an attention call."""
+        if call is not None:
+            self.origins.release(call.q, call.k, call.v)
+        wanted = output.requires_grad if self.wanted is None else address in self.wanted
+        return self._cut(output, Origin(address)) if wanted else output.detach()
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
         """Return t as a leaf of known origin: a clone, because the model may write into it."""
         leaf = t.detach().requires_grad_()
-        self.origins.note(leaf, origin)
+        self.origins.known[leaf] = origin
         return leaf.clone()
 
 
-def run_observed(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
-    """Run an observed model and return its output; in float64, everything is computed so."""
+@contextmanager
+def observe(net: Net, batch: Batch, tracer: Tracer) -> Iterator[Tensor]:
+    """Observe the run of a model inside the block; yield the input of `net.call`.
+
+    In float64, everything is computed so.
+    """
     wide = Widening() if net.dtype == torch.float64 else nullcontext()
     # A text model is cut at its token embedding and at every module that shares its weight. Casts
     # are taken out first: what is computed of a layer on the way is not the model's.
-    with tracer.watching(net.module), wide, watch_embeddings(net, tracer.input):
-        x = batch.x if net.kind == "text" else tracer.input(batch.x)
+    place = tracer.place.following(net.module)
+    with torch.enable_grad(), place, tracer, wide, watch_embeddings(net, tracer.input):
+        yield batch.x if net.kind == "text" else tracer.input(batch.x)
+
+
+def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
+    """Return the output of an observed model."""
+    with observe(net, batch, tracer) as x:
         return net.read(net.call(x, batch.mask)).detach()
 
 

@@ -66,10 +66,6 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._where = where
         self._marks: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def input(self, x: Tensor) -> None:
-        """Follow all tensors that depend on the samples."""
-        self._mark(x, _SAMPLE)
-
     def beyond(self, modules: Iterable[str]) -> list[str]:
         """Return the modules with more uses than their layers explain."""
         layers = Counter(modules)
@@ -88,7 +84,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name.rstrip("_") if name in _IN_PLACE else name, args, given, out
             )
             for t in _list_tensors(out):
-                self._mark(t, marks if t.is_floating_point() or t.is_complex() else _SAMPLE)
+                self.mark(t, marks if t.is_floating_point() or t.is_complex() else _SAMPLE)
         return out
 
     def _compute_marks(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
@@ -129,17 +125,18 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _SAMPLE
 
     def _find_marks(self, t: object) -> int:
-        key = _find_storage(t)
-        return 0 if key is None else self._marks.get(key._cdata, (None, 0))[1]
+        if not isinstance(t, Tensor) or t.layout != torch.strided:
+            return 0
+        return self._marks.get(t.untyped_storage()._cdata, (None, 0))[1]
 
-    def _mark(self, t: Tensor, marks: int) -> None:
+    def mark(self, t: Tensor, marks: int = _SAMPLE) -> None:
         """Mark a tensor, and whatever shares its memory; a part adds to the marks of the whole."""
-        key = _find_storage(t)
-        if key is not None:
-            entire = t.numel() * t.element_size() == key.nbytes()
-            before = 0 if entire else self._marks.get(key._cdata, (None, 0))[1]
+        if t.layout == torch.strided:
+            storage = t.untyped_storage()
+            entire = t.numel() * t.element_size() == storage.nbytes()
+            before = 0 if entire else self._find_marks(t)
             # The reference prevents reuse of the address, without keeping the memory.
-            self._marks[key._cdata] = (_reference(key), before | marks)
+            self._marks[storage._cdata] = (_reference(storage), before | marks)
 
 
 _reference: Callable[[Any], StorageWeakRef] = StorageWeakRef
@@ -148,12 +145,6 @@ _IN_PLACE = {f"{name}_" for name in _ENTRYWISE}
 
 def _list_tensors(value: Any) -> list[Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-
-
-def _find_storage(t: object) -> Any:
-    if not isinstance(t, Tensor) or t.layout != torch.strided:
-        return None
-    return t.untyped_storage()
 
 
 def line_of_code() -> str:
@@ -211,20 +202,20 @@ class Routing(TorchFunctionMode):
 
     def notes(self) -> tuple[Note, ...]:
         """Note the meaning of the derivative if there are choices."""
-        if not self.modules:
+        first = next(iter(self.modules), None)
+        if first is None:
             return ()
-        first = next(iter(self.modules))
         text = (
             f"experts or keys are chosen by the largest scores (first in {first}). The norm "
             "assumes the choice made at each sample; if two scores are equal, there is no "
             "derivative"
         )
-        remarks = [Note(level="info", code="routed", text=text)]
-        tied = [module for module, tie in self.modules.items() if tie]
-        if tied:
-            text = (
-                f"scores are equal at these samples (first in {tied[0]}), so the norm is "
-                "that of one of the choices"
-            )
-            remarks.append(Note(level="warning", code="routed-tie", text=text))
-        return tuple(remarks)
+        remarks = (Note(level="info", code="routed", text=text),)
+        tied = next((module for module, tie in self.modules.items() if tie), None)
+        if tied is None:
+            return remarks
+        text = (
+            f"scores are equal at these samples (first in {tied}), so the norm is that of one of "
+            "the choices"
+        )
+        return (*remarks, Note(level="warning", code="routed-tie", text=text))

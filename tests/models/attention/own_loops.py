@@ -124,33 +124,6 @@ def own_weight_loop(a: Any, x: Tensor) -> Tensor:
 
 
 @own(
-    "a loop over a ParameterList, by einsum",
-    build=WEIGHTS,
-    truth=one_layer(lambda a: map(matrices, a.w), change=lambda s: s),
-)
-def own_einsum_loop(a: Any, x: Tensor) -> Tensor:
-    out = []
-    for w in a.w:
-        q, k, v = (torch.einsum("bnc,cd->bnd", x, part) for part in w)
-        p = torch.einsum("bnd,bmd->bnm", q, k).softmax(-1)
-        out.append(torch.einsum("bnm,bmd->bnd", p, v))
-    return a.o(torch.cat(out, -1))
-
-
-@own(
-    "a loop over the heads of one parameter",
-    build=add(w=lambda: nn.Parameter(torch.randn(3, HEADS, WIDTH, D))),
-    truth=one_layer(lambda a: map(matrices, a.w.unbind(1))),
-)
-def own_slice_loop(a: Any, x: Tensor) -> Tensor:
-    o = [
-        F.scaled_dot_product_attention(x @ a.w[0, h], x @ a.w[1, h], x @ a.w[2, h])
-        for h in range(HEADS)
-    ]
-    return a.o(torch.stack(o, 1).transpose(1, 2).flatten(2))
-
-
-@own(
     "a module per head (nanoGPT's Head), side by side",
     build=listed(),
     truth=one_layer(modules),
@@ -178,15 +151,6 @@ def summed_modules(a: Any, x: Tensor) -> Tensor:
 
 
 @own(
-    "a module per head, behind an attribute each",
-    build=add(one=Head, two=Head),
-    truth=one_layer(lambda a: [linears(h.query, h.key, h.value) for h in (a.one, a.two)]),
-)
-def named_modules(a: Any, x: Tensor) -> Tensor:
-    return a.o(torch.cat([a.one(x), a.two(x)], -1))
-
-
-@own(
     "lists of linear layers for q, k and v, and for the output",
     build=add(
         qs=lambda: nn.ModuleList(nn.Linear(WIDTH, D) for _ in range(4)),
@@ -203,19 +167,6 @@ def listed_maps(a: Any, x: Tensor) -> Tensor:
     for q, k, v, o in zip(a.qs, a.ks, a.vs, a.os, strict=True):
         out = out + o(F.scaled_dot_product_attention(q(x), k(x), v(x), is_causal=True))
     return out
-
-
-@own(
-    "lists of linear layers, heads in an axis of their own",
-    build=lists(qs=HEADS, ks=HEADS, vs=HEADS),
-    truth=one_layer(lambda a: [linears(*each) for each in zip(a.qs, a.ks, a.vs, strict=True)]),
-)
-def listed_axis(a: Any, x: Tensor) -> Tensor:
-    o = [
-        F.scaled_dot_product_attention(q(x)[:, None], k(x)[:, None], v(x)[:, None])
-        for q, k, v in zip(a.qs, a.ks, a.vs, strict=True)
-    ]
-    return a.o(torch.cat(o, 1).transpose(1, 2).flatten(2))
 
 
 @own(
@@ -285,34 +236,6 @@ def listed_joint(a: Any, x: Tensor) -> Tensor:
 
 def unit(t: Tensor) -> Tensor:
     return t / t.norm(dim=-1, keepdim=True)
-
-
-@own(
-    "linear layers per head, whose queries and keys have a norm",
-    build=lists(qs=HEADS, ks=HEADS, vs=HEADS),
-    truth=one_layer(
-        lambda a: [
-            (lambda x, q=q: unit(q(x)), lambda x, k=k: unit(k(x)), v)
-            for q, k, v in zip(a.qs, a.ks, a.vs, strict=True)
-        ],
-        change=lambda s: 3 * s,
-    ),
-)
-def listed_norms(a: Any, x: Tensor) -> Tensor:
-    o = [
-        (3 * unit(q(x)) @ unit(k(x)).mT).softmax(-1) @ v(x)
-        for q, k, v in zip(a.qs, a.ks, a.vs, strict=True)
-    ]
-    return a.o(torch.cat(o, -1))
-
-
-@own(
-    "a module per head behind one norm of them all",
-    build=add(norm=lambda: nn.LayerNorm(WIDTH), sa=MultiHead),
-    truth=lambda a: (Layer(parts(*modules(a.sa), change=causal), before=lambda x: a.norm(x)),),
-)
-def normed_modules(a: Any, x: Tensor) -> Tensor:
-    return a.sa(a.norm(x))
 
 
 # --- heads that cannot be joined

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from tests.models.attention.own_modules import (
     HEADS,
     TOKENS,
-    WIDTH,
     HeadMap,
     affine,
     attend,
@@ -49,35 +48,6 @@ def divided_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @own_heads("softmax over keys that lie in axis -2", "left")
 def keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (k @ q.mT).softmax(-2).mT @ v
-
-
-@own(
-    "softmax over axis 1 of a map without heads",
-    "left",
-    heads=lambda a, x: attend(
-        a, x, **{n: affine(getattr(a, n), x).transpose(0, 1).flatten(1)[None] for n in "qkv"}
-    ),
-)
-def without_heads(a: Any, x: Tensor) -> Tensor:
-    q, k, v = a.q(x), a.k(x), a.v(x)
-    return a.o(torch.softmax(k @ q.mT / WIDTH**0.5, 1).mT @ v)
-
-
-@own(
-    "softmax over keys and heads at once",
-    "left",
-    heads=of(
-        share=lambda s: (
-            softmax(s.transpose(0, 1).flatten(1)).unflatten(1, (HEADS, -1)).transpose(0, 1)
-        )
-    ),
-)
-def over_heads_too(a: Any, x: Tensor) -> Tensor:
-    def share(s: Tensor) -> Tensor:
-        p = s.transpose(1, 2).flatten(2).softmax(-1)
-        return p.unflatten(2, (HEADS, -1)).transpose(1, 2)
-
-    return shared(a, x, share)
 
 
 @own(
@@ -382,13 +352,3 @@ def linear_attention(a: Any, x: Tensor) -> Tensor:
     q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
     q, k = _feature(q), _feature(k)
     return a.o(join(q @ (k.mT @ v) / (q @ k.sum(-2)[..., None])))
-
-
-@own(
-    "softmax of queries over channels, of keys over tokens (efficient attention)",
-    "left",
-    heads=lambda a, x: softmax(affine(a.q, x)) @ (softmax(affine(a.k, x).mT) @ affine(a.v, x)),
-)
-def efficient(a: Any, x: Tensor) -> Tensor:
-    q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
-    return a.o(join(q.softmax(-1) @ (k.softmax(-2).mT @ v)))

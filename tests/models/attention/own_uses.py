@@ -91,16 +91,6 @@ def sure_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return p.amax(-1, keepdim=True) * (p @ v)
 
 
-@own_heads(
-    "an output plus the largest entry of its row of P",
-    "read+left",
-    truth=layers(attend, lambda a, x: attend(a, x) + p_of(a, x).amax(-1, keepdim=True)),
-)
-def raised_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    p = (q @ k.mT).softmax(-1)
-    return p @ v + p.amax(-1, keepdim=True)
-
-
 @own_heads("a running softmax over blocks of keys (flash attention)", "left")
 def running(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     top, total, o = q.new_full((*q.shape[:-1], 1), -torch.inf), 0.0, torch.zeros_like(q)
@@ -273,16 +263,6 @@ def moved_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o.unflatten(0, (len(q), HEADS))
 
 
-@own_heads(
-    "softmax over queries, keys and heads at once",
-    "left",
-    heads=lambda a, x: attend(a, x, share=lambda s: softmax(s.flatten()).view_as(s)),
-)
-def over_everything(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    s = q @ k.mT
-    return s.flatten(1).softmax(-1).view_as(s) @ v
-
-
 @own("heads in the last axis, the map of (b, n, m, h)", "left")
 def einsum_last(a: Any, x: Tensor) -> Tensor:
     q, k, v = middle(a, x)
@@ -301,12 +281,6 @@ def tutorial(a: Any, x: Tensor) -> Tensor:
     q, k, v = a.sq(z), a.sk(z), a.sv(z)
     p = torch.einsum("bnhd,bmhd->bhnm", q / 2, k).softmax(-1)
     return a.o(torch.einsum("bhnm,bmhd->bnhd", p, v).flatten(2))
-
-
-@own("the same behind a transpose", "numerical", build=SMALL, heads=of_small)
-def tutorial_split(a: Any, x: Tensor) -> Tensor:
-    z = split(x)
-    return a.o(join(F.scaled_dot_product_attention(a.sq(z), a.sk(z), a.sv(z))))
 
 
 @own("batch and heads in one axis")
@@ -409,18 +383,6 @@ def shared_key_loop(a: Any, x: Tensor) -> Tensor:
     return a.o(torch.cat(o, -1))
 
 
-@own("a loop over pairs of heads, with a causal mask", heads=causal)
-def pair_loop(a: Any, x: Tensor) -> Tensor:
-    q, k, v = (split(m(x), 4) for m in (a.q, a.k, a.v))
-    o = [
-        F.scaled_dot_product_attention(
-            q[:, h : h + 2], k[:, h : h + 2], v[:, h : h + 2], is_causal=True
-        )
-        for h in (0, 2)
-    ]
-    return a.o(join(torch.cat(o, 1)))
-
-
 @own_heads(
     "chunks of queries, each with the mask of its rows",
     heads=lambda a, x: attend(a, x, change=lambda s: s.masked_fill(_later(s), -torch.inf)),
@@ -465,22 +427,6 @@ def sample_loop(a: Any, x: Tensor) -> Tensor:
 @own("a loop over the samples, batches of one", "left")
 def sample_batches(a: Any, x: Tensor) -> Tensor:
     return torch.cat([sdpa(a, a.q(one), a.k(one), a.v(one)) for one in x.split(1)])
-
-
-@own_heads("a loop over the samples around the attention alone", "left")
-def sample_index(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    o = [F.scaled_dot_product_attention(q[i], k[i], v[i], scale=1.0) for i in range(len(q))]
-    return torch.stack(o)
-
-
-@own("a loop over the samples and the heads", "left")
-def sample_head_loop(a: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(a, x)
-    o = [
-        torch.cat([(q[i, h] @ k[i, h].mT).softmax(-1) @ v[i, h] for h in range(HEADS)], -1)
-        for i in range(len(x))
-    ]
-    return a.o(torch.stack(o))
 
 
 @own("torch.func.vmap over the samples", "left")
@@ -636,31 +582,6 @@ def external(a: Any, x: Tensor) -> Tensor:
     return a.mv(p / p.sum(2, keepdim=True))
 
 
-@own("channels squeezed and excited", "none", truth=nothing)
-def squeezed(a: Any, x: Tensor) -> Tensor:
-    return x * a.q(x.mean(1, keepdim=True)).relu().sigmoid()
-
-
-@own("tokens mixed by a Fourier transform", "none", truth=nothing)
-def fourier(a: Any, x: Tensor) -> Tensor:
-    return a.o(torch.fft.fft2(x).real)
-
-
-@own(
-    "a recurrent network",
-    "none",
-    truth=nothing,
-    build=add(rnn=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)),
-)
-def recurrent(a: Any, x: Tensor) -> Tensor:
-    return a.rnn(x)[0]
-
-
-@own("a bilinear product of channels", "none", truth=nothing)
-def bilinear(a: Any, x: Tensor) -> Tensor:
-    return a.o(a.q(x) * a.k(x).sigmoid())
-
-
 # --- what autograd sees
 
 
@@ -793,10 +714,3 @@ def map_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.mT).softmax(-1).clone()
     p *= 0.5
     return p @ v
-
-
-@own_heads("the output filled in place")
-def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    o = torch.empty_like(v)
-    o[:] = (q @ k.mT).softmax(-1) @ v
-    return o

@@ -95,13 +95,6 @@ own_map("matrices", "weights as matrices", lambda x, m: x @ m.weight.T)
 own_map("times_one", "weights times 1", lambda x, m: x @ (m.weight.T * 1))
 
 
-@own("F.linear of joined weights and biases")
-def joined_linear(a: Any, x: Tensor) -> Tensor:
-    w = torch.cat([a.q.weight, a.k.weight, a.v.weight])
-    b = torch.cat([a.q.bias, a.k.bias, a.v.bias])
-    return sdpa(a, *F.linear(x, w, b).chunk(3, -1))
-
-
 HEADED = add(**{f"w{n}": parameter(HEADS, WIDTH, 4) for n in "qkv"})
 
 
@@ -290,17 +283,6 @@ POSITIONS = add(position=parameter(TOKENS, WIDTH))
 def positions(a: Any, x: Tensor) -> Tensor:
     x = x + a.position
     return sdpa(a, a.q(x), a.k(x), a.v(x))
-
-
-@own(
-    "positions added to what q and k read",
-    build=POSITIONS,
-    outcome="numerical",
-    heads=lambda a, x: attend(a, x, q=affine(a.q, x + a.position), k=affine(a.k, x + a.position)),
-)
-def positions_of_keys(a: Any, x: Tensor) -> Tensor:
-    y = x + a.position
-    return sdpa(a, a.q(y), a.k(y), a.v(x))
 
 
 NORM = add(norm=lambda: nn.LayerNorm(WIDTH))
@@ -572,17 +554,6 @@ SMALL = add(**{f"s{n}": lambda: nn.Linear(4, 4) for n in "qkv"})
 def of_small(a: Any, x: Tensor) -> Tensor:
     maps = {"q": a.sq, "k": a.sk, "v": a.sv}
     return attend(a, x, **{n: split(x) @ m.weight.T + m.bias for n, m in maps.items()})
-
-
-@own(
-    "parts of each token stacked, read by one small map",
-    "numerical",
-    build=SMALL,
-    heads=of_small,
-)
-def stacked_parts(a: Any, x: Tensor) -> Tensor:
-    z = torch.stack(x.chunk(HEADS, -1), 1)
-    return a.o(join(F.scaled_dot_product_attention(a.sq(z), a.sk(z), a.sv(z))))
 
 
 class Products(nn.Module):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipaudit.models.attention.calls import AttentionCall, Explicit, Fused, Linear, make_additive
-from lipaudit.models.attention.events import AttentionMode, find_operands
+from lipaudit.models.attention.events import READERS, AttentionMode
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -18,11 +18,7 @@ def rows(*shape: int) -> torch.Tensor:
 def calls_of(forward) -> list[AttentionCall]:
     found: list[AttentionCall] = []
 
-    def keep(call: AttentionCall) -> torch.Tensor:
-        found.append(call)
-        return call.output
-
-    with AttentionMode(keep):
+    with AttentionMode(lambda call, _: found.append(call)):
         forward()
     return found
 
@@ -105,7 +101,7 @@ PER_HEAD = nn.Parameter(torch.randn(8, 3, 2, generator=GENERATOR), requires_grad
 
 def linear_maps(func, args, kwargs) -> list[Linear]:
     """Every way to read an op as a linear map."""
-    read = (each.read() for each in find_operands(func, args, kwargs) or ())
+    read = (each.read() for each in READERS[func](*args, **kwargs)) if func in READERS else ()
     return [linear for linear in read if linear is not None]
 
 
@@ -148,7 +144,7 @@ def test_a_weight_may_stand_on_the_left():
 
 def test_learned_queries_are_no_weight():
     """They have heads in common with the keys."""
-    maps = find_operands(torch.matmul, (torch.randn(3, 1, 4), torch.randn(2, 3, 4, 5)), {})
+    maps = READERS[torch.matmul](torch.randn(3, 1, 4), torch.randn(2, 3, 4, 5))
     assert [each.op for each in maps] == ["linear"]
 
 

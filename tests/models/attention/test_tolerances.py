@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lipaudit.models import graph
-from lipaudit.models.attention import surveyor
+from lipaudit.models.attention import capture as capturing
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.graph import Probed
@@ -155,7 +155,7 @@ def test_dead_heads_are_read_like_the_others():
 @pytest.mark.parametrize("head", [0, 1])
 def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(monkeypatch, head):
     """Off by a tenth in one head, beside another that is 1e15 times larger, or smaller."""
-    verdicts, real = [], surveyor.matches_autograd
+    verdicts, real = [], capturing.matches_autograd
 
     def compare(heads, made, call):
         weight = heads.to_v.weight.clone()
@@ -164,7 +164,7 @@ def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(monkeypat
         verdicts.extend(real(each, made, call) for each in (heads, wrong))
         return True
 
-    monkeypatch.setattr(surveyor, "matches_autograd", compare)
+    monkeypatch.setattr(capturing, "matches_autograd", compare)
     surveyed(dead_model())
     assert verdicts == [True, False]
 

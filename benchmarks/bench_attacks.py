@@ -33,7 +33,7 @@ from benchmarks.shared.models import TIMM, loaded
 from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, timed
 from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
-from lipaudit.attacks.plan import CHUNK, Attack, Trial, read_plan
+from lipaudit.attacks.kinds import CHUNK, Attack, Trial, read_plan
 from lipaudit.tables.trials import parse_radius
 
 PRESET = "standard"

@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from lipaudit.cli.commands import app
+from lipaudit.cli.app import app
 from lipaudit.measures import load_measures
 from lipaudit.schema import dumps, load
 from lipaudit.tables import Report
@@ -30,7 +30,7 @@ def list_commands(group: Any = None, path: str = "") -> dict[str, Any]:
 def invoke(*args: object, code: int | None = 0, columns: int | None = None) -> Result:
     """Run a command to its end; fail where its exit code is another (None: any will do)."""
     env = {} if columns is None else {"COLUMNS": f"{columns}"}
-    done = CliRunner(env=env).invoke(app, [str(each) for each in args])
+    done = CliRunner(env=env).invoke(app, [str(each) for each in args], terminal_width=columns)
     if code is not None:
         assert done.exit_code == code, done.output
         assert "Traceback" not in done.stderr
@@ -41,7 +41,7 @@ def invoke(*args: object, code: int | None = 0, columns: int | None = None) -> R
 def refuse(code: int, says: str, *args: object) -> str:
     """Run a command that ends in one error and prints nothing else; return what it says."""
     done = invoke(*args, code=code)
-    assert len(re.findall("^error: |^╭─ Error ", done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert len(re.findall("^error: |^Error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
     assert says in " ".join(done.stderr.split()), done.stderr
     assert done.stdout == ""
     return done.stderr

@@ -25,7 +25,7 @@ import torch
 
 IMPORTED = [
     "lipaudit.api",
-    "lipaudit.cli.commands",
+    "lipaudit.cli.app",
     "lipaudit.engine.execute",
     "lipaudit.report",
     "matplotlib.figure",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from lipaudit.cli.commands import app
+from lipaudit.cli.app import app
 from lipaudit.report.topics import list_topics
 
 PACKAGE = Path(__file__).parents[1] / "lipaudit"

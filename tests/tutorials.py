@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lipaudit.cli.commands import app
+from lipaudit.cli.app import app
 from tests import processes
 
 ROOT = Path(__file__).parents[1]

@@ -15,12 +15,10 @@ import typer
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from rich.text import Text
 
 import lipaudit
 from lipaudit import schema
-from lipaudit.cli.commands import app
-from lipaudit.cli.options import Output, Terminal
+from lipaudit.cli.app import Output, Terminal, app
 from lipaudit.measures import AuditOptions, load_measures, option_types
 from lipaudit.report.topics import list_topics
 from lipaudit.settings import Recipe, RunOptions
@@ -77,7 +75,7 @@ def _commands() -> Iterator[str]:
     yield "[at the end](#most-commands).\n"
     for name, each in _leaves(typer.main.get_command(app)):
         yield f"\n## lipaudit {name}\n"
-        yield from _help(Text.from_markup(each.help).plain)
+        yield from _help(each.help)
         page, kind = MEASURING.get(name, ("", None))
         elsewhere = kind.options() | RunOptions.options() if kind else {}
         yield from _parameters(each, SHARED | elsewhere)
@@ -112,7 +110,7 @@ def _leaves(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _parameters(each: Any, elsewhere: Mapping[str, Option]) -> Iterator[str]:
     """Yield the table of a command's arguments and options that no other table has."""
-    rows = [(p, Text.from_markup(p.help or "").plain) for p in each.params if not p.hidden]
+    rows = [(p, p.help or "") for p in each.params if not p.hidden]
     own = [
         (parameter, said)
         for parameter, said in rows

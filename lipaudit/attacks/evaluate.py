@@ -4,15 +4,18 @@ Random numbers depend on the chunk of the original samples and on the attack, no
 batch or the survivors. So the start of a sample depends only on the seed, the attack, and its
 position in the chunk. Square draws one window for all survivors of a chunk: there a result may
 depend on the 63 other samples (never on the device batch size).
+
+Signs that an attack is weaker than its success rate suggests are those of Croce & Hein's
+AutoAttack (arXiv 2003.01690) and of Carlini et al., *On Evaluating Adversarial Robustness* (arXiv
+1902.06705). Counts add up over chunks; notes are made from the sums.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +23,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lipaudit.attacks.balls import Ball, check_inside, distance, random_start
+from lipaudit.attacks.balls import Ball, check_inside, distance, is_resolved, random_start
+from lipaudit.attacks.kinds import CHUNK, Attack, Trial, adapt
 from lipaudit.attacks.oracle import (
     AttackFunction,
     ByRow,
@@ -30,12 +34,51 @@ from lipaudit.attacks.oracle import (
     Turn,
     logits_and_gradient,
 )
-from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
-from lipaudit.attacks.sanity import Checks, examine, note_resolution
 from lipaudit.attacks.text import Draft, Reader, RewriteFunction, TextOracle, check_drafts
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COUNTED, Norm
+
+# Largest change of a logit between two passes of a deterministic model, as a share of the distance
+# of the sample's largest logit from its median. Changes are relative to the median, so neither an
+# offset common to all logits nor a class far below the others affects the test.
+NOISE = 1e-4
+# Further tolerance, in units of rounding of the logit.
+ROUNDINGS = 4
+# Largest deviation from [0, 1] and from sum 1 of an output that counts as probabilities.
+SIMPLEX = 1e-5
+# Share of samples that Square may break after the gradient attacks without a warning: some samples
+# are broken by luck.
+SQUARE_GAIN = 0.002
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Counts of signs in the clean samples.
+
+    Attributes:
+        classes: number of classes.
+        samples: number of samples examined.
+        correct: number of samples classified correctly.
+        zero_gradients: correct samples with a cross-entropy gradient of exactly 0.
+        random: samples whose logits change in a second pass.
+        probabilities: outputs in [0, 1] with sum 1.
+        nonfinite: samples with a gradient that is not finite.
+    """
+
+    classes: int
+    samples: int
+    correct: int
+    zero_gradients: int
+    random: int
+    probabilities: int
+    nonfinite: int = 0
+
+    def __add__(self, other: Checks) -> Checks:
+        counts = [
+            one + more for one, more in zip(astuple(self)[1:], astuple(other)[1:], strict=True)
+        ]
+        return Checks(self.classes, *counts)
 
 
 @dataclass(frozen=True)
@@ -144,29 +187,12 @@ def evaluate_chunk(
             f"samples are {chunk.x.dtype}, which is too coarse for small radii",
             "Use --dtype float32 or float64.",
         )
-    clean, logits = _classify(f, chunk, seed, batch_size)
-    yield clean
-    session = _Session(f, chunk, box, seed, batch_size, logits)
-    ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
-    for trial in sorted(plan, key=lambda trial: trial.radius.value):
-        run = session.rewrite if trial.norm in COUNTED else session.search
-        last = ends.get((trial.norm, trial.attacks), clean)
-        for attack in trial.attacks:
-            last = run(trial, attack, last)
-            yield last
-        ends[trial.norm, trial.attacks] = last
-
-
-def _classify(
-    f: Classifier | ByRow, chunk: Chunk, seed: int, batch_size: int
-) -> tuple[Outcome, Tensor]:
-    """Classify the samples, and examine a second pass with gradient for signs of trouble."""
     meter, x, y = Meter(), chunk.x, chunk.y
     oracle = Oracle(f, torch.arange(len(x), device=x.device), batch_size, meter)
     logits = _require_finite(oracle(x), "clean samples", chunk)
+    # A second pass, with gradient, shows signs of trouble.
     again, gradient = logits_and_gradient(oracle, x, y)
-    clean = _count_passes(
-        meter,
+    clean = Outcome(
         chunk=chunk.number,
         trial=None,
         attack="clean",
@@ -176,19 +202,20 @@ def _classify(
         x_adv=x,
         distance=x.new_zeros(len(x)),
         checks=examine(logits, again, gradient, y, int(meter.broken)),
+        **meter.read(),
     )
-    return clean, logits
-
-
-def _count_passes(meter: Meter, **found: Any) -> Outcome:
-    """Return an outcome with its passes and time."""
-    return Outcome(
-        seconds=time.perf_counter() - meter.began,
-        forwards=meter.forwards,
-        backwards=meter.backwards,
-        nonfinite=int(meter.broken),
-        **found,
-    )
+    yield clean
+    session = _Session(f, chunk, box, batch_size, logits)
+    ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
+    for trial in sorted(plan, key=lambda trial: trial.radius.value):
+        run = session.rewrite if trial.norm in COUNTED else session.search
+        last = ends.get((trial.norm, trial.attacks), clean)
+        for attack in trial.attacks:
+            meter, part = Meter(), derive_seed(seed, attack.name, chunk.number)
+            found = run(trial, attack, last, meter, torch.Generator().manual_seed(part))
+            last = Outcome(chunk.number, trial, attack.name, part, **found, **meter.read())
+            yield last
+        ends[trial.norm, trial.attacks] = last
 
 
 @dataclass(frozen=True)
@@ -198,16 +225,15 @@ class _Session:
     f: Classifier | ByRow
     chunk: Chunk
     box: tuple[float, float] | None
-    seed: int
     batch_size: int
     logits: Tensor
 
-    def search(self, trial: Trial, attack: Attack, last: Outcome) -> Outcome:
+    def search(
+        self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
+    ) -> dict[str, Any]:
         """Run all turns of one attack, each on the samples that survived the turn before."""
-        meter, chunk = Meter(), self.chunk
+        chunk = self.chunk
         ball = Ball(trial.norm, float(trial.radius), self.box, chunk.mask)
-        seed = derive_seed(self.seed, attack.name, chunk.number)
-        generator = torch.Generator().manual_seed(seed)
         fitted, notes = adapt(attack, self.logits.shape[1])
         notes += note_resolution(chunk.x, ball, single=fitted.kind.single)
         function: AttackFunction = fitted.kind.load()
@@ -222,26 +248,18 @@ class _Session:
             number += copies
             where = rows.repeat(copies)
             aims = [ranks[rows, -2 - i] for i in range(first, first + copies)]
-            start = partial(_draw_starts, chunk.x, ball, generator, rows, copies)
-            turn = Turn(fitted, generator, start, where, torch.cat(aims), restart)
+            start = partial(_draw_starts, chunk.x, ball, rng, rows, copies)
+            turn = Turn(fitted, rng, start, where, torch.cat(aims), restart)
             z, logits = self._run(function, turn, ball, meter)
             # Of rows run together, the first one that broke a sample counts, else the last one.
             stands = (logits.argmax(1) == chunk.y[where]).reshape(copies, -1)
             robust[rows] = stands.all(0)
             chosen = torch.where(stands.all(0), copies - 1, (~stands).int().argmax(0))
             x_adv[rows] = z[chosen * len(rows) + torch.arange(len(rows), device=z.device)]
-        return _count_passes(
-            meter,
-            chunk=chunk.number,
-            trial=trial,
-            attack=attack.name,
-            seed=seed,
-            tried=last.robust if fitted.turns else torch.zeros_like(robust),
-            robust=robust,
-            x_adv=x_adv,
-            distance=distance(x_adv, chunk.x, ball.norm),
-            notes=notes,
-        )
+        tried = last.robust if fitted.turns else torch.zeros_like(robust)
+        far = distance(x_adv, chunk.x, ball.norm)
+        found = {"tried": tried, "robust": robust, "x_adv": x_adv, "distance": far}
+        return found | {"notes": notes}
 
     def _run(
         self, function: AttackFunction, turn: Turn, ball: Ball, meter: Meter
@@ -251,25 +269,27 @@ class _Session:
         x, y, ball = self.chunk.x[turn.rows], self.chunk.y[turn.rows], ball[turn.rows]
         name, drawn = turn.attack.name, turn.generator.get_state()
         while True:
+            # Copies, because an attack may change its arguments in place.
             z = function(oracle, x.clone(), y.clone(), ball, turn)
             z = check_inside(z, x, ball, name)
+            # Judged by a fresh evaluation, whatever the attack found.
             logits = _require_finite(oracle(z), f"{name} samples", self.chunk)
             if meter.mends or not bool(meter.broken > 0):
                 return z, logits
             meter.mends = True  # again from the same draws, with other values in place of NaN
             turn.generator.set_state(drawn)
 
-    def rewrite(self, trial: Trial, attack: Attack, last: Outcome) -> Outcome:
+    def rewrite(
+        self, trial: Trial, attack: Attack, last: Outcome, meter: Meter, rng: torch.Generator
+    ) -> dict[str, Any]:
         """Let an attack change the texts that are not broken yet, and evaluate the result."""
-        meter, chunk, texts = Meter(), self.chunk, self.chunk.texts
+        chunk, texts = self.chunk, self.chunk.texts
         assert texts is not None
-        seed = derive_seed(self.seed, attack.name, chunk.number)
         after, robust = list(last.drafts or texts.drafts), last.robust.clone()
         rows, budget = robust.nonzero()[:, 0], int(trial.radius.value)
         if len(rows) and budget > 0:
             runners_up = self.logits[rows].sort(dim=1)[1][:, -2]
-            generator = torch.Generator().manual_seed(seed)
-            turn = Turn(attack, generator, lambda: chunk.x[rows], rows, runners_up)
+            turn = Turn(attack, rng, lambda: chunk.x[rows], rows, runners_up)
             oracle = TextOracle(texts.reader, self.batch_size, meter)
             before, y = [texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
             function: RewriteFunction = attack.kind.load()
@@ -279,18 +299,9 @@ class _Session:
             robust[rows] = _require_finite(logits, f"{attack.name} texts", chunk).argmax(1) == y
             for i, draft in zip(rows.tolist(), changed, strict=True):
                 after[i] = draft
-        return _count_passes(
-            meter,
-            chunk=chunk.number,
-            trial=trial,
-            attack=attack.name,
-            seed=seed,
-            tried=last.robust,
-            robust=robust,
-            x_adv=chunk.x,
-            distance=chunk.x.new_tensor([float(len(draft.changed)) for draft in after]),
-            drafts=after,
-        )
+        counts = chunk.x.new_tensor([float(len(draft.changed)) for draft in after])
+        found = {"tried": last.robust, "robust": robust, "x_adv": chunk.x, "distance": counts}
+        return found | {"drafts": after}
 
 
 def _draw_starts(
@@ -337,3 +348,129 @@ def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequenc
             f"the radius {trial.radius.text} is larger than the range of the data {box}{diagonal}",
             "Give radii for pixels in [0, 1]: 8/255, not 8.",
         )
+
+
+def examine(
+    logits: Float[Tensor, "batch classes"],
+    again: Float[Tensor, "batch classes"],
+    gradient: Float[Tensor, " batch *sample"],
+    y: Int[Tensor, " batch"],
+    nonfinite: int = 0,
+) -> Checks:
+    """Count the signs in the logits of two passes and in the cross-entropy's gradient.
+
+    Args:
+        logits: logits of the first pass.
+        again: logits of the second pass.
+        gradient: gradient of the cross-entropy, made finite.
+        y: labels.
+        nonfinite: number of gradients that were not finite.
+    """
+    correct = logits.argmax(1) == y
+    flat = gradient.flatten(1).abs().amax(1) == 0
+    median = logits.median(1, keepdim=True)[0]
+    change = (logits - median - again + again.median(1, keepdim=True)[0]).abs()
+    rounding = torch.finfo(logits.dtype).eps * (logits.abs() + median.abs())
+    rise = logits.amax(1, keepdim=True) - median
+    inside = (logits > -SIMPLEX).all(1) & (logits < 1 + SIMPLEX).all(1)
+    simplex = inside & ((logits.sum(1) - 1).abs() < SIMPLEX)
+    return Checks(
+        classes=logits.shape[1],
+        samples=len(y),
+        correct=int(correct.sum()),
+        zero_gradients=int((flat & correct).sum()),
+        random=int((change > NOISE * rise + ROUNDINGS * rounding).any(1).sum()),
+        probabilities=int(simplex.sum()),
+        nonfinite=nonfinite,
+    )
+
+
+def note_signs(
+    checks: Checks, *, guessing: bool = True, nonfinite: float = 0.0
+) -> tuple[Note, ...]:
+    """Return warnings for the counts over all samples.
+
+    Args:
+        checks: the counts.
+        guessing: whether a guess is correct at a rate of 1 / classes; False skips that check.
+        nonfinite: share of the gradients taken by attacks that were not finite.
+    """
+    # Two standard deviations above the expected number of lucky guesses.
+    mean = checks.samples / checks.classes
+    lucky = mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
+    signs = (
+        (
+            "zero-gradients",
+            checks.zero_gradients > 0,
+            f"{checks.zero_gradients} of {checks.correct} correct samples have a cross-entropy "
+            "gradient of exactly 0. FGSM, PGD and APGD-CE cannot attack them",
+        ),
+        (
+            "gradients-not-finite",
+            checks.nonfinite > 0 or nonfinite > 0,
+            f"the gradient is not finite at {checks.nonfinite} of {checks.samples} samples and in "
+            f"{100 * nonfinite:.2g} % of the gradients that attacks took. Attacks ignore NaN, so "
+            "they are weaker than they could be",
+        ),
+        (
+            "randomised",
+            checks.random > 0,
+            f"{checks.random} of {checks.samples} samples get different logits in a second "
+            "forward pass. Attacks need a deterministic model: switch dropout and noise off",
+        ),
+        (
+            "probabilities",
+            checks.samples > 0 and checks.probabilities == checks.samples,
+            "the outputs look like probabilities. Remove the final softmax: attacks on logits are "
+            "stronger",
+        ),
+        (
+            "clean-accuracy-at-chance",
+            guessing and checks.correct < min(lucky, checks.samples),
+            f"{checks.correct} of {checks.samples} samples are correct without an attack, no "
+            f"better than guessing among {checks.classes} classes. Check labels and preprocessing",
+        ),
+    )
+    return tuple(_make_warning(code, text) for code, present, text in signs if present)
+
+
+def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
+    """Warn if Square, which needs no gradients, broke samples that the gradient attacks did not.
+
+    Args:
+        before: robust samples before Square, after at least one gradient attack.
+        after: robust samples after Square.
+        samples: all samples, correct or not.
+    """
+    if before - after <= SQUARE_GAIN * samples:
+        return ()
+    text = (
+        f"Square broke {before - after} samples that the gradient attacks did not break. "
+        "Gradients may be masked, so the true robust accuracy may be lower"
+    )
+    return (_make_warning("square-beats-gradients", text),)
+
+
+def note_resolution(
+    x: Float[Tensor, " batch *sample"], ball: Ball, *, single: bool
+) -> tuple[Note, ...]:
+    """Warn if rounding of x + delta loses much of delta, because samples are large.
+
+    Args:
+        x: the samples.
+        ball: norm and radius.
+        single: whether the attack computes in float32 even if the samples are float64.
+    """
+    if is_resolved(x.float() if single else x, ball):
+        return ()
+    advice = "use --dtype float64" if x.dtype == torch.float32 else "scale the data down"
+    dtype = "float32" if single else str(x.dtype).removeprefix("torch.")
+    text = (
+        f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at the size of these "
+        f"data. Attacks miss part of the ball and robust accuracy may be too high: {advice}"
+    )
+    return (_make_warning("ball-below-resolution", text),)
+
+
+def _make_warning(code: str, text: str) -> Note:
+    return Note(level="warning", code=code, text=text)

@@ -1,20 +1,26 @@
-"""Kinds of attacks: a table of ours, and those of plug-ins. Nothing here needs torch."""
+"""Kinds of attacks, ours and those of plug-ins, and the trials that `--attack` asks for.
+
+Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
 import functools
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, suggestion
+from lipaudit.tables import Note
 from lipaudit.tables.plugins import entries
-from lipaudit.tables.trials import COUNTED, SPACES, WORST, Norm
+from lipaudit.tables.trials import COUNTED, SPACES, WORST, Norm, Radius, TrialKey, parse_radius
 
+# Entry point group of attacks that other packages add.
 GROUP = "lipaudit.attacks"
-"""Entry point group of attacks that other packages add."""
+# Number of samples that share one random stream: part of every result, so it is no option.
+CHUNK: Final = 64
 
 
 @dataclass(frozen=True)
@@ -93,37 +99,23 @@ class AttackKind:
         return function
 
 
-def _auto(function: str, **how: Any) -> AttackKind:
-    """Return the kind of an attack of AutoAttack, which supports no tokens and no masks."""
-    return AttackKind(f"lipaudit.attacks.{function}", norms=("linf", "l2"), masked=False, **how)
-
-
-def _rewriter(name: Norm) -> AttackKind:
-    """Return the kind of an attack of ours that changes texts."""
-    return AttackKind(
-        f"lipaudit.attacks.text:rewrite_{name}",
-        norms=(name,),
-        effort="edits",
-        queries=100,
-        radii=("1", "2", "4"),
-    )
-
-
+# AutoAttack searches images as a whole: no norms of tokens, no positions that must not change.
+_auto = functools.partial(AttackKind, norms=("linf", "l2"), masked=False)
+_rewrite = functools.partial(AttackKind, effort="edits", queries=100, radii=("1", "2", "4"))
+# lipaudit's own attacks, by the name that --attack takes.
 ATTACKS: dict[str, AttackKind] = {
-    "fgsm": AttackKind("lipaudit.attacks.steps:fgsm_turn", effort="gradient"),
-    "pgd": AttackKind("lipaudit.attacks.steps:pgd_turn", steps=40),
-    "apgd-ce": _auto("autoattack:apgd"),
-    "apgd-dlr": _auto("autoattack:apgd"),
-    "apgd-t": _auto("autoattack:apgd", targeted=True),
-    "fab-t": _auto("autoattack:fab", targeted=True, single=True),
-    "square": _auto("autoattack:square", effort="queries"),
-    "words": _rewriter("words"),
-    "characters": _rewriter("characters"),
+    "fgsm": AttackKind("lipaudit.attacks.oracle:fgsm", effort="gradient"),
+    "pgd": AttackKind("lipaudit.attacks.oracle:pgd_turn", steps=40),
+    "apgd-ce": _auto("lipaudit.attacks.autoattack:apgd"),
+    "apgd-dlr": _auto("lipaudit.attacks.autoattack:apgd"),
+    "apgd-t": _auto("lipaudit.attacks.autoattack:apgd", targeted=True),
+    "fab-t": _auto("lipaudit.attacks.autoattack:fab", targeted=True, single=True),
+    "square": _auto("lipaudit.attacks.autoattack:square", effort="queries"),
+    "words": _rewrite("lipaudit.attacks.text:rewrite_words", norms=("words",)),
+    "characters": _rewrite("lipaudit.attacks.text:rewrite_characters", norms=("characters",)),
 }
-"""lipaudit's own attacks, by the name that --attack takes."""
-
+# Words of --attack that are not names of attacks, so plug-ins cannot use them.
 RESERVED = frozenset({"autoattack", "clean", "custom", "paper", "quick", "standard", WORST})
-"""Words of --attack that are not names of attacks, so plug-ins cannot use them."""
 
 
 @functools.cache
@@ -142,3 +134,315 @@ def attack_kinds() -> Mapping[str, AttackKind]:
                 f"Update {kind.package}, or uninstall it.",
             )
     return ATTACKS | plugins
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack and its settings.
+
+    Attributes:
+        name: its name in `attack_kinds`.
+        steps: iterations per start.
+        restarts: starts per sample, or per sample and target.
+        targets: number of target classes, the likeliest first.
+        queries: forward passes per sample and start.
+    """
+
+    name: str
+    steps: int = 100
+    restarts: int = 1
+    targets: int = 9
+    queries: int = 5000
+
+    @property
+    def kind(self) -> AttackKind:
+        """Return the kind of the attack."""
+        return attack_kinds()[self.name]
+
+    @property
+    def aims(self) -> int:
+        """Return the number of classes that each start aims at, one after the other."""
+        return self.targets if self.kind.targeted else 1
+
+    @property
+    def turns(self) -> int:
+        """Return the number of runs on a sample that is never broken."""
+        return 1 if self.kind.effort in ("gradient", "edits") else self.restarts * self.aims
+
+    def passes(self, radius: Radius) -> tuple[int, int]:
+        """Return forward passes without and with a gradient, for a sample that is never broken."""
+        changes = int(radius.value)
+        each = {
+            "gradient": (0, 1),
+            "steps": (0, self.steps),
+            "queries": (self.queries, 0),
+            "edits": (self.queries * changes, changes),
+        }
+        plain, gradients = each[self.kind.effort]
+        return plain * self.turns, gradients * self.turns
+
+
+# The standard AutoAttack, in its order: the cheapest attack first, so that few samples remain for
+# Square's 5000 queries.
+STANDARD = (Attack("apgd-ce"), Attack("apgd-t"), Attack("fab-t"), Attack("square"))
+# Lists of attacks with a name.
+PRESETS: dict[str, tuple[Attack, ...]] = {
+    # The attacks of Yudin et al. (arXiv 2507.07814) differ from radius to radius: `_plan_paper`.
+    "paper": (),
+    "standard": STANDARD,
+    "quick": (Attack("apgd-ce", steps=20), Attack("apgd-t", steps=20, targets=3)),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Attacks run one after the other in one ball, each on the surviving samples.
+
+    Attributes:
+        label: name of the result.
+        norm: linf, l2, token-l2 (the largest l2 norm of a token's perturbation), words or
+            characters.
+        radius: eps, in units of the attacked space; for words and characters their number.
+        attacks: the attacks, in order.
+        notes: notes on the choice of settings.
+    """
+
+    label: str
+    norm: Norm
+    radius: Radius
+    attacks: tuple[Attack, ...]
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def key(self) -> TrialKey:
+        """Return the key of the trial in a report."""
+        return TrialKey(self.label, self.norm, self.radius)
+
+
+def read_plan(
+    attack: str,
+    *,
+    norm: Norm | None = None,
+    radii: Sequence[Radius] = (),
+    steps: int | None = None,
+    restarts: int | None = None,
+    queries: int | None = None,
+) -> tuple[Trial, ...]:
+    """Return the trials of the option `--attack`: names of attacks and presets, with commas.
+
+    Every name makes one trial per radius, labelled by the name; `autoattack` is `standard`.
+    `custom:NAME,NAME` is one ensemble. An attack on words or characters takes the radii with its
+    unit (`2words`), plain radii if all attacks count changes, else its default. Other attacks take
+    the plain radii.
+
+    Args:
+        attack: names, separated by commas.
+        norm: norm of the balls; None means linf.
+        radii: the radii; `paper` has its own.
+        steps: iterations in place of the attack's own.
+        restarts: starts in place of the attack's own.
+        queries: forward passes of Square, and per change of a text, in place of the attack's own.
+
+    Raises:
+        UsageError: a name is unknown, no radius is given, or no attack uses the norm or a radius.
+    """
+    given = {"steps": steps, "restarts": restarts, "queries": queries}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for name, value in changes.items():
+        if value < 1:
+            raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
+    alone = attack in PRESETS or attack.startswith("custom:")
+    names = [attack] if alone else [name.strip() for name in attack.split(",")]
+    ensembles = {name: _find_attacks(name) for name in names}
+    units: dict[str, Norm | None] = {}  # that the attacks count; None for attacks on balls
+    for name, attacks in ensembles.items():
+        counted = {attack.kind.counts for attack in attacks} or {None}
+        if len(counted) > 1:
+            raise UsageError(
+                f"{name!r} mixes attacks whose radii have different units",
+                "List them one by one: --attack " + name.removeprefix("custom:"),
+            )
+        units[name] = counted.pop()
+    _refuse_units(radii, units, norm)
+    plan: list[Trial] = []
+    for name, attacks in ensembles.items():
+        unit, fitting = units[name], [radius for radius in radii if not radius.unit]
+        if unit is not None:
+            own = [replace(r, text=str(r.value), unit="") for r in radii if r.unit == unit]
+            usual = [parse_radius(text) for text in attacks[0].kind.radii if len(attacks) == 1]
+            fitting = own or (fitting if all(units.values()) else []) or usual
+        if name == "paper":
+            trials = _plan_paper(norm or "linf", fitting)
+        else:
+            label = name.partition(":")[0] if alone else name
+            trials = _plan_radii(label, attacks, unit or norm or "linf", fitting)
+        preset = "standard" if name == "autoattack" else name
+        if changes and preset in PRESETS:
+            settings = ", ".join(f"{key} = {value}" for key, value in changes.items())
+            text = f"the preset {preset} was changed: {settings}"
+            notes = (_make_note("preset-changed", text),)
+            trials = [replace(trial, notes=trial.notes + notes) for trial in trials]
+        for trial in trials:
+            changed = tuple(replace(attack, **changes) for attack in trial.attacks)
+            plan.append(replace(trial, attacks=changed))
+    return tuple(plan)
+
+
+def _find_attacks(name: str) -> tuple[Attack, ...]:
+    """Return the attacks of a preset, of `custom:NAME,NAME`, or the one with this name."""
+    preset, kinds = "standard" if name == "autoattack" else name, attack_kinds()
+    if preset in PRESETS:
+        return PRESETS[preset]
+    if not name.startswith("custom:") and name not in kinds:
+        known = ("autoattack", *PRESETS, *kinds)
+        raise UsageError(f"unknown attack preset {name!r}", suggestion(name, known))
+    names = [each.strip() for each in name.removeprefix("custom:").split(",")]
+    for each in names:
+        if each not in kinds:
+            raise UsageError(f"unknown attack {each!r} in {name!r}", suggestion(each, kinds))
+    if len(names) > 1:
+        return tuple(Attack(each) for each in names)
+    kind, attack = kinds[names[0]], Attack(names[0])
+    steps, queries = kind.steps or attack.steps, kind.queries or attack.queries
+    return (replace(attack, steps=steps, queries=queries),)
+
+
+def _refuse_units(
+    radii: Sequence[Radius], units: Mapping[str, Norm | None], norm: Norm | None
+) -> None:
+    """Refuse a norm and radii that no attack would use."""
+    lost = next((r for r in radii if r.unit and r.unit not in units.values()), None)
+    if lost is not None:
+        raise UsageError(
+            f"no requested attack changes {lost.unit}, which is the unit of the radius "
+            f"{lost.text}",
+            f"For texts, use --attack {','.join([*units, lost.unit])}. For pixels or "
+            "embeddings, give a radius without a unit: --eps 2/255.",
+        )
+    balls = [name for name, counted in units.items() if counted is None]
+    if norm in COUNTED and (balls or norm not in units.values()):
+        raise UsageError(
+            f"{', '.join(balls or units)} cannot change {norm}",
+            f"Use --attack {norm} --eps 1,2.",
+        )
+    if norm is not None and norm not in COUNTED and not balls:
+        raise UsageError(
+            f"{', '.join(units)} cannot search {norm} balls: their radius is a number of "
+            "changes in a text",
+            "Leave --norm out.",
+        )
+
+
+def _plan_radii(
+    label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
+) -> list[Trial]:
+    if not radii:
+        raise UsageError("no attack radius was given", "Add a radius, for example --eps 2/255.")
+    uneven = next((r.text for r in radii if norm in COUNTED and r.value.denominator != 1), None)
+    if uneven is not None:
+        raise UsageError(
+            f"the radius {uneven} is not a whole number of {norm}",
+            f"Give whole numbers: --attack {norm} --eps 1,2. To attack embeddings, use "
+            "--attack pgd.",
+        )
+    return [Trial(label, norm, radius, attacks) for radius in radii]
+
+
+def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
+    """Return the attacks of Yudin et al. (arXiv 2507.07814), as far as the paper states them."""
+    if radii or norm != "linf":
+        raise UsageError(
+            "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)",
+            "Leave out --eps and --norm, or use another preset.",
+        )
+    two, four = parse_radius("2/255"), parse_radius("4/255")
+    fgsm, pgd = (Attack("fgsm"),), (Attack("pgd", steps=4),)
+    auto = tuple(replace(attack, steps=10) for attack in STANDARD)
+    own_step = _make_note(
+        "own-step-size",
+        "PGD: the paper gives 4 steps, but no step size and no start. lipaudit uses steps of 2.5 "
+        "eps / steps from a random point and keeps the best iterate",
+    )
+    own_queries = _make_note(
+        "own-queries",
+        "AutoAttack: the paper gives 10 iterations. 9 targets and 5000 Square queries are "
+        "lipaudit's choice",
+    )
+    return [
+        *(Trial("fgsm", "linf", radius, fgsm) for radius in (two, four)),
+        *(Trial("pgd", "linf", radius, pgd, (own_step,)) for radius in (two, four)),
+        Trial("autoattack", "linf", two, auto, (own_queries,)),
+    ]
+
+
+def _make_note(code: str, text: str) -> Note:
+    return Note(level="info", code=code, text=text)
+
+
+def require_suitable(
+    trials: Sequence[Trial], kind: str, changes: Sequence[Norm] = COUNTED, why: str = ""
+) -> None:
+    """Refuse attacks and norms that do not suit a kind of model: image, tokens or text.
+
+    Args:
+        trials: the requested trials.
+        kind: kind of the model.
+        changes: the units of its texts that can be changed.
+        why: why other units cannot be changed.
+
+    Raises:
+        UsageError: an attack or a norm does not suit the model (the message lists those that do),
+            or an attack cannot be loaded.
+    """
+    samples = {"image": "images", "tokens": "sequences of vectors"}.get(kind, kind)
+    for trial in trials:
+        for attack in trial.attacks:
+            if not attack.kind.can_attack(kind):
+                known = [name for name, each in attack_kinds().items() if each.can_attack(kind)]
+                raise UsageError(
+                    f"{attack.name} cannot attack {samples}, the input of this model",
+                    f"Use --attack {','.join(known)}.",
+                )
+            attack.kind.load()
+            if trial.norm not in attack.kind.norms:
+                raise UsageError(
+                    f"{attack.name} cannot search {trial.norm} balls, only "
+                    f"{', '.join(attack.kind.norms)}",
+                    "Use --attack fgsm,pgd.",
+                )
+        if kind not in SPACES[trial.norm]:
+            fitting = [norm for norm, spaces in SPACES.items() if kind in spaces]
+            raise UsageError(
+                f"{trial.norm} is a norm for token embeddings, but the model takes {kind}s",
+                f"--norm {' or '.join(fitting)}",
+            )
+        if trial.norm in COUNTED and trial.norm not in changes:
+            other = ",".join([*changes, "fgsm", "pgd"])
+            raise UsageError(
+                f"{trial.norm} cannot be changed for this model: {why}",
+                f"Use --attack {other} --eps 0.1.",
+            )
+
+
+def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
+    """Adapt an attack to a number of classes >= 2, and note the changes.
+
+    The targeted DLR loss needs four classes, the untargeted one three. With two classes the
+    cross-entropy already uses the only difference of logits, so such an attack gets no restarts.
+    """
+    if attack.name in ("apgd-t", "apgd-dlr") and classes == 2:
+        text = f"{attack.name} did not run: its DLR loss needs 3 classes, and the model has 2"
+        return replace(attack, restarts=0), (_make_note("attack-skipped", text),)
+    if attack.name == "apgd-t" and classes == 3:
+        text = (
+            "apgd-t used the untargeted DLR loss: the targeted one needs 4 classes, and "
+            "the model has 3"
+        )
+        return replace(attack, name="apgd-dlr"), (_make_note("attack-replaced", text),)
+    if attack.kind.targeted and attack.targets > classes - 1:
+        text = (
+            f"{attack.name} targets all {classes - 1} other classes, fewer than the "
+            f"{attack.targets} requested"
+        )
+        return replace(attack, targets=classes - 1), (_make_note("fewer-targets", text),)
+    return attack, ()

@@ -1,6 +1,7 @@
-"""The attacked function in pieces that fit the device, with a count of passes; and a turn.
+"""The attacked function in pieces that fit the device, its passes counted; and steps along it.
 
-Gradients are with respect to x only: `param.grad` never changes.
+Gradients are with respect to x only: `param.grad` never changes. FGSM takes one step to the edge
+of the ball, PGD many small ones.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipaudit.attacks.balls import Ball
-from lipaudit.attacks.plan import Attack
+from lipaudit.attacks.balls import Ball, project, steepest
+from lipaudit.attacks.kinds import Attack
 from lipaudit.errors import EvaluationError
 
+# Step of coordinates with a NaN gradient, as a share of the sample's largest value: far above
+# rounding in float32 (2^-24), and too small for most models to turn.
 NUDGE = 2.0**-12
-"""Step of coordinates with a NaN gradient, as a share of the sample's largest value."""
+# Replaces an infinite slope: larger than all others, but its square does not overflow in sums.
 STEEP = 1e15
-"""Replaces an infinite slope: larger than all others, but its square does not overflow in sums."""
+# x -> logits (batch, classes), or an object that holds them as `.logits`.
 Classifier = Callable[[Tensor], Any]
-"""x -> logits (batch, classes), or an object that holds them as `.logits`."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,15 @@ class Meter:
     broken: int | Tensor = 0
     mends: bool = False
     began: float = field(default_factory=time.perf_counter)
+
+    def read(self) -> dict[str, Any]:
+        """Return the counts and the time so far, as fields of an outcome."""
+        return {
+            "seconds": time.perf_counter() - self.began,
+            "forwards": self.forwards,
+            "backwards": self.backwards,
+            "nonfinite": int(self.broken),
+        }
 
     def mend(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
         """Count gradients that are not finite; make infinity large, and replace NaN.
@@ -230,5 +241,83 @@ class Turn:
     restart: int = 0
 
 
+# (f, x, y, ball, turn) -> x_adv, as `AttackKind` describes it.
 AttackFunction = Callable[[Classifier, Tensor, Tensor, Ball, Turn], Tensor]
-"""(f, x, y, ball, turn) -> x_adv, as `AttackKind` describes it."""
+
+
+@torch.no_grad()
+def fgsm(
+    f: Classifier,
+    x: Float[Tensor, " batch *sample"],
+    y: Int[Tensor, " batch"],
+    ball: Ball,
+    _turn: Turn | None = None,
+) -> Float[Tensor, " batch *sample"]:
+    """Step from x by eps along the gradient of the cross-entropy, and project.
+
+    x_adv = x + eps sign(g) for linf and x + eps g / ||g||_2 for l2, cut to the box. Optimal for a
+    linear classifier of two classes; a weak attack otherwise. Goodfellow et al., 2015
+    (arXiv 1412.6572).
+
+    Args:
+        f: x -> logits (batch, classes).
+        x: samples, inside the box of the ball.
+        y: labels.
+        ball: norm, eps, box and mask.
+    """
+    _, gradient = logits_and_gradient(f, x, y)
+    return project(x + ball.eps * steepest(gradient, ball), x, ball)
+
+
+@torch.no_grad()
+def pgd(
+    f: Classifier,
+    x: Float[Tensor, " batch *sample"],
+    y: Int[Tensor, " batch"],
+    ball: Ball,
+    *,
+    start: Float[Tensor, " batch *sample"],
+    steps: int,
+    step_size: float,
+) -> Float[Tensor, " batch *sample"]:
+    """Increase the cross-entropy from `start`; return the iterate closest to success.
+
+    z <- project(z + step_size d), with d the steepest direction of the norm. Closest to success
+    means the smallest margin f_y - max_{j != y} f_j over all steps + 1 iterates, so a sample
+    misclassified at some iterate is returned misclassified. The function is deterministic: for a
+    restart, draw a start with `random_start` and call it again. Madry et al., 2018 (arXiv
+    1706.06083).
+
+    Args:
+        f: x -> logits (batch, classes).
+        x: samples, inside the box of the ball.
+        y: labels.
+        ball: norm, eps, box and mask.
+        start: first iterates, inside the ball (for example x).
+        steps: number of steps; steps + 1 forward and steps backward passes.
+        step_size: length of a step in the norm of the ball (see `usual_step`).
+    """
+    z, best, lowest = start, start, x.new_full((len(x),), torch.inf)
+    for _ in range(steps):
+        logits, gradient = logits_and_gradient(f, z, y)
+        best, lowest = _closer(z, margins(logits, y), best, lowest)
+        z = project(z + step_size * steepest(gradient, ball), x, ball)
+    return _closer(z, margins(logits_of(f(z)), y), best, lowest)[0]
+
+
+def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
+    """Run `pgd` as an attack of a plan: from a random start, with the usual step."""
+    steps = turn.attack.steps
+    size = usual_step(ball.eps, steps)
+    return pgd(f, x, y, ball, start=turn.start(), steps=steps, step_size=size)
+
+
+def usual_step(eps: float, steps: int) -> float:
+    """Return 2.5 eps / steps, with which a path can reach any point of the ball and return."""
+    return 2.5 * eps / steps
+
+
+def _closer(z: Tensor, margin: Tensor, best: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
+    gain = margin < lowest
+    keep = gain.reshape(-1, *[1] * (z.ndim - 1))
+    return torch.where(keep, z, best), torch.where(gain, margin, lowest)

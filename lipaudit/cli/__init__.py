@@ -8,8 +8,8 @@ import sys
 def main() -> None:
     """Run the command that the arguments name (entry point `lipaudit`)."""
     try:
-        from lipaudit.cli.commands import app
-        from lipaudit.cli.streams import replace_streams
+        from lipaudit.cli.app import app
+        from lipaudit.cli.output import replace_streams
 
         replace_streams()
         app()

@@ -1,54 +1,284 @@
-"""The Typer application, and the decorator with the shared behaviour of all commands."""
+"""The Typer application: its commands by name, shared options, help, and errors as exit codes."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 import typer.core
 
 from lipaudit import __version__
-from lipaudit.cli.options import Config, read_defaults, resolve_group
-from lipaudit.cli.streams import say
-from lipaudit.errors import UsageError, explain_error, visible
+from lipaudit.cli.output import say
+from lipaudit.errors import UsageError, explain_error, suggestion, visible
 from lipaudit.settings import RunOptions
+from lipaudit.settings.option import Settings, option
 
+MEASURING, COMPARE, LEARN = "Measure a checkpoint", "Compare and gate", "Learn"
+# By name: heading in the help, and function in a module of this package. The module is imported
+# when its command is called, so `gate` and `report` load nothing that measures.
+COMMANDS = {
+    "audit": (MEASURING, "measure:audit"),
+    "merge": (MEASURING, "measure:merge"),
+    "watch": (MEASURING, "training:watch"),
+    "report": (COMPARE, "judge:report"),
+    "inspect": (COMPARE, "judge:inspect"),
+    "compare": (COMPARE, "judge:compare"),
+    "gate": (COMPARE, "judge:gate"),
+    "baseline": (COMPARE, "judge:baselines"),
+    "explain": (LEARN, "tools:explain"),
+    "env": (LEARN, "tools:env"),
+    "models": (LEARN, "tools:models"),
+    "check": (LEARN, "tools:check"),
+    "init": (LEARN, "tools:init"),
+    "schema": (LEARN, "tools:schema"),
+    "train": ("Improve a checkpoint", "training:train"),
+}
 HELP_ALL = "help_all"
+# Options that only --help-all shows, so that --help fits on one screen.
 RARE = {
     *("max_tokens", "text_column", "label_column", "score", "skip_bad"),  # data
     *("model_kwargs", "mean", "std", "input_size", "tower"),  # model
     *("seed", "dtype", "weights", "device_map", "shard", "time_limit", "offline"),  # run
     *("config", "verbose", "rank_by"),
     *("tol", "within", "layer_within", "splitting", "concat", "input", "heads", "mask"),  # norms
-    *("gamma", "p_norm_tokens", "query", "rivals"),
+    *("gamma", "p_norm_tokens", "rivals"),
     *("steps", "restarts", "queries", "save_adv", "order", "nodes"),
     *("momentum", "weight_decay", "clip", "schedule", "reduction", "optimizer"),  # training
     *("flip", "shift", "mixup", "cutmix", "classes", "skip"),
 }
-"""Options that only --help-all shows, so that --help fits on one screen."""
+METAVARS = {int: "N", float: "X", Path: "FILE"}
+OUTPUT = "Output"
+# The default that help shows where a command runs several measures.
+BY_MEASURE = {"samples": "by measure"}
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A TOML file in place of lipaudit.toml and pyproject.toml.",
+        rich_help_panel="Run",
+    ),
+]
+MODEL: Any = typer.Argument(
+    metavar="MODEL", help="demo, timm:NAME, hf:ORG/NAME, a folder, a file, py:FILE:FACTORY."
+)
+ModelArgument = Annotated[str, MODEL]
 
 
-class _Untyped:
-    """A command whose help shows types only for values: not for flags and lists."""
+class Output(Settings):
+    """Where a result goes."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, including those for help and completion."""
-        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for parameter in parameters:
-            if getattr(parameter, "is_flag", False):
-                parameter.metavar = ""
-            elif parameter.nargs != 1:
-                parameter.display_type_rich = _show_nothing
-        return parameters
+    format: str | None = option(
+        None,
+        "Format of stdout, such as table, json, csv, markdown or html.",
+        "--format",
+        "-f",
+        panel=OUTPUT,
+    )
+    output: tuple[Path, ...] = option(
+        (),
+        "Also write FILE: .json, .csv, .md, .tex, .html, .xml or .txt.",
+        "--output",
+        "-o",
+        panel=OUTPUT,
+    )
+
+
+class Extent(Settings):
+    """How much of a report stdout gets."""
+
+    details: bool = option(False, "Print all sections, not only the scorecard.", panel=OUTPUT)
+
+
+class Several(Extent):
+    """How much of reports stdout gets, and what several of them are ranked by."""
+
+    rank_by: str | None = option(
+        None,
+        "Rank several models by METRIC, such as jacobian.norm:p95. `order` keeps the given order.",
+        panel=OUTPUT,
+        usual="accuracy under attack, else certified, else the median norm",
+    )
+
+    def require_several(self, count: int) -> None:
+        """Refuse an unknown metric for the ranking, or a metric without anything to rank.
+
+        Raises:
+            UsageError: the metric is unknown, or there is nothing to rank.
+        """
+        if self.rank_by is None:
+            return
+        from lipaudit.gate.comparison import ORDER, make_rule
+
+        if self.rank_by != ORDER:
+            make_rule(self.rank_by)
+        if count < 2:
+            raise UsageError("--rank-by needs several models, and one was given", "Leave it out.")
+
+
+class Terminal(Settings):
+    """The messages on stderr."""
+
+    quiet: bool = option(False, "Print no progress and no notes.", "--quiet", "-q", panel=OUTPUT)
+    verbose: bool = option(False, "Print tracebacks and details.", "--verbose", "-v", panel=OUTPUT)
+
+    def tell(self, text: str) -> None:
+        """Print lines on stderr, unless the command is quiet."""
+        if not self.quiet:
+            say(text)
+
+
+def read_config(path: Path | None) -> dict[str, Any]:
+    """Return the configuration, from `path` or from the file in the working directory.
+
+    Raises:
+        UsageError: `path` is missing, a file is not valid TOML, or a table has a plain value.
+    """
+    usual = (Path(name) for name in ("lipaudit.toml", "pyproject.toml"))
+    path = path or next(filter(Path.is_file, usual), None)
+    if path is None:
+        return {}
+    import tomllib
+
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        advice = 'Write text in quotes: key = "value".'
+        raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
+    # lipaudit.toml does not need the table [tool.lipaudit] of pyproject.toml.
+    table = document.get("tool", {})
+    inner = isinstance(table, dict) and "lipaudit" in table
+    values = table["lipaudit"] if inner else {} if path.name == "pyproject.toml" else document
+    if not isinstance(values, dict) or not isinstance(values.get("gate", {}), dict):
+        raise UsageError(
+            f"tool.lipaudit and gate in {path} must be tables", "Write [tool.lipaudit] or [gate]."
+        )
+    return values
+
+
+def read_defaults(path: Path | None) -> dict[str, Any]:
+    """Return the options of every run that the configuration sets, by name.
+
+    Raises:
+        UsageError: a key is not an option, or its value has the wrong type or is invalid, even if
+            the command line overrides it.
+    """
+    known = {name.replace("_", "-"): each for name, each in RunOptions.options().items()}
+    values = {}
+    for key, value in read_config(path).items():
+        if key == "gate":
+            continue
+        if key not in known:
+            advice = suggestion(key, sorted(known))
+            raise UsageError(f"unknown key {key!r} in the lipaudit configuration", advice)
+        # pydantic would take true as a number.
+        if isinstance(value, bool) != (known[key].kind is bool):
+            wanted = "true or false" if known[key].kind is bool else "a value"
+            raise UsageError(f"{key} in the lipaudit configuration is {value!r}: give {wanted}")
+        values[known[key].name] = value
+    if values:
+        spelling = "{} in the lipaudit configuration".format
+        RunOptions.parse(values, spelled=lambda name: spelling(name.replace("_", "-")))
+    return values
+
+
+class Commands(Mapping[str, Any]):
+    """Commands by name; each is created, and its module imported, when it is first used.
+
+    Args:
+        places: heading and function of each, as in COMMANDS.
+        measures: whether every measure is a command, too.
+    """
+
+    def __init__(self, places: Mapping[str, tuple[str, str]], *, measures: bool) -> None:
+        self.places, self.measures, self.known = places, measures, dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.known:
+            if name in self.places:
+                panel, place = self.places[name]
+                function = resolve_name(f"lipaudit.cli.{place}")
+            elif name in self:
+                from lipaudit.cli.measure import make_measure
+
+                panel, function = MEASURING, make_measure(name)
+            else:
+                raise KeyError(name)
+            group = isinstance(function, Group)
+            self.known[name] = function if group else make_command(name, function, panel)
+        return self.known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == each for each in self)
+
+    def __iter__(self) -> Iterator[str]:
+        if self.measures:
+            from lipaudit.measures import option_types
+
+            yield from option_types()
+        yield from self.places
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Group(typer.core.TyperGroup):
+    """A group of commands, which its help lists under headings."""
+
+    def __init__(
+        self, *, places: Mapping[str, tuple[str, str]] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        self.commands: Any = Commands(places or COMMANDS, measures=places is None)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a line for each command."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, each in self.commands.items():
+            row = name, each.help.partition("\n\n")[0]
+            panels.setdefault(each.rich_help_panel or "Commands", []).append(row)
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose `--help` fits a screen; `--help-all` shows the rare options, too."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help: the common options in one list, or all options under headings."""
+        whole = bool(ctx.params.get(HELP_ALL))
+        self.format_usage(ctx, formatter)
+        for number, text in enumerate((self.help or "").split("\n\n")):
+            if whole or not number or text.startswith("Example"):
+                formatter.write_paragraph()
+                with formatter.indentation():
+                    # The mark \b keeps the lines of lists and examples.
+                    formatter.write_text(f"\b\n{text}" if "\n " in text else text)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if record := (whole or parameter.name not in RARE) and parameter.get_help_record(ctx):
+                panel = getattr(parameter, "rich_help_panel", None) if whole else None
+                if parameter.param_type_name == "argument":  # its name in the usage is enough
+                    panel, record = "Arguments", (parameter.metavar or parameter.name, record[1])
+                panels.setdefault(panel or "Options", []).append(record)
+        for panel, records in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 def _show_all_options(ctx: typer.Context, asked: bool) -> None:
@@ -67,77 +297,14 @@ HelpAll = Annotated[
         help="Show every option, also those that few people need.",
     ),
 ]
-
-
-def _show_nothing(ctx: Any) -> None:
-    """Hide the type of an argument: its name is clear."""
-
-
-class Command(_Untyped, typer.core.TyperCommand):
-    """A command whose `--help` fits a screen; `--help-all` shows the rare options, too.
-
-    Parameters are created on first use: the overview of commands needs none, and creating all of
-    them takes longer than everything else.
-    """
-
-    def __init__(self, name: str, *, callback: Any, **settings: Any) -> None:
-        super().__init__(name, callback=callback, **settings)
-        self.function = inspect.unwrap(callback)
-        # Python reads a cached property only if the instance has no attribute of that name.
-        del self.params, self.callback
-
-    @functools.cached_property
-    def complete(self) -> Any:
-        """Return the command with its parameters, as Typer creates it."""
-        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command()(make_callback(self.function))
-        return typer.main.get_command(single)
-
-    @functools.cached_property
-    def params(self) -> list[Any]:  # type: ignore[override]
-        """Return its arguments and options."""
-        return list(self.complete.params)
-
-    @functools.cached_property
-    def callback(self) -> Callable[..., Any]:  # type: ignore[override]
-        """Return the function that it calls."""
-        callback: Callable[..., Any] = self.complete.callback
-        return callback
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help: the common options in one panel, or all options."""
-        if ctx.params.get(HELP_ALL):
-            super().format_help(ctx, formatter)
-            return
-        brief = copy(self)
-        summary, *paragraphs = (self.help or "").split("\n\n")
-        brief.help = "\n\n".join([summary, *(p for p in paragraphs if p.startswith("[dim]Ex"))])
-        brief.params = [copy(each) for each in self.params if each.name not in RARE]
-        for parameter in brief.params:
-            parameter.rich_help_panel = None
-            parameter.show_envvar = False
-            parameter.metavar = parameter.metavar or ""
-        typer.core.TyperCommand.format_help(brief, ctx, formatter)
-
-
-class Group(_Untyped, typer.core.TyperGroup):
-    """A group of commands."""
-
-
-app = typer.Typer(
+# Help without colours and frames: importing rich's takes as long as everything else.
+make_typer = partial(typer.Typer, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = make_typer(
     name="lipaudit",
     cls=Group,
     no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(__version__)
-        raise typer.Exit
 
 
 @app.callback()
@@ -151,17 +318,15 @@ def _describe_all(
 ) -> None:
     """Audit how robust a transformer checkpoint is.
 
-    Per-head [bold]Lipschitz[/] bounds beside exact norms, attention statistics, the exact
-    Jacobian norm of the model, adversarial accuracy, and a gate for CI.
+    Per-head Lipschitz bounds beside exact norms, attention statistics, the exact Jacobian norm of
+    the model, adversarial accuracy, and a gate for CI.
 
-    Start with: [cyan]lipaudit bounds demo[/]
+    Start with: lipaudit bounds demo
     """
 
 
-def command(
-    name: str, *, panel: str = "", parent: typer.Typer = app
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command: errors become one line and the documented exit code.
+def make_command(name: str, function: Callable[..., None], panel: str) -> Any:
+    """Return a command: one parameter per option; errors become one line and an exit code.
 
     A parameter whose type is a group of options represents all options of the group. Their values
     come from the command line, else the configuration file, else the defaults. A group annotated
@@ -169,89 +334,103 @@ def command(
 
     Args:
         name: name of the command.
+        function: the function that it calls; its docstring is the help.
         panel: heading in the help.
-        parent: the application or the enclosing group of commands.
     """
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def listed() -> None: ...
-
-        # The terminal wraps paragraphs; lists and examples keep their lines.
-        paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-        joined = (p if "\n " in p else p.replace("\n", " ") for p in paragraphs)
-        parent.command(name, rich_help_panel=panel or None, cls=Command, help="\n\n".join(joined))(
-            _set_signature(listed, [])
-        )
-        return function
-
-    return register
-
-
-def make_callback(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for Typer: one parameter per option, an exit status per error."""
     hints = get_type_hints(function, include_extras=True)
-    known = inspect.signature(function).parameters
-    groups = {n: hints[n] for n in known if hasattr(_plain_type(hints[n]), "options")}
-    kinds = {name: _plain_type(group) for name, group in groups.items()}
+    groups: dict[str, type[Settings]] = {}
+    parameters: list[inspect.Parameter] = []
+    options: list[inspect.Parameter] = []
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    for parameter in inspect.signature(function).parameters.values():
+        hint = hints[parameter.name]
+        kind, usual = get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, {})
+        if hasattr(kind, "options"):
+            groups[parameter.name] = kind
+            options += _list_parameters(kind, usual)
+        else:
+            parameters.append(parameter.replace(annotation=hint, kind=keyword))
+    plain = [parameter.name for parameter in parameters]
+    parameters += options
+    if RunOptions in groups.values():  # only options of a run can be configured
+        parameters.append(inspect.Parameter("config", keyword, default=None, annotation=Config))
+    # A command without rare options shows all options in --help.
+    if RARE & {p.name for p in parameters}:
+        parameters.append(inspect.Parameter(HELP_ALL, keyword, default=False, annotation=HelpAll))
 
     def call(**typed: Any) -> None:
         try:
             # Schedulers end a job by SIGTERM: keep finished work, as after Ctrl-C.
             signal.signal(signal.SIGTERM, _terminate)
-            defaults = read_defaults(typed["config"]) if RunOptions in kinds.values() else {}
-            values = {
-                name: resolve_group(kind, typed, defaults if kind is RunOptions else {})
-                for name, kind in kinds.items()
-            }
-            function(**{name: typed[name] for name in known if name not in groups}, **values)
-        except KeyboardInterrupt as stop:
-            # 128 plus the number of the signal, as in shells: SIGINT is 2, SIGTERM 15.
-            status = 143 if stop.args == ("terminated",) else 130
-            if not _is_follower():
-                complain("terminated" if status == 143 else "interrupted")
-            raise typer.Exit(status) from None
+            values = {n: _resolve(kind, typed) for n, kind in groups.items()}
+            function(**{n: typed[n] for n in plain}, **values)
         # Help, the version and verdicts of the gate end with these exceptions.
         except (typer.Exit, typer.Abort):
             raise
-        except Exception as error:
-            if typed.get("verbose"):
-                say(traceback.format_exc())
-            shown = explain_error(error)
-            complain(shown.message, shown.advice)
-            raise typer.Exit(shown.exit_code) from None
+        except (Exception, KeyboardInterrupt) as error:
+            raise typer.Exit(_report_error(error, verbose=typed.get("verbose", False))) from None
 
-    parameters = [
-        p.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, p in known.items()
-        if name not in groups
-    ]
-    parameters += [p for group in groups.values() for p in _list_parameters(group)]
-    kind = inspect.Parameter.KEYWORD_ONLY
-    if RunOptions in kinds.values():  # only options of a run can be configured
-        parameters.append(inspect.Parameter("config", kind, default=None, annotation=Config))
-    # A command without rare options shows all options in --help.
-    if RARE & {p.name for p in parameters}:
-        parameters.append(inspect.Parameter(HELP_ALL, kind, default=False, annotation=HelpAll))
-    return _set_signature(call, parameters)
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    # The terminal wraps paragraphs; lists and examples keep their lines.
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    text = "\n\n".join(p if "\n " in p else p.replace("\n", " ") for p in paragraphs)
+    single = make_typer(add_completion=False)
+    single.command(name, cls=Command, help=text, rich_help_panel=panel)(call)
+    return typer.main.get_command(single)
 
 
-def _plain_type(hint: Any) -> Any:
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+def _list_parameters(group: Any, usual: Mapping[str, str]) -> Iterator[inspect.Parameter]:
+    """Yield the command-line parameters of a group of options; None means not typed."""
+    for name, each in group.options().items():
+        # A flag that is on by default needs a way to switch it off.
+        flags = each.flags
+        if each.kind is bool and each.default is True:
+            flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
+        # In the text, because the default of the parameter is None: the configuration may set it.
+        shown = replace(each, usual=usual.get(name, each.usual)).shown
+        spelling = typer.Option(
+            *flags,
+            metavar=METAVARS.get(each.kind, ""),
+            help=each.help + (f" [default: {shown}]" if shown else ""),
+            rich_help_panel=each.panel or None,
+            envvar=each.env or None,
+            show_default=False,
+        )
+        kind: Any = list[each.kind] if each.repeats else each.kind  # type: ignore[name-defined]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        annotation = Annotated[kind | None, spelling]
+        yield inspect.Parameter(name, keyword, default=None, annotation=annotation)
 
 
-def _is_follower() -> bool:
-    """Say whether a launcher started this process after a first one, which prints the errors."""
-    from lipaudit.engine.launcher import find_place
-
-    with suppress(UsageError):
-        place = find_place()
-        return place is not None and place.rank > 0
-    return False
+def _resolve(group: type[Settings], typed: Mapping[str, Any]) -> Settings:
+    """Return a group of options: typed values, else configured ones, else defaults."""
+    defaults = read_defaults(typed["config"]) if group is RunOptions else {}
+    given = {name: typed[name] for name in group.options() if typed.get(name) is not None}
+    return group.parse({**defaults, **given}, configured=defaults.keys() - given.keys())
 
 
 def _terminate(_number: int, _frame: object) -> None:
     raise KeyboardInterrupt("terminated")
+
+
+def _report_error(error: BaseException, *, verbose: bool) -> int:
+    """Print an error on stderr, and return its exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        from lipaudit.engine.launcher import find_place
+
+        stopped, place = error.args == ("terminated",), None
+        with suppress(UsageError):
+            place = find_place()
+        if place is None or place.rank == 0:  # of several processes, the first one prints
+            complain("terminated" if stopped else "interrupted")
+        # 128 plus the number of the signal, as in shells: SIGINT is 2, SIGTERM 15.
+        return 143 if stopped else 130
+    if verbose:
+        say("".join(traceback.format_exception(error)))
+    fault = explain_error(error)
+    complain(fault.message, fault.advice)
+    return int(fault.exit_code)
 
 
 def complain(message: str, advice: str = "") -> None:
@@ -263,35 +442,3 @@ def complain(message: str, advice: str = "") -> None:
     console.print(f"[bold red]error:[/] {escape(visible(message))}")
     if advice:
         console.print(f"[dim]  hint:[/] {escape(visible(advice))}")
-
-
-def _list_parameters(group: Any) -> Iterator[inspect.Parameter]:
-    """Yield the command-line parameters of a group of options; None means not typed."""
-    usual = get_args(group)[1] if get_origin(group) is Annotated else {}
-    for name, option in _plain_type(group).options().items():
-        # A flag that is on by default needs a way to switch it off.
-        flags = option.flags
-        if option.kind is bool and option.default is True:
-            flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
-        # In the text, because the default of the parameter is None: the configuration may set it.
-        shown = replace(option, usual=usual.get(name, option.usual)).shown
-        spelling = typer.Option(
-            *flags,
-            metavar="FILE" if option.kind is Path else None,
-            help=option.help + (f" [dim]\\[default: {shown}][/]" if shown else ""),
-            rich_help_panel=option.panel or None,
-            envvar=option.env or None,
-            show_default=False,
-        )
-        kind: Any = list[option.kind] if option.repeats else option.kind  # type: ignore[name-defined]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        annotation = Annotated[kind | None, spelling]
-        yield inspect.Parameter(name, keyword, default=None, annotation=annotation)
-
-
-def _set_signature(
-    function: Callable[..., None], parameters: list[inspect.Parameter]
-) -> Callable[..., None]:
-    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    function.__annotations__ = {p.name: p.annotation for p in parameters}
-    return function

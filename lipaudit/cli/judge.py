@@ -1,26 +1,56 @@
-"""The commands that compare reports: report, compare, gate, baseline. None of them loads torch."""
+"""The commands that compare reports: report, compare, gate, baseline. None of them loads torch.
+
+In place of a report, `compare` and `gate` take a MODEL, measured with the settings of the first.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
+from copy import copy
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipaudit.cli.app import Group, app, command
-from lipaudit.cli.measure import require_alone
-from lipaudit.cli.options import Config, Extent, Output, Several, Terminal, read_config
-from lipaudit.cli.remeasure import Remeasure, is_report, read_or_measure
+from lipaudit import schema
+from lipaudit.cli import app
+from lipaudit.cli.app import COMPARE, Config, Extent, Group, Output, Several, Terminal
+from lipaudit.cli.output import check_outputs, emit, emit_facts
+from lipaudit.errors import BaselineError, UsageError
+from lipaudit.settings import RunOptions
+from lipaudit.settings.option import Keywords, Settings, Size, flag, option
 
-COMPARE = "Compare and gate"
+if TYPE_CHECKING:
+    from lipaudit.engine.prepare import Request
+    from lipaudit.tables import Report
+
 SAVED = "A report written with -o X.json."
 Saved = Annotated[Path, typer.Argument(metavar="REPORT", help=SAVED)]
 DEFAULT_BASE = Path("lipaudit-baseline.json")
 
 
-@command("report", panel=COMPARE)
+OF_RUN: Any = RunOptions.model_fields
+
+
+class Remeasure(Settings):
+    """The options of a MODEL that is measured like a baseline: other paths, another machine."""
+
+    # Not as for every run: LIPAUDIT_DATA says nothing about the baseline's samples.
+    data: str | None = option(
+        None, "Where the baseline's samples are now.", usual="the path in the baseline"
+    )
+    arch: str | None = copy(OF_RUN["arch"])
+    model_kwargs: Keywords = copy(OF_RUN["model_kwargs"])
+    device: str | None = copy(OF_RUN["device"])
+    batch_size: Size = copy(OF_RUN["batch_size"])
+    resume: bool = copy(OF_RUN["resume"])
+    offline: bool = copy(OF_RUN["offline"])
+    report: Path | None = option(
+        None, "File for the report of a MODEL.", usual="in a new folder of lipaudit-runs"
+    )
+
+
 def report(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT", help=SAVED)],
     output: Output,
@@ -31,13 +61,11 @@ def report(
 
     It needs no model and no torch: the figures are those of the run.
 
-    [dim]Examples:[/]
-      [cyan]lipaudit report audit.json -o audit.html[/]
-      [cyan]lipaudit report before.json after.json -f markdown[/]
-      [cyan]lipaudit report step-*.json --rank-by order -o training.html[/]
+    Examples:
+      lipaudit report audit.json -o audit.html
+      lipaudit report before.json after.json -f markdown
+      lipaudit report step-*.json --rank-by order -o training.html
     """
-    from lipaudit import schema
-    from lipaudit.cli.emit import emit
     from lipaudit.report import of_reports
 
     extent.require_several(len(reports))
@@ -45,7 +73,6 @@ def report(
     emit(subject, output, always=False, details=extent.details)
 
 
-@command("inspect", panel=COMPARE)
 def inspect(
     report: Saved,
     output: Output,
@@ -61,20 +88,17 @@ def inspect(
 ) -> None:
     """All that a report says of one sample, beside what it says of all.
 
-    [dim]Examples:[/]
-      [cyan]lipaudit inspect audit.json[/]
-      [cyan]lipaudit inspect audit.json 9206cd4c -o sample.html[/]
-      [cyan]lipaudit inspect audit.json cat/0007.png[/]
+    Examples:
+      lipaudit inspect audit.json
+      lipaudit inspect audit.json 9206cd4c -o sample.html
+      lipaudit inspect audit.json cat/0007.png
     """
-    from lipaudit import schema
-    from lipaudit.cli.emit import emit
     from lipaudit.report import of_sample
 
     loaded = schema.load(report)
     emit(of_sample(loaded, shlex.quote(str(report)), sample), output, always=False)
 
 
-@command("compare", panel=COMPARE)
 def compare(
     reports: Annotated[
         list[str],
@@ -91,18 +115,18 @@ def compare(
     changed sides, and which heads moved most. Nothing fails here: that is the gate's. A MODEL in
     place of a later report is measured as the first one was.
 
-    [dim]Examples:[/]
-      [cyan]lipaudit compare before.json after.json[/]
-      [cyan]lipaudit compare standard.json jasmin.json robust.json -o compared.html[/]
+    Examples:
+      lipaudit compare before.json after.json
+      lipaudit compare standard.json jasmin.json robust.json -o compared.html
     """
-    from lipaudit import schema
-    from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.gate import compare as compared
     from lipaudit.report import REPORT, of_comparison
 
     check_outputs(output, REPORT)
     # The store of a launcher serves one run: two models would use one port.
     if sum(not is_report(each) for each in reports[1:]) > 1:
+        from lipaudit.cli.measure import require_alone
+
         require_alone("comparing several")
     loaded = [schema.load(reports[0])]
     for each in reports[1:]:
@@ -114,7 +138,6 @@ def compare(
     emit(shown, output, always=False, details=extent.details)
 
 
-@command("gate", panel=COMPARE)
 def gate(
     current: Annotated[
         str, typer.Argument(metavar="CURRENT", help="A report, or a MODEL to measure now.")
@@ -143,12 +166,11 @@ def gate(
     With a MODEL in place of a report, the baseline's own protocol is run on it first, on the same
     samples.
 
-    [dim]Examples:[/]
-      [cyan]lipaudit gate audit.json --baseline lipaudit-baseline.json[/]
-      [cyan]lipaudit gate ./model -b base.json --fail-on 'attack.robust >= -2pp'[/]
-      [cyan]lipaudit gate ./model -b base.json --data /data/val --report now.json[/]
+    Examples:
+      lipaudit gate audit.json --baseline lipaudit-baseline.json
+      lipaudit gate ./model -b base.json --fail-on 'attack.robust >= -2pp'
+      lipaudit gate ./model -b base.json --data /data/val --report now.json
     """
-    from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.gate import judge
     from lipaudit.gate.conditions import load_baseline
     from lipaudit.gate.rules import configure
@@ -156,7 +178,7 @@ def gate(
 
     check_outputs(output, JUDGEMENT)
     before = load_baseline(baseline)
-    settings = configure(read_config(config).get("gate", {}), fail_on or (), before.sections)
+    settings = configure(app.read_config(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
     report = read_or_measure(current, before, how, terminal)
     if report is None:
@@ -176,13 +198,18 @@ def gate(
     raise typer.Exit(judged.exit_code)
 
 
-baselines = typer.Typer(cls=Group, no_args_is_help=True, help="Save, update and check a baseline.")
-app.add_typer(baselines, name="baseline", rich_help_panel=COMPARE)
+baselines = Group(
+    name="baseline",
+    places={name: ("", f"judge:{name}") for name in ("save", "update", "check")},
+    help="Save, update and check a baseline.",
+    rich_help_panel=COMPARE,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
 Reason = Annotated[str, typer.Option("--reason", help="Why this report becomes the baseline.")]
 Target = Annotated[Path, typer.Option("--output", "-o", help="File of the baseline.")]
 
 
-@command("save", parent=baselines)
 def save(
     report: Saved,
     terminal: Terminal,
@@ -190,8 +217,6 @@ def save(
     reason: Reason = "first baseline",
 ) -> None:
     """Promote a report to a baseline; refuses to overwrite one (use update)."""
-    from lipaudit.errors import UsageError
-
     if output.exists():
         where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
         advice = f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'"
@@ -199,12 +224,10 @@ def save(
     update(report, reason, terminal, output)
 
 
-@command("update", parent=baselines)
 def update(
     report: Saved, reason: Reason, terminal: Terminal, output: Target = DEFAULT_BASE
 ) -> None:
     """Replace a baseline by a report, and record why."""
-    from lipaudit import schema
     from lipaudit.engine.files import require_writable, write
     from lipaudit.gate.conditions import promote
 
@@ -213,7 +236,6 @@ def update(
     terminal.tell(f"wrote {output}")
 
 
-@command("check", parent=baselines)
 def check(
     output: Output,
     terminal: Terminal,
@@ -222,12 +244,87 @@ def check(
     ] = DEFAULT_BASE,
 ) -> None:
     """Check that a baseline can be read and gated against."""
-    from lipaudit.cli.emit import emit
-    from lipaudit.errors import BaselineError
     from lipaudit.gate.conditions import find_problems, load_baseline
-    from lipaudit.report import FACTS, Subject
 
     if reasons := find_problems(load_baseline(baseline)):
         raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
     record = {"baseline": str(baseline), "fit": True}
-    emit(Subject(FACTS, record, lines=[f"{baseline}: usable"]), output)
+    emit_facts(record, output, [f"{baseline}: usable"])
+
+
+def read_or_measure(
+    current: str, baseline: Report, how: Remeasure, terminal: Terminal
+) -> Report | None:
+    """Read the report, or measure the model with the baseline's settings and save the report.
+
+    Args:
+        current: a report, or a MODEL.
+        baseline: the report with the settings.
+        how: the options that may differ.
+        terminal: what is said on stderr.
+
+    Returns:
+        The report; None in a process that measured a shard for rank 0.
+
+    Raises:
+        UsageError: options of a measurement are given for a report.
+        BaselineError: the samples differ from the baseline's; raised before the measurement.
+        LipauditError: any other failure.
+    """
+    if is_report(current):
+        if how.model_fields_set:
+            flags = ", ".join(map(flag, sorted(how.model_fields_set)))
+            raise UsageError(
+                f"{current} is a report, so {flags} has no effect",
+                "Leave them out: they are for a MODEL.",
+            )
+        return schema.load(Path(current))
+    from lipaudit.api import open_job
+    from lipaudit.cli.measure import RUNS, make_folder
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine import execute, files
+    from lipaudit.gate.conditions import require_samples
+    from lipaudit.report import render
+
+    path = how.report
+    if path:
+        files.require_writable(path)
+    request = _plan_again(current, baseline, how)
+    with OnStderr(terminal) as observer, open_job(current, request) as job:
+        ids = job.samples.batch.ids
+        require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
+        with execute.run_job(job, observer) as report:
+            if report is None:
+                return None
+            if path is None:
+                folder = RUNS / f"gate-{report.run.model.weights_sha256[:12]}"
+                path = make_folder(folder, "--report") / "report.json"
+            files.write(path, render(report, "json"))
+    terminal.tell(f"measured: {path}")
+    return report
+
+
+def is_report(given: str) -> bool:
+    """Say whether a command got a report rather than a MODEL."""
+    return given.endswith(".json")
+
+
+def _plan_again(model: str, baseline: Report, how: Remeasure) -> Request:
+    """Return the request of the baseline for another model; given options change only paths."""
+    from lipaudit.cli.measure import typed_command
+    from lipaudit.engine.launcher import find_place
+    from lipaudit.engine.prepare import Request
+    from lipaudit.measures import option_types
+
+    before = baseline.run
+    run = {"data": before.data.spec, "seed": before.seed, "dtype": before.dtype} | before.options
+    run |= {name: getattr(how, name) for name in how.model_fields_set - {"report"}}
+    measures, counts = {}, {}
+    for section in baseline.sections:
+        if "." not in section.measure:
+            kind = option_types()[section.measure]
+            # `once` has values that old reports lack: the defaults of that time.
+            measures[section.measure] = kind.parse({**kind.once, **section.settings})
+            counts[section.measure] = len(section.ids) or before.data.samples
+    options = RunOptions.parse(run)
+    return Request(model, measures, options, counts, command=typed_command(), place=find_place())

@@ -1,40 +1,43 @@
-"""The commands that measure a model: one per measure, created from its options."""
+"""The commands that measure: one per measure, created from its options, then audit and merge."""
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipaudit.cli.app import command
-from lipaudit.cli.options import Extent, ModelArgument, Output, Terminal
-from lipaudit.errors import ExitCode, LipauditError, UsageError
-from lipaudit.measures import option_types
+from lipaudit.cli.app import BY_MEASURE, MODEL, Extent, ModelArgument, Output, Several, Terminal
+from lipaudit.cli.output import check_outputs, emit
+from lipaudit.errors import EvaluationError, ExitCode, LipauditError, UsageError
+from lipaudit.measures import AuditOptions, option_types
 from lipaudit.measures.base import MeasureOptions
 from lipaudit.settings import RunOptions
 
 if TYPE_CHECKING:
     from lipaudit.tables import Report
 
-MEASURING = "Measure a checkpoint"
+RUNS = Path("lipaudit-runs")
 
 
-def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., None]:
-    """Return the body of a measure's command; its help is the docstring of its options."""
+def make_measure(name: str) -> Callable[..., None]:
+    """Return the command of a measure, also of a plug-in; its help is that of its options."""
+    kind = option_types()[name]
 
     def measure(
         model: str, options: MeasureOptions, run: RunOptions, output: Output, terminal: Terminal
     ) -> None:
         from lipaudit.api import open_job
-        from lipaudit.cli.emit import check_outputs, emit
         from lipaudit.cli.progress import OnStderr
-        from lipaudit.engine.execute import run_job
-        from lipaudit.engine.launcher import find_place
-        from lipaudit.engine.prepare import Request
+        from lipaudit.engine import execute, launcher, prepare
         from lipaudit.report import REPORT
 
         check_outputs(output, REPORT)
@@ -45,30 +48,159 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
                 f"--shard {number}/{of}: a shard must be written as JSON to be merged later",
                 f"Add -o shard-{number}.json.",
             )
-        request = Request(model, {name: options}, run, command=typed_command(), place=find_place())
+        command, place = typed_command(), launcher.find_place()
+        request = prepare.Request(model, {name: options}, run, command=command, place=place)
         with (
             OnStderr(terminal) as observer,
             open_job(model, request) as job,
-            run_job(job, observer) as report,
+            execute.run_job(job, observer) as report,
         ):
             if report is None:
                 return
             emit(report, output)
         require_whole({model: report}, "Run the same command with --resume to measure the rest.")
 
-    measure.__doc__ = options_type.__doc__
-    usual = {"samples": str(options_type.samples)}
+    measure.__doc__ = kind.__doc__
     measure.__annotations__ |= {
         "model": ModelArgument,
-        "options": options_type,
-        "run": Annotated[RunOptions, usual],
+        "options": kind,
+        "run": Annotated[RunOptions, {"samples": str(kind.samples)}],
     }
     return measure
 
 
-# This includes plug-ins: their commands are created in the same way.
-for _name, _options in option_types().items():
-    command(_name, panel=MEASURING)(_command(_name, _options))
+def audit(
+    models: Annotated[list[str], MODEL],
+    options: AuditOptions,
+    run: Annotated[RunOptions, BY_MEASURE],
+    output: Output,
+    extent: Several,
+    terminal: Terminal,
+) -> None:
+    """Everything about a checkpoint: bounds, attention, Jacobian, attacks, one report.
+
+    Writes report.json and report.html to a run directory, with the attention map of the most
+    amplifying head. Quick is the default on the demo. If a measure fails, the others still run:
+    the report says why, and the exit code is that of the failure.
+
+    Several MODELs are measured on the same samples, one after the other, and ranked: a report of
+    each and a page of all. If one model fails, the others are still measured.
+
+    Examples:
+      lipaudit audit demo
+      lipaudit audit timm:vit_small_patch16_224 --data val/ --eps 2/255 --full
+      lipaudit audit ./my-bert --data reviews.csv --skip attack
+      lipaudit audit demo demo:jasmin demo:robust -o models.csv
+    """
+    from lipaudit import api
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine import files, launcher
+    from lipaudit.report import REPORT, of_reports, render
+
+    several = len(models) > 1
+    extent.require_several(len(models))
+    check_outputs(output, REPORT)
+    files.require_folder(options.run_dir or RUNS)
+    if several:
+        require_alone("several models", run, limited=True)
+    # Samples, radii and the quick preset are a demo's only if every model is a demo.
+    demo = all(model.partition(":")[0] == "demo" for model in models)
+    command, place = typed_command(), launcher.find_place()
+    plans = [api.plan_audit(each, options, run, demo=demo, command=command) for each in models]
+    plans = [replace(each, draws_steepest=True, place=place) for each in plans]
+    # Audits that begin in the same second have different folders.
+    stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{_name_folder(models[0])}-{os.urandom(4).hex()}"
+    folder = options.run_dir or RUNS / stamp
+    reports: dict[str, Report] = {}
+    with OnStderr(terminal) as observer:
+        audits = api.run_audits(models, plans, observer=observer)
+        for model, report in zip(models, audits, strict=True):
+            if report is None:
+                continue
+            reports[model] = report
+            part = f"{len(reports)}-{_name_folder(model)}" if several else ""
+            try:
+                target = make_folder(folder / part, "--run-dir")
+                for format in ("json", "html"):
+                    files.write(target / f"report.{format}", render(report, format))
+            except EvaluationError:  # such as a full disk: print the figures first
+                with suppress(EvaluationError):
+                    emit(of_reports(*reports.values()), output, details=extent.details)
+                raise
+    if not reports:  # rank 0 has them
+        return
+    subject = of_reports(*reports.values(), by=extent.rank_by)
+    if several:
+        files.write(folder / "report.html", render(subject, "html"))
+    emit(subject, output, details=extent.details)
+    saved = shlex.quote(str(folder)) + "/*" * several + "/report.json"
+    terminal.tell(f"\nreport: {folder / 'report.html'}\ndata:   {saved}")
+    shard = any(report.shard for report in reports.values())
+    if shard or not several:
+        following = "merge of all shards" if shard else f"baseline save {saved}"
+        terminal.tell(f"next:   lipaudit {following}")
+    require_whole(reports, "Run the same command with --resume to measure only what is missing.")
+
+
+def merge(
+    reports: Annotated[
+        list[Path], typer.Argument(metavar="SHARD", help="Reports of commands with --shard.")
+    ],
+    output: Output,
+    extent: Extent,
+    terminal: Terminal,
+) -> None:
+    """Make one report of all shards of a run: what one process would have written.
+
+    Every command that measures takes --shard i/n: each of n processes, wherever they run, measures
+    a part of the samples. Shards of different runs are refused.
+
+    Examples:
+      lipaudit attack ./vit --data val/ --eps 2/255 --shard 1/4 -o shard-1.json
+      lipaudit merge shard-*.json -o all.json -o all.html
+    """
+    from lipaudit import schema
+    from lipaudit.engine import results
+    from lipaudit.report import REPORT
+
+    check_outputs(output, REPORT)
+    report = results.merge([schema.load(path) for path in reports], command=typed_command())
+    emit(report, output, always=False, details=extent.details)
+    again = "Measure the failed shards again, then merge all shards."
+    require_whole({report.run.model.spec: report}, again)
+
+
+def typed_command() -> str:
+    """Return the command as typed."""
+    return shlex.join(["lipaudit", *sys.argv[1:]])
+
+
+def make_folder(folder: Path, flag: str) -> Path:
+    """Return a directory, created if missing; git ignores the directory of all runs.
+
+    Args:
+        folder: path of the directory.
+        flag: the option that chooses another directory.
+
+    Raises:
+        EvaluationError: the directory cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_relative_to(RUNS):
+            # The folder of all runs ignores itself, so no report is committed by accident.
+            (RUNS / ".gitignore").write_text("*\n")
+    except OSError as error:
+        raise EvaluationError(
+            f"cannot write to {folder}: {error.strerror}", f"Choose another place with {flag}."
+        ) from None
+    return folder
+
+
+def _name_folder(model: str) -> str:
+    """Return the folder name of a model; for a path, its last part."""
+    name = Path(model).resolve().name if Path(model).exists() else model
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "model"
 
 
 def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = False) -> None:
@@ -84,53 +216,17 @@ def require_alone(what: str, run: RunOptions | None = None, *, limited: bool = F
     """
     from lipaudit.engine.launcher import find_place
 
-    refused = {"several processes": find_place() is not None}
-    if run is not None:
-        refused |= {
-            "--shard": run.shard is not None,
-            "--time-limit": run.time_limit is not None and not limited,
-        }
-    for name, given in refused.items():
-        if given:
+    refused = {
+        "several processes": find_place(),
+        "--shard": run and run.shard,
+        "--time-limit": None if limited else run and run.time_limit,
+    }
+    for name, value in refused.items():
+        if value is not None:
             raise UsageError(
                 f"{name}: only when one MODEL is measured, not for {what}",
                 "Leave it out. One process: no srun, and RANK and WORLD_SIZE unset.",
             )
-
-
-def typed_command() -> str:
-    """Return the command as typed."""
-    return shlex.join(["lipaudit", *sys.argv[1:]])
-
-
-@command("merge", panel=MEASURING)
-def merge(
-    reports: Annotated[
-        list[Path], typer.Argument(metavar="SHARD", help="Reports of commands with --shard.")
-    ],
-    output: Output,
-    extent: Extent,
-    terminal: Terminal,
-) -> None:
-    """Make one report of all shards of a run: what one process would have written.
-
-    Every command that measures takes --shard i/n: each of n processes, wherever they run, measures
-    a part of the samples. Shards of different runs are refused.
-
-    [dim]Examples:[/]
-      [cyan]lipaudit attack ./vit --data val/ --eps 2/255 --shard 1/4 -o shard-1.json[/]
-      [cyan]lipaudit merge shard-*.json -o all.json -o all.html[/]
-    """
-    from lipaudit import schema
-    from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.engine.results import merge as merge_shards
-    from lipaudit.report import REPORT
-
-    check_outputs(output, REPORT)
-    report = merge_shards([schema.load(path) for path in reports], command=typed_command())
-    emit(report, output, always=False, details=extent.details)
-    again = "Measure the failed shards again, then merge all shards."
-    require_whole({report.run.model.spec: report}, again)
 
 
 def require_whole(reports: Mapping[str, Report], again: str) -> None:

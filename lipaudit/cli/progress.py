@@ -1,9 +1,8 @@
-"""Progress and notes on stderr: a bar with the time left; without a terminal, some lines."""
+"""Progress and notes on stderr: a bar with the time left on a terminal."""
 
 from __future__ import annotations
 
 import re
-import time
 import traceback
 from contextlib import ExitStack
 from typing import Self
@@ -12,14 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lipaudit.cli.options import Terminal
+from lipaudit.cli.app import Terminal
+from lipaudit.data.hub import silence_clients
 from lipaudit.engine.execute import Observer
 from lipaudit.errors import first_line, visible
 from lipaudit.measures import load_measures
 from lipaudit.tables import Note
-
-HEARTBEAT = 30.0
-"""Seconds between two lines of progress without a terminal."""
 
 
 class OnStderr(Observer):
@@ -34,15 +31,12 @@ class OnStderr(Observer):
         self.quiet, self.verbose = terminal.quiet, terminal.verbose
         self.console = Console(stderr=True, soft_wrap=True, highlight=False)
         self.bar: Progress | None = None
-        self.total, self.done = 0, 0
+        self.done = 0
         self.said: set[tuple[str, str]] = set()
-        self.start = self.last = 0.0
 
     def __enter__(self) -> Self:
         self.silence = ExitStack()
         if self.quiet:
-            from lipaudit.data.hub import silence_clients
-
             self.silence.enter_context(silence_clients())
         return self
 
@@ -64,9 +58,8 @@ class OnStderr(Observer):
             self.console.print(f"[{colour}]note:[/] {escape(visible(note.text))}")
 
     def begins(self, measure: str, samples: int) -> None:
-        """Start a bar, or the clock without a terminal."""
-        self.total, self.done = samples, 0
-        self.start = self.last = time.monotonic()
+        """Start a bar, on a terminal."""
+        self.done = 0
         if not self.quiet and self.console.is_terminal:
             self.bar = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -81,21 +74,14 @@ class OnStderr(Observer):
             self.bar.start()
 
     def advances(self, measure: str, samples: int) -> None:
-        """Move the bar, or print the remaining time now and then."""
+        """Move the bar."""
         self.done += samples
         self.moves(measure, 0.0)
 
     def moves(self, measure: str, samples: float) -> None:
         """Move the bar within a part, too."""
-        done, now = self.done + samples, time.monotonic()
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done)
-        # No estimate is possible before the first sample or after the last.
-        elif not self.quiet and now - self.last >= HEARTBEAT and 0 < done < self.total:
-            left = (now - self.start) / done * (self.total - done)
-            text = f"{measure}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
-            self.console.print(text, markup=False)
-            self.last = now
+            self.bar.update(self.bar.task_ids[0], completed=self.done + samples)
 
     def fails(self, measure: str, error: Exception) -> None:
         """Remove the bar, and print that the other measures continue."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lipaudit.cli.app import command
-from lipaudit.cli.options import BY_MEASURE, ModelArgument, Output, Terminal
+from lipaudit.cli.app import BY_MEASURE, ModelArgument, Output, Terminal
+from lipaudit.cli.output import check_outputs, emit_facts
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import AuditOptions
 from lipaudit.settings import RunOptions
@@ -24,9 +24,8 @@ from lipaudit.settings import RunOptions
 if TYPE_CHECKING:
     from lipaudit.report.topics import Topic
 
-LEARN = "Learn"
+# Longest line of text on a wide terminal: longer ones are hard to read.
 WIDEST = 100
-"""Largest number of characters of a line."""
 
 
 @cache
@@ -42,7 +41,6 @@ def list_explanations() -> tuple[Topic, ...]:
     return (*list_topics(), *list_options(groups))
 
 
-@command("explain", panel=LEARN)
 def explain(
     output: Output,
     terminal: Terminal,
@@ -59,12 +57,10 @@ def explain(
     NAME is any word of a page, a table or a JSON file. Examples: a bound, a column or its heading,
     a section, an attack, a verdict, a rule of the gate, an option.
 
-    [dim]Examples:[/]
-      [cyan]lipaudit explain theorem 3[/]
-      [cyan]lipaudit explain jacobian.norm:median[/]
+    Examples:
+      lipaudit explain theorem 3
+      lipaudit explain jacobian.norm:median
     """
-    from lipaudit.cli.emit import emit
-    from lipaudit.report import FACTS, Subject
     from lipaudit.report.topics import FORMULA, find_topics
     from lipaudit.theory.bounds.record import SYMBOLS
 
@@ -92,7 +88,7 @@ def explain(
         for group, names in groups.items():
             lines += ["", group, *_wrap(", ".join(names), "  ", "  ")] if group else []
     record = [asdict(topic) for topic in entries]
-    emit(Subject(FACTS, record, lines=lines), output)
+    emit_facts(record, output, lines)
 
 
 def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
@@ -109,9 +105,6 @@ def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
 
 def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
     """Write facts: a line of each name with its values, or JSON."""
-    from lipaudit.cli.emit import emit
-    from lipaudit.report import FACTS, Subject
-
     lines = []
     width = max(map(len, facts)) + 2
     for name, value in facts.items():
@@ -120,16 +113,14 @@ def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:
             values = [f"{key or 'all else'}: {inner}" for key, inner in value.items()]
         for i, each in enumerate(values):
             lines += _wrap(str(each), f"{'' if i else name:<{width}}", " " * width)
-    emit(Subject(FACTS, facts, lines=lines), output)
+    emit_facts(facts, output, lines)
 
 
-@command("env", panel=LEARN)
 def env(output: Output, terminal: Terminal) -> None:
     """Versions, devices and threads: what to paste into a bug report."""
     import torch
 
-    from lipaudit.cli.emit import check_outputs
-    from lipaudit.engine.results import versions
+    from lipaudit.engine.provenance import versions
     from lipaudit.models.sources.offload import find_device
 
     check_outputs(output, ("lines", "record"))
@@ -156,7 +147,6 @@ def env(output: Output, terminal: Terminal) -> None:
     _emit_facts(facts, output)
 
 
-@command("models", panel=LEARN)
 def models(
     output: Output,
     terminal: Terminal,
@@ -171,21 +161,18 @@ def models(
     Any attention that calls scaled_dot_product_attention or softmax(q k^T) is read, in any
     architecture. `lipaudit check MODEL` shows which layers have a closed form.
 
-    [dim]Example:[/] [cyan]lipaudit models vit_tiny[/]
+    Example: lipaudit models vit_tiny
     """
-    from lipaudit.cli.emit import emit
-    from lipaudit.models.sources import demo_names, timm_names
-    from lipaudit.report import FACTS, Subject
+    from lipaudit.models.sources.names import demo_names, timm_names
 
     known = (*demo_names(), *(f"timm:{each}" for each in timm_names()))
     names = [each for each in known if name in each]
     if not names:
         advice = suggestion(name, timm_names(), "Try: vit, swin")
         raise UsageError(f"no model has {name!r} in its name", advice)
-    emit(Subject(FACTS, {"models": names}, lines=names), output)
+    emit_facts({"models": names}, output, names)
 
 
-@command("check", panel=LEARN)
 def check(
     model: ModelArgument,
     run: Annotated[RunOptions, BY_MEASURE],
@@ -198,10 +185,9 @@ def check(
     have none, the first samples with their labels. Each measure is listed with its number of
     samples. Nothing is measured.
 
-    [dim]Example:[/] [cyan]lipaudit check ./vit --data val/[/]
+    Example: lipaudit check ./vit --data val/
     """
-    from lipaudit.api import plan_audit
-    from lipaudit.cli.emit import check_outputs
+    from lipaudit.api.requests import plan_audit
     from lipaudit.cli.measure import require_alone, typed_command
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import preview
@@ -215,7 +201,6 @@ def check(
         _emit_facts(preview(request), output)
 
 
-@command("init", panel=LEARN)
 def init(
     kind: Annotated[
         Literal["py"], typer.Argument(help="Kind of file: py, a factory for your own model.")
@@ -227,28 +212,20 @@ def init(
 ) -> None:
     """Write a file to start from: a model of your own, which runs as it is.
 
-    [dim]Example:[/] [cyan]lipaudit init py -o model.py[/]
+    Example: lipaudit init py -o model.py
     """
-    from lipaudit.engine.files import require_writable, write
+    from lipaudit.engine.files import write
 
-    if output.suffix != f".{kind}":
-        raise UsageError(
-            f"{output} is not the name of a {kind} file", f"Choose a name that ends in .{kind}."
-        )
     if output.exists():
         raise UsageError(f"{output} exists", "Choose another file.")
-    require_writable(output)
     example = files("lipaudit.models").joinpath("assets/model.py").read_text("utf-8")
     write(output, example.replace("py:model.py:", f"py:{output}:").encode())
     measured = f"Measure it: lipaudit bounds {shlex.quote(f'py:{output}:model')}"
     terminal.tell(f"Wrote {output}. {measured}")
 
 
-@command("schema", panel=LEARN)
 def schema(output: Output, terminal: Terminal) -> None:
     """Print the JSON Schema of a report."""
-    from lipaudit.cli.emit import emit
-    from lipaudit.report import FACTS, Subject
     from lipaudit.schema import json_schema
 
-    emit(Subject(FACTS[1:], json_schema()), output)
+    emit_facts(json_schema(), output)

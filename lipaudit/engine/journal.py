@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from lipaudit.attacks.sanity import Checks
+from lipaudit.attacks.evaluate import Checks
 from lipaudit.engine.files import write
 from lipaudit.errors import EvaluationError, out_of_memory
 from lipaudit.measures.base import Part

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from lipaudit.attacks.kinds import ATTACKS, attack_kinds
-from lipaudit.attacks.plan import CHUNK, PRESETS, Trial, read_plan, require_suitable
+from lipaudit.attacks.kinds import (
+    ATTACKS,
+    CHUNK,
+    PRESETS,
+    Trial,
+    attack_kinds,
+    read_plan,
+    require_suitable,
+)
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.base import (
     Measure,
@@ -33,8 +40,7 @@ from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COSTS, COUNTED, Norm, TrialKey, parse_budget, worst_cases
 
 if TYPE_CHECKING:
-    from lipaudit.attacks.evaluate import Chunk, Outcome
-    from lipaudit.attacks.sanity import Checks
+    from lipaudit.attacks.evaluate import Checks, Chunk, Outcome
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
 
@@ -74,12 +80,12 @@ class AttackOptions(MeasureOptions):
     token embeddings. For language models, they attack the scores of continuations, choices or
     labels, in the embeddings of the prompt (--score).
 
-    [dim]Examples:[/]
-      [cyan]lipaudit attack demo --eps 0.1[/]
-      [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255[/]
-      [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper[/]
-      [cyan]lipaudit attack ./bert --data reviews.csv --attack words --eps 1,2[/]
-      [cyan]lipaudit attack ./gpt2 --data questions.jsonl --eps 0.1[/]
+    Examples:
+      lipaudit attack demo --eps 0.1
+      lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255
+      lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper
+      lipaudit attack ./bert --data reviews.csv --attack words --eps 1,2
+      lipaudit attack ./gpt2 --data questions.jsonl --eps 0.1
     """
 
     samples: ClassVar[int] = 128
@@ -528,7 +534,7 @@ def _make_row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> R
 def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:
     import numpy as np
 
-    from lipaudit.attacks.sanity import note_signs, note_square
+    from lipaudit.attacks.evaluate import note_signs, note_square
     from lipaudit.measures import texts
 
     checks: Checks = parts[0].facts["checks"]

@@ -41,10 +41,10 @@ class AttentionOptions(MeasureOptions):
 
     A row is intermediate (fragile) when g1 = p(1) (1 - p(1) + p(2)) exceeds gamma.
 
-    [dim]Examples:[/]
-      [cyan]lipaudit attention demo[/]
-      [cyan]lipaudit attention demo --map 1.3 -o map.html[/]
-      [cyan]lipaudit attention ./my-bert --data reviews.csv --map 3.1[/]
+    Examples:
+      lipaudit attention demo
+      lipaudit attention demo --map 1.3 -o map.html
+      lipaudit attention ./my-bert --data reviews.csv --map 3.1
     """
 
     samples: ClassVar[int] = 32

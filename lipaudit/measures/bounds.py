@@ -62,11 +62,11 @@ class BoundsOptions(NormOptions):
     --input module computes the norms with respect to the input of the surrounding module:
     numerically, and without bounds.
 
-    [dim]Examples:[/]
-      [cyan]lipaudit bounds demo[/]
-      [cyan]lipaudit bounds demo --radius 0.01,0.03,0.1[/]
-      [cyan]lipaudit bounds timm:vit_base_patch16_224 --data photos/ --samples 16[/]
-      [cyan]lipaudit bounds ./my-bert --data reviews.csv --layers 0,5-7 -o bounds.json[/]
+    Examples:
+      lipaudit bounds demo
+      lipaudit bounds demo --radius 0.01,0.03,0.1
+      lipaudit bounds timm:vit_base_patch16_224 --data photos/ --samples 16
+      lipaudit bounds ./my-bert --data reviews.csv --layers 0,5-7 -o bounds.json
     """
 
     reads_heads: ClassVar[bool] = True

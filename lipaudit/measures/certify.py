@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lipaudit.attacks.kinds import attack_kinds
-from lipaudit.attacks.plan import Trial, read_plan, require_suitable
+from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import ONE_LOGIT, AttackOptions, require_entry
 from lipaudit.measures.base import (
@@ -69,11 +68,11 @@ class CertifyOptions(MeasureOptions):
     every input in the ball keeps the class. The true robust accuracy is between certified
     accuracy and accuracy under attack. Balls are of pixels in [0, 1], or of token embeddings.
 
-    [dim]Examples:[/]
-      [cyan]lipaudit certify demo --eps 0.005[/]
-      [cyan]lipaudit certify demo --radius -n 4[/]
-      [cyan]lipaudit certify py:model.py:load --data val/ --eps 1/255,2/255 --seconds 20[/]
-      [cyan]lipaudit certify ./my-bert --data reviews.csv --eps 0.01 --norm l2[/]
+    Examples:
+      lipaudit certify demo --eps 0.005
+      lipaudit certify demo --radius -n 4
+      lipaudit certify py:model.py:load --data val/ --eps 1/255,2/255 --seconds 20
+      lipaudit certify ./my-bert --data reviews.csv --eps 0.01 --norm l2
     """
 
     samples: ClassVar[int] = 8
@@ -445,7 +444,7 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, t
 def _write_notes(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
 ) -> tuple[Note, ...]:
-    from lipaudit.attacks.sanity import Checks, note_signs
+    from lipaudit.attacks.evaluate import Checks, note_signs
 
     each = [checks for part in parts for checks in part.facts.get("checks", ())]
     dtype = parts[0].facts["dtype"]

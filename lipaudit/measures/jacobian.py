@@ -64,13 +64,13 @@ class JacobianOptions(NormOptions):
     With class scores also, per sample, the margin and the first-order radius: indicative at a
     point, never a certificate.
 
-    [dim]Examples:[/]
-      [cyan]lipaudit jacobian demo[/]
-      [cyan]lipaudit jacobian demo --per-layer[/]
-      [cyan]lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings[/]
-      [cyan]lipaudit jacobian ./my-bert --data reviews.csv --to features[/]
-      [cyan]lipaudit jacobian ./qwen --data book.txt --to loss[/]
-      [cyan]lipaudit jacobian ./qwen --data book.txt --to logits:all[/]
+    Examples:
+      lipaudit jacobian demo
+      lipaudit jacobian demo --per-layer
+      lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings
+      lipaudit jacobian ./my-bert --data reviews.csv --to features
+      lipaudit jacobian ./qwen --data book.txt --to loss
+      lipaudit jacobian ./qwen --data book.txt --to logits:all
     """
 
     samples: ClassVar[int] = 64

@@ -54,17 +54,17 @@ ScalingModes = Annotated[tuple[ScalingMode, ...], listed]
 class ScalingOptions(MeasureOptions):
     """How the norms of attention layers and of the model grow with the number of tokens.
 
-    [dim]Modes:[/]
+    Modes:
       real         your samples at growing lengths: text cut, images resized
       adversarial  worst-case tokens: the norm grows like sqrt n up to n_max
       radius       the same tokens at growing radius
       ascent       the largest norm that searches find within the radius
 
-    [dim]Examples:[/]
-      [cyan]lipaudit scaling demo[/]
-      [cyan]lipaudit scaling ./my-bert --data book.txt --lengths 8:512:log7 -n 8[/]
-      [cyan]lipaudit scaling ./my-bert --mode adversarial --heads 0.8,5.11[/]
-      [cyan]lipaudit scaling timm:vit_tiny_patch16_224 --model-kwargs dynamic_img_size=true[/]
+    Examples:
+      lipaudit scaling demo
+      lipaudit scaling ./my-bert --data book.txt --lengths 8:512:log7 -n 8
+      lipaudit scaling ./my-bert --mode adversarial --heads 0.8,5.11
+      lipaudit scaling timm:vit_tiny_patch16_224 --model-kwargs dynamic_img_size=1
     """
 
     samples: ClassVar[int] = 4

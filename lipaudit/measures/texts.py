@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import Chunk, Outcome, Texts, evaluate_chunk
+from lipaudit.attacks.kinds import Trial
 from lipaudit.attacks.oracle import ByRow
-from lipaudit.attacks.plan import Trial
 from lipaudit.attacks.text import BEGINS, FIXED, Draft, Lexicon, Reader
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, escape_controls

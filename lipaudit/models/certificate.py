@@ -19,7 +19,7 @@ import torch
 
 from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk
-from lipaudit.attacks.plan import Trial
+from lipaudit.attacks.kinds import Trial
 from lipaudit.certify.branch import decide
 from lipaudit.certify.form import Form, UnboundedError
 from lipaudit.certify.prove import ball, margins, run

@@ -14,9 +14,8 @@ from pyautoattack.square import SquareAttack
 from lipaudit.attacks.autoattack import CLEAR, LOSSES, NORMS, find_height
 from lipaudit.attacks.balls import Ball, distance, random_start
 from lipaudit.attacks.evaluate import Chunk, derive_seed, evaluate_chunk
-from lipaudit.attacks.kinds import ATTACKS
+from lipaudit.attacks.kinds import ATTACKS, adapt, read_plan
 from lipaudit.attacks.oracle import margins
-from lipaudit.attacks.plan import adapt, read_plan
 from lipaudit.models.sources.timm import load_demo
 
 NAMES = [name for name, kind in ATTACKS.items() if not kind.masked]

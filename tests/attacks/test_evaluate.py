@@ -6,10 +6,16 @@ import torch
 from torch import nn
 
 from lipaudit.attacks.balls import distance
-from lipaudit.attacks.evaluate import Chunk, derive_seed, evaluate_chunk
+from lipaudit.attacks.evaluate import (
+    Checks,
+    Chunk,
+    derive_seed,
+    evaluate_chunk,
+    note_signs,
+    note_square,
+)
+from lipaudit.attacks.kinds import CHUNK, read_plan
 from lipaudit.attacks.oracle import ByRow
-from lipaudit.attacks.plan import CHUNK, read_plan
-from lipaudit.attacks.sanity import Checks, note_signs, note_square
 from lipaudit.errors import EvaluationError, UsageError
 
 NORMS = pytest.mark.parametrize("norm", ["linf", "l2"])

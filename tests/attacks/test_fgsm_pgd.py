@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from lipaudit.attacks.balls import Ball, distance, random_start
-from lipaudit.attacks.oracle import margins
-from lipaudit.attacks.steps import fgsm, pgd, usual_step
+from lipaudit.attacks.oracle import fgsm, margins, pgd, usual_step
 
 
 @pytest.mark.parametrize("classes", [2, 3, 10])

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from lipaudit.attacks.kinds import ATTACKS
-from lipaudit.attacks.plan import (
+from lipaudit.attacks.kinds import (
+    ATTACKS,
     PRESETS,
     Attack,
     adapt,

@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
-from lipaudit.attacks.kinds import ATTACKS, RESERVED, AttackKind, attack_kinds
-from lipaudit.attacks.plan import PRESETS, read_plan, require_suitable
+from lipaudit.attacks.kinds import (
+    ATTACKS,
+    PRESETS,
+    RESERVED,
+    AttackKind,
+    attack_kinds,
+    read_plan,
+    require_suitable,
+)
 from lipaudit.errors import EvaluationError, UsageError
 from tests.processes import completed, installed
 
@@ -169,7 +176,7 @@ def test_success_is_our_own_judgement(bad, radius):
     ("function", "reason"),
     [
         ("no_such_package.attacks:run", "cannot be loaded: ModuleNotFoundError"),
-        ("lipaudit.attacks.steps:nothing", "cannot be loaded: AttributeError"),
+        ("lipaudit.attacks.oracle:nothing", "cannot be loaded: AttributeError"),
     ],
 )
 def test_an_attack_whose_function_is_missing_is_refused_before_it_starts(
@@ -219,7 +226,7 @@ def entries_of(folder, name, package, monkeypatch):
 
 
 def test_records_load_without_torch():
-    code = "import sys, lipaudit.attacks.plan as p; print(*p.attack_kinds())\n"
+    code = "import sys, lipaudit.attacks.kinds as p; print(*p.attack_kinds())\n"
     code += "assert 'torch' not in sys.modules"
     path = os.pathsep.join([PLUGINS, *filter(None, sys.path)])
     done = subprocess.run(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lipaudit.attacks.evaluate import Chunk, Texts, evaluate_chunk
+from lipaudit.attacks.kinds import Attack, Trial
 from lipaudit.attacks.oracle import ByRow, margins
-from lipaudit.attacks.plan import Attack, Trial
 from lipaudit.attacks.text import (
     BEGINS,
     FIXED,

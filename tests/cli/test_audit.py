@@ -86,13 +86,12 @@ def test_the_page_shows_the_map_of_the_most_amplifying_head(audited):
         ("./bert", "bert"),
         ("../bert", "bert"),
         ("bert/", "bert"),
-        ("py:../own.py:make", "py-own.py-make"),
         ("hf:org/name", "hf-org-name"),
         ("demo:robust", "demo-robust"),
     ],
 )
 def test_run_folders_have_readable_names(model, name, tmp_path, monkeypatch):
-    from lipaudit.cli.audit import _name_folder
+    from lipaudit.cli.measure import _name_folder
 
     (tmp_path / "bert").mkdir()
     (tmp_path / "inside").mkdir()

@@ -16,7 +16,7 @@ from lipaudit.cli import progress
 from lipaudit.engine import execute
 from lipaudit.measures import load_measures
 from lipaudit.models.sources.loading import load_net
-from tests.commands import invoke, refuse, replace_parts
+from tests.commands import invoke, list_commands, refuse, replace_parts
 
 
 def strict(text: str) -> dict:
@@ -216,9 +216,8 @@ def test_env_asks_for_no_accelerator_where_there_is_none(monkeypatch):
     ],
 )
 def test_help_shows_the_default_as_it_would_be_typed(name, flag, shown):
-    said = invoke(name, "--help-all", columns=150).output
-    line = next(line for line in said.splitlines() if line.startswith(f"│ {flag} "))
-    assert re.findall(r"\[default.*\]", line) == ([shown] if shown else [])
+    said = next(p.help for p in list_commands()[name].params if p.opts[0] == flag)
+    assert re.findall(r"\[default.*\]", said) == ([shown] if shown else [])
 
 
 def test_a_batch_size_of_auto_is_what_it_is_without():

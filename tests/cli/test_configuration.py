@@ -77,11 +77,7 @@ def test_a_wrong_line_is_named(lipaudit, line, says):
     assert done.stdout == ""
 
 
-def test_a_fault_of_toml_names_the_line_and_how_to_mend_it(tmp_path):
-    from lipaudit.cli.options import read_config
-    from lipaudit.errors import UsageError
-
-    (tmp_path / "own.toml").write_text("samples = 4\nformat = json\n")
-    with pytest.raises(UsageError) as caught:
-        read_config(tmp_path / "own.toml")
-    assert "Line 2 is 'format = json'; put text in quotes" in caught.value.advice
+def test_a_fault_of_toml_names_the_line_and_how_to_mend_it(lipaudit):
+    done = lipaudit("attention", "demo", config="samples = 4\nformat = json\n", code=2)
+    assert "line 2" in done.stderr
+    assert "Write text in quotes" in done.stderr

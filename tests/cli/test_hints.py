@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 
 import lipaudit
-from lipaudit.cli.commands import app
+from lipaudit.cli.app import app
 from lipaudit.errors import UsageError
 from lipaudit.measures import AuditOptions, option_types
 from lipaudit.settings import Recipe, RunOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from lipaudit.cli.commands import app
+from lipaudit.cli.app import app
 from lipaudit.data.batch import DataOptions
 from lipaudit.settings import Recipe, RunOptions
 from tests.commands import invoke, list_commands
@@ -99,5 +99,5 @@ def test_a_configuration_of_runs_has_no_say_in_what_is_explained():
 def test_defaults_that_help_states_are_those_that_are_taken():
     usual = {name: option.usual for name, option in RunOptions.options().items()}
     assert usual["max_tokens"].partition(";")[0] == str(DataOptions.max_tokens)
-    line = next(line for line in help_of("train", 200).splitlines() if "--batch-size" in line)
-    assert f"[default: {Recipe().batch_size}]" in line
+    said = next(p.help for p in COMMANDS["train"].params if p.name == "batch_size")
+    assert f"[default: {Recipe().batch_size}]" in said

@@ -30,7 +30,7 @@ def test_a_command_that_is_stopped_before_it_begins_says_so(monkeypatch, capsys)
     def imported():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lipaudit.cli.commands.app", imported)
+    monkeypatch.setattr("lipaudit.cli.app.app", imported)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130

@@ -6,11 +6,9 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from lipaudit.cli import progress
-from lipaudit.cli.commands import app
-from lipaudit.cli.options import Terminal
+from lipaudit.cli.app import Terminal, app
+from lipaudit.cli.output import Unheeded
 from lipaudit.cli.progress import OnStderr
-from lipaudit.cli.streams import Unheeded
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError, escape_controls
@@ -81,35 +79,11 @@ def test_attacks_move_within_a_chunk():
         assert steps[-1] == pytest.approx(size)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that a test sets, and what is said on stderr."""
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_off_a_terminal_the_heartbeat_beats_within_a_chunk(clock, capsys):
-    with OnStderr(Terminal()) as observer:
-        observer.begins("attack", 128)
-        clock[0] = 40.0
-        observer.moves("attack", 0.0)
-        assert capsys.readouterr().err == ""  # nothing to judge by
-        observer.moves("attack", 32.0)
-        assert capsys.readouterr().err == "attack: 32/128 samples, about 120 s left\n"
-        clock[0] = 80.0
-        observer.advances("attack", 64)
-        assert capsys.readouterr().err == "attack: 64/128 samples, about 80 s left\n"
-        observer.moves("attack", 60.0)
-        assert capsys.readouterr().err == ""  # not so soon again
-
-
 @pytest.mark.parametrize("terminal", [True, False])
-def test_quiet_is_quiet(terminal, clock, capsys, monkeypatch):
+def test_quiet_is_quiet(terminal, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
     with OnStderr(Terminal(quiet=True)) as observer:
         observer.begins("attack", 8)
-        clock[0] = 99.0
         observer.moves("attack", 3.0)
         observer.note(Note(level="warning", code="a", text="b"))
     assert capsys.readouterr().err == ""

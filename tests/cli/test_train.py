@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
 from lipaudit.models.sources.loading import LoadOptions, load_net, save_net
-from lipaudit.train.record import save_model
+from lipaudit.train.loop import save_model
 from tests.commands import invoke, refuse
 from tests.processes import begun, completed, wait_for_signal
 
@@ -40,7 +40,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def hold_after_an_epoch() -> None:
-    from lipaudit.train.record import TrainingRecord
+    from lipaudit.train.loop import TrainingRecord
 
     keep = TrainingRecord.keep
 

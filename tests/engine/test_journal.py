@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lipaudit.attacks.sanity import Checks
+from lipaudit.attacks.evaluate import Checks
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.journal import (
     Journal,

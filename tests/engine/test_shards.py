@@ -10,7 +10,7 @@ from zlib import compress
 import pytest
 
 import lipaudit
-from lipaudit.attacks.plan import CHUNK
+from lipaudit.attacks.kinds import CHUNK
 from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.journal import pack_parts

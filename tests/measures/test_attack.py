@@ -9,7 +9,7 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.numpy import load
 
-from lipaudit.attacks.plan import CHUNK
+from lipaudit.attacks.kinds import CHUNK
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError

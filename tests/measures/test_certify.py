@@ -13,7 +13,7 @@ from torch import nn
 import lipaudit
 from lipaudit import ModelSpec
 from lipaudit.attacks.balls import Ball
-from lipaudit.attacks.steps import pgd, usual_step
+from lipaudit.attacks.oracle import pgd, usual_step
 from lipaudit.certify.form import NoRuleError
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import InputError, UsageError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from lipaudit.cli.commands import app
+from lipaudit.cli.app import app
 from lipaudit.errors import UsageError
 from lipaudit.measures import AuditOptions, option_types
 from lipaudit.settings import Recipe, RunOptions

@@ -8,7 +8,7 @@ import torch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.files import write
 from lipaudit.models.sources.loading import LoadOptions, load_net, save_net
-from lipaudit.train.record import save_model
+from lipaudit.train.loop import save_model
 
 
 def assert_same_outputs(first, second, data="random"):

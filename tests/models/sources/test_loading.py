@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lipaudit.models.sources.timm as demo
-from lipaudit.cli.commands import app
+from lipaudit.cli.app import app
 from lipaudit.data.batch import Batch
 from lipaudit.data.images import list_forms
 from lipaudit.data.loading import DataOptions, load_data
@@ -77,7 +77,7 @@ def test_a_demo_is_as_good_as_its_file_says(name):
 
 def test_the_robust_demo_stands_what_the_standard_one_does_not():
     from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
-    from lipaudit.attacks.plan import read_plan
+    from lipaudit.attacks.kinds import read_plan
     from lipaudit.tables.trials import parse_radius
 
     left = {}

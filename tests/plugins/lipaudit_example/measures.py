@@ -28,7 +28,7 @@ TABLE = Layout(
 class ConfidenceOptions(MeasureOptions):
     """How sure the model is of its predictions: the largest softmax of its logits.
 
-    [dim]Example:[/] [cyan]lipaudit confidence demo --temperature 2[/]
+    Example: lipaudit confidence demo --temperature 2
     """
 
     samples: ClassVar[int] = 32

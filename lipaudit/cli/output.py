@@ -1,0 +1,171 @@
+"""Results and messages: to stdout, to files, and to stderr, whoever reads them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from lipaudit.errors import EvaluationError, visible
+
+if TYPE_CHECKING:
+    from lipaudit.cli.app import Output
+    from lipaudit.report import Form, Format, Subject
+    from lipaudit.tables import Report
+
+# Escape sequences of colours and progress bars: a terminal gets these, and no others.
+_SEQUENCE = re.compile(r"(\x1b\[(?:[\d;]*m|\?25[hl]|1A|2K)|\r)")
+
+
+def replace_streams() -> None:
+    """Let stdout and stderr accept every character, also without a reader (None: closed)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        # Strict streams of an ASCII terminal would end a long run with a UnicodeEncodeError.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, Unheeded(stream))
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, with control characters of foreign text made visible.
+
+    Args:
+        text: may contain names of files, models and classes, and newlines.
+    """
+    print(visible(text, keep="\n\t"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def drop_output(stream: TextIO) -> Iterator[None]:
+    """Redirect a stream whose reader is gone (`| head`) to nowhere; the work continues.
+
+    A gate that ended together with its reader would pass in any case.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        # Redirect the descriptor: Python flushes it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Unheeded:
+    """A text stream that may have no reader.
+
+    Args:
+        stream: the stream, written to while it has a reader.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text with control characters made visible, or nothing.
+
+        Terminals also get rich's colours and cursor moves.
+        """
+        shown = visible(text, keep="\n\t")
+        if shown != text:
+            from rich.console import Console
+
+            if Console(file=self._stream).is_terminal:
+                # Odd pieces are the escape sequences.
+                pieces = enumerate(_SEQUENCE.split(text))
+                shown = "".join(p if i % 2 else visible(p, keep="\n\t") for i, p in pieces)
+        with drop_output(self._stream):
+            self._stream.write(shown)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the written text."""
+        with drop_output(self._stream):
+            self._stream.flush()
+
+
+def check_outputs(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
+    """Return the formats of stdout and of each file; refuse files that cannot be written.
+
+    Called before any work is done.
+
+    Args:
+        output: the destinations.
+        forms: the forms of the result.
+
+    Raises:
+        UsageError: a format or suffix is unknown, or cannot show the result; or a file cannot be
+            written.
+    """
+    from lipaudit.engine.files import require_writable
+
+    formats = find_formats(output, forms)
+    for path in output.output:
+        require_writable(path)
+    return formats
+
+
+def find_formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
+    """Return the formats of stdout and of each file."""
+    from lipaudit.report import find_file_format, find_format
+
+    files = {path: find_file_format(path, forms) for path in output.output}
+    return find_format(output.format or "", forms), files
+
+
+def emit(
+    result: Report | Subject, output: Output, *, always: bool = True, details: bool = True
+) -> None:
+    """Write the files first, then stdout, also if a file cannot be written.
+
+    Args:
+        result: the result.
+        output: the destinations.
+        always: whether stdout gets the result if files are named and no format is.
+        details: whether a terminal gets the whole result, not only one screen.
+
+    Raises:
+        UsageError: a format or suffix is unknown, or cannot show the result.
+        EvaluationError: a file cannot be written.
+    """
+    from lipaudit.engine.files import write
+    from lipaudit.report import of_reports
+    from lipaudit.tables import Report
+
+    subject = of_reports(result) if isinstance(result, Report) else result
+    # A result that took time is shown even where a file cannot be written any more.
+    find = find_formats if always else check_outputs
+    stdout, files = find(output, subject.forms)
+    refused: list[EvaluationError] = []
+    # Files first: a pipe without a reader must not prevent them.
+    for path, format in files.items():
+        try:
+            write(path, format.render(subject.take(format.takes)))
+        except EvaluationError as error:  # such as a full disk: print the figures
+            refused.append(error)
+    if always or output.format or not files or refused:
+        shown = subject.take(stdout.takes, short=bool(stdout.screen) and not details)
+        if stdout.screen:
+            stdout.screen(shown, sys.stdout)
+        else:
+            content = stdout.render(shown)
+            with drop_output(sys.stdout):
+                if hasattr(sys.stdout, "buffer"):
+                    sys.stdout.buffer.write(content)
+                else:  # `redirect_stdout(io.StringIO())` around a command has no buffer
+                    sys.stdout.write(content.decode())
+        sys.stdout.flush()
+    if refused:
+        raise refused[0]
+
+
+def emit_facts(record: Any, output: Output, lines: Sequence[str] = ()) -> None:
+    """Write facts that are no report: lines for people, if there are any, and a record."""
+    from lipaudit.report import FACTS, Subject
+
+    emit(Subject(FACTS if lines else FACTS[1:], record, lines=lines), output)

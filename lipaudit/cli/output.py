@@ -112,9 +112,9 @@ def check_outputs(output: Output, forms: Collection[Form]) -> tuple[Format, dict
 
 def find_formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
     """Return the formats of stdout and of each file."""
-    from lipaudit.report import find_file_format, find_format
+    from lipaudit.report import find_format
 
-    files = {path: find_file_format(path, forms) for path in output.output}
+    files = {path: find_format(path, forms) for path in output.output}
     return find_format(output.format or "", forms), files
 
 

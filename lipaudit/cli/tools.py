@@ -120,7 +120,7 @@ def env(output: Output, terminal: Terminal) -> None:
     """Versions, devices and threads: what to paste into a bug report."""
     import torch
 
-    from lipaudit.engine.provenance import versions
+    from lipaudit.engine.results import versions
     from lipaudit.models.sources.offload import find_device
 
     check_outputs(output, ("lines", "record"))
@@ -163,7 +163,7 @@ def models(
 
     Example: lipaudit models vit_tiny
     """
-    from lipaudit.models.sources.names import demo_names, timm_names
+    from lipaudit.models.sources import demo_names, timm_names
 
     known = (*demo_names(), *(f"timm:{each}" for each in timm_names()))
     names = [each for each in known if name in each]
@@ -187,7 +187,7 @@ def check(
 
     Example: lipaudit check ./vit --data val/
     """
-    from lipaudit.api.requests import plan_audit
+    from lipaudit.api import plan_audit
     from lipaudit.cli.measure import require_alone, typed_command
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import preview

@@ -152,7 +152,7 @@ def watch(
       lipaudit watch weights/ --arch timm:vit_tiny_patch16_224 --data val/
       lipaudit watch out/ --data val/ --only jacobian -o training.html
     """
-    from lipaudit.api.requests import plan_audit
+    from lipaudit.api import plan_audit
     from lipaudit.cli.progress import OnStderr
     from lipaudit.monitor.checkpoints import CheckpointFolder
     from lipaudit.report import REPORT, of_reports

@@ -207,8 +207,7 @@ class Commands(Mapping[str, Any]):
                 panel, place = self.places[name]
                 function = resolve_name(f"lipaudit.cli.{place}")
             elif name in self:
-                from lipaudit.cli.measure import make_measure
-
+                make_measure = resolve_name("lipaudit.cli.measure:make_measure")
                 panel, function = MEASURING, make_measure(name)
             else:
                 raise KeyError(name)

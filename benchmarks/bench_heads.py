@@ -109,7 +109,7 @@ def profiled(
 
 def figures(values: Any) -> dict[str, list[float]]:
     """Exact norms, and every bound with what it bounds."""
-    from lipaudit.theory.bounds.record import load_bounds
+    from lipaudit.measures.bounds import load_bounds  # there at whatever commit
 
     exact = {"exact norms of heads": "exact", "exact norms of layers before W_O": "layer_exact"}
     exact["exact norms of layers after W_O"] = "layer_out"

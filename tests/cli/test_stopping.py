@@ -85,7 +85,7 @@ def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_pa
 def test_a_resumed_run_of_several_measures_names_each_that_it_reuses(tmp_path, monkeypatch):
     audit = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "--run-dir", "run")
     with monkeypatch.context() as stopping:
-        stopping.setattr("lipaudit.engine.execute.make_report", interrupted)
+        stopping.setattr("lipaudit.engine.results.make_report", interrupted)
         stopped = invoke(*audit, code=None)
     shares = [f"2 of 2 samples of {name}" for name in ("attention", "jacobian")]
     assert "finished batches are kept: run the same command" in stopped.stderr

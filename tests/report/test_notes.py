@@ -8,6 +8,7 @@ from lipaudit.report.sections import name_chapter
 from lipaudit.tables import Note
 from tests.report.conftest import keep
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
 PAGES = ("table", "markdown", "html")
 RANDOM = Note(level="warning", code="random-weights", text="the weights are random numbers")
 FEWER = Note(level="info", code="fewer-samples", text="only a handful of samples were there")

@@ -23,9 +23,10 @@ def python(*args):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
 
 
-def lipaudit(*args, cwd, path=EXAMPLE):
-    """Run a command where the package in `path` is installed."""
-    return processes.completed(*args, cwd=cwd, before=partial(processes.installed, path))
+def lipaudit(*args, cwd, path=EXAMPLE, then=()):
+    """Run a command where the package in `path` is installed, and then others."""
+    before = partial(processes.installed, path)
+    return processes.completed(*args, cwd=cwd, before=before, then=then)
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +54,23 @@ def test_the_bound_is_in_every_format(measured, name):
     assert text.count("Frobenius") >= 3  # multiples of exact, tightness, picture
 
 
-def test_the_bound_is_explained(tmp_path):
-    done = lipaudit("explain", "frobenius", cwd=tmp_path)
+def test_the_bound_is_explained_compared_and_gated(measured, tmp_path):
+    both = (f"{measured / 'a.json'}",) * 2
+    gate = ("gate", both[0], "-b", both[1], "--fail-on")
+    others = (
+        ("compare", *both, "-f", "json", "-o", "pair.json", "-q"),
+        ("report", *both, "-o", "pair.md", "-q"),
+        (*gate, "bounds.frobenius:each <= +5%"),
+        (*gate, "bounds.frobenius:each <= 1e-3"),
+    )
+    done = lipaudit("explain", "frobenius", cwd=tmp_path, then=others)
     assert "||K W_Q^T||_F" in done.stdout
     assert "Proven upper bound, at the samples X only" in done.stdout
-
-
-def test_the_bound_can_be_gated(measured, tmp_path):
-    gate = ("gate", measured / "a.json", "-b", measured / "a.json", "--fail-on")
-    assert lipaudit(*gate, "bounds.frobenius:each <= +5%", cwd=tmp_path).returncode == 0
-    assert lipaudit(*gate, "bounds.frobenius:each <= 1e-3", cwd=tmp_path).returncode == 1
-
-
-def test_the_bound_is_compared(measured, tmp_path):
-    both = (measured / "a.json", measured / "a.json")
-    done = lipaudit("compare", *both, "-f", "json", cwd=tmp_path)
-    assert '"metric": "bounds.frobenius:median"' in done.stdout
-    done = lipaudit("report", *both, "-f", "table", "--details", cwd=tmp_path)
-    assert "Frobenius" in done.stdout
+    assert '"metric": "bounds.frobenius:median"' in (tmp_path / "pair.json").read_text()
+    assert "Frobenius" in (tmp_path / "pair.md").read_text()
+    # The second gate runs only if the first found no regression.
+    assert "regressed: bounds.frobenius:each <= 1e-3" in done.stdout
+    assert done.returncode == 1, done.stderr
 
 
 def test_a_report_is_read_and_printed_where_the_plugin_is_not_installed(measured, tmp_path):

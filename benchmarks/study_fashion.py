@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.shared.study import Pair, cells, heading, nearest, rho, scatter, sections
 from lipaudit.data.batch import Batch, identify_samples
-from lipaudit.data.images import read_idx
+from lipaudit.data.images import load_arrays
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.attention import AttentionOptions
 from lipaudit.measures.bounds import BoundsOptions
@@ -90,8 +90,9 @@ class Piece(NamedTuple):
 @cache
 def images(data: Path, part: str, count: int) -> Batch:
     """The first images of a part of the data, with their labels."""
-    arrays = read_idx(data / f"{part}-images-idx3-ubyte.gz")
-    x, y = arrays["x"][:count, None] / 255, arrays["y"][:count].long()
+    x, y = load_arrays(data / f"{part}-images-idx3-ubyte.gz")
+    assert y is not None
+    x, y = x[:count, None] / 255, y[:count].long()
     return Batch(x, y, identify_samples(list(x), y.tolist()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +107,7 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         )
     tokenize, vocabulary = net.tokenize, net.vocabulary
     choose_sound(table, table.faults, options)  # before columns: unreadable rows have none
-    rows = {i: table.row(i) for i in range(len(table.places)) if i not in table.faults}
+    rows = {i: table.rows[i] for i in range(len(table.places)) if i not in table.faults}
     form = _choose_form(table, rows, options)
     asked, faults = _ask(rows, form)
     sound, left_out = choose_sound(table, {**table.faults, **faults}, options)
@@ -226,8 +225,8 @@ def _choose_form(
     if choices is not None:
 
         def choose(row: Mapping[str, Any]) -> Question:
-            texts, letters = _read_choices(row[choices])
-            return Question(_join(row, prompts), texts, _find_answer(row[label], texts, letters))
+            texts = _read_choices(row[choices])
+            return Question(_join(row, prompts), texts, _find_answer(row[label], texts))
 
         return _Form("choices", needed, choose)
     known = table.classes.get(label)
@@ -257,33 +256,20 @@ def _join(row: Mapping[str, Any], columns: Sequence[str]) -> str:
     return "\n".join(str(row[name]) for name in columns)
 
 
-def _read_choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return choices and their labels, from a list, its text, or a record of two lists."""
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise ValueError(f"has choices that are not a list ({value!r:.40})") from None
-    record = value if isinstance(value, Mapping) else {"text": value}
-    texts, letters = record.get("text"), record.get("label")
-    if not isinstance(texts, Sequence) or isinstance(texts, str) or not 2 <= len(texts) <= 26:
-        raise ValueError("has no list of 2 to 26 choices")
-    if any(text is None or not str(text).strip() for text in texts):
-        raise ValueError("has an empty choice")
-    if letters is None:
-        return tuple(map(str, texts)), ()
-    if not isinstance(letters, Sequence) or len(letters) != len(texts):
-        raise ValueError("has different numbers of choices and of labels")
-    return tuple(map(str, texts)), tuple(map(str, letters))
+def _read_choices(value: Any) -> tuple[str, ...]:
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    texts = tuple("" if text is None else str(text) for text in (value if listed else ()))
+    if not 2 <= len(texts) <= len(LETTERS) or not all(text.strip() for text in texts):
+        raise ValueError(f"has no list of 2 to {len(LETTERS)} choices, none of them empty")
+    return texts
 
 
-def _find_answer(value: Any, choices: Sequence[str], letters: Sequence[str]) -> int:
-    """Return the index of the right choice: by its label, else by an index, text or letter.
+def _find_answer(value: Any, choices: Sequence[str]) -> int:
+    """Return the index of the right choice.
 
     An answer may be an index from 0; if it is not a number, also the text or letter of a choice.
     """
     text = str(value).strip()
-    if text in letters:
-        return letters.index(text)
     # 1 is an index; "1" may be an index or the text of a choice.
     known = [[str(i) for i in range(len(choices))]]
     if not isinstance(value, int) or isinstance(value, bool):

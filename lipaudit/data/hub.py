@@ -55,45 +55,50 @@ class Repository:
         )
 
 
+REFUSALS = {
+    "GatedRepoError": (
+        "{what} is gated: this user has no access",
+        f"Request access on {{page}}, then {LOG_IN}.",
+    ),
+    "RepositoryNotFoundError": (
+        "{what} does not exist on the Hub, or it is private",
+        f"Check the name; for a private one {LOG_IN}.",
+    ),
+    "RevisionNotFoundError": (
+        "{what} has no revision {revision!r}",
+        "Its branches and tags are listed on {page}/tree/main.",
+    ),
+    "HFValidationError": ("{name!r} is not a valid repository name", "Write hf:ORG/NAME."),
+    "OfflineModeIsEnabled": (
+        f"{{what}} at {{revision}} is not in the local cache, and {OFFLINE}",
+        "Fetch it while there is a connection: `hf download{option} {name}`.",
+    ),
+}
+"""Message and advice by the name of the client's exception."""
+
+
 def explain_refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that explains, from the client's exception, why access failed."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
-    what, page = f"the {KINDS[repository.kind]} {repository.name}", repository.page
-    revision = repository.revision
-    option = "" if repository.kind == "model" else " --repo-type dataset"
-    answers: dict[type[Exception], tuple[str, str]] = {
-        errors.GatedRepoError: (
-            f"{what} is gated: this user has no access",
-            f"Request access on {page}, then {LOG_IN}.",
-        ),
-        errors.RepositoryNotFoundError: (
-            f"{what} does not exist on the Hub, or it is private",
-            f"Check the name; for a private one {LOG_IN}.",
-        ),
-        errors.RevisionNotFoundError: (
-            f"{what} has no revision {revision!r}",
-            f"Its branches and tags are listed on {page}/tree/main.",
-        ),
-        errors.HFValidationError: (
-            f"{repository.name!r} is not a valid repository name",
-            "Write hf:ORG/NAME.",
-        ),
-        errors.OfflineModeIsEnabled: (
-            f"{what} at {revision} is not in the local cache, and {OFFLINE}",
-            f"Fetch it while there is a connection: `hf download{option} {repository.name}`.",
-        ),
+    facts = {
+        "what": f"the {KINDS[repository.kind]} {repository.name}",
+        "name": repository.name,
+        "page": repository.page,
+        "revision": repository.revision,
+        "option": "" if repository.kind == "model" else " --repo-type dataset",
     }
-    # Clients wrap an exception twice, and a subclass stands before its base in the table.
-    for cause in list_causes(error):
-        for kind, words in answers.items():
-            if isinstance(cause, kind):
-                return InputError(*words)
+    # Clients wrap an exception twice; the nearest class that is in the table counts.
+    for kind in (kind for cause in list_causes(error) for kind in type(cause).__mro__):
+        if kind.__name__ in REFUSALS:
+            message, advice = REFUSALS[kind.__name__]
+            return InputError(message.format(**facts), advice.format(**facts))
     first = error.__cause__ or error
     return InputError(
-        f"{what} cannot be downloaded ({type(first).__name__}: {first_line(first)})",
-        f"Look at {page}, the network and HF_ENDPOINT ({constants.ENDPOINT}), and try again. "
-        "--offline reads the local cache; a directory that `hf download` wrote is read, too.",
+        f"{facts['what']} cannot be downloaded ({type(first).__name__}: {first_line(first)})",
+        f"Look at {facts['page']}, the network and HF_ENDPOINT ({constants.ENDPOINT}), and try "
+        "again. --offline reads the local cache; a directory that `hf download` wrote is read, "
+        "too.",
     )
 
 
@@ -139,13 +144,6 @@ class Commit:
             reference.write_text(self.sha)
 
 
-def is_offline(*, asked: bool) -> bool:
-    """Say whether connections are forbidden, by the option or by the environment."""
-    from huggingface_hub import constants
-
-    return asked or constants.HF_HUB_OFFLINE
-
-
 def find_commit(repository: Repository, *, offline: bool) -> Commit:
     """Return the commit of a revision.
 
@@ -154,42 +152,30 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     Raises:
         InputError: access failed; the message gives the reason.
     """
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import (
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, constants, errors
 
-    name, revision = repository.name, repository.revision
+    revision = repository.revision
+    unasked = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
+    refusal: Exception = errors.OfflineModeIsEnabled(OFFLINE)
     try:
-        cache = repository.cache
-    except HFValidationError as error:
-        raise explain_refusal(error, repository) from error
-    unasked, denied = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)", False
-    refused: Exception = OfflineModeIsEnabled(OFFLINE)
-    if not is_offline(asked=offline):
-        try:
+        cache = repository.cache  # refuses names that are none
+        if not (offline or constants.HF_HUB_OFFLINE):
+            wait = constants.HF_HUB_ETAG_TIMEOUT
             info = HfApi().repo_info(
-                name,
-                repo_type=repository.kind,
-                revision=revision,
-                timeout=constants.HF_HUB_ETAG_TIMEOUT,
+                repository.name, repo_type=repository.kind, revision=revision, timeout=wait
             )
-        except Exception as error:  # every HTTP library has its own exceptions
-            refused, unasked = error, explain_refusal(error, repository).message
-            # If the Hub denies a revision, the connection works: the cache is not used instead.
-            denied = isinstance(error, (ValueError, RevisionNotFoundError))
-        else:
             files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
             return Commit(repository, str(info.sha), files)
-    if denied:
-        raise explain_refusal(refused, repository) from refused
+    except (ValueError, errors.RevisionNotFoundError) as error:
+        # The Hub answers, and denies this: the cache is not used instead.
+        raise explain_refusal(error, repository) from error
+    except Exception as error:  # every HTTP library has its own exceptions
+        refusal, unasked = error, explain_refusal(error, repository).message
     reference = cache / "refs" / revision
     sha = reference.read_text().strip() if reference.is_file() else revision
     snapshot = cache / "snapshots" / sha
     if not snapshot.is_dir():
-        raise explain_refusal(refused, repository) from refused
+        raise explain_refusal(refusal, repository) from refusal
     stored = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
     return Commit(repository, sha, tuple(sorted(stored)), unasked)
 
@@ -239,7 +225,6 @@ def hub_access(*, offline: bool) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-DEFAULT_SPLIT = "test"
 FORM = "hf:ORG/NAME[SPLIT], hf:ORG/NAME/CONFIGURATION[SPLIT] or hf:ORG/NAME[SPLIT]@REVISION"
 
 
@@ -248,21 +233,16 @@ class Reference:
     """The parts of `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`.
 
     Attributes:
-        place: ORG/NAME, or a directory.
+        place: ORG/NAME.
         config: a configuration; None for the default one.
-        split: one or several splits, or parts of them, in the syntax of `datasets`: test[:10%].
+        split: a split, or a part of one in the syntax of `datasets`: test[:10%].
         revision: a branch, a tag or a commit.
     """
 
     place: str
     config: str | None = None
-    split: str = DEFAULT_SPLIT
+    split: str = "test"
     revision: str = "main"
-
-    @property
-    def splits(self) -> list[str]:
-        """Return the names of the splits: `train[:10%]+test` has two."""
-        return [part.partition("[")[0].strip() for part in self.split.split("+")]
 
 
 def parse_reference(text: str) -> Reference:
@@ -275,41 +255,18 @@ def parse_reference(text: str) -> Reference:
     if match is None:
         raise InputError(f"hf:{text} names no data set", f"Write {FORM}.")
     name, split, after = match.groups()
-    if Path(name).is_dir():
-        return Reference(name, split=split or DEFAULT_SPLIT)
     name, _, before = name.partition("@")
     parts = name.split("/", 2)
     place, config = "/".join(parts[:2]), "".join(parts[2:])
-    return Reference(place, config or None, split or DEFAULT_SPLIT, after or before or "main")
+    return Reference(place, config or None, split or "test", after or before or "main")
 
 
-def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit | None]:
-    """Read `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`; a directory is a name, too.
-
-    From a repository of the Hub, only the split is downloaded, by default `test`.
+def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
+    """Read `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`; only the split is downloaded.
 
     Raises:
         InputError: `datasets` is not installed, or the data set or split does not exist.
     """
-    reference, origin = parse_reference(text), f"hf:{text}"
-    with hub_access(offline=offline):
-        data, commit = _open_split(reference, offline=offline)
-    if not len(data):
-        raise InputError(f"{origin} is empty", "Choose another split.")
-    names = {name: getattr(kind, "names", None) for name, kind in data.features.items()}
-    table = SampleTable(
-        origin,
-        data.column_names,
-        [f"index {i}" for i in range(len(data))],
-        data.__getitem__,
-        lambda name: list(data[name]),
-        classes={name: labels for name, labels in names.items() if labels},
-    )
-    return table, commit
-
-
-def _open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | None]:
-    """Return the rows of a split as `datasets` gives them, and their commit."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
     try:
@@ -319,27 +276,17 @@ def _open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | N
             "--data hf: needs the library `datasets`, which is not installed",
             "pip install 'lipaudit[datasets]'",
         ) from error
-    path, commit = Path(reference.place), None
+    reference, origin = parse_reference(text), f"hf:{text}"
+    split = reference.split.partition("[")[0].strip()
     with ExitStack() as undo:
+        undo.enter_context(hub_access(offline=offline))
         if are_progress_bars_disabled() and datasets.is_progress_bar_enabled():
             datasets.disable_progress_bars()  # no bar if the Hub's client draws none
             undo.callback(datasets.enable_progress_bars)
-        if path.is_dir():
-            with explain_failure(
-                f"{path} cannot be read as a data set",
-                "Give a directory written by save_to_disk, or a file or folder without hf:.",
-            ):
-                if (path / "state.json").is_file():  # a single split
-                    return datasets.load_from_disk(str(path)), None
-                saved = (path / "dataset_dict.json").is_file()
-                splits = (datasets.load_from_disk if saved else datasets.load_dataset)(str(path))
-            for split in reference.splits:
-                _require_known("split", split, splits, reference)
-        else:
-            repository = Repository(reference.place, "dataset", reference.revision)
-            commit = find_commit(repository, offline=offline)
-            splits = {split: _open_table(reference, commit, split) for split in reference.splits}
-            commit.remember()
+        repository = Repository(reference.place, "dataset", reference.revision)
+        commit = find_commit(repository, offline=offline)
+        whole = _open_table(reference, commit, split)
+        commit.remember()
     with explain_failure(
         f"the split {reference.split!r} cannot be read",
         "Name a split, or a part of one: test[:100], test[10%:20%].",
@@ -347,9 +294,14 @@ def _open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | N
         AssertionError,
     ):
         instruction = datasets.ReadInstruction.from_spec(reference.split)
-        parts = instruction.to_absolute({split: len(rows) for split, rows in splits.items()})
-    rows = [splits[part.splitname].select(range(part.from_ or 0, part.to)) for part in parts]
-    return datasets.concatenate_datasets(rows), commit
+        (part,) = instruction.to_absolute({split: len(whole)})
+    data = whole.select(range(part.from_ or 0, part.to))
+    if not len(data):
+        raise InputError(f"{origin} is empty", "Choose another split.")
+    names = {name: getattr(kind, "names", None) for name, kind in data.features.items()}
+    classes = {name: labels for name, labels in names.items() if labels}
+    places = [f"index {i}" for i in range(len(data))]
+    return SampleTable(origin, data.column_names, places, data, classes=classes), commit
 
 
 def _open_table(reference: Reference, commit: Commit, split: str) -> Any:

@@ -27,7 +27,7 @@ from lipaudit.data.batch import (
     draw_indices,
     make_samples,
     refuse_damage,
-    require_labels,
+    refuse_label,
 )
 from lipaudit.errors import InputError
 
@@ -148,29 +148,6 @@ def find_common_shape(path: Path) -> tuple[int, int, int] | None:
     return shapes.pop() if shapes else None
 
 
-def list_images(path: Path) -> tuple[list[Path], list[str]]:
-    """Return the pictures, and the class of each if they are in sub-folders."""
-
-    def pictures(folder: Path) -> list[Path]:
-        return sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
-
-    flat = pictures(path)
-    folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-    nested = [(p, folder.name) for folder in folders for p in pictures(folder)]
-    if flat and nested:
-        raise InputError(
-            f"{path} holds images both beside and inside sub-folders",
-            "Use one sub-folder per class, or none.",
-        )
-    if not flat and not nested:
-        raise InputError(
-            f"{path} holds no images",
-            f"Give a folder with {', '.join(SUFFIXES[:4])} ... files, or with one sub-folder "
-            "per class.",
-        )
-    return (flat, []) if flat else ([p for p, _ in nested], [name for _, name in nested])
-
-
 ARRAY_FILES = (".npz", ".safetensors")
 INPUTS = ("x", "images", "inputs")
 LABELS = ("y", "labels")
@@ -186,25 +163,47 @@ def holds_arrays(path: Path) -> bool:
     return path.suffix in ARRAY_FILES or bool(NAME.search(path.name))
 
 
-def read_arrays(path: Path, net: Net, options: DataOptions) -> Samples:
-    """Read x (or images, inputs) and y (or labels), if present.
+def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
+    """Return x (or images, inputs) and y (or labels), if present, of a file.
 
-    Images are (samples, channels, height, width) or channels last: uint8 in 0..255, mapped to the
-    box of the model, or floats in that box. Float sequences are (samples, tokens, width), token
-    ids are integers (samples, tokens).
+    The labels of the IDX file `t10k-images-idx3-ubyte.gz` are in `t10k-labels-idx1-ubyte.gz`.
 
     Raises:
-        InputError: the file is damaged, the shape does not fit the model, or values are out of
-            range.
+        InputError: the file is damaged, or has no samples.
     """
-    arrays = load_arrays(path)
-    x, y = find_array(arrays, INPUTS), find_array(arrays, LABELS)
+    arrays: dict[str, Tensor] = {}
+    with refuse_damage(path, "array file", "Save plain numbers: numpy.savez(FILE, x=..., y=...)."):
+        if path.suffix == ".safetensors":
+            arrays = load_file(path)
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                stored = {name: file[name] for name in file.files}
+            # Texts beside the numbers (such as a credit) are skipped.
+            arrays = {k: torch.from_numpy(a) for k, a in stored.items() if a.dtype.kind in "uif"}
+        else:
+            labels = path.with_name(
+                re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
+            )
+            beside = {"x": path, "y": labels} if labels != path else {"labels": path}
+            arrays = {key: _read_idx(file) for key, file in beside.items() if file.is_file()}
+    x, y = (next((arrays[n] for n in names if n in arrays), None) for names in (INPUTS, LABELS))
     if x is None:
         raise InputError(
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
-            f"Call the inputs {' or '.join(INPUTS)} and the labels {' or '.join(LABELS)}.",
+            f"Call the inputs {' or '.join(INPUTS)} and the labels {' or '.join(LABELS)}, or give "
+            "the file of images: the labels beside it are read, too.",
         )
-    return draw_arrays(x, y, net, options, origin=str(path))
+    return x, y
+
+
+def _read_idx(path: Path) -> Tensor:
+    """Read one array: 0, 0, type, number of axes; then the sizes, big-endian; then the numbers."""
+    data = path.read_bytes()
+    data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    kind, axes = np.dtype(KINDS[data[2]]), data[3]
+    shape = np.frombuffer(data, ">i4", axes, 4)
+    array = np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
+    return torch.from_numpy(array.astype(kind.newbyteorder("=")))
 
 
 def draw_arrays(
@@ -215,7 +214,11 @@ def draw_arrays(
     *,
     origin: str,
 ) -> Samples:
-    """Draw samples from tensors, in the layouts of `read_arrays`.
+    """Draw samples from tensors.
+
+    Images are (samples, channels, height, width) or channels last: uint8 in 0..255, mapped to the
+    box of the model, or floats in that box. Float sequences are (samples, tokens, width), token
+    ids are integers (samples, tokens).
 
     Args:
         x: the inputs.
@@ -228,13 +231,11 @@ def draw_arrays(
         InputError: the shape does not fit the model, or values are out of range; the message names
             the origin.
     """
-    if x.ndim == 0 or len(x) == 0:
+    if x.ndim == 0 or len(x) == 0 or x.is_complex():
         raise InputError(
-            f"{origin} has no samples: its inputs have shape {tuple(x.shape)}",
-            "The first axis of an array counts its samples.",
+            f"{origin} has no samples: its inputs are {x.dtype} of shape {tuple(x.shape)}",
+            "Give real numbers. The first axis of an array counts its samples.",
         )
-    if x.is_complex():
-        raise InputError(f"{origin} holds {x.dtype}", "Save real numbers.")
     if y is not None and (y.shape != (len(x),) or y.is_floating_point()):
         raise InputError(
             f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
@@ -244,33 +245,11 @@ def draw_arrays(
     read = _check_token_ids if net.kind == "text" else _read_values
     samples = read(x[order], net, origin)
     labels = None if y is None else [int(v) for v in y[order]]
-    if labels is not None:
-        require_labels({str(v): v for v in labels}, net, f"{origin}: ")
+    for label in labels or ():
+        if net.classes and not 0 <= label < net.classes:
+            raise refuse_label(label, net, origin)
     origins = [SampleOrigin(f"index {i}") for i in order]
     return make_samples(list(samples), net, labels, origins=origins)
-
-
-def load_arrays(path: Path) -> dict[str, Tensor]:
-    """Return the arrays of a file by name.
-
-    Raises:
-        InputError: the file is damaged.
-    """
-    if path.suffix not in ARRAY_FILES:
-        return read_idx(path)
-    advice = "Save plain numbers with numpy.savez(FILE, x=..., y=...)."
-    with refuse_damage(path, f"{path.suffix} file", advice):
-        if path.suffix == ".safetensors":
-            return dict(load_file(path))
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        # Texts beside the numbers (such as a credit) are skipped.
-        return {name: torch.from_numpy(a) for name, a in arrays.items() if a.dtype.kind in "uif"}
-
-
-def find_array(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
-    """Return the array that has one of the usual names."""
-    return next((arrays[n] for n in names if n in arrays), None)
 
 
 def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
@@ -287,63 +266,27 @@ def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
             "that size with --model-kwargs img_size=... or --input-size.",
         )
     x = to_box(x.float() / 255, net.box) if x.dtype == torch.uint8 else x.float()
-    if not bool(torch.isfinite(x).all()):
-        raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
-    if net.box is not None and (x.min() < net.box[0] or x.max() > net.box[1]):
-        low, high = net.box
+    low, high = net.box or (-math.inf, math.inf)
+    # NaN is between no bounds; infinite values are no numbers of a sequence either.
+    if not bool(((x >= low) & (x <= high) & x.isfinite()).all()):
         raise InputError(
-            f"{origin} holds values from {x.min():.4g} to {x.max():.4g}; the model takes "
-            f"[{low:g}, {high:g}]",
-            "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
+            f"{origin} holds values from {x.min():.4g} to {x.max():.4g}; the model takes finite "
+            f"ones in [{low:g}, {high:g}]",
+            "Divide pixels by 255, or save uint8. Do not normalise them: lipaudit does that. "
+            "Remove samples with NaN or infinite values.",
         )
     return x
 
 
 def _check_token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
-    if x.is_floating_point() or x.ndim != 2 or x.shape[1] > net.input_shape[0]:
+    fits = not x.is_floating_point() and x.ndim == 2 and x.shape[1] <= net.input_shape[0]
+    if not fits or x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary):
         raise InputError(
-            f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
-            f"(samples, at most {net.input_shape[0]})",
-            "Give the text itself as .txt, .csv or .jsonl, or integer token ids.",
-        )
-    if x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary):
-        raise InputError(
-            f"{origin} holds token ids from {x.min()} to {x.max()}; the vocabulary has "
-            f"{net.vocabulary}",
-            "Use the tokenizer of this model.",
+            f"{origin} holds {x.dtype} of shape {tuple(x.shape)} from {x.min()} to {x.max()}; the "
+            f"model takes ids below {net.vocabulary} (samples, at most {net.input_shape[0]})",
+            "Give integer ids of this model's tokenizer, or the text itself (.txt, .csv, .jsonl).",
         )
     return x.long()
-
-
-def read_idx(path: Path) -> dict[str, Tensor]:
-    """Read a file of inputs as x and the file of labels beside it, if any, as y.
-
-    The labels of `t10k-images-idx3-ubyte.gz` are in `t10k-labels-idx1-ubyte.gz`.
-
-    Raises:
-        InputError: a file is damaged, or the named file holds labels.
-    """
-    arrays = {"x": _read_idx_array(path)}
-    if arrays["x"].ndim == 1:
-        raise InputError(
-            f"{path} holds one number per sample (labels), not inputs",
-            "Give the file of images; the labels beside it are read too.",
-        )
-    labels = path.with_name(re.sub(r"idx\d", "idx1", path.name.replace("images", "labels")))
-    if labels != path and labels.is_file():
-        arrays["y"] = _read_idx_array(labels)
-    return arrays
-
-
-def _read_idx_array(path: Path) -> Tensor:
-    """Read one array: 0, 0, type, number of axes; then the sizes, big-endian; then the numbers."""
-    with refuse_damage(path, "IDX file", "Copy or download it again."):
-        data = path.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        kind, axes = np.dtype(KINDS[data[2]]), data[3]
-        shape = np.frombuffer(data, ">i4", axes, 4)
-        array = np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
-        return torch.from_numpy(array.astype(kind.newbyteorder("=")))
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,12 @@ from lipaudit.data.batch import Samples as Samples
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
 from lipaudit.data.images import (
-    INPUTS,
     SampleForm,
     draw_arrays,
-    find_array,
     find_common_shape,
     holds_arrays,
     list_forms,
     load_arrays,
-    read_arrays,
 )
 from lipaudit.data.tables import (
     SUFFIXES,
@@ -108,8 +105,7 @@ def find_data_forms(spec: str | None) -> tuple[SampleForm, ...]:
     if spec and path.is_dir():
         shape = find_common_shape(path)
         return () if shape is None else (SampleForm("image", shape),)
-    x = find_array(load_arrays(path), INPUTS) if holds_arrays(path) and path.is_file() else None
-    return () if x is None else list_forms(x)
+    return list_forms(load_arrays(path)[0]) if holds_arrays(path) and path.is_file() else ()
 
 
 def _finish(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samples:
@@ -148,7 +144,7 @@ def _read(spec: str, net: Net, options: DataOptions) -> Samples:
                 "Give your own data, or --data random.",
             )
         with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
-            return read_arrays(file, net, options)
+            return draw_arrays(*load_arrays(file), net, options, origin=str(file))
     if spec.startswith("hf:"):
         table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
         return replace(_draw(table, net, options), commit=commit)
@@ -165,7 +161,7 @@ def _read(spec: str, net: Net, options: DataOptions) -> Samples:
         advice = suggestion(spec, known, f"--data is one of: {FORMS}.")
         raise InputError(f"there is no data {spec!r}", advice)
     if holds_arrays(path):
-        return read_arrays(path, net, options)
+        return draw_arrays(*load_arrays(path), net, options, origin=str(path))
     if path.suffix not in (*SUFFIXES, ".txt"):
         raise InputError(f"{path} has an unsupported format", f"--data is one of: {FORMS}.")
     if net.kind != "text":

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,8 @@ from lipaudit.data.batch import (
     remark,
     warning,
 )
-from lipaudit.data.images import list_images, read_image, to_box
+from lipaudit.data.images import SUFFIXES as PICTURES
+from lipaudit.data.images import read_image, to_box
 from lipaudit.errors import InputError, UsageError, suggestion
 from lipaudit.tables import Note
 
@@ -44,40 +43,18 @@ def shorten(texts: Sequence[str]) -> str:
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
 
 
-def note_pairs(net: Net, columns: Sequence[str]) -> tuple[Note, ...]:
-    """Note if a tokenizer puts nothing between the two texts of a pair."""
-    if len(columns) < 2 or net.tokenize is None or net.tokenize_pair is None:
-        return ()
-    # Pairs that begin alike share ids up to the separator; without one, only up to the text.
-    alone = [net.tokenize(text, SHOWN) for text in "ab"]
-    joined = [net.tokenize_pair("a", text, SHOWN) for text in "bc"]
-    ending = len(commonprefix([ids[::-1] for ids in alone]))
-    if len(commonprefix(joined)) > len(alone[0]) - ending:
-        return ()
-    text = (
-        "the tokenizer joins the two texts of a pair without a separator: the model sees one "
-        f"text, {' directly followed by '.join(columns)}"
-    )
-    return (warning("pairs-unseparated", text),)
-
-
 def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
     """Cut a plain file into equal parts and use the beginning of each (see `cut_windows`)."""
-    notes: tuple[Note, ...] = ()
-    try:
+    with refuse_damage(path, "text file", "Save it as UTF-8."):
         text = path.read_text("utf-8")
-    except UnicodeDecodeError:
-        text = path.read_text("latin-1")
-        notes = (remark("latin-1", f"{path} is not UTF-8 and was read as Latin-1"),)
     if not text.strip():
         raise InputError(f"{path} is empty", "Give a file with some text.")
-    x, origins, more = cut_windows(text, net, options, origin=str(path))
+    x, origins, notes = cut_windows(text, net, options, origin=str(path))
     said = (
         f"{path} is read as one long text and cut into {len(x)} windows. For one sample per "
         "line, give a .jsonl, or a .csv with the header `text`"
     )
-    said_of_all = (*notes, *more, remark("one-stream", said))
-    return make_samples(x, net, notes=said_of_all, origins=origins)
+    return make_samples(x, net, notes=(*notes, remark("one-stream", said)), origins=origins)
 
 
 def cut_windows(
@@ -170,8 +147,7 @@ class SampleTable:
         origin: the table, for messages.
         columns: names of the columns.
         places: place of each row, for messages: `line 7`.
-        row: index -> values by column; may be slow (images are decoded).
-        column: name -> the values of all rows.
+        rows: values by column; reading one may be slow (a data set decodes its images).
         faults: why rows cannot be read, by index.
         classes: class names of the numbers in a label column, by its name.
     """
@@ -179,8 +155,7 @@ class SampleTable:
     origin: str
     columns: Sequence[str]
     places: Sequence[str]
-    row: Callable[[int], Mapping[str, Any]]
-    column: Callable[[str], Sequence[Any]]
+    rows: Sequence[Mapping[str, Any]]
     faults: Mapping[int, str] = field(default_factory=dict)
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -191,30 +166,16 @@ class SampleTable:
             "Correct it, or leave such rows out with --skip-bad.",
         )
 
+    def column(self, name: str) -> list[Any]:
+        """Return the values of all rows in one column."""
+        # A data set of the Hub decodes whole rows: leave out the columns of images.
+        select = getattr(self.rows, "select_columns", None)
+        return [row.get(name) for row in (select([name]) if select else self.rows)]
+
     def name(self, i: int) -> str:
         """Return the place of a row, with its id if the table has ids."""
-        given = self.row(i).get("id") if "id" in self.columns else None
+        given = self.rows[i].get("id") if "id" in self.columns else None
         return self.places[i] + ("" if given is None else f", id {str(given)[:LONGEST]}")
-
-
-def collect_rows(
-    origin: str,
-    rows: Sequence[Mapping[str, Any]],
-    places: Sequence[str],
-    faults: Mapping[int, str] | None = None,
-    classes: Mapping[str, Sequence[str]] | None = None,
-) -> SampleTable:
-    """Return rows in memory as a table; its columns are those that occur in some row."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return SampleTable(
-        origin,
-        columns,
-        places,
-        rows.__getitem__,
-        lambda name: [row.get(name) for row in rows],
-        faults or {},
-        classes or {},
-    )
 
 
 def read_folder(path: Path) -> SampleTable:
@@ -223,12 +184,22 @@ def read_folder(path: Path) -> SampleTable:
     Raises:
         InputError: there are no pictures, or some beside and some inside sub-folders.
     """
-    files, folders = list_images(path)
-    names = sorted(set(folders))
-    labels = [{"label": names.index(folder)} for folder in folders] or [{}] * len(files)
-    rows = [{"image": file} | label for file, label in zip(files, labels, strict=True)]
+    found = sorted(path.glob("*")) + sorted(path.glob("[!.]*/*"))
+    files = [file for file in found if file.suffix.lower() in PICTURES]
+    flat = {file.parent == path for file in files}
+    if len(flat) != 1:
+        raise InputError(
+            f"{path} holds no images, or images both beside and inside sub-folders",
+            f"Give a folder with {', '.join(PICTURES[:4])} ... files, or with one sub-folder per "
+            "class.",
+        )
+    names = [] if flat == {True} else sorted({file.parent.name for file in files})
+    rows = [
+        {"image": file} | ({"label": names.index(file.parent.name)} if names else {})
+        for file in files
+    ]
     places = [file.relative_to(path).as_posix() for file in files]
-    return collect_rows(str(path), rows, places, classes={"label": names})
+    return SampleTable(str(path), list(rows[0]), places, rows, classes={"label": names})
 
 
 def read_table(path: Path) -> SampleTable:
@@ -239,16 +210,16 @@ def read_table(path: Path) -> SampleTable:
     """
     readers = {".jsonl": _read_json_lines, ".parquet": _read_parquet}
     with refuse_damage(path, f"{path.suffix} file", "Save it as UTF-8, with one row per sample."):
-        rows = list(readers.get(path.suffix, _read_separated)(path))
-    if not rows:
+        lines = list(readers.get(path.suffix, _read_separated)(path))
+    if not lines:
         raise InputError(
             f"{path} has no rows",
             "Write the column names into the first line and the samples below.",
         )
-    places, values, faults = zip(*rows, strict=True)
-    return collect_rows(
-        str(path), values, places, {i: fault for i, fault in enumerate(faults) if fault}
-    )
+    places, rows, faults = zip(*lines, strict=True)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    found = {i: fault for i, fault in enumerate(faults) if fault}
+    return SampleTable(str(path), columns, places, rows, found)
 
 
 _Line = tuple[str, dict[str, Any], str]
@@ -259,19 +230,14 @@ def _read_separated(path: Path) -> Iterator[_Line]:
     """Yield the rows of a file whose first line has the column names; skip empty lines."""
     # Spreadsheets write a byte order mark, which is not part of the first name.
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        table = csv.reader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
-        names: list[str] = []
-        for cells in filter(None, table):
-            if not names:
-                names = cells
-                continue
-            surplus = len(cells) - len(names)
+        table = csv.DictReader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
+        for row in table:
+            names, surplus = table.fieldnames or (), len(row.pop(None, ()))
             fault = (
                 f"has {surplus} more than the columns' {len(names)} fields: put texts with "
                 "commas in quotes"
             )
-            values = dict(zip_longest(names, cells[: len(names)]))
-            yield f"line {table.line_num}", values, fault if surplus > 0 else ""
+            yield f"line {table.line_num}", row, fault if surplus else ""
 
 
 def _read_json_lines(path: Path) -> Iterator[_Line]:
@@ -363,7 +329,7 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
     limit, limited = limit_tokens(net, options) if is_text else (0, ())
 
     def read(k: int) -> tuple[Tensor, tuple[str, ...]]:
-        values, place = table.row(sound[k]), table.places[sound[k]]
+        values, place = table.rows[sound[k]], table.places[sound[k]]
         if fault := find_fault(values, inputs):
             raise table.refuse(sound[k], fault)
         if not is_text:
@@ -387,7 +353,7 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
         texts=[texts for _, (_, texts) in drawn],
         limit=limit,
         origins=[SampleOrigin(table.name(sound[k]), shorten(texts)) for k, (_, texts) in drawn],
-        notes=left_out + skipped + limited + note_pairs(net, inputs) + notes,
+        notes=left_out + skipped + limited + notes,
     )
 
 

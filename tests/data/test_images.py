@@ -64,9 +64,7 @@ def test_classes_that_cannot_be_matched_are_an_error(animals, image_taker, refus
     assert "class 'cat'" in refused(animals, image_taker(classes=5))
     labels = ("ant", "bee", "elk", "fox", "gnu", "hen", "ibis")
     said = refused(animals, image_taker(classes=7, labels=labels))
-    assert "no class of that name" in said
     assert "7 classes ('ant', 'bee', 'elk', 'fox', 'gnu', ...)" in said
-    assert "the data's 2 ('cat', 'dog')" in said
 
 
 def test_a_model_of_features_takes_the_images_alone(animals, image_taker):

@@ -67,11 +67,11 @@ def test_an_order_lists_the_whole_map(tmp_path, text_taker):
 @pytest.mark.parametrize(
     ("names", "labels", "message"),
     [
-        (("blame", "praise"), ["blame", "bad"], "line 2: the data have the class 'bad'"),
-        (STARS, ["1", "2", "0"], "line 3: the data have the class '0'"),
-        (("no", "yes"), ["yes", "no", "perhaps"], "line 3: the data have the class 'perhaps'"),
-        (None, [0, 1, 2], "line 3: label 2 is not one of the model's 2 classes"),
-        (None, [1, 0, -1], "line 3: label -1 is not one of the model's 2 classes"),
+        (("blame", "praise"), ["blame", "bad"], "line 2: the class 'bad' is not one of"),
+        (STARS, ["1", "2", "0"], "line 3: the class '0' is not one of"),
+        (("no", "yes"), ["yes", "no", "perhaps"], "line 3: the class 'perhaps' is not"),
+        (None, [0, 1, 2], "line 3: the class '2' is not one of the model's 2 classes"),
+        (None, [1, 0, -1], "line 3: the class '-1' is not one of the model's 2 classes"),
         (("no", "yes"), ["yes", "", "no"], "line 2 has no 'label'"),
         (("no", "yes"), ["yes", None, "no"], "line 2 has no 'label'"),
         (("no", "yes"), [0, float("nan"), 1], "line 2 has no 'label'"),

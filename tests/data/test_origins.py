@@ -3,7 +3,6 @@
 import csv
 import json
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -70,13 +69,6 @@ def test_a_window_of_a_text_by_its_first_character(tmp_path, text_taker):
         start = int(origin.place.removeprefix("character ")) - 1
         assert x.tolist() == text_taker().tokenize(text[start:], 5)
         assert text[start:].startswith(origin.text.removesuffix("..."))
-
-
-def test_a_row_of_a_data_set_by_its_index(tmp_path, text_taker):
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "d")
-    samples = load_data(f"hf:{tmp_path}/d", text_taker(), SOME)
-    for origin in samples.origins:
-        assert TEXTS[int(origin.place.removeprefix("index "))] == origin.text
 
 
 def test_what_is_made_up_is_found_nowhere(image_taker):

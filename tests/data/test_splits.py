@@ -1,7 +1,12 @@
 """Data sets of the Hub, through its real clients: one split of one configuration at one commit."""
 
+import io
+import sys
+
 import datasets
+import numpy as np
 import pytest
+from PIL import Image
 
 from lipaudit.data.hub import Reference, parse_reference
 from lipaudit.data.loading import DataOptions, load_data
@@ -79,18 +84,12 @@ def says(text_taker, refused):
         ("org/name/sst2[train[:10%]]", Reference("org/name", "sst2", "train[:10%]")),
         ("org/name/a/b", Reference("org/name", "a/b")),
         ("org/name@v1", Reference("org/name", revision="v1")),
-        ("org/name/c[a+b]@v1", Reference("org/name", "c", "a+b", "v1")),
+        ("org/name/c[a]@v1", Reference("org/name", "c", "a", "v1")),
         ("org/name/c@refs/pr/1[a]", Reference("org/name", "c", "a", "refs/pr/1")),
     ],
 )
 def test_references(text, reference):
     assert parse_reference(text) == reference
-
-
-def test_a_directory_is_a_name_as_it_is(tmp_path):
-    folder = tmp_path / "a@b" / "c" / "d"
-    folder.mkdir(parents=True)
-    assert parse_reference(f"{folder}[train]") == Reference(str(folder), split="train")
 
 
 def test_only_the_split_asked_for_is_downloaded(sets, read):
@@ -135,7 +134,6 @@ def test_parts_of_splits(sets, read, says):
     sets.add("datasets/org/two", FILES)
     assert len(read("hf:org/two/plain[test[:3]]").batch) == 3
     assert len(read("hf:org/two/plain[test[50%:]]").batch) == 4
-    assert len(read("hf:org/two/plain[train+test[:25%]]").batch) == 6
     assert "the split 'test[:' cannot be read" in says("hf:org/two/plain[test[:]")
 
 
@@ -158,6 +156,55 @@ def test_unknown_splits_and_configurations(sets, says):
     sets.add("datasets/org/one", {"train.csv": ROWS})
     assert "no split 'test' (it has: train)" in says("hf:org/one")
     assert sets.downloads() == ["README.md"]
+
+
+def test_without_names_in_the_model_the_order_of_the_data_set_counts(sets, text_taker):
+    sets.add("datasets/org/two", FILES)
+    samples = load_data("hf:org/two/plain[train]", text_taker(classes=2), DataOptions(samples=4))
+    assert sorted(samples.batch.y.tolist()) == [0, 1, 1, 1]
+    assert "'neg' is class 0" in samples.notes[0].text
+    texts = [["a b", "c d", "e f", "g h"][int(o.place.split()[1])] for o in samples.origins]
+    assert texts == [origin.text for origin in samples.origins]
+
+
+def test_language_models_score_the_names_of_the_data_set(sets, text_taker):
+    sets.add("datasets/org/two", FILES)
+    net = text_taker(tokenize=lambda text, most: [ord(letter) % 50 for letter in text][:most])
+    options = DataOptions(samples=4, scored=True)
+    samples = load_data("hf:org/two/plain[train]", net, options)
+    assert samples.task.classes == ("neg", "pos")
+    right = {
+        origin.text: int(y) for origin, y in zip(samples.origins, samples.batch.y, strict=True)
+    }
+    assert right == {"a b": 0, "c d": 1, "e f": 1, "g h": 1}
+    names = [[ord(letter) % 50 for letter in f" {name}"] for name in ("neg", "pos")]
+    expected = {tuple(100 * i + token for token in ids) for i, ids in enumerate(names, 1)}
+    rows = [row[3 + 4 * i :][:4] for row in samples.batch.x for i in (0, 1)]
+    assert {tuple(row.tolist()) for row in rows} == expected
+
+
+def test_images(sets, image_taker):
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)) for _ in range(4)]
+    kinds = {"image": datasets.Image(), "label": datasets.Value("int64")}
+    columns = {"image": pictures, "label": [0, 1, 2, 0]}
+    table = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    table.to_parquet(file := io.BytesIO())
+    sets.add("datasets/org/seen", {"test.parquet": file.getvalue()})
+    batch = load_data("hf:org/seen", image_taker(classes=3), DataOptions(samples=4)).batch
+    assert batch.x.shape == (4, 3, 8, 8)
+    third = np.asarray(pictures[2]).transpose(2, 0, 1)
+    match = [np.array_equal((x.numpy() * 255).round(), third) for x in batch.x]
+    assert batch.y[match.index(True)] == 2
+
+
+def test_data_sets_that_do_not_fit_the_model(sets, text_taker, image_taker, refused, monkeypatch):
+    sets.add("datasets/org/two", FILES)
+    assert "no column of images" in refused("hf:org/two/plain", image_taker())
+    assert "class 'neg'" in refused("hf:org/two/plain", text_taker(classes=5))
+    assert "names no data set" in refused("hf:[test]", text_taker())
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'lipaudit[datasets]'" in refused("hf:imdb", text_taker())
 
 
 def test_what_the_hub_refuses(sets, says):

@@ -125,13 +125,6 @@ def test_windows_begin_with_whole_words(tmp_path, text_taker):
     assert torch.equal(batch.x, batch.x[:1].expand(7, -1))
 
 
-def test_a_file_in_latin_1_is_read_with_a_note(tmp_path, text_taker):
-    (tmp_path / "t.txt").write_bytes("café au lait".encode("latin-1"))
-    samples = load_data(str(tmp_path / "t.txt"), text_taker(), DataOptions(samples=1))
-    assert samples.batch.x[0].tolist() == text_taker().tokenize("café au lait", 16)
-    assert samples.notes[0].code == "latin-1"
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -278,24 +271,6 @@ def test_a_long_name_that_was_asked_for_is_a_name(tmp_path, text_taker):
     (tmp_path / "t.csv").write_text(f"{question},stars\nfine,1\nbad,0\n")
     options = DataOptions(samples=2, text_column=question, label_column="stars")
     assert len(load_data(str(tmp_path / "t.csv"), text_taker(classes=2), options).batch) == 2
-
-
-@pytest.mark.parametrize(
-    ("between", "after", "warned"),
-    [([], [], True), ([], [2], True), ([2], [2], False), ([1], [], False)],
-)
-def test_pairs_that_nothing_separates_are_warned_of(tmp_path, text_taker, between, after, warned):
-    def ids(text):
-        return [3 + ord(letter) % 90 for letter in text]
-
-    net = replace(
-        text_taker(classes=2, tokenize=lambda text, most: [1, *ids(text), *after][:most]),
-        tokenize_pair=lambda a, b, most: [1, *ids(a), *between, *ids(b), *after][:most],
-    )
-    (tmp_path / "t.csv").write_text("premise,hypothesis,label\nab,cd,1\nef,gh,0\n")
-    samples = load_data(str(tmp_path / "t.csv"), net, DataOptions(samples=2))
-    said = [note.code for note in samples.notes]
-    assert ("pairs-unseparated" in said) is warned
 
 
 def test_a_plain_file_is_said_to_be_one_stream(tmp_path, text_taker):

@@ -12,6 +12,7 @@ Each public name is loaded when it is first used; `import lipaudit` does not loa
 
 __version__ = "0.2.0"
 
+# Module and object of each public name.
 PUBLIC = {
     "LipauditError": "lipaudit.errors:LipauditError",
     "ModelSpec": "lipaudit.models.net:ModelSpec",
@@ -29,7 +30,6 @@ PUBLIC = {
     "summarize": "lipaudit.report:summarize",
     "watch": "lipaudit.monitor.watching:watch",
 }
-"""Module and object of each public name."""
 
 __all__ = ["__version__", *PUBLIC]
 

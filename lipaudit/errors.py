@@ -107,8 +107,8 @@ def visible(text: str, keep: str = "") -> str:
     )
 
 
+# Control characters that JSON does not escape by itself.
 _CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-"""Control characters that JSON does not escape by itself."""
 
 
 def escape_controls(text: str) -> str:
@@ -116,8 +116,8 @@ def escape_controls(text: str) -> str:
     return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
+# Words longer than SHORT may match the start of a name, if at least ALIKE similar.
 SHORT, ALIKE = 3, 0.85
-"""Words longer than SHORT may match the start of a name, if at least ALIKE similar."""
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:

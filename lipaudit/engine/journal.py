@@ -25,9 +25,10 @@ from lipaudit.measures.base import Part
 from lipaudit.measures.layers import HeadName
 from lipaudit.tables import Note
 
+# Days after which parts of an interrupted run are deleted.
 KEPT_DAYS = 30
-"""Days after which parts of an interrupted run are deleted."""
 
+# Types that facts of a part may contain besides lists, arrays and plain values.
 MAKERS: dict[str, Callable[..., Any]] = {
     "tuple": lambda *values: values,
     "dict": lambda *pairs: dict(pairs),
@@ -35,7 +36,6 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "Checks": Checks,
     "Note": lambda level, code, text: Note(level=level, code=code, text=text),
 }
-"""Types that facts of a part may contain besides lists, arrays and plain values."""
 
 
 class Journal:

@@ -16,13 +16,13 @@ from pathlib import Path
 from lipaudit.errors import EvaluationError, UsageError, first_line
 from lipaudit.settings import RunOptions
 
+# Longest time that a process waits for the other processes to start.
 JOIN = timedelta(seconds=300)
-"""Longest time that a process waits for the other processes to start."""
+# Seconds to wait for the port that the previous command of the same launcher used.
 CLOSING = 30.0
-"""Seconds to wait for the port that the previous command of the same launcher used."""
+# Longest time that a process waits for the shards of other processes (a dead one is noticed at
+# once).
 MEASURING = timedelta(days=365)
-"""Longest time that a process waits for the shards of other processes (a dead one is noticed at
-once)."""
 PAUSE = 0.05
 
 

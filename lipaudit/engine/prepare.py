@@ -35,8 +35,8 @@ from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 
+# Code of the note on an optional measure that was left out.
 LEFT_OUT = "left-out"
-"""Code of the note on an optional measure that was left out."""
 
 
 @dataclass(frozen=True)
@@ -295,10 +295,10 @@ def _select_options(kind: type[DataOptions | LoadOptions], run: RunOptions) -> d
     return {name: value for name, value in values.items() if value is not None}
 
 
+# Number of samples shown.
 SHOWN = 5
-"""Number of samples shown."""
+# Largest number of samples of the timed batch.
 TIMED = 8
-"""Largest number of samples of the timed batch."""
 
 
 def preview(request: Request) -> dict[str, Any]:

@@ -153,8 +153,8 @@ def versions() -> dict[str, str]:
     return installed | {dist.name: dist.version for dist in plugins if dist is not None}
 
 
+# Fields in which shards of one run may differ (devices must be of one kind).
 OWN = frozenset({"command", "created", "device", "device_map"})
-"""Fields in which shards of one run may differ (devices must be of one kind)."""
 
 
 def make_shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard:

@@ -30,10 +30,10 @@ from lipaudit.theory.policy import NODES
 GROUP = "lipaudit.measures"
 
 
+# lipaudit's own measures. A new one is its file and its name here.
 OWN: dict[str, Measure] = {
     measure.name: measure for measure in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CERTIFY, SCALING)
 }
-"""lipaudit's own measures. A new one is its file and its name here."""
 
 
 @cache
@@ -79,10 +79,10 @@ QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64, "ce
 FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512, "certify": 32}
 DEMO_EPS, EPS = "0.1", "2/255"
 USUAL = ("bounds", "attention", "jacobian", "attack")
+# Options of attack that an audit also takes.
 OF_ATTACK = ("eps", "attack", "norm")
-"""Options of attack that an audit also takes."""
+# Seconds per sample for certificates in an audit; a started ball is finished.
 SECONDS = 20.0
-"""Seconds per sample for certificates in an audit; a started ball is finished."""
 
 
 def _of_attack(name: str, default: str = "") -> Any:

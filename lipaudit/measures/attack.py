@@ -51,12 +51,12 @@ IMAGES = "fgsm,pgd,autoattack"
 TEXTS = ",".join(COUNTED)
 
 
+# Default attacks of images, texts, and embeddings of texts.
 EMBEDDINGS = "fgsm,pgd"
-"""Default attacks of images, texts, and embeddings of texts."""
 
 
+# File endings for changed texts.
 TABLE = ".jsonl"
-"""File endings for changed texts."""
 
 
 def _attack(*efforts: str) -> Need:
@@ -122,14 +122,14 @@ class AttackOptions(MeasureOptions):
         "FILE.jsonl (changed texts). --data reads both, except embeddings.",
         exclude=True,
     )
+    # Default attacks of images.
     usual: str = Field(IMAGES, exclude=True)
-    """Default attacks of images."""
+    # Default radii of images.
     usual_eps: Radii = Field((), exclude=True)
-    """Default radii of images."""
+    # Number of samples that share one random stream; a constant that reports record.
     logical_chunk: Literal[64] = CHUNK
-    """Number of samples that share one random stream; a constant that reports record."""
+    # Number of samples on the device at a time; no effect on results.
     batch_size: int = Field(CHUNK, exclude=True)
-    """Number of samples on the device at a time; no effect on results."""
 
     @field_validator("save_adv")
     @classmethod
@@ -259,13 +259,13 @@ ATTACK_TABLE = Layout(
 )
 
 
+# Metadata key of `--save-adv`: the ids of the original samples, as JSON.
 MADE_OF = "made_of"
-"""Metadata key of `--save-adv`: the ids of the original samples, as JSON."""
+# Number of broken samples stored as examples, the worst first.
 DRAWN = 512
-"""Number of broken samples stored as examples, the worst first."""
 
+# Hint for a binary classifier that returns a single logit.
 ONE_LOGIT = "A model with one logit z, (samples, 1), has to return torch.cat([0 * z, z], 1)."
-"""Hint for a binary classifier that returns a single logit."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:

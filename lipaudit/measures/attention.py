@@ -181,8 +181,8 @@ MEANS = (
     "intermediate",
     "categorical",
 )
+# Number of entries of P processed at a time: 2 MB in float64 fit into the cache.
 ENTRIES = 2**18
-"""Number of entries of P processed at a time: 2 MB in float64 fit into the cache."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterator[Part]:

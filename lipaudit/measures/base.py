@@ -39,17 +39,17 @@ class MeasureOptions(Settings):
         layers: which attention layers; None is all.
     """
 
+    # Default number of samples.
     samples: ClassVar[int] = 8
-    """Default number of samples."""
+    # Values of newer options for older reports that do not have them.
     once: ClassVar[Mapping[str, Any]] = {}
-    """Values of newer options for older reports that do not have them."""
+    # Whether the measure needs labels.
     labelled: ClassVar[bool] = False
-    """Whether the measure needs labels."""
+    # Whether the measure needs attention heads.
     reads_heads: ClassVar[bool] = False
-    """Whether the measure needs attention heads."""
+    # When it has a language model score continuations: it may read texts alone, do so where
+    # --score is given, or have no other way to measure one.
     scores: ClassVar[Literal["never", "asked", "always"]] = "never"
-    """When it has a language model score continuations: it may read texts alone, do so where
-    --score is given, or have no other way to measure one."""
 
     seed: int = 0
     layers: Layers = None

@@ -222,21 +222,21 @@ BALLS_TABLE = Layout(
 )
 
 
+# Columns of balls that bound `ball_norm`.
 CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")
-"""Columns of balls that bound `ball_norm`."""
 COLUMNS = ("ball_norm", *CERTIFIED)
+# Ratio of bound to norm found above which the bound is not informative.
 LOOSE = 10
-"""Ratio of bound to norm found above which the bound is not informative."""
 
 
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 OF_HEADS = ("exact", "upper", "within", "splitting_gain", "forward_error")
+# Columns with the largest value over the samples; the others have the median.
 MAXIMA = ("exact_max", "sharp_ratio_max", "softmax_norm_max", "within", "forward_error")
-"""Columns with the largest value over the samples; the others have the median."""
+# Relative effect of rounding on a norm above which a warning is given.
 NOTABLE = 1e-4
-"""Relative effect of rounding on a norm above which a warning is given."""
+# The kind of heads without a closed form.
 NUMERICAL = "numerical"
-"""The kind of heads without a closed form."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:

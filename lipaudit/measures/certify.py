@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 BallNorm = Literal["linf", "l2"]
 
 
+# Placeholder radius for planning attacks before the radius search.
 SOME = parse_radius("1/255")
-"""Placeholder radius for planning attacks before the radius search."""
 
 
 class CertifyOptions(MeasureOptions):
@@ -108,8 +108,8 @@ class CertifyOptions(MeasureOptions):
     seconds: float | None = option(
         None, "Time limit per sample. Results then depend on the machine.", gt=0
     )
+    # Default radii of images.
     usual_eps: Radii = Field((), exclude=True)
-    """Default radii of images."""
 
     @model_validator(mode="after")
     def _possible(self) -> CertifyOptions:

@@ -16,10 +16,10 @@ from lipaudit.errors import UsageError
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.net import Net
 
+# Number of leading tokens of a sample that are stored.
 MOST = 512
-"""Number of leading tokens of a sample that are stored."""
+# Longest text shown for a token: reserved names and runs of signs may be long.
 LETTERS = 40
-"""Longest text shown for a token: reserved names and runs of signs may be long."""
 
 
 def name_tokens(net: Net, batch: Batch) -> list[tuple[str, ...]]:
@@ -86,8 +86,8 @@ def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
     return [row[mask] for row, mask in zip(values, batch.mask.cpu(), strict=True)]
 
 
+# Largest side of a stored map; longer maps are stored as means of square blocks.
 SIDE = 256
-"""Largest side of a stored map; longer maps are stored as means of square blocks."""
 
 
 def draw_map(net: Net, layer: Layer, head: int) -> dict[str, Any]:

@@ -32,17 +32,17 @@ from lipaudit.theory.worst_tokens import (
 if TYPE_CHECKING:
     from lipaudit.measures.scaling import ScalingOptions
 
+# Largest number of tokens of a masked search, which has no closed form for copies.
 SEARCHED = 64
-"""Largest number of tokens of a masked search, which has no closed form for copies."""
+# Smallest relative difference assumed between searches that end at the same tokens.
 REPEATS = 1e-3
-"""Smallest relative difference assumed between searches that end at the same tokens."""
+# Number of radii of the mode radius.
 RADII = 12
-"""Number of radii of the mode radius."""
+# A bias up to this size counts as rounding error of a model without bias.
 NO_BIAS = 1e-4
-"""A bias up to this size counts as rounding error of a model without bias."""
 
+# A row as plain values, by column.
 Cells = dict[str, Any]
-"""A row as plain values, by column."""
 
 
 def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:

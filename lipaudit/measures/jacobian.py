@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 
+# Output of a Jacobian, as `Target` reads it.
 EndPoint = Annotated[str, AfterValidator(lambda text: Target.parse(text).text)]
-"""Output of a Jacobian, as `Target` reads it."""
 
 
 def _decides(options: JacobianOptions) -> bool:
@@ -187,8 +187,8 @@ JACOBIAN_TABLE = Layout(
 )
 
 
+# Columns that accompany every norm, with their types.
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
-"""Columns that accompany every norm, with their types."""
 OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
 

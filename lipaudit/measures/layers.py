@@ -26,8 +26,8 @@ from lipaudit.theory.head_norms import bound_error
 from lipaudit.theory.heads import Heads
 
 Facts = dict[str, Any]
+# Values of one layer: axis 0 is the sample, axis 1 the head.
 Reduced = dict[str, Tensor]
-"""Values of one layer: axis 0 is the sample, axis 1 the head."""
 
 
 class HeadName(NamedTuple):
@@ -188,8 +188,8 @@ def per_sample(values: Tensor, sample: Tensor) -> Tensor:
     return torch.stack([rows.amax(0) for rows in torch.split(values, windows)])
 
 
+# Precision in which norms are confirmed and bounds computed, independent of --dtype.
 DOUBLE = torch.float64
-"""Precision in which norms are confirmed and bounds computed, independent of --dtype."""
 
 
 def require_bounds_hold(

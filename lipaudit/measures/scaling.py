@@ -112,17 +112,17 @@ def _follow_bounds(columns_of: Callable[[Bound], dict[str, Column]]) -> dict[str
     return {name: column for bound in followed for name, column in columns_of(bound).items()}
 
 
+# The part of the model that a norm belongs to.
 PART = {
     "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
     "head": Column("head", "Head; empty: the layer.", format="d"),
 }
-"""The part of the model that a norm belongs to."""
 
+# The tokens at which a norm was computed.
 MODE = {
     "mode": text_column("mode", "real, adversarial, radius or ascent."),
     "masked": Column("masked", "For worst cases: whether later keys are masked.", format=""),
 }
-"""The tokens at which a norm was computed."""
 
 SCALING_TABLE = Layout(
     name="scaling",
@@ -189,10 +189,10 @@ FITS_TABLE = Layout(
 
 OF_HEADS = ("exact", "radius", "tokens")
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
+# The sqrt n law is fitted for n up to n_max divided by this.
 WELL_UNDER = 10
-"""The sqrt n law is fitted for n up to n_max divided by this."""
+# If repeated searches differ by more than this factor, no exponent is fitted.
 AGREED = 1.02
-"""If repeated searches differ by more than this factor, no exponent is fitted."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:

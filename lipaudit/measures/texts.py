@@ -24,14 +24,14 @@ from lipaudit.models.requirements import agree
 from lipaudit.tables import Note
 from lipaudit.tables.trials import COSTS, COUNTED, parse_column
 
+# Column names in a file of changed texts (the second for pairs), as --data reads them.
 COLUMNS = ("text", "text_b")
-"""Column names in a file of changed texts (the second for pairs), as --data reads them."""
+# Separator between the two texts of a pair in messages.
 BETWEEN = " | "
-"""Separator between the two texts of a pair in messages."""
+# Number of padding tokens used to test whether a model reads padding.
 PADDING = 3
-"""Number of padding tokens used to test whether a model reads padding."""
+# Number of characters of a text shown in a note.
 SHOWN = 300
-"""Number of characters of a text shown in a note."""
 
 
 def make_reader(net: Net) -> Reader:
@@ -185,8 +185,8 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
             yield Note(level="warning", code="whole-texts", text=text)
 
 
+# Relative drop of a score above which a loss counts as raised, beyond rounding.
 SMALL = 1e-3
-"""Relative drop of a score above which a loss counts as raised, beyond rounding."""
 
 
 @dataclass(frozen=True)

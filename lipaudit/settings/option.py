@@ -27,11 +27,11 @@ from pydantic import (
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.tables.trials import Radius, parse_budget, parse_radius
 
+# Types that the command line reads directly; others are given as text.
 PLAIN = (bool, int, float, Path)
-"""Types that the command line reads directly; others are given as text."""
 
+# Integers must be between -INT64 and INT64 - 1 to fit into arrays.
 INT64 = 2**63
-"""Integers must be between -INT64 and INT64 - 1 to fit into arrays."""
 
 
 @dataclass(frozen=True)
@@ -275,11 +275,11 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:
 LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
 _TIME = r"(?:(\d+(?:\.\d+)?)%s)?"
 DURATION = re.compile(_TIME % "h" + _TIME % "m(?:in)?" + _TIME % "s?")
+# Smallest number of tokens: worst-case tokens are two points.
 FEWEST = 2
-"""Smallest number of tokens: worst-case tokens are two points."""
 MOST_LENGTHS, MOST_TOKENS, MOST_LAYERS, MOST_PIXELS = 1000, 10**7, 10**5, 10**5
+# Limit above any real use, so that a typing error does not fill the memory.
 MOST_SHARDS = 10**5
-"""Limit above any real use, so that a typing error does not fill the memory."""
 
 
 def read_layers(text: str) -> tuple[int, ...]:
@@ -449,10 +449,10 @@ Layers = Annotated[
 Lengths = Annotated[
     tuple[int, ...], _read_with(read_lengths, "FIRST:LAST:logCOUNT, for example 8:256:log8")
 ]
+# Reads a comma-separated list.
 listed = _read_with(
     lambda text: tuple(distinct([p.strip() for p in text.split(",") if p.strip()]))
 )
-"""Reads a comma-separated list."""
 Names = Annotated[tuple[str, ...] | None, listed]
 OneHead = Annotated[
     str | None,
@@ -471,11 +471,11 @@ Size = Annotated[
     Annotated[int, Field(ge=1, lt=INT64)] | None,
     _read_with(lambda text: None if text == "auto" else int(text), "auto or a positive number"),
 ]
+# Seconds.
 Duration = Annotated[
     Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
     _read_with(read_duration, "a time like 90s, 30min or 1h30m"),
 ]
-"""Seconds."""
 ShardNumber = Annotated[
     tuple[int, int] | None, _read_with(read_shard, "i/n, for example 1/4 to 4/4")
 ]
@@ -488,14 +488,14 @@ Sizes = Annotated[
         "a side (224), height,width or channels,height,width",
     ),
 ]
+# An exact attack radius together with the typed text, which the JSON stores.
 OneRadius = Annotated[
     Radius, BeforeValidator(_radius), PlainSerializer(lambda radius: radius.text)
 ]
-"""An exact attack radius together with the typed text, which the JSON stores."""
 Radii = Annotated[
     tuple[Radius, ...],
     BeforeValidator(_radii),
     PlainSerializer(lambda radii: [radius.text for radius in radii]),
 ]
+# Radii of certificates.
 Balls = Annotated[Radii, AfterValidator(_balls)]
-"""Radii of certificates."""

@@ -33,8 +33,8 @@ _NUMBER = {"anyOf": [{"type": "number"}, {"enum": list(NON_FINITE)}]}
 _CELL = {"anyOf": [*_NUMBER["anyOf"], {"type": "integer"}, {"type": "string"}, {"type": "null"}]}
 
 
+# Allowed values of `Column.format`. No width: a damaged file must not fill the memory.
 _FORMAT = r"^(|s|d|[-+]?(\.\d{1,2})?[efg%])$"
-"""Allowed values of `Column.format`. No width: a damaged file must not fill the memory."""
 
 
 def _revive(value: Any) -> Any:
@@ -288,14 +288,14 @@ Rows = tuple[
 ]
 
 
+# Shape of arrays by kind (the name before @); None is any length.
 SHAPES: Mapping[str, tuple[int | None, ...]] = {
     "map": (None, None),
     "map_tokens": (2,),
     "positions": (None, None),
 }
-"""Shape of arrays by kind (the name before @); None is any length."""
+# Arrays that need a second array of the same head.
 BESIDE = {"map": "map_tokens"}
-"""Arrays that need a second array of the same head."""
 
 
 def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
@@ -318,8 +318,8 @@ def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
     return arrays
 
 
+# The 97.5 % quantile of the normal distribution.
 Z95 = 1.959963984540054
-"""The 97.5 % quantile of the normal distribution."""
 
 
 def finite(values: Iterable[Any]) -> list[float]:
@@ -558,6 +558,7 @@ def wilson_limit(label: str) -> Column:
     return Column(label, "95 % confidence limit (Wilson).", format=".1%", status="estimate")
 
 
+# Columns of a ball: radius as typed, and accuracies with and without attack.
 ACCURACY = {
     "eps_text": text_column("eps", "The radius as it was typed."),
     "samples": count_column("samples", "Number of samples."),
@@ -582,7 +583,6 @@ ACCURACY = {
     "robust_low": wilson_limit("low"),
     "robust_high": wilson_limit("high"),
 }
-"""Columns of a ball: radius as typed, and accuracies with and without attack."""
 
 CERTIFIED_SHARE = Column(
     "certified",
@@ -594,6 +594,7 @@ CERTIFIED_SHARE = Column(
     reading=CERTIFIED,
     reduction=Reduction("mean", "certified"),
 )
+# Per-sample columns shared by attacks and certificates.
 OUTCOMES = {
     "label": Column("label", "True class; empty: unknown.", format="d"),
     "predicted": Column("predicted", "Predicted class.", format="d"),
@@ -608,4 +609,3 @@ OUTCOMES = {
         reading=ROBUST,
     ),
 }
-"""Per-sample columns shared by attacks and certificates."""

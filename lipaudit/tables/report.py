@@ -66,8 +66,8 @@ def require_aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cel
     return samples
 
 
+# A PNG file in base64.
 Png = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
-"""A PNG file in base64."""
 
 
 class Example(Frozen):

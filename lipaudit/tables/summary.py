@@ -28,12 +28,12 @@ from lipaudit.tables.columns import (
 from lipaudit.tables.report import Note, Report, Section, rows_of
 from lipaudit.tables.trials import WORST, Radius, TrialKey, is_repeat, parse_column, parse_radius
 
+# The label and the column of each kind of accuracy.
 KINDS = {
     "clean": ("clean accuracy", ACCURACY["clean"]),
     "attacked": ("robust accuracy", ACCURACY["robust"]),
     "certified": ("certified accuracy", CERTIFIED_SHARE),
 }
-"""The label and the column of each kind of accuracy."""
 
 
 class Accuracy(Frozen):
@@ -172,12 +172,12 @@ class Summary(Frozen):
 # From the sections of a report
 
 
+# Number of heads that are listed.
 STEEPEST = 3
-"""Number of heads that are listed."""
+# A head is called fragile when more than this share of its rows is.
 HALF = 0.5
-"""A head is called fragile when more than this share of its rows is."""
+# With a smaller share of intermediate rows, a penalty has no effect.
 FEW = 0.05
-"""With a smaller share of intermediate rows, a penalty has no effect."""
 
 
 def summary(report: Report) -> Summary:
@@ -371,11 +371,11 @@ def _raise_ten(logarithm: float) -> float:
     return 10**logarithm if logarithm < 308 else math.inf
 
 
+# Number of samples that are shown.
 SHOWN = 10
-"""Number of samples that are shown."""
 # ||x||_inf <= max_t ||x_t||_2 <= ||x||_2: a ball in an earlier norm is inside the later ones.
+# Norms in an order in which no norm is smaller than the next one.
 INSIDE = ("l2", "token-l2", "linf")
-"""Norms in an order in which no norm is smaller than the next one."""
 
 
 class Contradiction(NamedTuple):

@@ -10,11 +10,12 @@ from typing import Literal
 
 from lipaudit.errors import UsageError
 
+# Of a perturbation: of a ball (token-l2 is the largest l2 norm of a token's), or how many words or
+# characters of a text are changed.
 Norm = Literal["linf", "l2", "token-l2", "words", "characters"]
-"""Of a perturbation: of a ball (token-l2 is the largest l2 norm of a token's), or how many words
-or characters of a text are changed."""
+# The norms that count changes of a text: a radius is then a whole number.
 COUNTED: tuple[Norm, ...] = ("words", "characters")
-"""The norms that count changes of a text: a radius is then a whole number."""
+# Kinds of model to which each norm applies.
 SPACES: dict[Norm, tuple[str, ...]] = {
     "linf": ("image", "tokens", "text"),
     "l2": ("image", "tokens", "text"),
@@ -22,11 +23,10 @@ SPACES: dict[Norm, tuple[str, ...]] = {
     "words": ("text",),
     "characters": ("text",),
 }
-"""Kinds of model to which each norm applies."""
+# Name of all attacks together: a sample is robust if no attack broke it.
 WORST = "worst"
-"""Name of all attacks together: a sample is robust if no attack broke it."""
+# Cost columns of a trial.
 COSTS = ("seconds", "forwards", "backwards")
-"""Cost columns of a trial."""
 # No sign, infinity or underscore, which float() would take: a radius is typed by people.
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
@@ -165,8 +165,8 @@ def parse_column(name: str) -> tuple[str, TrialKey | None]:
 # Samples
 
 
+# Per-sample columns of yes and no (true and false, or 1 and 0): their mean is a share.
 FLAGS = frozenset({"certified", "complete", "converged", "correct", "robust"})
-"""Per-sample columns of yes and no (true and false, or 1 and 0): their mean is a share."""
 
 
 def is_repeat(name: str) -> bool:

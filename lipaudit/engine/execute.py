@@ -123,7 +123,7 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         except (Exception, KeyboardInterrupt):
             if any(journal.paths for journal in journals):
                 text = f"finished batches are kept: {request.continuation}"
-                observer.note(Note(level="info", code="kept", text=text))
+                observer.note(Note.info("kept", text))
             raise
     # All processes arrive here once rank 0 has written the report.
     for journal in journals if complete else ():
@@ -157,7 +157,7 @@ def measure(
     if parts:
         done = f"{len(sample_ids(parts))} of {len(ids)} samples of {name}"
         text = f"an interrupted run finished {done}: continuing from there"
-        observer.note(Note(level="info", code="reused", text=text))
+        observer.note(Note.info("reused", text))
     left = list_unfinished(batches, parts)
     observer.begins(name, sum(map(len, left)))
     while left and time.monotonic() < end:
@@ -188,7 +188,7 @@ def measure(
             first = first[:size].trim()
     if journal.refusal:
         text = f"results are not saved for --resume: {journal.refusal}"
-        observer.note(Note(level="info", code="not-kept", text=text))
+        observer.note(Note.info("not-kept", text))
     observer.ends(name)
     # Texts are batched by length: their parts come in another order.
     return in_order(parts, job.samples.batch.ids)

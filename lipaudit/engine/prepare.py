@@ -272,7 +272,7 @@ def _load_samples(net: Net, request: Request, count: int) -> Samples:
             raise
         text = f"labels are not used: {error.message}"
         samples = load_data(spec, replace(net, classes=None), options)
-    note = Note(level="warning", code="labels-unused", text=text)
+    note = Note.warn("labels-unused", text)
     notes = (*(each for each in samples.notes if each.code != note.code), note)
     return replace(samples, batch=replace(samples.batch, y=None), notes=notes)
 

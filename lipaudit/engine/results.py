@@ -54,17 +54,15 @@ def make_report(
         samples=dict(samples),
         sections=tuple(sections),
     )
-    shown = worst(report)
-    sections = [
-        section.model_copy(
-            update={
-                "examples": {n: section.examples[n] for n in shown if n in section.examples},
-                "gradients": {n: section.gradients[n] for n in shown if n in section.gradients},
-            }
+    kept = []
+    for section in sections:
+        examples, gradients = (
+            {name: each[name] for name in worst(report) if name in each}
+            for each in (section.examples, section.gradients)
         )
-        for section in sections
-    ]
-    return report.model_copy(update={"sections": tuple(sections)})
+        shown = {"examples": examples, "gradients": gradients}
+        kept.append(section.model_copy(update=shown))
+    return report.model_copy(update={"sections": tuple(kept)})
 
 
 def make_failed(
@@ -135,10 +133,8 @@ def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
 
 
 def _name_state(commit: Commit | None) -> dict[str, str]:
-    """Return the commit of a repository of the Hub, as a field of the report."""
-    if commit is None:
-        return {}
-    return {"revision": commit.repository.revision, "commit": commit.sha}
+    """Return the commit of a repository of the Hub, as fields of the report."""
+    return {"revision": commit.repository.revision, "commit": commit.sha} if commit else {}
 
 
 @functools.cache  # reading the metadata of every package takes as long as a small model
@@ -190,7 +186,7 @@ def summarise(
     if left:
         done = len(sample_ids(parts))
         text = f"the time limit ended {name} after {done} of {done + left} samples"
-        notes += (Note(level="warning", code="cut-short", text=text),)
+        notes += (Note.warn("cut-short", text),)
     if not parts:
         settings = options.model_dump()
         return [layouts()[name].section(settings=settings, notes=notes, unmeasured=left)]
@@ -216,30 +212,43 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     Raises:
         InputError: the shards do not belong together, or one is missing, repeated or damaged.
     """
-    whole = sorted(reports, key=lambda report: _require_shard(report).number)
-    shards = [_require_shard(report) for report in whole]
-    if not shards or [s.number for s in shards] != [*range(1, shards[0].of + 1)]:
-        given = ", ".join(f"{shard.number}/{shard.of}" for shard in shards) or "none"
+    whole = sorted(((_require_shard(report), report) for report in reports), key=_number)
+    given = [shard.number for shard, _ in whole]
+    if not whole or given != [*range(1, whole[0][0].of + 1)]:
+        names = ", ".join(f"{shard.number}/{shard.of}" for shard, _ in whole) or "none"
         raise InputError(
-            f"shards given: {given}; the shards of a run are needed once each",
+            f"shards given: {names}; the shards of a run are needed once each",
             "Measure a missing one with --shard, and name each once.",
         )
-    first, *others = whole
+    shard, first = whole[0]
     conditions = _list_conditions(first)
-    for other in others:
-        pairs = conditions, _list_conditions(other)
-        names = [n for n in pairs[0] | pairs[1] if pairs[0].get(n) != pairs[1].get(n)]
+    for other, report in whole[1:]:
+        others = _list_conditions(report)
+        names = ", ".join(n for n in conditions | others if conditions.get(n) != others.get(n))
         if names:
-            numbers = " and ".join(f"{_require_shard(each).number}" for each in (first, other))
             raise InputError(
-                f"shards {numbers} are not from the same run: they differ in {', '.join(names)}",
+                f"shards {shard.number} and {other.number} are not from the same run: they differ "
+                f"in {names}",
                 "Measure both with the same command and software; only --shard may differ.",
             )
-    devices = ", ".join(dict.fromkeys(report.run.device for report in whole))
+    sections: list[Section] = []
+    for name in (section.measure for section in first.sections if "." not in section.measure):
+        failed = [s for _, r in whole if (s := r.section(name)) is not None and s.failure]
+        if failed:
+            sections.append(failed[0])
+            continue
+        left = sum(report.unmeasured.get(name, 0) for _, report in whole)
+        parts = _join_shards(name, [each for each, _ in whole], left)
+        options = option_types()[name].parse(_read_settings(first, name))
+        sections += summarise(name, parts, options, shard.notes, left)
+    devices = ", ".join(dict.fromkeys(report.run.device for _, report in whole))
     created = datetime.now(UTC).isoformat(timespec="seconds")
     own = {"command": command, "created": created, "device": devices}
-    sections = [s for name in _list_measures(first) for s in _merge_sections(name, whole)]
     return make_report(first.run.model_copy(update=own), sections, first.samples)
+
+
+def _number(pair: tuple[Shard, Report]) -> int:
+    return pair[0].number
 
 
 def _require_shard(report: Report) -> Shard:
@@ -255,12 +264,13 @@ def _require_shard(report: Report) -> Shard:
 def _list_conditions(report: Report) -> dict[str, Any]:
     """Return everything that determines the numbers, by name."""
     shard, run = _require_shard(report), report.run.model_dump(mode="json")
+    measures = [s.measure for s in report.sections if "." not in s.measure]
     return {
         **{name: value for name, value in run.items() if name not in OWN},
         # GPUs of one kind may differ by name; a CPU and a GPU may not be mixed.
         "device": report.run.device.split(" ")[0],
         "samples": (shard.ids, shard.counts),
-        **{name: _read_settings(report, name) for name in _list_measures(report)},
+        **{name: _read_settings(report, name) for name in measures},
     }
 
 
@@ -273,33 +283,14 @@ def _read_settings(report: Report, measure: str) -> dict[str, Any]:
     return known
 
 
-def _list_measures(report: Report) -> list[str]:
-    return [section.measure for section in report.sections if "." not in section.measure]
-
-
-def _merge_sections(measure: str, reports: Sequence[Report]) -> list[Section]:
-    """Return the sections of a measure over all samples, or its first failure."""
-    failed = [s for r in reports if (s := r.section(measure)) is not None and s.failure]
-    if failed:
-        return failed[:1]
-    shard = _require_shard(reports[0])
-    left = sum(report.unmeasured.get(measure, 0) for report in reports)
-    parts = _collect_parts(measure, reports, shard.ids[: shard.counts[measure]], left)
-    options = option_types()[measure].parse(_read_settings(reports[0], measure))
-    return summarise(measure, parts, options, shard.notes, left)
-
-
-def _collect_parts(
-    measure: str, reports: Sequence[Report], ids: Sequence[str], left: int
-) -> list[Part]:
-    """Return the parts of all shards in the order of the samples; some samples may be missing.
+def _join_shards(measure: str, shards: Sequence[Shard], left: int) -> list[Part]:
+    """Return the parts of all shards in the order of the samples; `left` samples are missing.
 
     Raises:
         InputError: parts are damaged, or batched differently.
     """
     parts: list[Part] = []
-    for report in reports:
-        shard = _require_shard(report)
+    for shard in shards:
         try:
             parts += unpack_parts(shard.parts[measure])
         except (KeyError, ValueError) as error:
@@ -307,10 +298,9 @@ def _collect_parts(
                 f"{measure} of shard {shard.number} of {shard.of} cannot be read: {error}",
                 "Copy the file again, or measure the shard again.",
             ) from error
-    names = sample_ids(parts)
+    names, ids = sample_ids(parts), shards[0].ids[: shards[0].counts[measure]]
     # With another batch size a shard has other batches: samples are then repeated or missing.
-    doubled = len({*names}) < len(names)
-    if doubled or not {*names} <= {*ids} or len(names) + left != len(ids):
+    if sorted({*names} & {*ids}) != sorted(names) or len(names) + left != len(ids):
         raise InputError(
             f"the shards of {measure} do not contain each sample exactly once: their batch "
             "sizes differ",

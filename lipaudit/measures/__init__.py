@@ -15,11 +15,11 @@ from pydantic import field_validator, model_validator
 
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures.attack import ATTACK, AttackOptions
-from lipaudit.measures.attention import ATTENTION, AttentionOptions
+from lipaudit.measures.attention import ATTENTION
 from lipaudit.measures.base import Measure, MeasureOptions
-from lipaudit.measures.bounds import BOUNDS, BoundsOptions
+from lipaudit.measures.bounds import BOUNDS
 from lipaudit.measures.certify import CERTIFY, BallNorm, CertifyOptions
-from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions
+from lipaudit.measures.jacobian import JACOBIAN
 from lipaudit.measures.scaling import SCALING
 from lipaudit.settings.option import Names, Need, Settings, option
 from lipaudit.tables.columns import Column
@@ -153,10 +153,19 @@ class AuditOptions(Settings):
             UsageError: for a bad radius, attack or norm.
         """
         given = {name: value for name in OF_ATTACK if (value := getattr(self, name)) is not None}
-        usual = audit_options(given, demo=demo, quick=self.small(demo=demo))
-        others = (name for name in self.names if name not in usual)
-        usual |= {name: load_measures()[name].options() for name in others}
-        return {name: usual[name] for name in self.names}
+        strongest = "quick" if self.small(demo=demo) else "autoattack"
+        usual = {"usual": f"fgsm,pgd,{strongest}", "usual_eps": DEMO_EPS if demo else EPS}
+        attacks = AttackOptions.parse(given | usual)
+        # Certificates are of the attacked balls, and of norms that have certificates.
+        certificates = CertifyOptions(
+            eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
+            usual_eps=attacks.usual_eps,
+            norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
+            seconds=SECONDS,
+            nodes=NODES,
+        )
+        plan: dict[str, MeasureOptions] = {"attack": attacks, "certify": certificates}
+        return {n: plan[n] if n in plan else load_measures()[n].options() for n in self.names}
 
     def small(self, *, demo: bool) -> bool:
         """Say whether the audit is quick, which is the default on a demo."""
@@ -165,37 +174,3 @@ class AuditOptions(Settings):
     def counts(self, *, demo: bool) -> Mapping[str, int]:
         """Return the number of samples of each measure that does not use its default."""
         return QUICK_SAMPLES if self.small(demo=demo) else FULL_SAMPLES if self.full else {}
-
-
-def audit_options(
-    attack: Mapping[str, Any] | None = None, *, demo: bool, quick: bool
-) -> dict[str, MeasureOptions]:
-    """Return the options of what an audit usually measures, in this order, and of certificates.
-
-    Args:
-        attack: options of the attacks in place of the usual: radii are 0.1 for a demo, 2/255 for
-            other models of images, and for text what its attacks usually take. Certificates are
-            of the balls among them.
-        demo: whether the model is a demo.
-        quick: the quick preset of AutoAttack in place of all of it.
-
-    Raises:
-        UsageError: for a bad radius, attack or norm.
-    """
-    names = "fgsm,pgd,quick" if quick else "fgsm,pgd,autoattack"
-    usual = {"usual": names, "usual_eps": DEMO_EPS if demo else EPS}
-    attacks = AttackOptions.parse(dict(attack or {}) | usual)
-    return {
-        "bounds": BoundsOptions(),
-        "attention": AttentionOptions(),
-        "jacobian": JacobianOptions(),
-        "attack": attacks,
-        # Of the attacked balls.
-        "certify": CertifyOptions(
-            eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
-            usual_eps=attacks.usual_eps,
-            norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
-            seconds=SECONDS,
-            nodes=NODES,
-        ),
-    }

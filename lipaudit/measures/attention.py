@@ -223,7 +223,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
                 "sample: p_norm is the largest of all windows, and sinks number the keys of a "
                 "window"
             )
-            remarks += (Note(level="info", code="windows", text=text),)
+            remarks += (Note.info("windows", text),)
         facts = {**part.facts, "map": drawn} if drawn and number == 0 else part.facts
         yield replace(part, facts=facts, notes=remarks)
 

@@ -228,7 +228,7 @@ def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
         f"{sum(~first)} of {len(first)} samples are duplicates: accuracies and confidence "
         "limits leave them out"
     )
-    return () if first.all() else (Note(level="warning", code="repeated-samples", text=text),)
+    return () if first.all() else (Note.warn("repeated-samples", text),)
 
 
 def class_names(net: Net, *columns: Values) -> dict[int, str]:
@@ -256,21 +256,17 @@ def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
 def lower_estimates(within: float) -> tuple[Note, ...]:
     """Note how far norms may be too low; nothing if they are exact."""
     text = f"norms may be up to {100 * within:.2g} % too low (99.9 % confidence)"
-    return (Note(level="info", code="lower-estimates", text=text),) if within > 0 else ()
+    return (Note.info("lower-estimates", text),) if within > 0 else ()
 
 
 def number_or_none(value: float) -> float | None:
     """Return a plain float, None for NaN (not computed)."""
-    import numpy as np
-
-    return None if np.isnan(value) else float(value)
+    return None if value != value else float(value)
 
 
 def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | None:
     """Return a statistic of the values that are not NaN, None if all are."""
-    import numpy as np
-
-    known = values[~np.isnan(values)]
+    known = values[values == values]  # NaN differs from itself
     return float(statistic(known)) if len(known) else None
 
 

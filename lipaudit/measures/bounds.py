@@ -448,7 +448,7 @@ def _make_layer_section(
     left_out: tuple[Note, ...] = ()
     if (~np.isnan(out) & np.isnan(concat)).any():
         text = "norms before W_O were not computed; add --concat to get them"
-        left_out = (Note(level="info", code="left-out", text=text),)
+        left_out = (Note.info("left-out", text),)
     kept = {"exact": concat, "exact_out": out}
     return LAYERS_TABLE.section(
         settings=options.model_dump(),
@@ -477,19 +477,19 @@ def _write_notes(
             f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
             "possibly a loose one. Bounds that use it still hold"
         )
-        remarks.append(Note(level="info", code="long-maps", text=text))
+        remarks.append(Note.info("long-maps", text))
     if apart:
         text = (
             f"layers {', '.join(map(str, apart))}: queries and keys/values read different "
             "inputs, and the norms vary both independently. For norms with respect to the "
             "module's input, use --input module"
         )
-        remarks.append(Note(level="info", code="inputs-apart", text=text))
+        remarks.append(Note.info("inputs-apart", text))
     for name, what in (("missed", "head"), ("layer_missed", "layer")):
         missed = int(measured[name].sum())
         if missed:
             text = f"{missed} {what} norms did not converge to tol, so they may be too low"
-            remarks.append(Note(level="warning", code="not-converged", text=text))
+            remarks.append(Note.warn("not-converged", text))
     lost = measured["forward_error"].max(0)
     if (lost > NOTABLE).any():
         text = (
@@ -497,7 +497,7 @@ def _write_notes(
             "Rounding in the forward pass may have changed their norms by up to "
             f"{lost.max():.1g} (an estimate). For higher accuracy, use --dtype float64"
         )
-        remarks.append(Note(level="warning", code="forward-error", text=text))
+        remarks.append(Note.warn("forward-error", text))
     for name, bound in load_bounds().items():
         absent = np.isnan(measured[name]).all(0)
         elsewhere = absent & measured["numerical"].all(0) & (options.input == "module")
@@ -510,7 +510,7 @@ def _write_notes(
         ):
             if heads.any():
                 text = f"{name} was not computed for {heads.sum()} heads: {why}"
-                remarks.append(Note(level="info", code="no-bound", text=text))
+                remarks.append(Note.info("no-bound", text))
     return tuple(remarks)
 
 
@@ -630,7 +630,7 @@ def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]
     open_heads = sum(row.ball_sharp is None for row in rows) // len(options.radius)
     if open_heads:
         text = f"ball_sharp was not computed for {open_heads} heads: it {AFFINE_PLAIN}"
-        remarks.append(Note(level="info", code="no-bound", text=text))
+        remarks.append(Note.info("no-bound", text))
     for radius in options.radius:
         shares = [
             row.ball_sharp / row.ball_norm
@@ -642,7 +642,7 @@ def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]
                 f"at r = {radius.text} ball_sharp is {middle:.3g} times the norm found "
                 "(median over heads), so it is not informative. Use smaller radii"
             )
-            remarks.append(Note(level="info", code="loose-ball", text=text))
+            remarks.append(Note.info("loose-ball", text))
     return tuple(remarks)
 
 

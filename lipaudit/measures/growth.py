@@ -223,7 +223,7 @@ def worst_case(
     texts = [
         f"{', '.join(who)}: no worst case was computed, {why}" for why, who in without.items()
     ]
-    return rows, tuple(Note(level="info", code="no-worst-case", text=text) for text in texts)
+    return rows, tuple(Note.info("no-worst-case", text) for text in texts)
 
 
 def _find_worst_heads(

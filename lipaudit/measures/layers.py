@@ -95,7 +95,7 @@ def by_layer(
                     f"layer {error.layer} ({error.module}) {error.reason} on some samples. It has "
                     "no closed form there, so it gets no bounds on any sample"
                 )
-                changes.append(Note(level="warning", code="structure-changed", text=text))
+                changes.append(Note.warn("structure-changed", text))
                 # Again, without the closed form of this layer; another layer may change, too.
                 open_form = replace(known[error.layer], structure=None, reason=error.reason)
                 known = (*known[: error.layer], open_form, *known[error.layer + 1 :])
@@ -131,7 +131,7 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     remarks = []
     for reason, alike in closed.items():
         text = f"{name_layers(alike)} have no closed form: {reason}"
-        remarks.append(Note(level="warning", code="no-closed-form", text=text))
+        remarks.append(Note.warn("no-closed-form", text))
     for (inside, what), alike in inputs.items():
         text = (
             f"{name_layers(alike)}: X is the input of {what}, {'in' if inside else 'out'}side the "
@@ -147,7 +147,7 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
             "separate calls on the same input. They may be parts of one attention; each table row "
             "is one call"
         )
-        remarks.append(Note(level="warning", code="in-parts", text=text))
+        remarks.append(Note.warn("in-parts", text))
     remarks += note_unread(net, sites)
     blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
     if blocks:
@@ -155,7 +155,7 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
             f"blocks without softmax attention have no heads to measure ({few(blocks)}). To "
             "measure them (state spaces, linear attention, convolutions), use `lipaudit jacobian`"
         )
-        remarks.append(Note(level="info", code="no-attention", text=text))
+        remarks.append(Note.info("no-attention", text))
     return tuple(remarks)
 
 
@@ -168,7 +168,7 @@ def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
         f"attention that was not measured ({few(modules)}). Its weights are not a plain softmax "
         "over keys, or are used twice, detached, or computed per sample. Layer numbers skip it"
     )
-    return (Note(level="warning", code="attention-unread", text=text),)
+    return (Note.warn("attention-unread", text),)
 
 
 def sum_windows(values: Tensor, sample: Tensor, samples: int) -> Tensor:
@@ -270,7 +270,7 @@ def below_by_rounding(
         f"by {below[name][where]:.1g} of it: {name} of {places[index]} is "
         f"{bounds[name][where]:.12g} on sample {ids[sample]}, the {norm} {exact[where]:.12g}"
     )
-    return (Note(level="info", code="within-rounding", text=text),)
+    return (Note.info("within-rounding", text),)
 
 
 def name_head(head: HeadName) -> str:

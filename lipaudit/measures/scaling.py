@@ -264,7 +264,7 @@ def _measure_lengths(
     remarks = notes(parts)
     if missed:
         text = f"{missed} norms did not converge to tol, so they may be too low"
-        remarks += (Note(level="warning", code="not-converged", text=text),)
+        remarks += (Note.warn("not-converged", text),)
     return arrays, facts, remarks
 
 
@@ -439,27 +439,27 @@ def _write_notes(
                 "; the windows of a text start at the same places for every n, so standard "
                 "errors may be too small"
             )
-        remarks.append(Note(level="info", code="what-is-measured", text=text))
+        remarks.append(Note.info("what-is-measured", text))
         remarks += lower_estimates(facts["within"])
     if 0 < reached < len(options.lengths):
         image = facts["kind"] == "image"
         why = "several lengths give the same number of patches" if image else "samples are shorter"
         text = f"{reached} of {len(options.lengths)} lengths were measured: {why}"
-        remarks.append(Note(level="warning", code="fewer-lengths", text=text))
+        remarks.append(Note.warn("fewer-lengths", text))
     if any(row.mode == "ascent" for row in rows):
         text = (
             f"norms of mode ascent are the largest of {SEARCHES} independent searches: exact at "
             "the tokens found, but larger norms may exist. low and high show how far repeated "
             "searches differ"
         )
-        remarks.append(Note(level="info", code="searched", text=text))
+        remarks.append(Note.info("searched", text))
     if apart:
         who = ", ".join(f"head {g[0].layer}.{g[0].head} at R = {g[0].radius:.3g}" for g in apart)
         text = (
             f"no exponent for the ascent of {who}: independent searches differ by more than "
             f"{100 * (AGREED - 1):.2g} %"
         )
-        remarks.append(Note(level="warning", code="searches-apart", text=text))
+        remarks.append(Note.warn("searches-apart", text))
     return tuple(remarks)
 
 

@@ -182,7 +182,7 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
                 f"{budget} {norm} can replace whole texts: {whole} of {len(sizes)} have no more "
                 f"(median {median_low(sizes)}). Allow fewer changes: --attack {norm} --eps 1,2"
             )
-            yield Note(level="warning", code="whole-texts", text=text)
+            yield Note.warn("whole-texts", text)
 
 
 # Relative drop of a score above which a loss counts as raised, beyond rounding.
@@ -270,4 +270,4 @@ def note_losses(losses: dict[str, Values]) -> Note:
         f"{mean:#.3g} by {key.attack} ({key.ball})" for key, mean in parsed if key is not None
     ]
     text = f"the mean loss of a continuation ({clean:#.3g} nats) was raised to {', '.join(after)}"
-    return Note(level="info", code="loss", text=text)
+    return Note.info("loss", text)

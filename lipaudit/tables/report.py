@@ -43,6 +43,16 @@ class Note(Frozen):
     code: str
     text: str
 
+    @classmethod
+    def info(cls, code: str, text: str) -> Note:
+        """Return a note that is no warning."""
+        return cls(level="info", code=code, text=text)
+
+    @classmethod
+    def warn(cls, code: str, text: str) -> Note:
+        """Return a warning."""
+        return cls(level="warning", code=code, text=text)
+
 
 class Failure(Frozen):
     """The reason why a measure has no result: its error and exit code."""

@@ -215,7 +215,7 @@ def _list_warnings(report: Report) -> Iterator[Note]:
             f"in {trial.ball} (such samples: {len(known)}). One of the two is wrong: try "
             "--dtype float64, and report this as a bug in lipaudit"
         )
-        yield Note(level="warning", code="contradiction", text=text)
+        yield Note.warn("contradiction", text)
     given = [("", note) for note in list_shared_notes(report)]
     given += [(section.measure, note) for section in report.sections for note in section.notes]
     owners: dict[Note, str] = {}

@@ -18,11 +18,10 @@ from lipaudit.measures.base import (
     notes,
     number_or_none,
     repeat_notes,
-    report_progress,
     sample_ids,
     seed_of,
 )
-from lipaudit.models.target import ENDS, PLACED, StartPoint, Target
+from lipaudit.models.target import ENDS, StartPoint, Target
 from lipaudit.settings.option import Need, needs, option
 from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import (
@@ -50,12 +49,9 @@ if TYPE_CHECKING:
 EndPoint = Annotated[str, AfterValidator(lambda text: Target.parse(text).text)]
 
 
-def _decides(options: JacobianOptions) -> bool:
-    what, where = Target.parse(options.target or "logits")
-    return what == "logits" and where != "all"
-
-
-OF_CLASSES = Need("--to logits", _decides)
+OF_CLASSES = Need(
+    "--to logits", lambda options: Target.parse(options.target or "logits").what == "logits"
+)
 
 
 class JacobianOptions(NormOptions):
@@ -70,7 +66,6 @@ class JacobianOptions(NormOptions):
       lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings
       lipaudit jacobian ./my-bert --data reviews.csv --to features
       lipaudit jacobian ./qwen --data book.txt --to loss
-      lipaudit jacobian ./qwen --data book.txt --to logits:all
     """
 
     samples: ClassVar[int] = 64
@@ -84,7 +79,7 @@ class JacobianOptions(NormOptions):
         "Output of the Jacobian: logits, probabilities, loss, hidden, features or tokens. At "
         "a text position: logits:5.",
         "--to",
-        values=lambda: (*ENDS, *(f"{end}:all" for end in PLACED)),
+        values=lambda: ENDS,
     )
     norm: Literal["2", "inf"] = option(
         "2", "Norm of the Jacobian: 2 (spectral) or inf (largest L1 row norm)."
@@ -116,14 +111,6 @@ JACOBIAN_TABLE = Layout(
     ),
     sample_columns={
         "norm": Column("||J||", "Norm of the sample's Jacobian.", better="lower", reading=NORM),
-        "norm_median": Column("median ||J||", "Median of the norms at all positions of the text."),
-        "position": Column(
-            "position",
-            "Position in the text where the norm is largest: the token index from 0, without "
-            "padding.",
-            format="d",
-            domain="",
-        ),
         "loss": Column(
             "loss",
             "Cross-entropy loss: of the class, or the mean over the next tokens of a text.",
@@ -232,73 +219,36 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
         yield Part(batch.ids, values, facts, remarks + routing.notes())
 
 
-def _find_columns(net: Net, batch: Batch, end: Target) -> Tensor | None:
-    """Return the columns of each text's position, (samples, 1 or more); None without positions.
-
-    -1 marks a position that the text lacks. A text has a loss from its second token on.
-    """
+def _find_place(net: Net, batch: Batch, end: Target) -> Tensor | None:
+    """Return the column of each text's position, -1 if it has none; None without positions."""
     from lipaudit.models.endpoints import find_places
 
-    if end.what == "loss" and net.classes is None:
-        return find_places(batch, "1")
-    return find_places(batch, end.where) if end.where else None
+    # The loss of a text begins with its second token.
+    second = end.what == "loss" and net.classes is None
+    return find_places(batch, "1" if second else end.where) if second or end.where else None
 
 
 def _measure_batch(
     net: Net, batch: Batch, options: JacobianOptions
 ) -> tuple[dict[str, Values], dict[str, Any]]:
-    """Return the figures of samples of one length, at the position or positions asked for."""
-    import numpy as np
-
-    from lipaudit.models.endpoints import resolve_target
-
-    end = resolve_target(net, batch, options.target)
-    columns = _find_columns(net, batch, end)
-    if columns is None or end.where != "all":
-        place = None if columns is None else columns[:, 0]
-        return _measure_outputs(net, batch, options, end, place)
-    each: list[dict[str, Values]] = []
-    for place in columns.unbind(1):
-        values, facts = _measure_outputs(net, batch, options, end, place)
-        each.append(values)
-        report_progress(len(batch) * len(each) / columns.shape[1])
-    facts.pop("gradients", None)
-    # The norms at all positions, and the largest norm of each text.
-    at = {name: np.stack([values[name] for values in each], 1) for name in ALWAYS}
-    return {name: at[name].max(1) for name in ("norm", "upper", "within")} | {
-        "products": at["products"].sum(1),
-        "converged": at["converged"].all(1),
-        "norm_median": np.median(at["norm"], 1),
-        "position": at["norm"].argmax(1),
-        "positions": at["norm"],
-    }, facts
-
-
-def _measure_outputs(
-    net: Net,
-    batch: Batch,
-    options: JacobianOptions,
-    end: Target,
-    place: Tensor | None,
-) -> tuple[dict[str, Values], dict[str, Any]]:
     """Return norms and margins of the model per sample, and the names of input and output."""
     import torch
 
     from lipaudit.measures import drawings
-    from lipaudit.models.endpoints import make_sample_function
+    from lipaudit.models.endpoints import make_sample_function, resolve_target
     from lipaudit.models.linearize import linearize
     from lipaudit.models.model_norms import compute_jacobian_norms, compute_margins
 
+    end = resolve_target(net, batch, options.target)
+    place = _find_place(net, batch, end)
     at = make_sample_function(net, batch, start=options.start, target=end.text, place=place)
     linear = linearize(at.f, at.x)
-    every = end.where == "all"
-    decides = end.what == "logits" and not every and linear.output.ndim == 2
-    decides = decides and linear.output.shape[1] > 1
+    decides = end.what == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
     norms = compute_jacobian_norms(
         linear,
         norm=options.norm,
         seeds=[seed_of(i, options.seed) for i in batch.ids],
-        directions=net.kind != "image" and options.norm == "2" and not (decides or every),
+        directions=net.kind != "image" and options.norm == "2" and not decides,
         **options.accuracy,
     )
     values = {name: getattr(norms, name).numpy().astype(kind) for name, kind in ALWAYS.items()}
@@ -336,17 +286,6 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     import numpy as np
 
     facts, names = parts[0].facts, dict.fromkeys(name for part in parts for name in part.values)
-    kept, longest = (
-        {},
-        max(part.values.get("positions", np.zeros((1, 0))).shape[1] for part in parts),
-    )
-    if longest:  # shorter texts lack the last positions
-        padded = [
-            np.pad(p, ((0, 0), (0, longest - p.shape[1])), constant_values=np.nan)
-            for p in (part.values["positions"] for part in parts)
-        ]
-        kept["positions"] = Array.of(np.concatenate(padded))
-        names.pop("positions")
     # Parts without any label have no column `correct`: nothing there is known to be wrong.
     arrays = {
         name: np.concatenate([p.values.get(name, np.ones(len(p.ids), bool)) for p in parts])
@@ -369,6 +308,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
         ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
         block = {name: arrays[f"block_{name}"][once, i] for name in OF_BLOCKS}
         rows.append(_make_row(options, block, ends))
+    kept = {}
     if "block_norm" in arrays:
         kept["norm"] = Array.of(np.vstack([arrays["norm"], arrays["block_norm"].T]))
     return [
@@ -377,9 +317,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             rows=tuple(rows),
             samples={"ids": sample_ids(parts), **columns},
             arrays=kept,
-            notes=notes(parts)
-            + _write_notes(str(facts["to"]), parts, arrays)
-            + repeat_notes(parts),
+            notes=notes(parts) + _write_notes(parts, arrays) + repeat_notes(parts),
             gradients={n: g for part in parts for n, g in part.facts.get("gradients", {}).items()},
         )
     ]
@@ -407,9 +345,7 @@ def _make_row(
     )
 
 
-def _write_notes(
-    end: str, parts: Sequence[Part], arrays: Mapping[str, Values]
-) -> tuple[Note, ...]:
+def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> tuple[Note, ...]:
     """Note what the figures refer to, what is missing, and how accurate they are."""
     import numpy as np
 
@@ -418,12 +354,6 @@ def _write_notes(
     def remark(level: Literal["info", "warning"], code: str, text: str) -> None:
         remarks.append(Note(level=level, code=code, text=text))
 
-    if end.endswith(":all"):
-        text = (
-            "the norm of a text is the largest over its positions (column position). The "
-            "JSON has all of them in the array positions"
-        )
-        remark("info", "by-position", text)
     if guessed := sum(part.facts.get("unlabelled", 0) for part in parts):
         text = f"the loss of {guessed} samples without a label uses the predicted class"
         remark("info", "loss-of-predicted", text)
@@ -464,11 +394,8 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
         )
     batch = batch.to(net.device, net.dtype)
     end = resolve_target(net, batch, options.target)
-    columns = _find_columns(net, batch, end)
-    if columns is None:
-        return
-    short = int((columns < 0).all(1).sum())
-    if short:
+    place = _find_place(net, batch, end)
+    if place is not None and (short := int((place < 0).sum())):
         raise InputError(
             f"{short} of {len(batch)} texts are too short for --to {end.text}",
             "Give longer texts, or an existing position (counted from 0, or from the end: -1).",

@@ -32,30 +32,25 @@ Forward = Callable[[], Any]
 
 
 def find_places(batch: Batch, where: str) -> Tensor:
-    """Return the columns of a position in a batch of texts, (samples, 1).
+    """Return the column of a position in every text of a batch, (samples,).
 
     Positions count the tokens without padding, wherever the padding is.
 
     Args:
         batch: the texts.
-        where: last, all, or an index, from the end if negative; for all positions the result is
-            (samples, tokens of the longest text).
+        where: last, or an index, from the end if negative.
 
     Returns:
-        The columns; -1 for texts without this position.
+        The column; -1 for texts without this position.
     """
     real = torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
     # A stable sort by padding keeps the order of the tokens, wherever the padding is.
     columns = torch.argsort((~real).long(), dim=1, stable=True)
     count = real.sum(1, keepdim=True)
-    if where == "all":
-        columns = columns[:, : int(count.max())]
-        inside = torch.arange(columns.shape[1], device=columns.device) < count
-        return columns.masked_fill(~inside, -1)
     number = -1 if where == "last" else int(where)
     slot = torch.full_like(count, number) if number >= 0 else count + number
     inside = (slot >= 0) & (slot < count)
-    return columns.gather(1, slot.where(inside, 0)).masked_fill(~inside, -1)
+    return columns.gather(1, slot.where(inside, 0)).masked_fill(~inside, -1)[:, 0]
 
 
 def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> Tensor:
@@ -204,13 +199,12 @@ def make_sample_function(
             "entry=MODULE).",
         )
     if place is None and end.where:
-        column = find_places(batch, end.where)
-        if column.shape[1] != 1 or bool((column < 0).any()):
+        place = find_places(batch, end.where)
+        if bool((place < 0).any()):
             raise InputError(
                 f"--to {end.text} is not a position of every text",
                 f"Use a position that every text has: --to {end.what}:last.",
             )
-        place = column[:, 0]
     scored = net.classes is None and end.what not in ("features", "tokens")
     scorer = net.next_token if scored else None
     if scorer is not None and not has_head(net, batch):

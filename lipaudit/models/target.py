@@ -9,7 +9,7 @@ StartPoint = Literal["pixels", "embeddings"]
 ENDS = ("logits", "probabilities", "loss", "hidden", "features", "tokens")
 PLACED = ("logits", "probabilities", "hidden")
 """Outputs that take a position in a text."""
-POSITION = re.compile(r"last|all|-?\d{1,9}")
+POSITION = re.compile(r"last|-?\d{1,9}")
 
 
 class Target(NamedTuple):
@@ -17,7 +17,7 @@ class Target(NamedTuple):
 
     Attributes:
         what: one of `ENDS`.
-        where: position in a text: last, all, or an index among the tokens without padding, from 0,
+        where: position in a text: last, or an index among the tokens without padding, from 0,
             or from the end if negative; empty: not given.
     """
 

@@ -349,18 +349,6 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
             yield Curve(title, columns[x], columns["norm"], tuple(series), log=True)
 
 
-def list_positions(sections: Sections) -> Iterator[Table]:
-    """List the positions of a text with the largest norms, over the texts that have them."""
-    for section in sections.values():
-        if "positions" in section.arrays:
-            norms = map(finite, section.arrays["positions"].numpy().T.tolist())
-            known = [(i, len(v), median(v), max(v)) for i, v in enumerate(norms) if v]
-            names = (section.columns[name] for name in ("samples", "median", "max"))
-            columns = section.sample_column("position"), *names
-            rows = tuple(sorted(known, key=lambda row: -row[3])[:TOP])
-            yield Table("Positions with the largest norms", columns, rows)
-
-
 # Attention maps, and what they lie over
 
 
@@ -394,7 +382,6 @@ def _draw_map(head: str, array: Array, section: Section) -> Iterator[Heatmap | P
 DRAWINGS: dict[str, tuple[Callable[[Sections], Iterable[Block]], ...]] = {
     "bounds": (list_tightness, scatter_bounds),
     "attention": (draw_attention,),
-    "jacobian": (list_positions,),
     "attack": (draw_accuracies,),
     "scaling": (draw_lengths,),
 }

@@ -292,7 +292,6 @@ Rows = tuple[
 SHAPES: Mapping[str, tuple[int | None, ...]] = {
     "map": (None, None),
     "map_tokens": (2,),
-    "positions": (None, None),
 }
 # Arrays that need a second array of the same head.
 BESIDE = {"map": "map_tokens"}

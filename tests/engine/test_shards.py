@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     ),
     "text bounds": ("bert", "bounds", 9, {"layers": "1"}),
     "text jacobian": ("bert", "jacobian", 17, {}),
-    "positions": ("llama", "jacobian", 3, {"target": "hidden:all", "batch_size": 1, "tol": 1e-2}),
+    "positions": ("llama", "jacobian", 3, {"target": "hidden:1", "batch_size": 1, "tol": 1e-2}),
     "words": ("bert", "attack", CHUNK + 2, {"attack": "words", "eps": "1", "queries": 5}),
 }
 """Model, measure, samples, options; where there are fewer than three batches, shards are empty."""

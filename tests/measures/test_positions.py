@@ -4,7 +4,6 @@ import copy
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -108,23 +107,6 @@ def test_norms_are_those_of_dense_jacobians(net, target, end):
         assert norm == pytest.approx(float(exact), rel=1e-8)
 
 
-def test_every_position_is_measured_by_itself(net):
-    section = norms_of(net, texts(), "logits:all")
-    kept = section.arrays["positions"].numpy()
-    assert kept.shape == (2, LONG)
-    for i, ids in enumerate(own(texts())):
-        rows = dense(lambda z: run(net, z)[0], embedded(net, ids)).unflatten(0, (len(ids), -1))
-        exact = torch.linalg.matrix_norm(rows, 2).numpy()
-        np.testing.assert_allclose(kept[i, : len(ids)], exact, rtol=1e-5)
-        assert np.isnan(kept[i, len(ids) :]).all()
-        assert section.samples["norm"][i] == pytest.approx(exact.max(), rel=1e-8)
-        assert section.samples["norm_median"][i] == pytest.approx(np.median(exact), rel=1e-8)
-        assert section.samples["position"][i] == exact.argmax()
-    assert section.rows[0].to == "logits:all"
-    assert section.rows[0].max == max(section.samples["norm"])
-    assert "radius_first_order" not in section.samples
-
-
 def loss_of(net, ids, z):
     return cross_entropy(run(net, z)[0][:-1], ids[1:])
 
@@ -178,13 +160,12 @@ def test_labels_of_texts_are_no_tokens(gpt2):
 
 def test_positions_count_from_the_first_token_wherever_the_padding_is():
     net = net_of(LANGUAGE["llama"]())
-    for target in ("logits:1", "logits:all", "hidden", "loss"):
+    for target in ("logits:1", "hidden", "loss"):
         right, left = (norms_of(net, texts(left=side), target) for side in (False, True))
         assert left.samples["norm"] == pytest.approx(right.samples["norm"], rel=1e-8)
-        assert left.samples.get("position") == right.samples.get("position")
 
 
-@pytest.mark.parametrize("target", ["logits:2", "logits:all", "loss"])
+@pytest.mark.parametrize("target", ["logits:2", "loss"])
 def test_batches_of_other_lengths_are_joined(gpt2, target):
     options = JacobianOptions(target=target, tol=1e-10, within=1e-9)
     batch = texts()
@@ -194,12 +175,9 @@ def test_batches_of_other_lengths_are_joined(gpt2, target):
     for name in ("norm", "upper"):
         for one, other in zip(apart.samples[name][::-1], together.samples[name], strict=True):
             assert one == pytest.approx(other, rel=1e-8)
-    if "positions" in together.arrays:
-        joined = [section.arrays["positions"].numpy() for section in (apart, together)]
-        np.testing.assert_allclose(joined[0][::-1], joined[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("target", ["logits", "probabilities:0", "logits:all", "hidden"])
+@pytest.mark.parametrize("target", ["logits", "probabilities:0", "hidden"])
 def test_no_position_that_is_not_asked_for_has_logits(target):
     size, count = 3000, 12
     net = net_of(
@@ -297,7 +275,9 @@ def test_what_is_not_there_is_refused(head, target, says):
         norms_of(bert(head), texts(), target)
 
 
-@pytest.mark.parametrize("target", ["logits:", "logits:x", "loss:1", "hidden:--1", "logit", ":1"])
+@pytest.mark.parametrize(
+    "target", ["logits:", "logits:x", "logits:all", "loss:1", "hidden:--1", "logit", ":1"]
+)
 def test_what_is_no_end_is_refused(target):
     with pytest.raises(UsageError, match="it must be logits"):
         JacobianOptions.parse({"target": target})
@@ -305,6 +285,6 @@ def test_what_is_no_end_is_refused(target):
 
 def test_rivals_need_classes_at_one_position():
     assert JacobianOptions.parse({"target": "logits:2", "rivals": 3}).rivals == 3
-    for target in ("loss", "logits:all", "hidden"):
+    for target in ("loss", "hidden"):
         with pytest.raises(UsageError, match="--rivals needs --to logits"):
             JacobianOptions.parse({"target": target, "rivals": 3})

@@ -107,7 +107,6 @@ def bert(tmp_path):
     ("name", "how"),
     [
         ("jacobian", {"target": "loss", "max_tokens": 6}),
-        ("jacobian", {"target": "logits:all", "max_tokens": 6}),
         ("jacobian", {"target": "hidden:3", "max_tokens": 6}),
         ("attack", {"eps": "0.1", "norm": "token-l2", "attack": "fgsm,pgd", "steps": 3}),
         ("scaling", {"lengths": "4:8:log2", "layers": "0", "mode": "real"}),

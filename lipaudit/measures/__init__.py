@@ -75,8 +75,10 @@ def option_types() -> dict[str, type[MeasureOptions]]:
     return {name: measure.options for name, measure in load_measures().items()}
 
 
+# Fewer samples where a sample costs more.
 QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64, "certify": 4}
 FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512, "certify": 32}
+# The demos are of digits, which larger changes leave readable.
 DEMO_EPS, EPS = "0.1", "2/255"
 USUAL = ("bounds", "attention", "jacobian", "attack")
 # Options of attack that an audit also takes.

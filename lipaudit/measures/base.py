@@ -51,6 +51,7 @@ class MeasureOptions(Settings):
     # --score is given, or have no other way to measure one.
     scores: ClassVar[Literal["never", "asked", "always"]] = "never"
 
+    # Fields of every measure, typed with the run or with measures of layers.
     seed: int = 0
     layers: Layers = None
 
@@ -245,6 +246,7 @@ def named_classes(parts: Sequence[Part]) -> dict[int, str]:
 
 def seed_of(sample: str, seed: int) -> int:
     """Return the seed of a sample's start vector, independent of its batch."""
+    # An id is a hash in hexadecimal: 12 digits are 48 bits.
     return (int(sample[:12], 16) + seed) % 2**63
 
 

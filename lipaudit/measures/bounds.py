@@ -230,6 +230,7 @@ LOOSE = 10
 
 
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
+# Columns of heads besides the bounds.
 OF_HEADS = ("exact", "upper", "within", "splitting_gain", "forward_error")
 # Columns with the largest value over the samples; the others have the median.
 MAXIMA = ("exact_max", "sharp_ratio_max", "softmax_norm_max", "within", "forward_error")

@@ -187,6 +187,7 @@ FITS_TABLE = Layout(
 )
 
 
+# What is kept of the measure bounds, per head and per layer.
 OF_HEADS = ("exact", "radius", "tokens")
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 # The sqrt n law is fitted for n up to n_max divided by this.

@@ -91,6 +91,7 @@ class RunOptions(Settings):
         panel=MODEL,
         values=lambda: ("image", "text"),
     )
+    # torch takes seeds of 64 bits.
     seed: int = option(0, "Random seed.", panel=RUN, ge=-(2**63), lt=2**63)
     device: str | None = option(
         None,
@@ -133,11 +134,13 @@ class RunOptions(Settings):
 
     def reading(self) -> dict[str, Any]:
         """Return the given options that decide how model and data are read, for reports."""
+        # The samples have ids, and the data a name of their own in the report.
         given = {
             name: getattr(self, name)
             for name, known in sorted(self.options().items())
             if known.panel in (MODEL, DATA) and name not in ("data", "samples")
         }
+        # By identity: 0 equals False, and is a value that was given.
         unset = (None, False)
         return {name: _plain(v) for name, v in given.items() if not any(v is u for u in unset)}
 
@@ -216,6 +219,7 @@ class Recipe(Settings):
     cutmix: float = option(1.0, "Alpha of CutMix; 0: no CutMix.", panel=IMAGES, ge=0)
     seed: int = 0
 
+    # With k = 1 the penalty is log(g1 / g1), a constant.
     @field_validator("k")
     @classmethod
     def _not_one(cls, k: int) -> int:

@@ -131,6 +131,7 @@ def option(
     """
     known: dict[str, Any] = {"flags": flags, "help": help, "panel": panel, "env": env}
     known |= {"usual": usual, "values": values, "need": need, "kinds": kinds}
+    # Defaults of parsed types are stored as text, as a person would type them.
     checks.setdefault("validate_default", isinstance(default, str))
     return Field(default, description=help, json_schema_extra={"option": known}, **checks)
 
@@ -138,10 +139,12 @@ def option(
 class Settings(BaseModel):
     """A group of options: immutable, closed; fields declared by `option` can be typed."""
 
+    # Validators are built when first used: a command pays for its own options only.
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
     )
 
+    # Names of values from the configuration: they may have no effect on the model at hand.
     _configured: frozenset[str] = PrivateAttr(default=frozenset())
 
     @classmethod
@@ -219,6 +222,7 @@ class Settings(BaseModel):
         known = cls.options()
         spell = spelled or (lambda name: known[name].flags[0] if name in known else flag(name))
         for name, value in values.items():
+            # JSON and the command line read integers of any size.
             if isinstance(value, int) and not -INT64 <= value < INT64:
                 raise UsageError(f"{spell(name)}: {value} is too large a number")
         try:
@@ -309,6 +313,7 @@ def read_lengths(text: str) -> tuple[int, ...]:
     reachable = FEWEST <= first < last <= MOST_TOKENS
     if not reachable or not 2 <= count <= MOST_LENGTHS:
         raise ValueError("not FIRST:LAST:logCOUNT, or fewer than 2 tokens")
+    # Even steps of the logarithm: a power law is a line over them.
     steps = (math.log(last / first) * i / (count - 1) for i in range(count))
     return tuple(dict.fromkeys(round(first * math.exp(step)) for step in steps))
 
@@ -435,6 +440,7 @@ def _balls(radii: tuple[Radius, ...]) -> tuple[Radius, ...]:
 
 def _order_layers(layers: Any) -> Any:
     """Sort layers; a number is one layer."""
+    # From Python, one layer may be given as a number.
     known = (layers,) if isinstance(layers, int) else layers
     if known is not None and (not known or not 0 <= min(known) <= max(known) < MOST_LAYERS):
         raise ValueError("give at least one layer, counted from 0")

@@ -1,7 +1,5 @@
 """The statistics against direct float64 computation from attention maps."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -317,47 +315,6 @@ def test_long_maps_have_no_norm_unless_asked():
     assert all(row.p_norm is None for row in section_of(net, [batch], p_norm_tokens=13).rows)
     assert all(row.p_norm > 0 for row in section_of(net, [batch], p_norm_tokens=14).rows)
     assert AttentionOptions().p_norm_tokens == 2048
-
-
-CODE = """
-import resource
-import torch
-from lipaudit.data.batch import Batch
-from lipaudit.measures.attention import AttentionOptions, measure, summarise
-from lipaudit.models.sources.loading import assemble
-from lipaudit.models.net import LoadOptions, ModelSpec
-
-class One(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(50, 64)
-        self.qkv = torch.nn.Linear(64, 192)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.table(x)).unflatten(-1, (3, 8, 8)).permute(2, 0, 3, 1, 4)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten(1)[:, :7]
-
-torch.set_num_threads(1)
-torch.manual_seed(0)
-spec = ModelSpec(One().requires_grad_(False), (TOKENS,), kind="text", vocabulary=50,
-                 call=lambda x, mask: spec.module(x))
-net = assemble(spec, LoadOptions(), name="one", source="py")
-x = torch.randint(50, (1, TOKENS))
-options = AttentionOptions(map="0.1")
-[section] = summarise(list(measure(net, [Batch(x, None, ("aa",))], options)), options)
-shape = section.arrays["map@0.1"].shape
-assert len(section.rows) == 8 and section.rows[0].tokens == TOKENS and max(shape) == 256
-assert all(row.p_norm is None for row in section.rows)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-"""
-
-
-@pytest.mark.slow(seconds=21)
-def test_8192_tokens_and_8_heads_take_less_than_2_gb():
-    """A map of all of them is 4.3 GB in float64."""
-    code = CODE.replace("TOKENS", "8192")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 2e9
 
 
 SIZES = TEXT | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 2048}

@@ -151,6 +151,7 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
     with watch_outputs(net.module, note), eager(), torch.no_grad():
         net.output(sample)
     inputs = _count_inputs(net, sample)
+    # Upper estimate: every number that an innermost module returns may add a symbol of its own.
     rows = inputs + (inputs * (inputs + 1) // 2 if order == 2 else 0) + sum(counts)
     widest = max([net.point(sample).numel(), *counts])
     needed = TENSORS * rows * widest * torch.finfo(net.dtype).bits // 8

@@ -85,6 +85,7 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     """
     real = torch.ones_like(part.x, dtype=torch.bool) if part.mask is None else part.mask
     real = real.to(logits.device)  # the head may be on another device than the texts
+    # A token is scored where both it and the token before it are real: no loss crosses padding.
     leads = real[:, :-1] & real[:, 1:]
     tokens = part.x.to(logits.device)[:, 1:][leads]
     # Selected before the loss: a NaN at padding would survive a factor of zero.

@@ -235,6 +235,7 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
 
 def reads_only(source: Probed, rows: Tensor) -> bool:
     """Check a row map by one product: half of the tokens of t must not affect other rows of y."""
+    # One random number a token, the same in all heads and channels.
     pick = source.random[:, :1, :, :1]
     half = pick > pick.median()  # a random half of the tokens
     touched = find_touched(source.pull(source.random * half), 1)
@@ -250,6 +251,7 @@ def find_affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tens
     # M from one product per channel is exact if t is affine; whether it is, every token shows.
     image = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
     rest = t - image
+    # What M y leaves over must be one constant a channel: the mean is then that constant.
     offset = rest.mean((0, 2))
     if not is_rounding(rest - offset[:, None], AFFINE_TOLERANCE, t, image):
         return None

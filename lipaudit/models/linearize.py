@@ -143,6 +143,7 @@ class LinearMode(TorchFunctionMode):
 
 def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor) -> Tensor:
     """Evaluate f with operations that can be differentiated twice."""
+    # Checkpointed segments run again in a backward pass, outside of this mode: hooks refuse them.
     sdpa = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
     # Fused kernels have a backward pass without derivative; MATH uses torch operations, which have

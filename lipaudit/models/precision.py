@@ -289,6 +289,7 @@ def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Te
     known = _lifted.get(stored)
     copy = None if known is None else known()
     if copy is None or (copy.dtype, copy.device) != (kind, place):
+        # A copy made in inference mode could never be saved for a backward pass.
         with torch.inference_mode(False), torch.no_grad():
             copy = nn.Parameter(_room(stored, kind, place).copy_(stored), requires_grad=False)
         _lifted[stored], _stored[copy] = TensorWeakRef(copy), stored
@@ -304,6 +305,7 @@ def _room(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     count = like.numel()
     if device.type != "cpu" or count < LARGE or not like.is_contiguous():
         return torch.empty_like(like, dtype=dtype, device=device)
+    # Anonymous pages go back to the system as soon as the last view of them is freed.
     pages = mmap(-1, count * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype).view(like.shape)
 

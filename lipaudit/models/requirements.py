@@ -241,6 +241,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
         return ()
     pair, wide = batch[:2].trim(), Widening()
     # All weights are widened, and restored afterwards in the same memory.
+    # Buffers, too: running statistics in float32 would leave a kink of their own.
     tensors = [t for t in (*parameters, *net.module.buffers()) if t.is_floating_point()]
     narrow = {id(t): (t, t.data) for t in tensors}
     try:

@@ -89,6 +89,7 @@ def _score_rows(net: Net, x: Tensor, mask: Tensor | None, how: Score, count: int
     scores = chosen.new_zeros(where.shape).index_put((where,), chosen).sum(1) / divisor
     if count:
         return scores.view(-1, count)
+    # The likeliest other token at each place: greedy decoding takes it where it is ahead.
     other = logs.scatter(1, tokens, -math.inf).amax(1)
     ahead = chosen.new_full(where.shape, math.inf).index_put((where,), chosen - other).amin(1)
     return torch.stack([scores, scores - ahead / divisor], 1)

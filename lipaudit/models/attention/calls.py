@@ -23,9 +23,6 @@ from lipaudit.models.precision import Kept, read
 RIGHT, LEFT = "linear", "linear from the left"
 """Name of the operation, by the side of the weight."""
 
-LARGEST = 2**24
-"""Largest number of entries of a block matrix."""
-
 Arrange = Callable[..., Tensor]
 """Moves the channels of a tensor to the last axis."""
 
@@ -227,6 +224,7 @@ class Explicit:
 
     def pull(self, cotangent: Tensor) -> Tensor | None:
         """Return J^T u of the logits with respect to q k^T; None if they do not depend on it."""
+        # Only down to q k^T: what lies before it, down to the linear maps, is not differentiated.
         pulled = torch.autograd.grad(
             self.logits, self.products, cotangent, retain_graph=True, allow_unused=True
         )
@@ -381,6 +379,7 @@ def list_layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
     names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))
     plain = tuple(name for name in names if "*" not in name or t.shape[0] % samples == 0)
     # With an axis for each of windows, heads and samples no guess is needed.
+    # One linear map tells the number of tokens, and so how many windows share the first axis.
     linears = [o.linear for _, o in call.origins.leaves(t) if o.linear is not None]
     if t.ndim != 3 or len(linears) != 1:
         return plain

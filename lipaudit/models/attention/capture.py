@@ -17,14 +17,10 @@ from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError, StructureError
+from lipaudit.models.attention import projections
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop
 from lipaudit.models.attention.logits import read_logits, read_position_terms
-from lipaudit.models.attention.projections import (
-    NotClosedForm,
-    Projected,
-    ProjectionForm,
-    project,
-)
+from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
 from lipaudit.models.attention.trace import Frame, Tracer, freeze, observe
 from lipaudit.models.graph import pull_back
 from lipaudit.models.net import Net
@@ -50,6 +46,7 @@ def read_product(
     """
     form, q, k, v = read_logits(call), call.q.detach(), call.k.detach(), call.v.detach()
     plain = form.slope is None and form.relative is None
+    # A slope or position vectors change the Jacobian, not only P: the bias is then S itself.
     windows, tokens, mask = q.shape[0], q.shape[2], batch.mask
     valid = None
     if mask is not None and not bool(mask.all()):
@@ -104,7 +101,7 @@ def add_inputs(
         form: ProjectionForm | None = getattr(structure, name)
         if form is not None:  # q may be constant
             t: Tensor = getattr(call, name)
-            parts[name] = project(form, t, call.origins.leaves(t), len(batch))
+            parts[name] = projections.project(form, t, call.origins.leaves(t), len(batch))
 
     def read_tokens(part: Projected) -> Tensor:
         """Return X; padded tokens are no part of it: bounds by norms of X would count them."""
@@ -216,6 +213,7 @@ def capture(
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
     # A written-out softmax is recognised by a graph from q or k, also where no layer is read.
     cut = [s for s in sites if s.explicit or (projections and s.address in chosen)]
+    # A layer that the data switch off stays in `pending`, and is reported below.
     pending, results = dict(chosen), list[Result]()
 
     def visit(call: AttentionCall, address: Address) -> None:

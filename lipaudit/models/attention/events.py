@@ -32,17 +32,12 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lipaudit.models.attention.calls import (
-    LARGEST,
-    LEFT,
-    RIGHT,
-    Address,
-    AttentionCall,
-    Explicit,
-    Fused,
-    Linear,
-)
+from lipaudit.models.attention import calls
+from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Linear
 from lipaudit.models.graph import Past, leaves, nodes, op, vjp
+
+LARGEST = 2**24
+"""Largest number of entries of a block matrix."""
 
 
 class Operands(NamedTuple):
@@ -90,12 +85,14 @@ def parse_contraction(
 
 def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Operands]:
     if weight.ndim == 2:
-        yield Operands(input, weight, bias, RIGHT, lambda: Linear(input, weight.t(), bias), True)
+        yield Operands(
+            input, weight, bias, calls.RIGHT, lambda: Linear(input, weight.t(), bias), True
+        )
 
 
 def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Iterator[Operands]:
     if not scaling:
-        yield Operands(mat1, mat2, input, RIGHT, lambda: Linear(mat1, mat2, input), True)
+        yield Operands(mat1, mat2, input, calls.RIGHT, lambda: Linear(mat1, mat2, input), True)
 
 
 def _read_conv(
@@ -118,7 +115,7 @@ def _read_conv(
                 whole = torch.block_diag(*whole.chunk(groups))  # type: ignore[no-untyped-call]
             return Linear(input.movedim(1, -1), whole.t(), bias, lambda y: y.movedim(1, -1))
 
-        yield Operands(input, weight, bias, RIGHT, read, True)
+        yield Operands(input, weight, bias, calls.RIGHT, read, True)
 
 
 def _read_matmul(*operands: Any, **kwargs: Any) -> Iterator[Operands]:
@@ -126,7 +123,7 @@ def _read_matmul(*operands: Any, **kwargs: Any) -> Iterator[Operands]:
         return
     a, b = operands
     if b.ndim == 2:
-        yield Operands(a, b, None, RIGHT, lambda: Linear(a, b, None))
+        yield Operands(a, b, None, calls.RIGHT, lambda: Linear(a, b, None))
     elif min(a.ndim, b.ndim) > 1:
         lead = ascii_lowercase[: max(a.ndim, b.ndim) - 2]
         first, second = (lead[len(lead) + 2 - t.ndim :] for t in (a, b))
@@ -155,10 +152,10 @@ def _read_either(a: Tensor, first: str, b: Tensor, second: str, out: str) -> Ite
     The first is a weight only if it is the same for all samples: with axes in common with the
     second, it is a learned query.
     """
-    yield Operands(a, b, None, RIGHT, lambda: _contract(a, first, b, second, out))
+    yield Operands(a, b, None, calls.RIGHT, lambda: _contract(a, first, b, second, out))
     # A weight on the left has no axis in common with the samples of the other operand.
     if not set(first) & set(second) & set(out):
-        yield Operands(b, a, None, LEFT, lambda: _contract(b, second, a, first, out))
+        yield Operands(b, a, None, calls.LEFT, lambda: _contract(b, second, a, first, out))
 
 
 def _contract(x: Tensor, given: str, weight: Tensor, letters: str, out: str) -> Linear | None:
@@ -222,6 +219,7 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
 def _count_spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
     """Count, along each axis of `source`, the entries that one row of a map's input depends on."""
     row = torch.zeros_like(linear.inputs)
+    # A row in the middle: the first token may attend to itself alone (causal masks).
     row[len(row) // 2] = 1.0
     pulled = vjp(linear.inputs, source, row)
     return [] if pulled is None else [axis.unique().numel() for axis in pulled.nonzero().T]
@@ -308,6 +306,7 @@ class AttentionMode(TorchFunctionMode):
         if result is None:
             handler = _HANDLERS.get(func)
             result = handler(self, func, *args, **kwargs) if handler else func(*args, **kwargs)
+        # Only a fused op, or a product of weights and values, gives a call.
         if not isinstance(result, AttentionCall):
             return result
         # One frame of the stack for each attention: what is measured of it runs below this line.
@@ -366,6 +365,7 @@ class AttentionMode(TorchFunctionMode):
                 return softmax.multiply(weights, values, out, transposed=made[1])
         # A factor with two axes is a weight or a state, not q or k.
         if out.requires_grad and a.ndim > 2 and b.ndim > 2:
+            # The edge, not the tensor: a model may scale or mask its logits in place.
             product = _Product(get_gradient_edge(out), a, b)
             self._products = [*self._products, product][-_PRODUCTS:]
         return out
@@ -444,6 +444,7 @@ class AttentionMode(TorchFunctionMode):
             return
         noted = {product.edge.node: product for product in self._products}
         inputs, hits = leaves(logits, noted, self._past)
+        # A softmax along another axis weights something else than keys: `uses` counts it.
         if not hits or dim not in (-1, logits.ndim - 1):
             return
         first = next(product for node, product in noted.items() if node in hits)
@@ -501,6 +502,7 @@ def _make_fused_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
+    # Grouped keys are repeated in the graph, so that each head has gradients of its own.
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)

@@ -81,6 +81,7 @@ def read_logits(call: AttentionCall) -> LogitForm:
     if form.others and sink is not None:
         raise NotClosedForm(f"it has sinks, and {BESIDE}")
     logits, p = (t.detach()[..., keys] for t in (form.logits, form.p))
+    # Pairs without weight do not move the output, whatever their slope is.
     seen = (p > 0) & (slope != 0).any(-1, keepdim=True)
     scale = torch.where(seen, slope, 0.0).abs().amax((-2, -1), keepdim=True)
     even = _is_close(torch.where(seen, slope, scale), scale, 1e-4)
@@ -95,6 +96,7 @@ def read_logits(call: AttentionCall) -> LogitForm:
         if masked.any() or not _ADDED.isdisjoint(ops):
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
         return LogitForm(scale[..., 0, 0], bias, sink=sink)
+    # The slope of each pair relative to the scale of its head: 1 everywhere for plain logits.
     share = torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
     level = _is_close(
         torch.where(seen, share, 1.0),
@@ -141,6 +143,7 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
         # that sum exactly to 0 over a row then give no gradient to it.
         generator, shape = torch.Generator(device).manual_seed(1), form.logits.shape
         u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
+        # Small integers add up to exactly 0 in floating point; random real numbers would not.
         u[..., -1] -= u.sum(-1)
         pulled: list[Tensor] = []
         with _hook(largest, lambda grads: pulled.extend(g for g in grads if g is not None)):
@@ -276,6 +279,7 @@ def _read_term(
     _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
     # For each channel of q, the change of all columns, the same at every token, that changes this
     # channel alone: (d, heads * d).
+    # A mix of channels behind the map is undone, so that gradients are those of q itself.
     unit = torch.eye(columns.shape[1], dtype=part.x.dtype, device=part.x.device)
     inverse = unit.expand(len(columns), -1, -1) if mix is None else torch.linalg.inv(mix)
     # The gradients dS_ij / dq_ic of all pairs, channel by channel. J^T u is linear in u, so its

@@ -82,6 +82,7 @@ def _linearize_module(layer: Layer) -> Linearization | str:
         return outside
     try:
         linear = _linearize_layer(layer)
+        # A trial product: some backward passes fail although the forward pass has run.
         linear.outer(torch.ones_like(linear.output))  # an op without derivative shows only here
     except Exception as error:  # the model's own code may raise anything when run again
         if of_machine(error):

@@ -234,6 +234,7 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
     # Grouped keys or values: only heads that read the same columns count, because others may be
     # equal by chance, or zero.
     t, heads = source.t, source.t.shape[1]
+    # The largest repetition first: 8 equal heads are one head 8 times, not two heads 4 times.
     for repeat in range(heads, 1, -1):
         unique = t[:, ::repeat]
         if heads % repeat == 0 and torch.equal(unique.repeat_interleave(repeat, 1), t):
@@ -305,6 +306,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
     same = len(linears) == len(leaves) == len(form.source)
     if not same or not all(each.reads_same(linears[0]) for each in linears[1:]):
         raise NotClosedForm("comes from other linear maps than in the first pass", "changed")
+    # Maps of one input act like one map with all their columns side by side.
     linear = join_linears(linears)
     source = Probed(t[:, :: form.repeat], tuple(leaf.tensor for leaf in made_by), linear.outputs)
     total = linear.inputs.shape[0]

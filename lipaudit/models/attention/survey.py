@@ -183,6 +183,7 @@ def _analyse(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) ->
     surveyor = observe()
     if loops := surveyor.find_loops():
         surveyor = observe(loops)
+    # Once more with fewer cuts, for keys that are made from a latent of the tokens.
     if surveyor.inner:
         surveyor.adopt(observe(loops, *surveyor.inner))
     explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
@@ -243,6 +244,7 @@ def make_generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
             return net.call(x, mask)
 
     x = _take_longest(net, batch) if net.kind == "text" else batch.x[:1]
+    # The sample, and two companions that differ from it and from each other by their noise.
     samples = [x, x.flip(-1), x]
     for seed, t in enumerate(samples if net.kind != "text" else ()):
         generator = torch.Generator().manual_seed(seed)

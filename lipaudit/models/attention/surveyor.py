@@ -176,6 +176,7 @@ def find_output_map(linear: calls.Linear, source: graph.Probed) -> capture.Outpu
     affine = graph.find_affine_map(source, index, columns) if plain else None
     if affine is None:
         return None
+    # Each channel of the input must be one channel of the heads: a permutation times factors.
     mix = affine[0][0]
     order = mix.abs().argmax(0)
     gain = mix.gather(0, order[None])[0]
@@ -386,6 +387,7 @@ class Surveyor:
         parts = arranged.q, arranged.k, arranged.v
         if layer.site.sources:  # a call of constants changes with no sample
             # A row with both samples changes with one of them, maybe by less than any tolerance.
+            # Exactly: kernels round alike in two passes over batches of one size.
             moved = not all(map(torch.equal, layer.parts, parts))
             self._moved.setdefault(layer.site.module, set()).add(moved)
         for before, t in zip(layer.first, parts, strict=True):
@@ -463,6 +465,7 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     q, k, v = ([layer.reads[i] for layer in group] for i in range(3))
     rows, columns = 0, 1
     single = all(shape[0][:2] == (1, 1) for shape in shapes)
+    # Heads read columns of their own; chunks of queries read rows of their own.
     split = [_are_apart(part, columns) for part in (q, k, v)]
     # Heads of several calls that share keys would repeat them in another order than groups do.
     whole = split[0] and (single or all(split))

@@ -13,15 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.calls import (
-    RIGHT,
-    Address,
-    AttentionCall,
-    Linear,
-    Loop,
-    Origin,
-    Origins,
-)
+from lipaudit.models.attention import calls
+from lipaudit.models.attention.calls import Address, AttentionCall, Linear, Loop, Origin, Origins
 from lipaudit.models.attention.events import READERS, AttentionMode, Operands
 from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.net import Net
@@ -152,7 +145,8 @@ class Tracer(AttentionMode):
         reader = READERS.get(func)
         if reader is None:
             return None
-        place, linear = self.place.address(RIGHT), None
+        # Each op of a kind is numbered, cut or not: the numbers are then the same in every pass.
+        place, linear = self.place.address(calls.RIGHT), None
         for factors in reader(*args, **kwargs):
             address = place._replace(op=factors.op)
             if self._is_map(factors, address) and (linear := factors.read()) is not None:
@@ -222,6 +216,7 @@ class Tracer(AttentionMode):
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
         """Return t as a leaf of known origin: a clone, because the model may write into it."""
+        # Behind the leaf the graph starts anew: a pass holds the graph of one layer at a time.
         leaf = t.detach().requires_grad_()
         self.origins.known[leaf] = origin
         return leaf.clone()

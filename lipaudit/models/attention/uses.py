@@ -97,6 +97,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not (a and b):
                 score = out.ndim == 1 or out.shape[-1] == 1  # a linear map to a single column
                 return _SAMPLE | ((a | b) & _OUTER if score else 0)
+            # The axis that the product keeps of the other factor: the channels of its values.
             values = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]
             pair = tuple(values) == (1,) or not (a ^ b) & _PAIR
             return _SAMPLE | _PAIR if pair else self._count_use()

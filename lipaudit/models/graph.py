@@ -224,8 +224,11 @@ def label_fed(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     halves = torch.tensor(list(islice(combinations(range(number), number // 2), values)))
     sets = torch.zeros(values, number, dtype=torch.bool).scatter_(1, halves, True).to(code.device)
     picks = sets[code].to(source.random.dtype)  # (..., probes)
-    pulled = (source.pull(source.random * pick) for pick in picks.unbind(-1))
-    hits = torch.stack([find_touched(each, axis) for each in pulled], -1)
+    touched = []
+    for pick in picks.unbind(-1):
+        pulled = source.pull(source.random * pick)
+        touched.append(find_touched(pulled, axis))
+    hits = torch.stack(touched, -1)
     count = hits.sum(-1)
     if ((count > 0) & (count != sets[0].sum())).any():
         return None

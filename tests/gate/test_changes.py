@@ -5,12 +5,9 @@ import pytest
 from scipy import stats
 
 from lipaudit.errors import BaselineError, UsageError
-from lipaudit.gate import compare, judge
+from lipaudit.gate import compare
 from lipaudit.gate.judging import TOLERANCE
 from lipaudit.measures import layouts
-from lipaudit.measures.attention import ATTENTION_TABLE
-from lipaudit.measures.certify import CERTIFY_TABLE
-from lipaudit.tables import Array
 from lipaudit.tables.report import Failure
 
 RNG = np.random.default_rng(33)
@@ -70,18 +67,6 @@ def test_a_change_below_the_accuracy_of_norms_never_stands(heads):
         assert (head.p, head.stands) == (1.0, False)
 
 
-def test_heads_over_the_shared_samples_in_any_order(report, bounds, ids):
-    order = [5, 7, 0, 2, 6]
-    names = ids(8)
-    old = report(bounds(EXACT, ids=names))
-    part = bounds(1.2 * EXACT[:, order], ids=tuple(names[i] for i in order))
-    changes = exact_heads(pair_of(old, report(part, weights="b")))
-    for head, line in zip(changes, EXACT[:, order], strict=True):
-        assert head.samples == 5
-        assert [head.paired, head.low, head.high] == pytest.approx([0.2] * 3, rel=1e-4)
-        assert head.old == pytest.approx(np.median(line), rel=1e-5)
-
-
 FLAGS = {  # correct and robust, in the first report and in the other
     "stays": ((1, 1), (1, 1)),
     "breaks": ((1, 1), (1, 0)),
@@ -135,57 +120,6 @@ def test_samples_that_changed_sides(attacked, ids):
     assert [named[pair.samples[i].id] for i in (0, 1, -1)] == ["goes wrong", "breaks", "heals"]
 
 
-def test_nobody_flips_under_a_weaker_attack(attacked, bounds):
-    strong, weak = attacked(0, attacks=("apgd-ce", "square")), attacked(1)
-    pair = pair_of(
-        *(r.model_copy(update={"sections": (*r.sections, bounds(EXACT))}) for r in (strong, weak))
-    )
-    assert shares(pair) == []
-    assert any("weaker" in v.reason for v in pair.verdicts if v.metric == "attack.robust:mean")
-
-
-def certified(verdicts):
-    column = [int(v == "certified") for v in verdicts]
-    row = CERTIFY_TABLE.row(norm="linf", eps=0.01, eps_text="0.01", samples=len(verdicts))
-    return layouts()["certify"].section(
-        settings={"seed": 0},
-        rows=(row,),
-        samples={
-            "ids": tuple(f"s{i}" for i in range(len(verdicts))),
-            "correct": tuple(int(v != "wrong") for v in verdicts),
-            "verdict@linf,0.01": tuple(verdicts),
-            "robust@linf,0.01": tuple(int(v in ("certified", "undecided")) for v in verdicts),
-            "certified@linf,0.01": tuple(column),
-        },
-    )
-
-
-def test_samples_without_an_answer_stand_on_no_side(report):
-    old, new = certified(["certified", "broken", "certified"]), certified(["certified"] * 3)
-    unknown = {name: (*flags[:2], None) for name, flags in new.samples.items() if name != "ids"}
-    new = new.model_copy(update={"samples": new.samples | unknown})
-    pair = pair_of(report(old), report(new, weights="b"))
-    assert [(v.samples, v.old, v.new, v.lost, v.gained) for v in shares(pair)] == [
-        (2, 1, 1, 0, 0),
-        (2, 0.5, 1, 0, 1),
-        (2, 0.5, 1, 0, 1),
-    ]
-
-
-def test_certificates_that_are_lost_and_gained(report):
-    old = certified(["certified", "undecided", "broken", "certified"])
-    new = certified(["undecided", "certified", "undecided", "wrong"])
-    pair = pair_of(report(old), report(new, weights="b"))
-    assert [(v.metric, v.lost, v.gained) for v in shares(pair)] == [
-        ("certify.correct:mean", 1, 0),
-        ("certify.robust:mean", 1, 1),
-        ("certify.certified:mean", 2, 1),
-    ]
-    figures = {s.id: s.figures["certify.certified@linf,0.01"] for s in pair.samples}
-    assert figures == {"s0": (1, 0), "s1": (0, 1), "s2": (0, 0), "s3": (1, 0)}
-    assert pair.samples[0].id == "s3"
-
-
 def test_figures_of_a_sample_before_and_after(report, jacobian, norms):
     places = {
         "ids": jacobian(norms).samples["ids"],
@@ -217,17 +151,6 @@ def test_what_spoils_a_comparison_is_a_warning(report, jacobian, norms, run, sai
     pair = pair_of(report(jacobian(norms)), report(jacobian(norms), weights="b", **run))
     assert [text[: len(said)] for text in pair.warnings] == [said]
     assert pair.notes == ()
-
-
-def test_a_resizing_that_one_report_alone_states_spoils_nothing(report, jacobian, norms):
-    fine = {"mean": [0.5], "std": [0.5], "interpolation": "bicubic", "crop_pct": 0.875}
-    old, new = report(jacobian(norms)), report(jacobian(norms), weights="b", preprocess=fine)
-    assert pair_of(old, new).warnings == ()
-    assert judge(new, old).exit_code == 0
-    nearest = report(jacobian(norms), preprocess=fine | {"interpolation": "nearest"})
-    judged = judge(new, nearest)
-    assert judged.exit_code == 5
-    assert "preprocess interpolation: nearest became bicubic" in judged.reason
 
 
 def test_the_same_weights_are_called_so(report, jacobian, norms):
@@ -313,24 +236,6 @@ def test_what_failed_keeps_nothing_else_from_being_compared(report, jacobian, at
     pair = pair_of(old, new)
     assert {v.status for v in pair.verdicts} == {"unchanged"}
     assert pair.notes == ("not compared, because only old has it: attack",)
-
-
-def test_shares_that_are_the_same_are_unchanged(report, norms):
-    def fragile(share):
-        rows = tuple(ATTENTION_TABLE.row(layer=0, head=i, intermediate=share) for i in range(2))
-        arrays = {"intermediate": Array.of(np.full((2, 4), share))}
-        return layouts()["attention"].section(
-            rows=rows, samples={"ids": tuple("abcd")}, arrays=arrays
-        )
-
-    def status(share):
-        pair = pair_of(report(fragile(0.5)), report(fragile(share), weights="b"))
-        return next(v for v in pair.verdicts if v.metric == "attention.intermediate:median")
-
-    assert status(0.5).status == "unchanged"
-    more = status(0.55)
-    assert (more.status, more.unit) == ("regressed", "pp")
-    assert (more.paired, more.low) == (pytest.approx(0.05), pytest.approx(0.05))
 
 
 ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]

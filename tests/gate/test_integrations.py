@@ -83,16 +83,6 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
     ]
 
 
-def test_the_action_with_its_defaults(action, recorded):
-    step = action["runs"]["steps"][-1]
-    names = {name.replace("-", "_").upper(): name for name in action["inputs"]}
-    values = {v: action["inputs"][n].get("default", "audit.json") for v, n in names.items()}
-    given = {name for step in action["runs"]["steps"] for name in step.get("env", ())}
-    assert set(values) == given - {"FOLDER"}
-    _, arguments = recorded(step["run"], **values)
-    assert arguments == ["gate", "--baseline", "lipaudit-baseline.json", "--", "audit.json"]
-
-
 @pytest.mark.parametrize(
     ("growth", "code", "verdict"),
     [(1.0, 0, "pass: 1 unchanged"), (1.5, 1, "regressed: jacobian.")],
@@ -135,29 +125,6 @@ printf '%s ' "$@"; echo"""
     assert installed[-2] == "torch==2.11.0"  # what the job has stays
     assert installed[-1].endswith(" of the action")
     assert (tmp_path / "path").read_text() == f"{tmp_path}/bin\n"
-
-
-def test_the_environment_is_cached_unless_it_is_that_of_the_job(action, shell, tmp_path):
-    (tmp_path / "pyproject.toml").write_text("[project]")
-    step = action["runs"]["steps"][0]
-
-    def choose(prefix, index=""):
-        body = f'case "$1" in -c) echo "{prefix}";; *) echo "$@";; esac'
-        where = {"RUNNER_TEMP": "/tmp/job", "RUNNER_OS": "Linux", "RUNNER_ARCH": "X64"}
-        done = shell(
-            step["run"], "python", body,
-            GITHUB_ACTION_PATH=str(tmp_path), TORCH_INDEX=index, **where,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        lines = (tmp_path / "outputs").read_text().splitlines()
-        (tmp_path / "outputs").unlink()
-        return dict(line.split("=", 1) for line in lines)
-
-    assert choose("/job/venv") == {"folder": "/job/venv"}
-    cached = choose("")
-    assert cached["folder"] == "/tmp/job/lipaudit"
-    assert cached == choose("")
-    assert cached["key"] != choose("", "https://example.org/cpu")["key"]
 
 
 def test_inputs_reach_the_shell_as_variables_only(action):

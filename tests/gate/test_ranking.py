@@ -10,7 +10,7 @@ from lipaudit.errors import UsageError
 from lipaudit.gate import rank
 from lipaudit.gate.statistics import judge_share
 from lipaudit.measures import layouts
-from lipaudit.tables.columns import median_limits, wilson
+from lipaudit.tables.columns import wilson
 from lipaudit.tables.report import Failure
 
 RNG = np.random.default_rng(5)
@@ -116,29 +116,6 @@ def test_limits_are_corrected_for_the_models_compared_with_the_best(steep):
         assert (model.outcome == "behind the best") == (line[k - 1] > 0)
 
 
-@pytest.mark.parametrize("unit", [1.0, 1e-13])
-def test_limits_of_the_median_are_exact_order_statistics(steep, unit):
-    assert rank([steep("few", RNG.lognormal(size=5))]).models[0].summary.norms.low is None
-    values = unit * RNG.lognormal(size=64)
-    k = int(stats.binom(64, 0.5).ppf(0.025))
-    while stats.binom(64, 0.5).cdf(k - 1) > 0.025:
-        k -= 1
-    ordered, norm = np.sort(values), rank([steep("a", values)]).models[0].summary.norms
-    assert (norm.low, norm.high) == (ordered[k - 1], ordered[64 - k])
-
-
-def test_a_row_says_what_the_report_does(report, jacobian, attack, bounds, norms):
-    exact = RNG.lognormal(0, 0.3, (4, 8))
-    one = report(bounds(exact), jacobian(norms), attack(HALF), spec="a")
-    two = report(bounds(exact), jacobian(2 * norms), attack(HALF), spec="b", weights="b")
-    row = rank([one, two]).models[0]
-    assert row.summary.norms.median == np.median(norms)
-    assert (row.summary.norms.low, row.summary.norms.high) == median_limits(norms)
-    assert row.summary.norms.p95 == np.quantile(norms, 0.95)
-    assert [each.kind for each in row.summary.accuracy] == ["clean", "attacked"]
-    assert row.summary.heads.steepest[0].exact == np.median(exact, 1).max()
-
-
 def test_the_smallest_ball_that_most_have_decides(attacked):
     both = np.stack([HALF, 0 * HALF])
     reports = [
@@ -204,14 +181,6 @@ def test_equal_medians_are_not_equal_models(steep):
     ranking = rank([steep("b", worse), steep("a", norms)])
     assert [model.summary.norms.median for model in ranking.models] == [16.0, 16.0]
     assert outcomes(ranking) == {"a": (1, "best"), "b": (2, "behind the best")}
-
-
-def test_models_are_compared_over_the_samples_that_they_share(steep, norms, ids):
-    part = steep("b", 2 * norms[32:], ids=ids(64)[32:])
-    ranking = rank([part, steep("a", norms)])
-    assert outcomes(ranking)["b"] == (2, "behind the best")
-    difference = ranking.models[1].difference
-    assert (difference.samples, difference.paired) == (32, pytest.approx(1.0))
 
 
 def test_equal_models_are_seldom_told_apart(steep):

@@ -15,7 +15,6 @@ from lipaudit.tables import Column
 
 X = Column(label="||x||", meaning="", format=".3g")
 COUNT = Column(label="n", meaning="", format="d")
-SHARE = Column(label="robust", meaning="", format=".1%")
 HOSTILE = "<b>$x$ & 'y'</b>"
 
 
@@ -128,35 +127,6 @@ def test_titles_lie_on_the_points_that_are_drawn():
     ]
     for _, at in found:
         assert any(np.hypot(float(x) - at["cx"], float(y) - at["cy"]) < 0.2 for x, y in drawn)
-
-
-def point(**changes: object) -> Series:
-    return dataclasses.replace(Series("a", (1.0,), (2.0,)), **changes)
-
-
-@pytest.mark.parametrize(
-    ("block", "said"),
-    [
-        (
-            heatmap(1, 2, axes=("query", "key"), columns=("a", HOSTILE), square=True),
-            "query 0, key &lt;b&gt;$x$ &amp; 'y'&lt;/b&gt;: 1.00",
-        ),
-        (
-            Curve("c", X, X, (Series("a", (0.1,), (0.5,), (0.4,), (0.6,)),), ticks={"1/10": 0.1}),
-            "a: ‖x‖ 1/10, ‖x‖ 0.500 (0.400 to 0.600)",
-        ),
-        (  # points on each other speak together
-            Curve("c", X, X, (point(), point(label="b"))),
-            "a: ‖x‖ 1.00, ‖x‖ 2.00\nb: ‖x‖ 1.00, ‖x‖ 2.00",
-        ),
-        (
-            scatter("s", X, X, point(names=(HOSTILE,))),
-            "&lt;b&gt;$x$ &amp; 'y'&lt;/b&gt;, a: ‖x‖ 1.00, ‖x‖ 2.00",
-        ),
-    ],
-)
-def test_titles_say_the_figures(block, said):
-    assert [text for text, _ in tips(draw_svg(block))][-1] == said
 
 
 def read_ticks(element: str) -> list[tuple[float, float]]:

@@ -18,8 +18,6 @@ from lipaudit.report.judgements import COLUMNS
 from tests.commands import invoke
 from tests.report.conftest import keep
 
-RULES = "bounds.exact:median <= +20%", "attack.robust >= -2pp"
-
 
 @pytest.fixture
 def folder(report, tmp_path, monkeypatch):

@@ -46,12 +46,6 @@ def test_reports_with_different_sections_side_by_side(report, other, blank_repor
     assert all(layout.title in text for layout in layouts().values())
 
 
-def test_every_section_asks_a_question_of_its_own():
-    titles = [layout.title for layout in layouts().values()]
-    assert all(title.endswith("?") for title in titles)
-    assert len(set(titles)) == len(titles)
-
-
 def test_tightness_is_the_median_over_heads(report):
     table = _of(report, "bounds", Table)[1]
     lines = {line[0]: line for line in table.rows}

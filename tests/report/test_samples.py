@@ -114,15 +114,6 @@ def test_a_report_without_samples_says_so(report):
             of_sample(alone, "x.json", sample)
 
 
-def test_without_norms_the_least_certified_come_first(report):
-    certify = report.section("certify")
-    alone = keep(report, certify)
-    radii = dict(zip(IDS, certify.samples["radius"], strict=True))
-    kept = [name for name in worst(alone, 24) if radii[name] is not None]
-    assert [radii[name] for name in kept] == sorted(radii[name] for name in kept)
-    assert list_worst(alone)[0][2] == radii[worst(alone)[0]]
-
-
 def test_pictures_of_the_worst_stand_on_the_page(placed):
     worst_one = worst(placed)[0]
     example = Example(

@@ -86,11 +86,6 @@ def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(rep
     assert summary(keep(report, proven[0])).radii is None
 
 
-def test_settings_are_written_once(report):
-    text = render(report, "table").decode()
-    assert text.count("Settings: eps 1/255, 2/255; norm linf; radius; attack pgd.") == 1
-
-
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 8, 9, 20, 101, 9999])
 def test_limits_of_a_median_hold_it_as_often_as_they_say(count):
     """Of as many values as coins, fewer than k lie below the median in `cdf(k - 1)` of cases."""
@@ -182,15 +177,6 @@ def test_a_report_without_figures_has_no_scorecard(report, blank_report):
     for bare in (keep(report), blank_report):
         assert list_figures(bare) == []
         assert "Scorecard" not in render(bare, "markdown").decode()
-
-
-@pytest.mark.parametrize("format", ["table", "markdown", "html"])
-def test_every_format_draws_it_above_the_sections(report, format):
-    part = keep(report, *map(report.section, ("bounds", "jacobian", "attack")))
-    text = render(part, format).decode().rpartition("</nav>")[2]  # contents name all of them
-    words = ("Scorecard", "clean accuracy", "What to do next", "Tightness over all heads")
-    places = [text.find(word) for word in words]
-    assert 0 < places[0] < places[1] < places[2] < places[3]
 
 
 def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):

@@ -55,10 +55,10 @@ class ScalingOptions(MeasureOptions):
     """How the norms of attention layers and of the model grow with the number of tokens.
 
     Modes:
-      real         your samples at growing lengths: text cut, images resized
-      adversarial  worst-case tokens: the norm grows like sqrt n up to n_max
-      radius       the same tokens at growing radius
-      ascent       the largest norm that searches find within the radius
+      real         your samples at growing lengths: text cut, images resized.
+      adversarial  worst-case tokens: the norm grows like sqrt n up to n_max.
+      radius       the same tokens at growing radius.
+      ascent       the largest norm that searches find within the radius.
 
     Examples:
       lipaudit scaling demo

@@ -166,6 +166,7 @@ def neighbours(path: Path) -> list[str]:
         return []
 
 
+# Texts of RuntimeErrors from torch, whose allocators have no exception of their own.
 _NO_MEMORY = ("out of memory", "allocate memory", "not enough memory", "Storage size calculation")
 _DEVICE = (
     "CUDA error",

@@ -25,13 +25,13 @@ from lipaudit.attacks.oracle import Classifier, Turn, logits_of, margins
 
 NORMS = {"linf": "Linf", "l2": "L2"}
 LOSSES = {"apgd-ce": "ce", "apgd-dlr": "dlr", "apgd-t": "dlr-targeted"}
+# The package warns of zero gradients, which `evaluate` counts and notes once for all attacks.
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
-"""The package warns of zero gradients, which `sanity` counts and notes once for all attacks."""
+# A sample leaves once it is misclassified by this share of its largest logit: rounding on
+# another device or in another batch then does not change the verdict.
 CLEAR = 2.0**-10
-"""A sample leaves once it is misclassified by this share of its largest logit: rounding on another
-device or in another batch then does not change the verdict."""
+# Largest sample of which Square's queries are remembered: on small images squares repeat.
 REPEATING = 1024
-"""Largest sample of which Square's queries are remembered: on small images squares repeat."""
 
 
 class _AllBrokenError(Exception):

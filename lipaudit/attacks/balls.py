@@ -13,10 +13,10 @@ from torch import Tensor
 from lipaudit.errors import EvaluationError
 from lipaudit.tables.trials import Norm
 
+# Share of the radius by which an attack may leave its ball.
 SLACK = 1e-3
-"""Share of the radius by which an attack may leave its ball."""
+# Further tolerance, in units of float32 rounding.
 ROUNDINGS = 16
-"""Further tolerance, in units of float32 rounding."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def project(
     if ball.norm == "linf":
         delta = delta.clamp(-ball.eps, ball.eps)
     else:
+        # A point inside the ball is scaled by eps / eps = 1; at eps = 0 nothing is divided by 0.
         smallest = max(ball.eps, torch.finfo(x.dtype).tiny)
         delta = delta * (ball.eps / _lengths(delta, ball.norm).clamp_min(smallest))
     return x + delta if ball.box is None else (x + delta).clamp(*ball.box)
@@ -93,6 +94,7 @@ def check_inside(
 
 
 def _rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
+    # Rounding errors of the entries add up as their squares: the l2 norm grows as sqrt(entries).
     entries = {"linf": 1, "l2": x[:1].numel(), "token-l2": x.shape[-1]}[ball.norm]
     size = max(float(x.abs().amax()) + ball.eps, *map(abs, ball.box or (0.0,)))
     return ROUNDINGS * torch.finfo(dtype).eps / 2 * math.sqrt(entries) * size

@@ -207,6 +207,7 @@ def evaluate_chunk(
     yield clean
     session = _Session(f, chunk, box, batch_size, logits)
     ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
+    # From small radii to large ones: what breaks a sample in a ball breaks it in every larger one.
     for trial in sorted(plan, key=lambda trial: trial.radius.value):
         run = session.rewrite if trial.norm in COUNTED else session.search
         last = ends.get((trial.norm, trial.attacks), clean)
@@ -314,6 +315,7 @@ def _draw_starts(
 def derive_seed(seed: int, attack: str, chunk: int) -> int:
     """Return the seed of an attack's generator on a chunk: 63 bits of a hash of the three."""
     digest = hashlib.sha256(f"{seed}/{attack}/{chunk}".encode()).digest()
+    # Not `hash`, which differs between processes; torch takes seeds below 2^63.
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -341,6 +343,7 @@ def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequenc
     if box is None or trial.norm in COUNTED:
         return
     entries = {"linf": 1, "l2": math.prod(shape), "token-l2": shape[-1]}[trial.norm]
+    # The diameter of the box: in a larger ball the box alone would limit the attack.
     widest = (box[1] - box[0]) * math.sqrt(entries)
     if float(trial.radius) > widest:
         diagonal = f", whose diagonal is {widest:.4g}" * (entries > 1)

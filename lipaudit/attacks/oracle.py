@@ -136,6 +136,7 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, oracle: Oracle) -> Tensor:
         ctx.oracle, ctx.z = oracle, z.detach()
+        # Graphs of several pieces would not fit into memory: the backward pass repeats them.
         if len(z) > oracle.batch_size:
             ctx.graph = None
             return oracle.in_pieces(ctx.z)
@@ -206,6 +207,7 @@ def logits_and_gradient(
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         logits = logits_of(f(leaf))
+        # A sum, so that the gradient of each sample is its own, whatever the batch.
         loss = F.cross_entropy(logits, y, reduction="sum")
     return logits.detach(), pull((leaf, loss), torch.ones_like(loss))
 
@@ -215,6 +217,7 @@ def margins(
 ) -> Float[Tensor, " batch"]:
     """Return f_y - max_{j != y} f_j: negative exactly if another class is ahead."""
     own = logits.gather(1, y[:, None])
+    # The label's own logit must not be the largest of the others.
     others = logits.scatter(1, y[:, None], -torch.inf)
     return own[:, 0] - others.amax(1)
 

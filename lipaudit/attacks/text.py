@@ -32,17 +32,17 @@ from lipaudit.attacks.balls import blame_attack
 from lipaudit.attacks.oracle import Meter, Turn, margins, pull
 from lipaudit.errors import UsageError
 
+# Kinds of token ids: fixed (never changed or inserted), first token of a word, later token of a
+# word.
 FIXED, BEGINS, GOES_ON = 0, 1, 2
-"""Kinds of token ids: fixed (never changed or inserted), first token of a word, later token of a
-word."""
+# Margins are compared to this many decimal places; further digits are rounding noise.
 DIGITS = 5
-"""Margins are compared to this many decimal places; further digits are rounding noise."""
 
 Ids = tuple[int, ...]
+# Position of a token: index of the text in a pair, first character, and one past the last.
 Span = tuple[int, int, int]
-"""Position of a token: index of the text in a pair, first character, and one past the last."""
+# Span of a special token that the tokenizer adds.
 NOWHERE: Span = (0, 0, 0)
-"""Span of a special token that the tokenizer adds."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Lexicon:
             before, end = kind, span
         return tuple(map(tuple, words))
 
-    def fixed(self, word: Sequence[int]) -> bool:
+    def is_fixed(self, word: Sequence[int]) -> bool:
         """Say whether a piece of a text is not a word, and must not change."""
         return int(self.kinds[word[0]]) == FIXED
 
@@ -222,7 +222,7 @@ class Reader:
         fits = 0 < len(ids) <= self.most and max(ids) < len(self.lexicon.kinds)
         return ids if fits else ()
 
-    def padded(self, texts: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
+    def pad(self, texts: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
         """Return texts as one tensor of ids, with a mask if any is padded."""
         rows = [torch.tensor(ids, dtype=torch.int64) for ids in texts]
         x = pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
@@ -252,7 +252,7 @@ class TextOracle:
         self.meter.forwards += len(texts)
         logits: dict[int, Tensor] = {}
         for rows in self._pieces(texts):
-            batch = self.reader.padded([texts[i] for i in rows])
+            batch = self.reader.pad([texts[i] for i in rows])
             logits |= zip(rows, self.reader.output(*batch), strict=True)
         return torch.stack([logits[i] for i in range(len(texts))])
 
@@ -270,7 +270,7 @@ class TextOracle:
         self.meter.backwards += len(texts)
         slopes: dict[int, Tensor] = {}
         for rows in self._pieces(texts):
-            ids, mask = self.reader.padded([texts[i] for i in rows])
+            ids, mask = self.reader.pad([texts[i] for i in rows])
             with torch.enable_grad():
                 z = self.reader.point(ids, mask).requires_grad_()
                 total = margins(self.reader.forward(z, ids, mask), y[rows]).sum()
@@ -288,8 +288,8 @@ class TextOracle:
         return [run[i : i + size] for run in runs for i in range(0, len(run), size)]
 
 
+# (text, gradient of its margin) -> candidate texts with one more change.
 Propose = Callable[[Draft, Tensor], Sequence[Draft]]
-"""(text, gradient of its margin) -> candidate texts with one more change."""
 
 
 def search(
@@ -318,6 +318,7 @@ def search(
         for i, texts in zip(tuple(going), tried, strict=True):
             own, values = values[: len(texts)], values[len(texts) :]
             lowest = min(range(len(own)), key=lambda j: round(own[j], DIGITS))
+            # Done: nothing lowers the margin any more, or the text is misclassified.
             if own[lowest] >= margin[i] or own[lowest] < 0:
                 going.remove(i)
             if own[lowest] < margin[i]:
@@ -325,8 +326,8 @@ def search(
     return best
 
 
+# (oracle, drafts, y, budget, turn) -> drafts, as `AttackKind` describes it.
 RewriteFunction = Callable[[TextOracle, list[Draft], Tensor, int, Turn], list[Draft]]
-"""(oracle, drafts, y, budget, turn) -> drafts, as `AttackKind` describes it."""
 
 
 def check_drafts(
@@ -341,7 +342,7 @@ def check_drafts(
         same = len(new.words) == len(old.words)
         differing = {i for i, word in enumerate(old.words) if same and new.words[i] != word}
         silent = differing - set(new.changed)
-        if not same or silent or any(lexicon.fixed(old.words[i]) for i in differing):
+        if not same or silent or any(lexicon.is_fixed(old.words[i]) for i in differing):
             raise blame_attack(
                 attack, "changed something that is not a word, or did not report the change"
             )
@@ -353,10 +354,10 @@ def check_drafts(
             )
 
 
+# Number of substitutes considered for a token.
 NEIGHBOURS = 50
-"""Number of substitutes considered for a token."""
+# Number of tokens whose neighbours are searched at a time.
 BLOCK = 256
-"""Number of tokens whose neighbours are searched at a time."""
 
 
 def rewrite_words(
@@ -459,7 +460,9 @@ def rewrite_characters(
         steep = [sum(islice(lengths, len(word))) for word in draft.words]
         order = sorted(range(len(steep)), key=lambda i: -steep[i])
         words = [
-            (i, known.get(i) or source.word(i)) for i in order if not lexicon.fixed(draft.words[i])
+            (i, known.get(i) or source.word(i))
+            for i in order
+            if not lexicon.is_fixed(draft.words[i])
         ]
         words = [(i, text) for i, text in words if len(text) > 1]
         # The text's own letters, and all Latin ones if it has any.
@@ -490,6 +493,7 @@ def _errors(word: str, letters: Sequence[str]) -> list[str]:
     errors |= {a + b[1:] for a, b in cuts if b}
     errors |= {a + c + b[1:] for a, b in cuts if b for c in letters}
     errors |= {a + c + b for a, b in cuts for c in letters}
+    # The order of a set differs between processes: sort, then mix by the word.
     order = sorted(errors - {word})
     random.Random(word).shuffle(order)
     return order

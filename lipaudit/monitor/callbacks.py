@@ -1,4 +1,4 @@
-"""Callbacks that watch the Trainers of transformers and of Lightning (under either name).
+"""Callbacks that watch the Trainers of transformers and of Lightning.
 
 `TrainerCallback` and `LightningCallback` are attributes of this module. Each class is created on
 first use, from the installed packages.
@@ -7,11 +7,8 @@ first use, from the installed packages.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ from lipaudit.models.net import ModelSpec
 from lipaudit.monitor.watching import FOLDER, Monitor, watch
 
 Part = Callable[[nn.Module], nn.Module | ModelSpec]
-LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 class WatchingCallback:
@@ -82,19 +78,17 @@ def trainer_callback() -> type:
     return TrainerCallback
 
 
-def lightning_callback() -> type:
-    """Return a callback of Lightning, under the name that is in use, else installed."""
-    names = [name for name in LIGHTNING if find_spec(name.partition(".")[0])]
-    if not names:
-        raise UsageError("Lightning is not installed", "Install it: pip install lightning")
-    return _lightning_callback(min(names, key=lambda name: name not in sys.modules))
-
-
 @cache
-def _lightning_callback(name: str) -> type:
-    base: Any = import_module(name).Callback
+def lightning_callback() -> type:
+    """Return the callback of Lightning's Trainer."""
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        raise UsageError(
+            "Lightning is not installed", "Install it: pip install lightning"
+        ) from None
 
-    class LightningCallback(WatchingCallback, base):  # type: ignore[misc]
+    class LightningCallback(WatchingCallback, Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             folder = trainer.log_dir or trainer.default_root_dir  # log_dir: every process asks
             if trainer.is_global_zero:

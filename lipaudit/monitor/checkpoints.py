@@ -20,13 +20,13 @@ from lipaudit.tables import Report
 CONFIG = "config.json"
 STEP = re.compile(r"(?:step|iter(?:ation)?|checkpoint|ckpt)s?[-_=]?(\d+)")
 EPOCH = re.compile(r"epochs?[-_=]?(\d+)")
+# Pattern of the step at the end of a name; it does not match decimals such as an accuracy
+# (0.91).
 LAST = re.compile(r"(?<![\d.])(\d+)(?:-v\d+)?$")
-"""Pattern of the step at the end of a name; it does not match decimals such as an accuracy
-(0.91)."""
 SHARD = re.compile(r"-\d+-of-\d+$")
 PAGE = "report.html"
+# Options of a run that do not change results.
 FREE = {"resume", "device", "batch_size", "offline", "time_limit"}
-"""Options of a run that do not change results."""
 
 
 @dataclass(frozen=True)

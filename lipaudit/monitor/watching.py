@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +27,19 @@ from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.own import unwrap
 from lipaudit.monitor.checkpoints import StepReports
-from lipaudit.monitor.figures import PREFIX, Logger, collect_figures
 from lipaudit.tables import Report
+from lipaudit.tables.columns import finite
+from lipaudit.tables.summary import summary
 
+# Default attack during a training: only one, because of its cost.
 ATTACK = "pgd"
-"""Default attack during a training: only one, because of its cost."""
+# Prefix of the figures that loggers get, apart from those of the training itself.
+PREFIX = "lipaudit/"
+# Called with figures by name, and their step: `mlflow.log_metrics` is one.
+Logger = Callable[[dict[str, float], int], object]
 FOLDER = "lipaudit-watch"
+# Types of sharded weights and modules.
 SHARDED = ("DTensor", "FlatParameter", "FullyShardedDataParallel")
-"""Types of sharded weights and modules."""
 
 
 Watched = nn.Module | ModelSpec | Net
@@ -274,3 +280,23 @@ def _protect(module: nn.Module, seed: int) -> Iterator[None]:
         for table, own in tables:
             table.clear()
             table.update(own)
+
+
+def collect_figures(report: Report) -> dict[str, float]:
+    """Return the figures of a report for loggers, under names that every logger accepts.
+
+    Figures that are not finite are left out.
+    """
+    summed, figures = summary(report), dict[str, float]()
+    for each in summed.accuracy:
+        ball = re.sub(r"[^A-Za-z0-9.]+", "_", f"{each.norm} {each.eps}")
+        figures[f"{each.kind}_accuracy" + (f"/{ball}" if each.norm else "")] = each.share
+    if summed.norms:
+        of = ("median", "p95", "max")
+        figures |= {f"jacobian_norm/{name}": getattr(summed.norms, name) for name in of}
+    if summed.heads:
+        figures["heads/steepest"] = summed.heads.steepest[0].exact
+        figures["heads/median"] = summed.heads.median
+    if summed.fragile:
+        figures["fragile_rows"] = summed.fragile.share
+    return {PREFIX + name: value for name, value in figures.items() if finite([value])}

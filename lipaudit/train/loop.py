@@ -246,7 +246,7 @@ class Training:
         net, steps = self.net, self.recipe.steps
         ball = Ball("linf", float(self.recipe.eps), net.box)
         start, size = random_start(x, ball, self.rng), usual_step(ball.eps, steps)
-        net.module.eval()
+        net.module.eval()  # dropout would make gradients noisy
         try:
             f = lambda z: net.read(net.call(z, None))  # noqa: E731
             return pgd(f, x, y, ball, start=start, steps=steps, step_size=size)
@@ -286,6 +286,7 @@ def _read_labels(batch: Batch) -> Tensor:
 
 def split_batches(order: Tensor, size: int) -> list[Tensor]:
     """Split into batches; a last batch of one sample, without variance, joins the one before."""
+    # Batch normalisation refuses a batch of one sample in train mode.
     *full, last = torch.split(order, size)
     if len(last) > 1 or size == 1 or not full:
         return [*full, last]

@@ -34,8 +34,8 @@ from lipaudit.theory.penalties import (
     specformer,
 )
 
+# Largest number of attention map entries in memory at a time.
 ENTRIES = 2**22
-"""Largest number of attention map entries in memory at a time."""
 
 
 @contextmanager
@@ -186,6 +186,7 @@ def fused_rows(q: Tensor, keys: Tensor, bias: Tensor | None, k: int) -> tuple[Te
             places.append(p.detach().topk(count_entries(p.shape[-1], k)).indices)
         return jasmin_of_largest(p.gather(-1, places[0]), k)
 
+    # The backward pass computes P again: kept, it would need memory of queries x keys.
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -222,6 +223,7 @@ class SpecformerPenalty:
     ) -> None:
         self._slices = list(_slices(net, batch, factors))
         generator = torch.Generator().manual_seed(0)
+        # Where the power iteration starts; each call goes on from the vectors of the last one.
         self.vectors: Sequence[Tensor] = [
             torch.randn(part.columns.shape, generator=generator).to(net.device, net.dtype)
             for part in self._slices

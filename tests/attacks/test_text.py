@@ -96,7 +96,7 @@ TEXTS = ["αβ γ", "δ δαβ γγ", "β", "γα αδβ α βββ", "δγ", "",
 def attacked(name, budget, *, model=None, batch_size=64, queries=ALL, texts=TEXTS, most=40):
     """Attack texts that the model gets right: labels are what it says; the last one is wrong."""
     reader = (model or Model()).reader(most)
-    ids, mask = reader.padded([text(words) for words in texts])
+    ids, mask = reader.pad([text(words) for words in texts])
     y = reader.output(ids, mask).argmax(1)
     y[-1] = (y[-1] + 1) % 3
     drafts = [reader.lexicon.draft(text(words), (words,), most) for words in texts]
@@ -109,7 +109,7 @@ def attacked(name, budget, *, model=None, batch_size=64, queries=ALL, texts=TEXT
 
 
 def margin(reader, ids, label) -> float:
-    x, mask = reader.padded([ids])
+    x, mask = reader.pad([ids])
     return float(margins(reader.output(x, mask), torch.as_tensor([label]))[0])
 
 

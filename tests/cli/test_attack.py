@@ -220,12 +220,12 @@ def test_words_of_other_tokenizers(tmp_path, kind):
     ids = fast(text)["input_ids"]
     assert known.spell([0, *ids, 1]).strip() == text
     words = known.words([0, *ids, 1])
-    assert [known.spell(w).strip() for w in words if not known.fixed(w)] == [
+    assert [known.spell(w).strip() for w in words if not known.is_fixed(w)] == [
         "a", "good", "film", "a", "very", "good", "film", "and", "such", "a", "bad", "one",
     ]  # fmt: skip
-    assert all(known.encode(known.spell(w)) == list(w) for w in words if not known.fixed(w))
-    assert [known.fixed([i]) for i in (0, 1, 2, 3)] == [True] * 4
-    assert known.fixed([len(fast) + 2])  # the model has room for more ids than the tokenizer
+    assert all(known.encode(known.spell(w)) == list(w) for w in words if not known.is_fixed(w))
+    assert [known.is_fixed([i]) for i in (0, 1, 2, 3)] == [True] * 4
+    assert known.is_fixed([len(fast) + 2])  # the model has room for more ids than the tokenizer
 
 
 def test_special_and_reserved_tokens_are_no_words(reviews):
@@ -233,7 +233,7 @@ def test_special_and_reserved_tokens_are_no_words(reviews):
     assert net.changes == ("words", "characters")
     assert replace(net, entry=torch.nn.Identity()).changes == ()
     known = net.lexicon()
-    fixed = [token for i, token in enumerate(WORDS) if known.fixed([i])]
+    fixed = [token for i, token in enumerate(WORDS) if known.is_fixed([i])]
     assert fixed == WORDS[:5]
 
 

@@ -48,7 +48,6 @@ USUAL = {
     "lengths": ["8:16:log2", "2:3:log2", "16:8:log2", "2:9:log1", "8:999999999999:log3"],
     "heads": ["0.0", "all", "9.9", "0.0,0.0", "a.b"],
     "map": ["0.0", "1.3", "9.9", "a"],
-    "query": ["0", "3", "99"],
     "start": ["pixels", "embeddings"],
     "target": ["logits", "probabilities", "features", "tokens"],
     "device": ["cpu", "auto", "meta", "cuda", "mps", "cpu:7"],

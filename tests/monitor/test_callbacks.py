@@ -1,7 +1,6 @@
 """The Trainers of transformers and of Lightning, trained for real with the callback."""
 
 import csv
-import sys
 from importlib import import_module
 
 import pytest
@@ -83,11 +82,8 @@ def test_a_part_of_the_model_may_be_watched(texts, tmp_path):
     assert callback.monitor.report.run.model.spec == "BertModel, step 1"
 
 
-@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
-def test_lightning_is_watched_under_either_name(name, data, tmp_path, monkeypatch):
-    for other in {"lightning.pytorch", "pytorch_lightning"} - {name}:
-        monkeypatch.delitem(sys.modules, other, raising=False)
-    library = import_module(name)
+def test_lightning_is_watched(data, tmp_path):
+    library = import_module("lightning.pytorch")
     callback_of = lipaudit.monitor.LightningCallback
     assert issubclass(callback_of, library.Callback)
 
@@ -108,7 +104,7 @@ def test_lightning_is_watched_under_either_name(name, data, tmp_path, monkeypatc
     def fitted(*callbacks, folder):
         library.seed_everything(0, verbose=False)
         module = Module()
-        loggers = import_module(f"{name}.loggers")
+        loggers = import_module("lightning.pytorch.loggers")
         trainer = library.Trainer(
             max_steps=5,
             accelerator="cpu",

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lipaudit.monitor.figures import collect_figures
+from lipaudit.monitor.watching import collect_figures
 from lipaudit.tables.summary import summary
 from tests.report.conftest import make_report
 

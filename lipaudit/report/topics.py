@@ -120,7 +120,9 @@ def _list_measures() -> Iterator[Topic]:
     group = "Measures and sections"
     for name in load_measures():
         first, *others = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
-        texts = (p.replace("\n", " ") for p in others if not p.startswith("Example"))
+        texts = (
+            p.replace("\n", " ") for p in others if not (p.startswith("Example") or "\n " in p)
+        )
         details = (" ".join(texts),) if others else ()
         yield Topic(group, name, name, first.replace("\n", " "), details)
     for section, layout in layouts().items():

@@ -53,16 +53,11 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     Download only settings, tokenizer and one set of weights: no code, no other formats.
 
     Raises:
-        UsageError: the reference is not one of a repository.
         InputError: the repository cannot be downloaded, or has no weights.
     """
     from huggingface_hub import snapshot_download
 
     name, _, revision = reference.partition("@")
-    if not name or name.count("/") > 1:
-        raise UsageError(
-            f"{name!r} is not a repository name of the Hub", "Write hf:ORG/NAME[@REVISION]."
-        )
     repository = Repository(name, "model", revision or "main")
     commit = find_commit(repository, offline=options.offline)
     top = [file for file in commit.files if "/" not in file]

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,19 +143,14 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
             "AutoPeftModel.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW).",
         )
     file = path / "config.json"
-    if not file.is_file():
-        raise InputError(
-            f"{path} has no config.json",
-            "Give its weights file with --arch timm:NAME, or add the config.json.",
-        )
-    config = read_json(file)
+    config = read_json(file) if file.is_file() else None
     if isinstance(config, dict) and "model_type" in config:
         return "hf", huggingface.load_directory(path, options)
     if isinstance(config, dict) and config.keys() & {"architecture", "pretrained_cfg"}:
         return "timm", timm.load_directory(path, options)
     raise InputError(
-        f"{file} names neither a timm architecture nor a transformers model_type",
-        "Give the weights file with --arch timm:NAME.",
+        f"{path} has no config.json that names a timm architecture or a transformers model_type",
+        "Give its weights file with --arch timm:NAME, or add the config.json.",
     )
 
 
@@ -173,13 +168,10 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
 
     Raises:
         InputError: weights are not finite, or the model cannot run on a blank sample.
-        UsageError: a normalisation that does not fit the images, an unknown dtype or device.
+        UsageError: a normalisation that does not fit the images, or an unknown device.
     """
     module = own.unwrap(spec.module)
     require_values(module, name)
-    if options.dtype not in DTYPES:
-        known = f"Use one of {', '.join(DTYPES)}."
-        raise UsageError(f"dtype {options.dtype!r} is not supported", known)
     stored, dtype = options.weights == "stored", DTYPES[options.dtype]
     placement = None
     if options.device_map is not None:
@@ -207,15 +199,8 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
 
     result, output, entry = _probe(spec, call, read)
     notes += placed
-    several = isinstance(result, tuple | list) and not hasattr(result, "logits")
-    others = [tuple(t.shape[1:]) for t in result[1:] if isinstance(t, Tensor)] if several else []
-    if others and spec.read is None:
-        text = (
-            "the model returns several tensors: the first is measured, of shape "
-            f"{tuple(output.shape[1:])} per sample, not the others ({few(others)}). To choose, "
-            "write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR)"
-        )
-        notes += (warning("first-output", text),)
+    if spec.read is None:
+        notes += _note_other_outputs(result)
     classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
     if spec.labels is not None and classes not in (None, len(spec.labels)):
         raise InputError(
@@ -246,6 +231,19 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     )
 
 
+def _note_other_outputs(result: Any) -> tuple[Note, ...]:
+    """Warn if a model returns several tensors, of which `find_main_output` takes the first."""
+    several = isinstance(result, tuple | list) and not hasattr(result, "logits")
+    shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)] if several else []
+    if len(shapes) < 2:
+        return ()
+    text = (
+        f"the model returns several tensors ({few(shapes)} per sample); the first is measured. "
+        "To choose, write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR)"
+    )
+    return (warning("first-output", text),)
+
+
 def find_main_output(result: Any) -> Tensor:
     """Find the output tensor in the result of a model: itself, its logits, or its first item.
 
@@ -272,16 +270,16 @@ def require_values(module: nn.Module, name: str) -> None:
     Raises:
         InputError: TorchScript, the meta device, or a lazy module that never ran.
     """
-    if isinstance(module, torch.jit.ScriptModule):
+    script = isinstance(module, torch.jit.ScriptModule)
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    empty = next((path for path, t in tensors if is_lazy(t) or t.is_meta), None)
+    if script or empty is not None:
         raise InputError(
-            f"{name} is TorchScript, whose modules cannot be read", "Give the original module."
+            f"{name} is TorchScript, whose modules cannot be read"
+            if script
+            else f"{empty} of {name} has no values",
+            "Give the original module, with its weights loaded (run a lazy module once).",
         )
-    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor) or tensor.is_meta:
-            raise InputError(
-                f"{path} of {name} has no values",
-                "Load the weights first (run a lazy module once).",
-            )
 
 
 def _place_weights(
@@ -339,14 +337,20 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
     facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
 
-    @cache
-    def constants(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        with torch.inference_mode(False):  # the tensors may become part of a graph later
-            return [torch.tensor(v, device=device, dtype=dtype) for v in (mean, std)]
+    # Made once for each device and precision: a copy to a GPU at every call would wait for it.
+    constants: dict[Any, list[Tensor]] = {}
 
     def normalise(x: Tensor, mask: Tensor | None) -> Any:
-        shift, scale = (t[:, None, None] for t in constants(x.device, x.dtype))
-        return call((x - shift) / scale, mask)
+        key = x.device, x.dtype
+        if key not in constants:
+            with torch.inference_mode(False):  # the tensors may become part of a graph later
+                constants[key] = [
+                    torch.tensor(v, device=x.device, dtype=x.dtype)[:, None, None]
+                    for v in (mean, std)
+                ]
+        shift, scale = constants[key]
+        z = (x - shift) / scale
+        return module(z) if spec.call is None else spec.call(z, mask)
 
     return normalise, facts
 

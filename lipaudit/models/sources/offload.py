@@ -222,19 +222,19 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
     """Read a device map from a file.
 
     Raises:
-        UsageError: the file does not exist.
+        UsageError: there is no such file, or it holds no map.
         InputError: the map does not fit the model.
     """
     path = Path(wanted)
     example = 'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.'
-    if not path.is_file():
-        raise UsageError(
-            f"--device-map {wanted} is neither auto nor balanced, nor a file", example
-        )
-    content = read_json(path)
+    content = read_json(path) if path.is_file() else {}
     words = content.values() if isinstance(content, dict) else ()
     if not words or not all(isinstance(w, str) or type(w) is int for w in words):
-        raise InputError(f"{path} is not a map of modules to devices", example)
+        raise UsageError(
+            f"--device-map {wanted} is neither auto nor balanced, nor a file that maps modules to "
+            "devices",
+            example,
+        )
     tensors = [name for name, _ in module.named_parameters()]
     names = {*tensors, *(name for name, _ in (*module.named_modules(), *module.named_buffers()))}
     unknown = sorted(content.keys() - names)

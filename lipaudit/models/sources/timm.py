@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -289,19 +290,6 @@ class Attention(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Mlp(nn.Module):
-    """Two linear layers with a GELU between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(WIDTH, HIDDEN)
-        self.fc2 = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, tokens, width) to the same shape."""
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
 class EncoderBlock(nn.Module):
     """A pre-norm transformer block."""
 
@@ -310,7 +298,9 @@ class EncoderBlock(nn.Module):
         self.norm1 = nn.LayerNorm(WIDTH, eps=1e-6)
         self.attn = Attention()
         self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6)
-        self.mlp = Mlp()
+        # Names of the parameters are timm's: mlp.fc1.weight.
+        parts = {"fc1": nn.Linear(WIDTH, HIDDEN), "act": nn.GELU()}
+        self.mlp = nn.Sequential(OrderedDict(parts | {"fc2": nn.Linear(HIDDEN, WIDTH)}))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""

@@ -77,22 +77,19 @@ def _read_pickle(path: Path) -> Any:
         names: list[str] = []
         with suppress(Exception):  # a pickle without an archive around it names none
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        reason = f"is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})"
+        advice = "Copy or download it again."
         if names or isinstance(error, pickle.UnpicklingError):
-            raise InputError(
-                f"{path} holds more than weights ({few(names) or 'or is damaged'}), so it was "
-                "not opened",
+            found = few(names) or "or is damaged"
+            reason = f"holds more than weights ({found}), so it was not opened"
+            advice = (
                 "Opening it could run code. If you trust it, save only model.state_dict(), best "
-                "as .safetensors.",
-            ) from error
-        if "TorchScript" in str(error):  # torch advises to open it without this check
-            raise InputError(
-                f"{path} is TorchScript (a program), not a weights file",
-                "Save the state_dict() of the model that it was made from.",
-            ) from error
-        raise InputError(
-            f"{path} is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})",
-            "Copy or download it again.",
-        ) from error
+                "as .safetensors."
+            )
+        elif "TorchScript" in str(error):  # torch advises to open it without this check
+            reason = "is TorchScript (a program), not a weights file"
+            advice = "Save the state_dict() of the model that it was made from."
+        raise InputError(f"{path} {reason}", advice) from error
 
 
 def list_weight_files(names: Iterable[str]) -> list[str]:

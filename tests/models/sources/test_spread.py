@@ -260,8 +260,8 @@ def test_accelerate_plans_whole_blocks_for_the_memory_that_is_free(qwen, monkeyp
         ({"": "fridge"}, UsageError, "device 'fridge' is not available"),
         ({"": "meta"}, UsageError, "device 'meta' is not available"),
         ({"": 7}, UsageError, "device '.*:7' is not available"),
-        ({"": None}, InputError, "not a map of modules to devices"),
-        (["disk"], InputError, "not a map of modules to devices"),
+        ({"": None}, UsageError, "nor a file that maps modules"),
+        (["disk"], UsageError, "nor a file that maps modules"),
     ],
     ids=str,
 )

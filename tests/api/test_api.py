@@ -177,7 +177,7 @@ X = torch.ones(4, 3, 4, 4)
     [
         (torch.tensor(1.0), "x has no samples"),
         (X[:0], "x has no samples"),
-        (X.to(torch.complex64), "x holds torch.complex64"),
+        (X.to(torch.complex64), "its inputs are torch.complex64"),
         ([X, torch.zeros(4)], "data of type list cannot be read as an array"),
         ((X, torch.zeros(4), 1), "data of type tuple cannot be read as an array"),
         (object(), "data of type object cannot be read as an array"),

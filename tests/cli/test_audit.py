@@ -77,7 +77,7 @@ def test_the_page_shows_the_map_of_the_most_amplifying_head(audited):
     name = f"{top['layer']}.{top['head']}"
     assert f"map@{name}" in attention["arrays"]
     for page in ("run/report.html", "run.md"):
-        assert f"Attention map of head {name}, sample " in (folder / page).read_text()
+        assert f"Attention map of head {name}, first sample" in (folder / page).read_text()
 
 
 @pytest.mark.parametrize(

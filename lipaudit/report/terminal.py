@@ -1,15 +1,17 @@
-"""A page as text: tables, the map of heads, and a sentence for each chart."""
+"""A page as text, by rich: tables, the map of heads, and a sentence for each chart."""
 
 from __future__ import annotations
 
-import os
-import shutil
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
-from typing import TextIO
+from typing import Literal, TextIO
 
-from rich.cells import cell_len, chop_cells
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from lipaudit.errors import visible
 from lipaudit.report import blocks
@@ -21,30 +23,37 @@ FULL = 100_000
 PROSE = 100
 LEVELS = " ▁▂▃▄▅▆▇█"
 """Bars behind the numbers of a map; the first one means no number."""
-Line = tuple[str, str]
-"""A line and its style: escape codes before it."""
-BOLD, DIM, NORMAL = "\x1b[1m", "\x1b[2m", "\x1b[0m"
-BLANK: Line = ("", "")
+DIM = "dim"
 
 
-def render(page: blocks.Document, width: int | None = None, *, colour: bool = False) -> bytes:
+def render(page: blocks.Document, width: int | None = None, colour: str | None = None) -> bytes:
     """Write a page as text.
 
     Args:
         page: the page.
         width: columns of the terminal; None never splits tables.
-        colour: whether to write escape codes.
+        colour: rich's colour system ("standard", "256", "truecolor"); None: no escapes.
     """
-    lines = _write_heading(page.title, "═", width or FULL)
+    console = Console(
+        file=io.StringIO(),
+        width=width or FULL,
+        # Any height: without one, rich asks the terminal of the process.
+        height=100,
+        color_system=colour,  # type: ignore[arg-type]
+        force_terminal=colour is not None,
+        no_color=False,
+        legacy_windows=False,
+    )
+    items: list[RenderableType] = [_heading(page.title, "═", console.width)]
     for chapter in page.chapters:
-        lines += _write_heading(chapter.title, "─", width or FULL) if chapter.title else [BLANK]
+        items.append(_heading(chapter.title, "─", console.width) if chapter.title else Text(""))
         for block in chapter.blocks:
-            lines += _write_block(block, width or FULL)
-    texts = [
-        f"{style}{text}{NORMAL}" if colour and style and text else text
-        for text, style in ((text.rstrip(), style) for text, style in lines)
-    ]
-    return "\n".join(texts).strip("\n").encode() + b"\n"
+            items += _write_block(block, console.width)
+    with console.capture() as capture:
+        for item in items:
+            console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    text = capture.get().strip("\n").split("\n")
+    return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
 
 
 def write(page: blocks.Document, stream: TextIO) -> None:
@@ -52,75 +61,64 @@ def write(page: blocks.Document, stream: TextIO) -> None:
 
     The width is COLUMNS, else the width of the process's terminal, else 80.
     """
-    able = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    colour = (able or bool(os.environ.get("FORCE_COLOR"))) and not os.environ.get("NO_COLOR")
-    width = shutil.get_terminal_size().columns
-    stream.write(render(page, width, colour=colour).decode())
+    console = Console(file=stream, legacy_windows=False)
+    colour = None if console.no_color else console.color_system
+    stream.write(render(page, console.width, colour).decode())
+
+
+def _heading(title: str, rule: str, width: int) -> Text:
+    lines = wrap(title, min(width, PROSE))
+    return Text("\n".join(["", *lines, rule * max(map(cell_len, lines))]), "bold")
+
+
+def _item(mark: str, text: str, width: int) -> Text:
+    lines = wrap(text, min(width, PROSE) - len(mark) - 1)
+    return Text(f"{mark} " + f"\n{' ' * (len(mark) + 1)}".join(lines))
+
+
+def _prose(text: str, width: int, style: str = "") -> Text:
+    return Text("\n".join(wrap(text, min(width, PROSE))), style)
 
 
 def wrap(text: str, width: int) -> list[str]:
     """Break prose into lines; a word that is too long is broken, not cut off."""
-    lines = [""]
-    for number, word in enumerate(visible(text).split(" ")):
-        longer = f"{lines[-1]} {word}" if number else word
-        if cell_len(longer) <= width:
-            lines[-1] = longer
-            continue
-        pieces = chop_cells(word, max(width, 1))
-        lines = [*lines, *pieces] if lines[-1].strip() else [*lines[:-1], *pieces]
-    return [line.rstrip() for line in lines]
+    lines = Text(visible(text)).wrap(Console(), max(width, 1))
+    return [line.plain.rstrip() for line in lines] or [""]
 
 
-def _write_heading(title: str, rule: str, width: int) -> list[Line]:
-    lines = wrap(title, min(width, PROSE))
-    rule *= max(map(cell_len, lines))
-    return [BLANK, *((line, BOLD) for line in (*lines, rule))]
-
-
-def _write_item(mark: str, text: str, width: int) -> Iterator[Line]:
-    for number, line in enumerate(wrap(text, min(width, PROSE) - len(mark) - 1)):
-        yield f"{' ' * len(mark) if number else mark} {line}", ""
-
-
-def _write_prose(text: str, width: int, style: str = "") -> Iterator[Line]:
-    yield from ((line, style) for line in wrap(text, min(width, PROSE)))
-
-
-def _write_block(block: blocks.Block, width: int) -> Iterator[Line]:
+def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
     match block:
         case Table(folded=True):
-            yield from (BLANK, (f"{block.title}: in the json, markdown and html formats", DIM))
+            yield Text(f"\n{block.title}: in the json, markdown and html formats", DIM)
         case Table() | Card() | Heatmap(square=False):
             room = min(width, PROSE) if isinstance(block, Card) else width
             yield from _write_grid(_add_bars(block), room)
         case Paragraph():
-            yield from _write_prose(block.text, width, BOLD if block.tone else DIM)
-            yield from [BLANK] if block.tone else []
+            yield _prose(block.text, width, "bold" if block.tone else DIM)
+            yield from [Text("")] if block.tone else []
         case Points():
-            yield BLANK
+            yield Text("")
             for mark, text, command in block.points:
-                yield from _write_item(f"{mark}:" if mark else "•", text, width)
-                yield from _write_item(" ", command, width) if command else ()
+                yield _item(f"{mark}:" if mark else "•", text, width)
+                yield from [_item(" ", command, width)] if command else []
         case Gallery():
-            for item in block.items:
-                yield from _write_item("•", f"{item.title}: {'; '.join(item.lines)}", width)
-            yield from _write_prose(block.text, width, DIM)
+            yield from (_item("•", f"{i.title}: {'; '.join(i.lines)}", width) for i in block.items)
+            yield _prose(block.text, width, DIM)
         case Passage():
             yield from _write_passage(block, width)
         case _:
-            text = f"Chart, in the html format: {blocks.describe(block)}"
-            yield from _write_prose(text, width, DIM)
+            yield _prose(f"Chart, in the html format: {blocks.describe(block)}", width, DIM)
 
 
-def _write_passage(block: Passage, width: int) -> Iterator[Line]:
+def _write_passage(block: Passage, width: int) -> Iterator[Text]:
     """Write the tokens of a text; with several texts, only the largest shares of each."""
     if block.folded:
-        yield from _write_item("•", f"{block.title}: {blocks.explain_shades(block)}", width)
+        yield _item("•", f"{block.title}: {blocks.explain_shades(block)}", width)
         return
     words = (f"{t.text} ({t.share})" if t.top else t.text for t in blocks.shade_tokens(block))
-    yield from (BLANK, *_write_prose(block.title, width, BOLD))
-    yield from _write_prose(" ".join(words), width)
-    yield from _write_prose(blocks.explain_shades(block), width, DIM)
+    yield _title(block.title, width)
+    yield _prose(" ".join(words), width)
+    yield _prose(blocks.explain_shades(block), width, DIM)
 
 
 def _add_bars(block: Table | Card | Heatmap) -> Grid:
@@ -135,6 +133,10 @@ def _add_bars(block: Table | Card | Heatmap) -> Grid:
     return replace(grid, rows=rows)
 
 
+def _title(title: str, width: int) -> Text:
+    return Text("\n".join(["", *wrap(title, width)]), "bold")
+
+
 # Tables that never cut a number or a name; wide ones are split or wrapped
 
 
@@ -145,39 +147,32 @@ LEAST = 8
 """Smallest width to which a repeated name column is wrapped."""
 
 
-def _write_grid(grid: Grid, width: int) -> Iterator[Line]:
+def _write_grid(grid: Grid, width: int) -> Iterator[RenderableType]:
     """Write a table; if it is too wide, split it into pieces that repeat the keys."""
     if grid.heads:
-        yield BLANK
-        yield from ((line, BOLD) for line in (wrap(grid.title, width) if grid.title else ()))
+        yield _title(grid.title, width) if grid.title else Text("")
     rows = [[STRONG * (i in grid.strong) + row[0], *row[1:]] for i, row in enumerate(grid.rows)]
     widths = _choose_widths(grid, rows, width)
-    heads = [wrap(head, w) for head, w in zip(grid.heads, widths, strict=False)]
+    heads = [
+        wrap(head, w) for head, w in zip(grid.heads or [""] * len(widths), widths, strict=True)
+    ]
     for number, group in enumerate(split_columns(widths, keys=grid.keys, width=width)):
-        columns = [(widths[i], grid.align[i] == "r") for i in group]
-        yield from [BLANK] if number else []
-        if heads:  # they end in one line
-            height = max(len(heads[i]) for i in group)
-            padded = [[""] * (height - len(heads[i])) + heads[i] for i in group]
-            yield from ((line, BOLD) for line in _join_cells(padded, columns))
-            yield "─" * (sum(w for w, _ in columns) + GAP * (len(columns) - 1)), ""
+        if number:
+            yield Text("")
+        piece = RichTable(
+            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
+            show_header=bool(grid.heads),
+        )  # fmt: skip
+        height = max(len(heads[i]) for i in group)
+        for i in group:
+            side: Literal["left", "right"] = "right" if grid.align[i] == "r" else "left"
+            head = Text("\n" * (height - len(heads[i])) + "\n".join(heads[i]))
+            piece.add_column(head, width=widths[i], justify=side, overflow="fold")
         for i, row in enumerate(rows):
-            cells = [wrap(row[j], widths[j]) for j in group]
-            yield from ((line, BOLD * (i in grid.strong)) for line in _join_cells(cells, columns))
-    for note in grid.notes:
-        yield from _write_prose(note, width, DIM)
-
-
-def _join_cells(
-    cells: Sequence[Sequence[str]], columns: Sequence[tuple[int, bool]]
-) -> Iterator[str]:
-    """Write cells of one or more lines side by side, in columns of a width and a side."""
-    for line in zip_longest(*cells, fillvalue=""):
-        texts = []
-        for text, (width, is_right) in zip(line, columns, strict=True):
-            space = " " * (width - cell_len(text))
-            texts.append(space + text if is_right else text + space)
-        yield (" " * GAP).join(texts)
+            style = "bold" if i in grid.strong else ""
+            piece.add_row(*(Text(row[j]) for j in group), style=style)
+        yield piece
+    yield from (_prose(note, width, DIM) for note in grid.notes)
 
 
 def _choose_widths(grid: Grid, rows: Sequence[Sequence[str]], width: int) -> list[int]:

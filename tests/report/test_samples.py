@@ -185,7 +185,7 @@ def test_a_terminal_lists_the_first_tokens_and_shows_one_text_whole(written):
     page = of_sample(written, "x", worst(written)[0]).page()
     plain = terminal.render(page, width=40).decode()
     assert "[CLS] *good* (50.0%) <b>film (25.0%)\n" in plain
-    assert "\x1b[31m" not in terminal.render(page, width=40, colour=True).decode()
+    assert "\x1b[31m" not in terminal.render(page, width=40, colour="truecolor").decode()
     long = terminal.render(of_sample(written, "x", worst(written)[1]).page(), width=40).decode()
     rows = [line for line in long.splitlines() if line.startswith("a a")]
     assert sum(row.split().count("a") for row in rows) == 90

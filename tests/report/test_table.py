@@ -38,7 +38,7 @@ def test_every_number_and_heading_survives_a_narrow_terminal(report, width):
 
 
 def test_colour_changes_no_word(report):
-    coloured = terminal.render(show(report), width=80, colour=True).decode()
+    coloured = terminal.render(show(report), width=80, colour="truecolor").decode()
     plain = terminal.render(show(report), width=80).decode()
     assert "\x1b[" in coloured
     stripped = re.sub(r"\x1b\[[\d;]*m", "", coloured)
@@ -74,7 +74,7 @@ def screen(monkeypatch):
 
 def test_a_terminal_gets_its_width_and_its_colours(report, screen):
     terminal.write(show(report), screen)
-    assert screen.getvalue().encode() == terminal.render(show(report), width=70, colour=True)
+    assert screen.getvalue().encode() == terminal.render(show(report), width=70, colour="256")
 
 
 def test_no_color_is_honoured(report, screen, monkeypatch):

@@ -404,7 +404,7 @@ def _make_part(
         lines = [
             line for e in rewritten for line in texts.describe_changes(e, chunk.texts, batch.ids)
         ]
-        fixed, drafts = chunk.texts.reader.lexicon.fixed, chunk.texts.drafts
+        fixed, drafts = chunk.texts.reader.lexicon.is_fixed, chunk.texts.drafts
         sizes = {  # what can be changed of each text
             "words": [sum(not fixed(word) for word in draft.words) for draft in drafts],
             "characters": [sum(map(len, draft.texts)) for draft in drafts],

@@ -1,8 +1,9 @@
-"""Progress and notes on stderr: a bar with the time left on a terminal."""
+"""Progress and notes on stderr: a bar with the time left; without a terminal, some lines."""
 
 from __future__ import annotations
 
 import re
+import time
 import traceback
 from contextlib import ExitStack
 from typing import Self
@@ -18,6 +19,9 @@ from lipaudit.errors import first_line, visible
 from lipaudit.measures import load_measures
 from lipaudit.tables import Note
 
+# Seconds between two lines without a terminal: a log shows that work goes on, and stays short.
+HEARTBEAT = 30.0
+
 
 class OnStderr(Observer):
     """Draws the progress of a job; restores the terminal at the end of its block.
@@ -31,7 +35,8 @@ class OnStderr(Observer):
         self.quiet, self.verbose = terminal.quiet, terminal.verbose
         self.console = Console(stderr=True, soft_wrap=True, highlight=False)
         self.bar: Progress | None = None
-        self.done = 0
+        self.total, self.done = 0, 0
+        self.start = self.last = 0.0
         self.said: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Self:
@@ -58,8 +63,9 @@ class OnStderr(Observer):
             self.console.print(f"[{colour}]note:[/] {escape(visible(note.text))}")
 
     def begins(self, measure: str, samples: int) -> None:
-        """Start a bar, on a terminal."""
-        self.done = 0
+        """Start a bar, or the clock without a terminal."""
+        self.total, self.done = samples, 0
+        self.start = self.last = time.monotonic()
         if not self.quiet and self.console.is_terminal:
             self.bar = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -74,14 +80,21 @@ class OnStderr(Observer):
             self.bar.start()
 
     def advances(self, measure: str, samples: int) -> None:
-        """Move the bar."""
+        """Move the bar, or print the remaining time now and then."""
         self.done += samples
         self.moves(measure, 0.0)
 
     def moves(self, measure: str, samples: float) -> None:
         """Move the bar within a part, too."""
+        done, now = self.done + samples, time.monotonic()
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=self.done + samples)
+            self.bar.update(self.bar.task_ids[0], completed=done)
+        # No estimate is possible before the first sample or after the last.
+        elif not self.quiet and now - self.last >= HEARTBEAT and 0 < done < self.total:
+            left = (now - self.start) / done * (self.total - done)
+            text = f"{measure}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
+            self.console.print(text, markup=False)
+            self.last = now
 
     def fails(self, measure: str, error: Exception) -> None:
         """Remove the bar, and print that the other measures continue."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -91,13 +92,17 @@ def train(
     batch = None if tested is None else tested.batch
     try:
         state = record.read_state()
-        if state is not None:
-            terminal.tell(f"Continuing after epoch {state['epochs']} of {recipe.epochs}.")
+        done = 0 if state is None else int(state["epochs"])
+        if done:
+            terminal.tell(f"Continuing after epoch {done} of {recipe.epochs}.")
+        start = time.monotonic()  # only epochs of this process are timed
         for epoch in loop.train(net, data.batch, recipe, held_out=batch, state=state):
             record.keep(epoch)
             facts = [f"loss {epoch.loss:.4g}"]
             facts += [] if epoch.penalty is None else [f"penalty {epoch.penalty:.4g}"]
             facts += [] if epoch.accuracy is None else [f"held out {epoch.accuracy:.1%}"]
+            each = (time.monotonic() - start) / (epoch.number - done)
+            facts += [f"about {each * (recipe.epochs - epoch.number):.0f} s left"]
             terminal.tell(f"epoch {epoch.number}/{recipe.epochs}: {', '.join(facts)}")
     except (Exception, KeyboardInterrupt):
         if record.epochs:

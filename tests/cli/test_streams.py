@@ -6,6 +6,7 @@ from contextlib import redirect_stdout
 
 import pytest
 
+from lipaudit.cli import progress
 from lipaudit.cli.app import Terminal, app
 from lipaudit.cli.output import Unheeded
 from lipaudit.cli.progress import OnStderr
@@ -99,3 +100,20 @@ def test_of_remarks_that_differ_by_a_measure_or_a_number_one_is_said(capsys):
         "note: an interrupted run finished 0 of 16 samples of bounds: add --resume",
         "note: what is finished is kept",
     ]
+
+
+def test_off_a_terminal_a_line_says_now_and_then_how_long_is_left(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with OnStderr(Terminal()) as observer:
+        observer.begins("attack", 128)
+        now[0] = 40.0
+        observer.moves("attack", 0.0)
+        assert capsys.readouterr().err == ""  # nothing to judge by
+        observer.moves("attack", 32.0)
+        assert capsys.readouterr().err == "attack: 32/128 samples, about 120 s left\n"
+        now[0] = 80.0
+        observer.advances("attack", 64)
+        assert capsys.readouterr().err == "attack: 64/128 samples, about 80 s left\n"
+        observer.moves("attack", 60.0)
+        assert capsys.readouterr().err == ""  # not so soon again

@@ -261,7 +261,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
             cells: Any = np.where(weights > 0, values * weights, 0.0).sum(1) / weights.sum(1)
     else:
         lines = (line[~np.isnan(line)] for line in values)
-        cells = [STATISTICS[how.stat](line) if line.size else np.nan for line in lines]
+        cells = [how.apply(line) if line.size else np.nan for line in lines]
     for row, cell in zip(section.rows, cells, strict=True):
         if row[rule.column] is not None and math.isnan(cell):
             raise BaselineError(f"{metric}: no shared sample has a value")

@@ -327,17 +327,12 @@ def _make_row(
     options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[str, str]
 ) -> Row:
     """Reduce the norms of one map over the samples."""
-    import numpy as np
-
     norm = values["norm"].astype(float)
     return JACOBIAN_TABLE.row(
         **ends,
         norm=options.norm,
         samples=len(norm),
-        mean=float(norm.mean()),
-        median=float(np.median(norm)),
-        p95=float(np.quantile(norm, 0.95)),
-        max=float(norm.max()),
+        **JACOBIAN_TABLE.reduce({"norm": norm}),
         tol=options.tol,
         within=float(values["within"].max()),
         products=float(values["products"].mean()),

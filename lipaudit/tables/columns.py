@@ -83,6 +83,14 @@ class Reduction:
         """Return the names of the arrays that the reduction reads."""
         return frozenset({self.values, self.per, self.weights} - {""})
 
+    def apply(self, values: np.ndarray[Any, Any]) -> float:
+        """Return the statistic of the values; NaN if one is NaN."""
+        import numpy as np
+
+        if self.stat == "p95":
+            return float(np.quantile(values, 0.95))
+        return float(getattr(np, self.stat)(values))
+
 
 @dataclass(frozen=True)
 class Column:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     ConfigDict,
@@ -32,6 +32,9 @@ from lipaudit.tables.columns import (
     require_drawable,
 )
 from lipaudit.tables.trials import FLAGS, parse_column
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SCHEMA_VERSION = "2.0"
 
@@ -288,6 +291,11 @@ class Layout:
         columns = self.columns
         cells = {name.removesuffix("_"): value for name, value in cells.items()}
         return make_row(columns, cells)
+
+    def reduce(self, samples: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, float]:
+        """Return the cells that columns reduce from these values of each sample."""
+        known = {n: c.reduction for n, c in self.columns.items() if c.reduction}
+        return {n: r.apply(samples[r.values]) for n, r in known.items() if r.values in samples}
 
     def section(self, **values: Any) -> Section:
         """Return a section with this layout."""

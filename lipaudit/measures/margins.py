@@ -21,6 +21,9 @@ MARGINS_TABLE = Layout(
         "median": Column(
             "median", "Median margin.", better="higher", reduction=Reduction("median", "margin")
         ),
+        "mean": Column(
+            "mean", "Mean margin.", better="higher", reduction=Reduction("mean", "margin")
+        ),
     },
     sample_columns={
         "margin": Column("margin", "Largest logit minus second largest.", better="higher")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from lipaudit.measures.base import Measure, MeasureOptions, Part, join_parts, sample_ids
+from lipaudit.settings.option import option
 from lipaudit.tables import Column, Section
 from lipaudit.tables.columns import Reduction
 from lipaudit.tables.report import Layout
@@ -38,6 +39,7 @@ class MarginsOptions(MeasureOptions):
     """
 
     samples: ClassVar[int] = 64
+    temperature: float = option(1.0, "Divide the logits by it.", gt=0)
 
 
 def measure(net: Net, batches: Iterable[Batch], options: MarginsOptions) -> Iterator[Part]:
@@ -46,7 +48,8 @@ def measure(net: Net, batches: Iterable[Batch], options: MarginsOptions) -> Iter
 
     for batch in batches:
         with torch.no_grad():
-            first, second = net.output(batch).double().topk(2, dim=1).values.unbind(1)
+            logits = net.output(batch).double() / options.temperature
+            first, second = logits.topk(2, dim=1).values.unbind(1)
         yield Part(batch.ids, {"margin": (first - second).cpu().numpy()})
 
 

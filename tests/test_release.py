@@ -48,7 +48,7 @@ PUBLIC = {
     ),
     "formats": (
         [*RENDERERS],
-        "csv html json junit latex markdown table text",
+        "csv html json junit latex markdown outline table text",
     ),
     "exit codes": (
         [f"{code.value}:{code.name}" for code in ExitCode],

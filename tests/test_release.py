@@ -43,12 +43,12 @@ PUBLIC = {
     "commands": (
         [name.replace(" ", "-") for name in list_commands()],
         "attack attention audit baseline-check baseline-save baseline-update bounds "
-        "certify check compare env explain gate init inspect jacobian margins merge models report scaling "
+        "certify check compare env explain gate init inspect jacobian merge models report scaling "
         "schema train watch",
     ),
     "formats": (
         [*RENDERERS],
-        "csv html json junit latex markdown outline table text",
+        "csv html json junit latex markdown table text",
     ),
     "exit codes": (
         [f"{code.value}:{code.name}" for code in ExitCode],

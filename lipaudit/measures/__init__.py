@@ -20,7 +20,6 @@ from lipaudit.measures.base import Measure, MeasureOptions
 from lipaudit.measures.bounds import BOUNDS
 from lipaudit.measures.certify import CERTIFY, BallNorm, CertifyOptions
 from lipaudit.measures.jacobian import JACOBIAN
-from lipaudit.measures.margins import MARGINS
 from lipaudit.measures.scaling import SCALING
 from lipaudit.settings.option import Names, Need, Settings, option
 from lipaudit.tables.columns import Column
@@ -33,8 +32,7 @@ GROUP = "lipaudit.measures"
 
 # lipaudit's own measures. A new one is its file and its name here.
 OWN: dict[str, Measure] = {
-    measure.name: measure
-    for measure in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CERTIFY, SCALING, MARGINS)
+    measure.name: measure for measure in (BOUNDS, ATTENTION, JACOBIAN, ATTACK, CERTIFY, SCALING)
 }
 
 

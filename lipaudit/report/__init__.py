@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.report import html, latex, markdown, outline, records, terminal
+from lipaudit.report import html, latex, markdown, records, terminal
 from lipaudit.tables import Report
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ _FORMATS = (
     Format("html", "page", html.render, (".html", ".htm")),
     Format("markdown", "page", markdown.render, (".md", ".markdown")),
     Format("latex", "page", latex.render, (".tex",)),
-    Format("outline", "page", outline.render),
     Format("csv", "rows", records.write_csv, (".csv",)),
     Format("junit", "judgement", records.write_junit, (".xml",)),
 )

@@ -245,6 +245,7 @@ def find_unmet_requirement() -> tuple[str, str] | None:
     from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement
+    from packaging.version import Version
 
     try:
         needed = [Requirement(text) for text in requires("lipaudit") or ()]
@@ -256,7 +257,9 @@ def find_unmet_requirement() -> tuple[str, str] | None:
         found = "is not installed"
         with suppress(PackageNotFoundError):
             installed = version(package.name)
-            if package.specifier.contains(installed, prereleases=True):
+            # A vendor's build (2.8.0a0+nv25.8) counts as the release that it precedes.
+            base = Version(installed).base_version
+            if package.specifier.contains(base, prereleases=True):
                 continue
             found = f"{installed} is installed"
         wanted = f"{package.name}{package.specifier}"

@@ -13,6 +13,6 @@ def main() -> None:
 
         replace_streams()
         app()
-    except KeyboardInterrupt:  # before a command begins: imports take a second or two
+    except KeyboardInterrupt:  # before the command line is read; commands say it themselves
         sys.stderr.write("error: interrupted\n")
         sys.exit(130)

@@ -151,7 +151,8 @@ def read_config(path: Path | None) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        advice = 'Write text in quotes: key = "value".'
+        wrong = isinstance(error, tomllib.TOMLDecodeError)
+        advice = 'Write text in quotes: key = "value".' if wrong else "Check the path."
         raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
     # lipaudit.toml does not need the table [tool.lipaudit] of pyproject.toml.
     table = document.get("tool", {})

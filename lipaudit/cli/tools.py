@@ -214,10 +214,15 @@ def init(
 
     Example: lipaudit init py -o model.py
     """
-    from lipaudit.engine.files import write
+    from lipaudit.engine.files import require_writable, write
 
+    if output.suffix != f".{kind}":
+        raise UsageError(
+            f"{output} is not the name of a {kind} file", f"Choose a name that ends in .{kind}."
+        )
     if output.exists():
         raise UsageError(f"{output} exists", "Choose another file.")
+    require_writable(output)
     example = files("lipaudit.models").joinpath("assets/model.py").read_text("utf-8")
     write(output, example.replace("py:model.py:", f"py:{output}:").encode())
     measured = f"Measure it: lipaudit bounds {shlex.quote(f'py:{output}:model')}"

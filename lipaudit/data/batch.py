@@ -345,7 +345,7 @@ def refuse_label(name: object, net: Net, place: str) -> LabelError:
     """Return the error on a label that is not a class of the model."""
     labels = net.labels or ()
     shown = ", ".join([*map(repr, labels[:LISTED]), *["..."] * (len(labels) > LISTED)])
-    listed = f" ({shown})" if labels else ""
+    listed = f" ({shown})" if labels else f" (0 to {(net.classes or 1) - 1})"
     return LabelError(
         f"{place}: the class {name!r} is not one of the model's {net.classes} classes{listed}",
         "Rename the classes to the model's names or numbers (from 0), or give exactly as many "
@@ -392,7 +392,7 @@ def match_labels(
         name: known.get(_normalise(name), known.get(str(_read_number(name)))) for name in names
     }
     notes: tuple[Note, ...] = ()
-    # Numbers and order only if no name is known: a partial match is a mistake.
+    # Numbers and order only if no name is known: half by name and half by order is a guess.
     if all(i is None for i in index.values()):
         numbers = {name: _read_number(name) for name in names}
         fits = set(numbers.values()) <= set(range(net.classes or 0))

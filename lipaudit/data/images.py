@@ -172,7 +172,11 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
         InputError: the file is damaged, or has no samples.
     """
     arrays: dict[str, Tensor] = {}
-    with refuse_damage(path, "array file", "Save plain numbers: numpy.savez(FILE, x=..., y=...)."):
+    with refuse_damage(
+        path,
+        "array file",
+        "Copy it again, or save plain numbers: numpy.savez(FILE, x=..., y=...).",
+    ):
         if path.suffix == ".safetensors":
             arrays = load_file(path)
         elif path.suffix == ".npz":
@@ -198,12 +202,13 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
 
 def _read_idx(path: Path) -> Tensor:
     """Read one array: 0, 0, type, number of axes; then the sizes, big-endian; then the numbers."""
-    data = path.read_bytes()
-    data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    kind, axes = np.dtype(KINDS[data[2]]), data[3]
-    shape = np.frombuffer(data, ">i4", axes, 4)
-    array = np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
-    return torch.from_numpy(array.astype(kind.newbyteorder("=")))
+    with refuse_damage(path, "IDX file", "Copy or download it again."):
+        data = path.read_bytes()
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        kind, axes = np.dtype(KINDS[data[2]]), data[3]
+        shape = np.frombuffer(data, ">i4", axes, 4)
+        array = np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
+        return torch.from_numpy(array.astype(kind.newbyteorder("=")))
 
 
 def draw_arrays(
@@ -245,9 +250,9 @@ def draw_arrays(
     read = _check_token_ids if net.kind == "text" else _read_values
     samples = read(x[order], net, origin)
     labels = None if y is None else [int(v) for v in y[order]]
-    for label in labels or ():
+    for i, label in zip(order, labels or (), strict=False):
         if net.classes and not 0 <= label < net.classes:
-            raise refuse_label(label, net, origin)
+            raise refuse_label(label, net, f"{origin}: index {i}")
     origins = [SampleOrigin(f"index {i}") for i in order]
     return make_samples(list(samples), net, labels, origins=origins)
 
@@ -266,25 +271,30 @@ def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
             "that size with --model-kwargs img_size=... or --input-size.",
         )
     x = to_box(x.float() / 255, net.box) if x.dtype == torch.uint8 else x.float()
-    low, high = net.box or (-math.inf, math.inf)
-    # NaN is between no bounds; infinite values are no numbers of a sequence either.
-    if not bool(((x >= low) & (x <= high) & x.isfinite()).all()):
+    if not bool(x.isfinite().all()):
+        raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
+    if net.box is not None and (x.min() < net.box[0] or x.max() > net.box[1]):
+        low, high = net.box
         raise InputError(
-            f"{origin} holds values from {x.min():.4g} to {x.max():.4g}; the model takes finite "
-            f"ones in [{low:g}, {high:g}]",
-            "Divide pixels by 255, or save uint8. Do not normalise them: lipaudit does that. "
-            "Remove samples with NaN or infinite values.",
+            f"{origin} holds values from {x.min():.4g} to {x.max():.4g}; the model takes "
+            f"[{low:g}, {high:g}]",
+            "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
         )
     return x
 
 
 def _check_token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
-    fits = not x.is_floating_point() and x.ndim == 2 and x.shape[1] <= net.input_shape[0]
-    if not fits or x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary):
+    if x.is_floating_point() or x.ndim != 2 or not 0 < x.shape[1] <= net.input_shape[0]:
         raise InputError(
-            f"{origin} holds {x.dtype} of shape {tuple(x.shape)} from {x.min()} to {x.max()}; the "
-            f"model takes ids below {net.vocabulary} (samples, at most {net.input_shape[0]})",
-            "Give integer ids of this model's tokenizer, or the text itself (.txt, .csv, .jsonl).",
+            f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
+            f"(samples, at most {net.input_shape[0]})",
+            "Give the text itself as .txt, .csv or .jsonl, or integer token ids.",
+        )
+    if x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary):
+        raise InputError(
+            f"{origin} holds token ids from {x.min()} to {x.max()}; the vocabulary has "
+            f"{net.vocabulary}",
+            "Use the tokenizer of this model.",
         )
     return x.long()
 

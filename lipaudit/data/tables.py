@@ -184,7 +184,10 @@ def read_folder(path: Path) -> SampleTable:
     Raises:
         InputError: there are no pictures, or some beside and some inside sub-folders.
     """
-    found = sorted(path.glob("*")) + sorted(path.glob("[!.]*/*"))
+    # Not by glob, which skips folders that cannot be read without a word.
+    entries = sorted(path.iterdir())
+    folders = [each for each in entries if each.is_dir() and not each.name.startswith(".")]
+    found = entries + [file for folder in folders for file in sorted(folder.iterdir())]
     files = [file for file in found if file.suffix.lower() in PICTURES]
     flat = {file.parent == path for file in files}
     if len(flat) != 1:
@@ -231,6 +234,7 @@ def _read_separated(path: Path) -> Iterator[_Line]:
     # Spreadsheets write a byte order mark, which is not part of the first name.
     with path.open(encoding="utf-8-sig", newline="") as lines:
         table = csv.DictReader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
+        table.fieldnames = next(filter(None, table.reader), [])
         for row in table:
             names, surplus = table.fieldnames or (), len(row.pop(None, ()))
             fault = (

@@ -154,8 +154,16 @@ LAYERS_TABLE = Layout(
             reduction=Reduction("median", "exact_out"),
         ),
         "within": WITHIN_COLUMN,
+        "sharp_sum": Column(
+            "||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds.", status="bound"
+        ),
         "sharp_rss": Column(
             "||W_O|| rss", "||W_O|| times the root of the sum of squares of sharp.", status="bound"
+        ),
+        "theorem3_sum": Column(
+            "theorem 3 sum",
+            "||W_O|| times the sum of the heads' Theorem 3 bounds.",
+            status="bound",
         ),
     },
 )
@@ -433,15 +441,19 @@ def _make_layer_section(
     layer_of = np.array([head.layer for head in facts["heads"]])
     rows, limits = [], np.full_like(measured["layer_out"], np.nan)
     for i, (layer, module) in enumerate(facts["layers"]):
-        sharp = measured["sharp"][:, layer_of == layer]
-        # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side, and that
-        # at most the root of the sum of their squares.
-        limits[:, i] = measured["out_norm"][:, i] * np.sqrt((sharp**2).sum(1))
+        heads = layer_of == layer
+        sharp, theorem3 = measured["sharp"][:, heads], measured["theorem3"][:, heads]
+        # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side, which is
+        # at most the root of the sum of their squares (rss), and that at most the sum.
+        factor = measured["out_norm"][:, i]
+        limits[:, i] = factor * np.sqrt((sharp**2).sum(1))
         columns = {
             "exact": measured["layer_exact"][:, i],
             "exact_out": measured["layer_out"][:, i],
             "within": measured["layer_within"][:, i],
+            "sharp_sum": factor * sharp.sum(1),
             "sharp_rss": limits[:, i],
+            "theorem3_sum": factor * theorem3.sum(1),
         }
         cells = reduce_columns(columns, MAXIMA)
         rows.append(LAYERS_TABLE.row(layer=layer, module=module, **cells))

@@ -83,7 +83,9 @@ def lightning_callback() -> type:
     """Return the callback of Lightning's Trainer."""
     try:
         from lightning.pytorch import Callback
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "lightning":  # Lightning itself is broken: say what it says
+            raise
         raise UsageError(
             "Lightning is not installed", "Install it: pip install lightning"
         ) from None

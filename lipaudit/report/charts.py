@@ -189,15 +189,18 @@ def _set_ticks(axis: Any, column: Column, *, log: bool = False) -> None:
         places = [*locator.tick_values(low, high)]
     places = [float(v) for v in places if low <= v <= high]
     share = column.format.endswith("%")
-    labels = [_write_tick(100 * v if share else v) + "%" * share for v in places]
+    values = [100 * v if share else v for v in places]
+    # One notation for an axis: 10⁴ beside 10⁵, not 10000.
+    plain = all(value == 0 or 1e-4 <= abs(value) < 1e5 for value in values)
+    labels = [_write_tick(value, plain=plain) + "%" * share for value in values]
     axis.set_ticks(places, labels=labels)
     axis.set_minor_locator(NullLocator())
 
 
-def _write_tick(value: float) -> str:
-    """Write 12.5 or 2×10⁷."""
+def _write_tick(value: float, *, plain: bool) -> str:
+    """Write 12.5, or 2×10⁷."""
     # 8 digits distinguish ticks that differ by 1e-6, and hide the rounding of 0.1 + 0.2.
-    if value == 0 or 1e-4 <= abs(value) < 1e5:
+    if value == 0 or plain:
         return f"{value:.8g}"
     digits, power = f"{value:.7e}".split("e")
     start = "" if float(digits) == 1 else digits.rstrip("0").rstrip(".") + "×"

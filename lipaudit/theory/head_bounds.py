@@ -102,7 +102,8 @@ def _compute(bound: Bound, known: Ingredients) -> Tensor:
         values = known.once(bound.compute)
         fits = isinstance(values, Tensor) and values.shape == shape
         if not fits or not values.is_floating_point():
-            found = getattr(values, "shape", type(values).__name__)
+            tensor = isinstance(values, Tensor)
+            found = tuple(values.shape) if tensor else type(values).__name__
             raise TypeError(f"returned {found}, not floats of shape {tuple(shape)} (batch, heads)")
     except Exception as error:
         # An OSError is about a file of the plug-in's own.

@@ -210,8 +210,9 @@ class Attend:
                 if name in self.extra:  # sum_j ds_ij r_ij, sum_i ds_ij t_ij
                     rows = rows + _times_sets(ds if name == "q" else ds.mT, *self.extra[name])
                 if self.p is None:
-                    whole = total.setdefault(name, torch.zeros_like(getattr(self, name)))
-                    whole[:, i if name == "q" else j] += rows
+                    if name not in total:
+                        total[name] = torch.zeros_like(getattr(self, name))
+                    total[name][:, i if name == "q" else j] += rows
                 else:
                     total[name] = rows
         for name, g in self.local.items():

@@ -446,7 +446,7 @@ class _Krylov:
     def image(self, products: Products) -> Tensor:
         """Return A times the newest basis vector; at first, scale A to about the size of one."""
         last = self._vector(self.steps).squeeze(1)
-        first = self.steps == 0
+        first = True
         while True:
             # What a vector cannot carry of the scale of A goes to its image.
             if self.exponent.any():

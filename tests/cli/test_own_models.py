@@ -95,6 +95,8 @@ def test_what_init_writes_runs_as_it_is():
     done = invoke(*command, "-n", "1", "-o", "a.json")
     assert len(lipaudit.load("a.json").section("bounds").rows) == 8
     refuse(2, "model.py exists", "init", "py")
+    refuse(2, "x.txt is not the name of a py file", "init", "py", "-o", "x.txt")
+    refuse(2, "", "init", "py", "-o", "no/model.py")
 
 
 def test_the_hint_on_what_a_module_takes_can_be_followed():

@@ -76,7 +76,7 @@ def test_token_ids(tmp_path, text_taker):
         (BYTES[:, :, :4], "samples of shape (3, 4, 8); the model takes (3, 8, 8)"),
         (BYTES.astype(np.float32), "values from 0 to 255"),
         (BYTES / 255 - 0.5, "values from -0.5"),
-        (np.full((2, 3, 8, 8), np.nan), "values from nan"),
+        (np.full((2, 3, 8, 8), np.nan), "NaN or infinite"),
         (BYTES[:0], "has no samples"),
     ],
 )
@@ -87,7 +87,7 @@ def test_images_that_are_refused(tmp_path, image_taker, refused, x, message):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (np.full((2, 5), 100), "ids below 100"),
+        (np.full((2, 5), 100), "the vocabulary has 100"),
         (np.full((2, 5), -1), "from -1"),
         (np.full((2, 129), 1), "at most 128"),
         (np.full((2, 5), 1.0), "float64"),
@@ -100,7 +100,10 @@ def test_token_ids_that_are_refused(tmp_path, text_taker, refused, x, message):
 @pytest.mark.parametrize(
     ("y", "message"),
     [
-        (np.full(6, 3), "the class 3 is not one of"),
+        (
+            np.full(6, 3),
+            f"index {ORDER[0]}: the class 3 is not one of the model's 3 classes (0 to 2)",
+        ),
         (np.full(6, -1), "the class -1 is not one of"),
         (np.arange(5), "labels of shape (5,)"),
         (np.eye(6), "labels of shape (6, 6)"),
@@ -161,14 +164,14 @@ def test_numbers_of_every_type(tmp_path, kind):
 @pytest.mark.parametrize("name", ["a-idx3-ubyte", "a-idx3-ubyte.gz"])
 def test_a_damaged_file_is_named(tmp_path, name, cut):
     path = written(tmp_path / name, IMAGES, cut=cut)
-    with pytest.raises(InputError, match=f"{name} is not a readable array file"):
+    with pytest.raises(InputError, match=f"{name} is not a readable IDX file"):
         load_arrays(path)
 
 
 def test_half_an_archive_is_named(tmp_path):
     path = written(tmp_path / "a-idx3-ubyte.gz", IMAGES)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match="not a readable array file"):
+    with pytest.raises(InputError, match="not a readable IDX file"):
         load_arrays(path)
 
 

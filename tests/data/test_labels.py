@@ -95,6 +95,11 @@ def test_labels_that_are_missing_or_unknown_are_errors_with_their_line(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        (
+            "t.csv",
+            "\n\ntext,label\na b,0\nc, d,1\n",
+            "line 5 has 1 more than the columns' 2 fields",
+        ),
         ("t.csv", "text,label\na b,0\nc, d,1\n", "line 3 has 1 more than the columns' 2 fields"),
         ("t.tsv", "text\tlabel\na\t0\nb\tc\t1\n", "line 3 has 1 more than the columns' 2 fields"),
         ("t.jsonl", '{"text": ["a", "b"], "label": 0}', "line 1 has a list in 'text', not a text"),

@@ -125,7 +125,7 @@ def test_every_bound_is_above_the_exact_norm(found):
         assert (values[name] >= values["exact"]).all(), name
     heads, layers = found[1]
     for layer in layers.rows:
-        assert layer.exact_out <= layer.sharp_rss
+        assert layer.exact_out <= layer.sharp_rss <= layer.sharp_sum <= layer.theorem3_sum
     assert len(heads.rows) == 12
 
 

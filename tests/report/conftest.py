@@ -87,7 +87,9 @@ def _layers() -> Section:
             module=f"blocks.{layer}.attn",
             exact=(2.4, 13.1, 5.6)[layer],
             exact_out=(1.9, 10.2, 4.4)[layer],
+            sharp_sum=(6.9, 21.7, None)[layer],
             sharp_rss=(3.6, 14.9, None)[layer],
+            theorem3_sum=(61.0, 212.0, 98.7)[layer],
         )
         for layer in range(3)
     )

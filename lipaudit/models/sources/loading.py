@@ -350,7 +350,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
                 ]
         shift, scale = constants[key]
         z = (x - shift) / scale
-        return module(z) if spec.call is None else spec.call(z, mask)
+        return call(z, mask)
 
     return normalise, facts
 

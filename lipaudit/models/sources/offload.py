@@ -1,7 +1,7 @@
 """Placement of weights on several devices, CPU and disk, by Accelerate or by a file.
 
 Accelerate plans the placement and moves samples from device to device. Weights on the disk, or on
-the CPU beside a GPU, stay there (see `models.lifting`) and are converted whenever they are read,
+the CPU beside a GPU, stay there (see `models.precision`) and are converted whenever they are read,
 also outside the forward pass of their own module.
 """
 

@@ -242,7 +242,7 @@ def test_a_function_is_handed_the_ingredients_and_its_values_come_by_name(comput
     ("function", "says"),
     [
         (lambda known: None, "TypeError: returned NoneType, not floats of shape (2, 2)"),
-        (lambda known: known.at.p.sum(), "returned torch.Size([]), not floats of shape"),
+        (lambda known: known.at.p.sum(), "returned (), not floats of shape"),
         (lambda known: known.p_norm.int(), "not floats of shape (2, 2) (batch, heads)"),
         (lambda known: 1 / 0, "the bound strange failed: ZeroDivisionError: division by zero"),
         (lambda known: Path("/no/table.csv").read_text(), "strange failed: FileNotFoundError"),

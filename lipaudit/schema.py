@@ -98,8 +98,8 @@ def json_schema() -> dict[str, Any]:
 def _complete(document: dict[str, Any]) -> None:
     """Add the columns of this version to the sections of a document, in place.
 
-    Reports of schema version 1 have no columns. For sections and bounds of plug-ins, columns are
-    derived from the cells.
+    Reports of schema version 1 have no columns. Columns of plug-ins, and those that have been
+    removed since, are derived from the cells.
     """
     known = layouts()
     sections, first = document.get("sections"), str(document["schema_version"]).startswith("1.")

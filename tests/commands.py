@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def break_measure(
     def parts(net, batches, options):
         seen.append(net.name)
         if model in (None, net.name):
-            raise error
+            raise copy(error)  # each with a traceback of its own
         yield from compute(net, batches, options)
 
     replace_parts(monkeypatch, name, parts)

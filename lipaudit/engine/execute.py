@@ -106,7 +106,10 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
             # A report without any figures is useless: raise the first error.
             if len(errors) == len(request.measures):
                 raise errors[0]
+            # A traceback holds the frames of its measure, and with them the model.
+            errors.clear()
             shard = results.make_shard(job, measured) if request.run.shard else None
+            measured.clear()
             origins = results.list_origins(job.samples)
             report: Report | None = results.make_report(
                 results.describe_run(job), sections, origins, shard
@@ -217,7 +220,9 @@ def _blame_sample(job: Job, error: Exception, batches: Sequence[Batch]) -> None:
         return
     net, samples = job.net, job.samples
     for batch in batches:
-        if failure := find_first_failure(net, batch.to(net.device, net.dtype)):
+        with eager(), exact_arithmetic(net.device):  # as it was measured
+            failure = find_first_failure(net, batch.to(net.device, net.dtype))
+        if failure is not None:
             index, text, cause = failure
             name, where = batch.ids[index], ""
             if samples.origins:

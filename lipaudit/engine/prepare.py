@@ -364,8 +364,9 @@ def _time_batch(job: Job) -> dict[str, Any]:
     The memory is the most that was in use so far: of the device, or of this process on a CPU.
     """
     net = job.net
-    batch = job.samples.batch[:TIMED].to(net.device, net.dtype)
-    with eager(), torch.no_grad():
+    count = min(TIMED, job.request.run.batch_size or TIMED)
+    batch = job.samples.batch[:count].trim().to(net.device, net.dtype)
+    with eager(), exact_arithmetic(net.device), torch.no_grad():
         for _ in range(2):  # the first pass compiles kernels and fills caches
             start = time.perf_counter()
             net.output(batch).sum().item()  # waits for the device

@@ -150,7 +150,7 @@ def versions() -> dict[str, str]:
 
 
 # Fields in which shards of one run may differ (devices must be of one kind).
-OWN = frozenset({"command", "created", "device", "device_map"})
+MAY_DIFFER = frozenset({"command", "created", "device", "device_map"})
 
 
 def make_shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard:
@@ -266,7 +266,7 @@ def _list_conditions(report: Report) -> dict[str, Any]:
     shard, run = _require_shard(report), report.run.model_dump(mode="json")
     measures = [s.measure for s in report.sections if "." not in s.measure]
     return {
-        **{name: value for name, value in run.items() if name not in OWN},
+        **{name: value for name, value in run.items() if name not in MAY_DIFFER},
         # GPUs of one kind may differ by name; a CPU and a GPU may not be mixed.
         "device": report.run.device.split(" ")[0],
         "samples": (shard.ids, shard.counts),

@@ -71,7 +71,7 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
 def promote(report: Report, reason: str) -> Report:
     """Turn a report into a baseline: the figures that the gate reads, without wall times.
 
-    Arrays that no rule reads (histograms, maps) are left out.
+    Arrays that no rule reads (maps) are left out.
 
     Args:
         report: a finished report.

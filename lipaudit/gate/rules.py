@@ -353,7 +353,7 @@ class Verdict(Frozen):
         if self.low is not None:
             limits = f"{amount(self.low, self.unit)} to {amount(self.high, self.unit)}"
             if self.high == math.inf and self.low in (-1.0, -math.inf):
-                limits = "too few samples"
+                limits = "no finite limits"
         return {
             "baseline": "" if self.old is None else f"{self.old:.4g}",
             "current": "" if self.new is None else f"{self.new:.4g}",

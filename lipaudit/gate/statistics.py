@@ -181,7 +181,7 @@ def judge_share(worse: int, better: int, samples: int) -> Evidence:
     centre, error = up - down, math.sqrt((up + down - (up - down) ** 2) / (samples + 2))
 
     def limits(level: float) -> Limits:
-        half = NormalDist().inv_cdf(1 - level) * error
+        half = -NormalDist().inv_cdf(level) * error  # 1 - level would be 1 for tiny levels
         # Two shares differ by at most 1.
         return max(-1.0, centre - half), min(1.0, centre + half)
 

@@ -38,7 +38,7 @@ OWN: dict[str, Measure] = {
 
 @cache
 def load_measures() -> dict[str, Measure]:
-    """Return the measure of every measure by its name: ours, then those of plug-ins.
+    """Return every measure by its name: ours, then those of plug-ins.
 
     Raises:
         UsageError: a plug-in cannot be used; the message names its package.

@@ -27,9 +27,7 @@ from lipaudit.tables.columns import (
     WITHIN_COLUMN,
     Column,
     Reduction,
-    count_column,
     norm_of,
-    text_column,
 )
 from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import Radius
@@ -138,8 +136,8 @@ LAYERS_TABLE = Layout(
     title="How much do whole layers amplify?",
     display=Display(about="The same norm for all heads of a layer together."),
     fixed={
-        "layer": count_column("layer", "Attention layer, in the order of execution.", needed=True),
-        "module": text_column("module", "Module that computes the attention."),
+        "layer": HEAD["layer"],
+        "module": HEAD["module"],
         "exact": Column(
             "exact",
             "Norm with the heads concatenated, before W_O (--concat).",

@@ -28,7 +28,7 @@ from lipaudit.measures.base import (
 )
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
-from lipaudit.settings.option import Layers, Lengths, Names, Need, listed, option
+from lipaudit.settings.option import Layers, Lengths, Names, Need, option, read_list
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import NORM, Column, count_column, text_column
 from lipaudit.tables.report import Display, Layout
@@ -48,7 +48,7 @@ ScalingMode = Literal["real", "adversarial", "radius", "ascent"]
 WORST = Need("a --mode other than real", lambda o: {*o.modes} != {"real"})
 
 
-ScalingModes = Annotated[tuple[ScalingMode, ...], listed]
+ScalingModes = Annotated[tuple[ScalingMode, ...], read_list]
 
 
 class ScalingOptions(MeasureOptions):

@@ -206,6 +206,8 @@ def find_format(wanted: str | Path, forms: Collection[Form]) -> Format:
             names |= {suffix: known for suffix in known.suffixes if suffix not in names}
         message = f"cannot tell the format of {wanted}"
     if name not in names:
-        near = "" if name in RENDERERS else name  # a known one is not misspelt
-        raise UsageError(f"{message}: not possible here", suggestion(near, names))
+        suffixes = {suffix for each in RENDERERS.values() for suffix in each.suffixes}
+        if name in RENDERERS or name in suffixes:  # it is not misspelt
+            raise UsageError(f"{wanted}: {name} is not possible here", suggestion("", names))
+        raise UsageError(message, suggestion(name, names))
     return names[name]

@@ -265,7 +265,7 @@ WORDS: Mapping[str, str] = {
     "not distinguishable": "The limits of the difference contain 0, which proves no equality.",
     "behind": "The paired samples show that the model is worse than the best.",
     "not measured": "The model has no value for the metric of the ranking.",
-    "too few samples": "With so few samples, the 95 % interval of the change is infinite.",
+    "no finite limits": "Too few samples for a 95 % interval, or norms became 0 or left 0.",
     "pp": "Percentage points: the difference of two shares. From 50 % to 40 % are -10pp.",
     "exit code": "0 good, 1 regression, 2 usage, 3 error, 4 data, 5 baseline, 6 unproven, 7 time.",
     "weights": "How many parameters the model has, and a hash of their values.",

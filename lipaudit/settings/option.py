@@ -91,11 +91,6 @@ class Option:
     kinds: tuple[str, ...] = ()
 
     @property
-    def commas(self) -> bool:
-        """Say whether several words may be given, separated by commas: completion continues."""
-        return "omma-separated" in self.help
-
-    @property
     def shown(self) -> str:
         """Return the default for the help; None if the option is off or has no default."""
         if self.default is None or self.default is False:
@@ -456,10 +451,10 @@ Lengths = Annotated[
     tuple[int, ...], _read_with(read_lengths, "FIRST:LAST:logCOUNT, for example 8:256:log8")
 ]
 # Reads a comma-separated list.
-listed = _read_with(
+read_list = _read_with(
     lambda text: tuple(distinct([p.strip() for p in text.split(",") if p.strip()]))
 )
-Names = Annotated[tuple[str, ...] | None, listed]
+Names = Annotated[tuple[str, ...] | None, read_list]
 OneHead = Annotated[
     str | None,
     _read_with(lambda text: "{}.{}".format(*read_head(text)), "LAYER.HEAD, for example 3.1"),

@@ -60,14 +60,12 @@ class Frozen(BaseModel):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the cell of a row is computed from samples, so that it can be computed for a subset.
-
-    Samples without a value (NaN) are left out.
+    """How the cell of a row is computed from samples.
 
     Attributes:
         stat: the statistic over the samples.
-        values: name of the array, (rows, samples), or of the per-sample column (of the only row,
-            or of the row's attack).
+        values: name of the array, (rows, samples), from which it can be computed for a subset, or
+            of the per-sample column (of the only row, or of the row's attack).
         per: name of an array that divides the values, sample by sample; empty for none.
         weights: name of an array of weights for the mean; if it is empty or not stored, all
             weights are equal.

@@ -119,6 +119,8 @@ def _attacked(model, x, label, points, form):
         ("batch-norm-relu", "l2", 2, torch.float32),
         ("layer-norm-gelu", "linf", 2, torch.float64),
         ("layer-norm-gelu", "l2", 1, torch.float64),
+        ("batch-norm-relu", "linf", 1, torch.float32),
+        ("layer-norm-gelu", "linf", 1, torch.float32),
         ("layer-norm-silu", "linf", 1, torch.float32),
         ("layer-norm-silu", "l2", 2, torch.float64),
     ],

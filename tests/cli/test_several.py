@@ -72,7 +72,8 @@ def test_each_report_is_that_of_an_audit_of_its_own():
     assert several.run.model == single.run.model
 
 
-def test_one_model_is_in_memory_at_a_time(monkeypatch):
+@pytest.mark.parametrize("broken", [(), ("bounds",)])
+def test_one_model_is_in_memory_at_a_time(monkeypatch, broken):
     loads, alive, load_net = [], [], api.load_net
 
     def counted(*args, **options):
@@ -83,7 +84,10 @@ def test_one_model_is_in_memory_at_a_time(monkeypatch):
         return net
 
     monkeypatch.setattr(api, "load_net", counted)
-    audit("-n", "1", "--only", "jacobian", "--run-dir", "run")
+    for name in broken:
+        break_measure(monkeypatch, name, EvaluationError("out of luck"))
+    only = ",".join(("jacobian", *broken))
+    audit("-n", "1", "--only", only, "--run-dir", "run", code=3 if broken else 0)
     assert alive == [0] * 6
 
 

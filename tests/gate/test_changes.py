@@ -5,9 +5,10 @@ import pytest
 from scipy import stats
 
 from lipaudit.errors import BaselineError, UsageError
-from lipaudit.gate import compare
+from lipaudit.gate import compare, judge
 from lipaudit.gate.judging import TOLERANCE
 from lipaudit.measures import layouts
+from lipaudit.measures.certify import CERTIFY_TABLE
 from lipaudit.tables.report import Failure
 
 RNG = np.random.default_rng(33)
@@ -368,3 +369,56 @@ def test_figures_that_are_no_numbers_are_counted_as_not_compared(report, jacobia
     found = verdicts(comparison.pairs[0])
     assert found["jacobian.norm:median", ""].reason.endswith("64 values are not finite")
     assert [v.status for v in found.values()].count("error") == 2
+
+
+def certified(verdicts):
+    column = [int(v == "certified") for v in verdicts]
+    row = CERTIFY_TABLE.row(norm="linf", eps=0.01, eps_text="0.01", samples=len(verdicts))
+    return layouts()["certify"].section(
+        settings={"seed": 0},
+        rows=(row,),
+        samples={
+            "ids": tuple(f"s{i}" for i in range(len(verdicts))),
+            "correct": tuple(int(v != "wrong") for v in verdicts),
+            "verdict@linf,0.01": tuple(verdicts),
+            "robust@linf,0.01": tuple(int(v in ("certified", "undecided")) for v in verdicts),
+            "certified@linf,0.01": tuple(column),
+        },
+    )
+
+
+def test_samples_without_an_answer_stand_on_no_side(report):
+    old, new = certified(["certified", "broken", "certified"]), certified(["certified"] * 3)
+    unknown = {name: (*flags[:2], None) for name, flags in new.samples.items() if name != "ids"}
+    new = new.model_copy(update={"samples": new.samples | unknown})
+    pair = pair_of(report(old), report(new, weights="b"))
+    assert [(v.samples, v.old, v.new, v.lost, v.gained) for v in shares(pair)] == [
+        (2, 1, 1, 0, 0),
+        (2, 0.5, 1, 0, 1),
+        (2, 0.5, 1, 0, 1),
+    ]
+
+
+def test_certificates_that_are_lost_and_gained(report):
+    old = certified(["certified", "undecided", "broken", "certified"])
+    new = certified(["undecided", "certified", "undecided", "wrong"])
+    pair = pair_of(report(old), report(new, weights="b"))
+    assert [(v.metric, v.lost, v.gained) for v in shares(pair)] == [
+        ("certify.correct:mean", 1, 0),
+        ("certify.robust:mean", 1, 1),
+        ("certify.certified:mean", 2, 1),
+    ]
+    figures = {s.id: s.figures["certify.certified@linf,0.01"] for s in pair.samples}
+    assert figures == {"s0": (1, 0), "s1": (0, 1), "s2": (0, 0), "s3": (1, 0)}
+    assert pair.samples[0].id == "s3"
+
+
+def test_a_resizing_that_one_report_alone_states_spoils_nothing(report, jacobian, norms):
+    fine = {"mean": [0.5], "std": [0.5], "interpolation": "bicubic", "crop_pct": 0.875}
+    old, new = report(jacobian(norms)), report(jacobian(norms), weights="b", preprocess=fine)
+    assert pair_of(old, new).warnings == ()
+    assert judge(new, old).exit_code == 0
+    nearest = report(jacobian(norms), preprocess=fine | {"interpolation": "nearest"})
+    judged = judge(new, nearest)
+    assert judged.exit_code == 5
+    assert "preprocess interpolation: nearest became bicubic" in judged.reason

@@ -136,3 +136,36 @@ def test_the_hook_runs_the_check(recorded):
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     _, arguments = recorded(hook["entry"])
     assert arguments == ["baseline", "check"]
+
+
+def test_the_action_with_its_defaults(action, recorded):
+    step = action["runs"]["steps"][-1]
+    names = {name.replace("-", "_").upper(): name for name in action["inputs"]}
+    values = {v: action["inputs"][n].get("default", "audit.json") for v, n in names.items()}
+    given = {name for step in action["runs"]["steps"] for name in step.get("env", ())}
+    assert set(values) == given - {"FOLDER"}
+    _, arguments = recorded(step["run"], **values)
+    assert arguments == ["gate", "--baseline", "lipaudit-baseline.json", "--", "audit.json"]
+
+
+def test_the_environment_is_cached_unless_it_is_that_of_the_job(action, shell, tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[project]")
+    step = action["runs"]["steps"][0]
+
+    def choose(prefix, index=""):
+        body = f'case "$1" in -c) echo "{prefix}";; *) echo "$@";; esac'
+        where = {"RUNNER_TEMP": "/tmp/job", "RUNNER_OS": "Linux", "RUNNER_ARCH": "X64"}
+        done = shell(
+            step["run"], "python", body,
+            GITHUB_ACTION_PATH=str(tmp_path), TORCH_INDEX=index, **where,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / "outputs").read_text().splitlines()
+        (tmp_path / "outputs").unlink()
+        return dict(line.split("=", 1) for line in lines)
+
+    assert choose("/job/venv") == {"folder": "/job/venv"}
+    cached = choose("")
+    assert cached["folder"] == "/tmp/job/lipaudit"
+    assert cached == choose("")
+    assert cached["key"] != choose("", "https://example.org/cpu")["key"]

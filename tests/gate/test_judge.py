@@ -4,6 +4,8 @@ import pytest
 from lipaudit.errors import UsageError
 from lipaudit.gate import judge
 from lipaudit.gate.rules import parse_rule
+from lipaudit.measures import layouts
+from lipaudit.measures.bounds import BALLS_TABLE
 from lipaudit.tables import Note
 
 RNG = np.random.default_rng(11)
@@ -329,3 +331,36 @@ def test_rows_that_a_report_keeps_whole_are_not_judged_over_other_samples(report
     assert judged.exit_code == 5
     kept = judge(more, report(bounds(EXACT)), rules("bounds.sharp:max <= +1%"))
     assert only(kept).status == "pass"
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_one_louder_head_is_found_and_named(pair, noise):
+    build, baseline = pair
+    judgement = judge(build(head=7, factor=1.5, noise=noise), baseline)
+    broken = [v for v in judgement.verdicts if v.status == "regressed"]
+    assert [(v.metric, v.name) for v in broken] == [("bounds.exact:each", "layer 3 head 1")]
+    assert broken[0].change == pytest.approx(0.5, abs=0.1)
+    assert judgement.exit_code == 1
+    assert "layer 3 head 1" in judgement.reason
+
+
+def test_a_radius_picks_balls_by_its_value(report):
+    rows = tuple(
+        BALLS_TABLE.row(layer=2, head=head, r=r, ball_sharp=1.0 + r)
+        for head in (0, 1)
+        for r in (1 / 255, 0.03)
+    )
+    balls = report(layouts()["bounds.ball"].section(rows=rows))
+    names = {
+        rule: [v.name for v in judge(balls, balls, rules(rule)).verdicts]
+        for rule in (
+            "bounds.ball.ball_sharp@r=1/255 <= +5%",
+            "bounds.ball.ball_sharp@r=0.030,head=1 <= +5%",
+        )
+    }
+    assert list(names.values()) == [
+        [f"layer 2 head {head} r {1 / 255}" for head in (0, 1)],
+        ["layer 2 head 1 r 0.03"],
+    ]
+    with pytest.raises(UsageError, match="'wide' is not a radius"):
+        judge(balls, balls, rules("bounds.ball.ball_sharp@r=wide <= +5%"))

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from lipaudit.gate import judge
-from lipaudit.gate.rules import Verdict, parse_rule
+from lipaudit.gate import compare, judge
+from lipaudit.gate.rules import Verdict, amount, parse_rule
 from lipaudit.report import of_judgement, render
 from lipaudit.report.blocks import Paragraph
 
@@ -85,12 +85,12 @@ def test_the_change_of_figures_that_may_be_zero(values, change):
     assert verdict.change == change
 
 
-def test_few_samples_are_blamed_only_where_they_are_few(report, attack, jacobian):
+def test_limits_are_called_infinite_only_where_they_are(report, attack, jacobian):
     better = judge(report(attack(np.ones(128, int)), weights="b"), report(attack(ROBUST * 0)))
     assert better.verdicts[0].status == "improved"
-    assert "too few samples" not in written(better, "text")
+    assert "no finite limits" not in written(better, "text")
     one = judge(report(jacobian([2.0]), weights="b"), report(jacobian([1.0])))
-    assert "(+100%, too few samples, n = 1)" in written(one, "text")
+    assert "(+100%, no finite limits, n = 1)" in written(one, "text")
 
 
 def test_text_names_the_head_and_counts_the_rest(failed):
@@ -155,3 +155,47 @@ def test_a_pass_says_whether_all_of_it_is_proven(report, jacobian, norms):
     assert [v.status for v in noisy.verdicts] == ["pass (not proven)"]
     assert answer(noisy).tone == "open"
     assert answer(noisy.model_copy(update={"strict": True})).tone == "broken"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_change_is_that_of_the_two_figures(report, bounds, jacobian, attack, norms, seed):
+    generator = np.random.default_rng(seed)
+    noisy = norms * np.exp(generator.normal(0, 0.5, norms.size))
+    exact = EXACT * np.exp(generator.normal(0, 0.5, EXACT.shape))
+    old = report(bounds(EXACT), jacobian(norms), attack(ROBUST))
+    new = report(
+        bounds(exact), jacobian(noisy), attack(generator.permutation(ROBUST)), weights="b"
+    )
+    judged = (
+        *judge(new, old).verdicts,
+        *compare([old, new]).pairs[0].verdicts,
+    )
+    for verdict in judged:
+        share = verdict.new / verdict.old - 1 if verdict.unit == "%" else verdict.new - verdict.old
+        assert verdict.change == pytest.approx(share, rel=1e-12)
+        assert f"({amount(share, verdict.unit)}" in verdict.figures
+        if verdict.paired is not None and verdict.metric.rpartition(":")[2] not in (
+            "median",
+            "each",
+        ):
+            assert verdict.paired == pytest.approx(verdict.change, abs=1e-12)
+
+
+def test_markdown_keeps_its_table_whatever_the_model_is_called(failed):
+    text = written(failed, "markdown")
+    assert "<script>" not in text
+    assert "\x1b" not in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    widths = {line.replace("\\|", "").count("|") for line in table}
+    assert widths == {3, 10}  # the facts, and the verdicts
+    assert "layer 3 head 1" in text
+
+
+def test_changes_from_and_to_zero_leave_no_finite_limits(report, bounds):
+    """Thirty samples are not few: a norm became 0 in one of them, and left 0 in another."""
+    old, new = np.ones((12, 30)), np.ones((12, 30))
+    old[0, 0] = new[0, 1] = 0.0
+    judged = judge(report(bounds(new), weights="b"), report(bounds(old)))
+    (head,) = (v for v in judged.verdicts if v.name == "layer 0 head 0")
+    assert (head.low, head.high, head.samples) == (-1.0, math.inf, 30)
+    assert "no finite limits" in head.figures

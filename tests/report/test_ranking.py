@@ -71,7 +71,7 @@ def test_a_row_for_every_model_with_its_difference_and_its_scorecard(report, oth
         (BEHIND, "-25pp (-40pp to -12.5pp)"),
         (
             BEHIND.model_copy(update={"low": -1.0, "high": math.inf, "unit": "%"}),
-            "-25% (too few samples)",
+            "-25% (no finite limits)",
         ),
     ):
         behind = second.model_copy(update={"difference": change})

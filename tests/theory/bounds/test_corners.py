@@ -133,7 +133,7 @@ corners = {
 }
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=60)
 @given(**corners)
 def test_no_bound_is_below_the_exact_norm(policy, seed, tokens, values, mask, gain, biases):
     heads = corner(seed, tokens, values, mask, gain=gain, biases=biases)
@@ -157,7 +157,7 @@ def test_exact_lies_between_its_ends(seed, tokens, values, mask, gain, biases):
     assert (proven.norm >= exact * (1 - 1e-4)).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=60)
 @given(**corners)
 @example(seed=3879, tokens="tiny", values="random", mask="causal", gain=0.0, biases=True)
 def test_in_single_precision_too_no_bound_is_below_what_is_called_exact(

@@ -16,7 +16,6 @@ from lipaudit.gate import judge
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.gate.statistics import (
     LEAST,
-    STATISTICS,
     judge_by_bootstrap,
     judge_mean,
     judge_median,
@@ -26,6 +25,7 @@ from lipaudit.measures import layouts
 from lipaudit.measures.attack import ATTACK_TABLE
 from lipaudit.measures.bounds import BOUNDS_TABLE
 from lipaudit.tables import Array, Data, Model, Report, Run
+from lipaudit.tables.columns import reduce_values
 
 ALPHA = 0.05
 LEVEL = ALPHA / len(DEFAULT_RULES)
@@ -120,8 +120,9 @@ def draw_norms(noise: Noise, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def log_change(stat: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Return what maps (draws, samples) of both to the log-ratio of a statistic."""
-    statistic = STATISTICS[stat]
-    return lambda old, new: np.log(statistic(new, axis=1)) - np.log(statistic(old, axis=1))
+    return lambda old, new: (
+        np.log(reduce_values(stat, new, 1)) - np.log(reduce_values(stat, old, 1))
+    )
 
 
 def wrong_draws(noise: Noise, stat: str, margin: float, n: int, runs: int) -> str:

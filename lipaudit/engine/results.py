@@ -212,7 +212,8 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     Raises:
         InputError: the shards do not belong together, or one is missing, repeated or damaged.
     """
-    whole = sorted(((_require_shard(report), report) for report in reports), key=_number)
+    pairs = ((_require_shard(report), report) for report in reports)
+    whole = sorted(pairs, key=lambda pair: pair[0].number)
     given = [shard.number for shard, _ in whole]
     if not whole or given != [*range(1, whole[0][0].of + 1)]:
         names = ", ".join(f"{shard.number}/{shard.of}" for shard, _ in whole) or "none"
@@ -245,10 +246,6 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     created = datetime.now(UTC).isoformat(timespec="seconds")
     own = {"command": command, "created": created, "device": devices}
     return make_report(first.run.model_copy(update=own), sections, first.samples)
-
-
-def _number(pair: tuple[Shard, Report]) -> int:
-    return pair[0].number
 
 
 def _require_shard(report: Report) -> Shard:

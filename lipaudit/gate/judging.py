@@ -23,6 +23,7 @@ from lipaudit.gate.rules import DEFAULT_RULES, Judgement, Rule, Verdict, Verdict
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, Values
 from lipaudit.measures import USUAL
 from lipaudit.tables import Report, Section
+from lipaudit.tables.columns import reduce_values
 from lipaudit.tables.summary import summary
 from lipaudit.tables.trials import FLAGS
 
@@ -284,7 +285,7 @@ def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
         return test(_compute_change(rule, old, new))
 
     def change(before: Values, now: Values) -> Values:
-        ends = (statistics.STATISTICS[rule.stat](values, axis=1) for values in (before, now))
+        ends = (reduce_values(rule.stat, values, axis=1) for values in (before, now))
         return _compute_change(rule, *ends)
 
     return statistics.judge_by_bootstrap(old, new, change, statistics.LEAST[rule.stat])

@@ -15,9 +15,9 @@ import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggestion
 from lipaudit.gate.rules import Rule
-from lipaudit.gate.statistics import STATISTICS, Values
+from lipaudit.gate.statistics import Values
 from lipaudit.tables import Report, Row, Section, trials
-from lipaudit.tables.columns import naming
+from lipaudit.tables.columns import naming, reduce_values
 from lipaudit.tables.trials import WORST, TrialKey
 
 Key = TrialKey | str
@@ -69,8 +69,10 @@ def read(
     rows = dict(zip(name_rows(section), section.rows, strict=True))
     if rule.per_sample:
         pairs = {key: cells[take] for key, cells in _read_columns(rule, section).items()}
-        statistic = STATISTICS[rule.stat]
-        points = {key: float(statistic(v)) if v.size else np.nan for key, v in pairs.items()}
+        points = {
+            key: float(reduce_values(rule.stat, v)) if v.size else np.nan
+            for key, v in pairs.items()
+        }
     else:
         kept = [
             key
@@ -104,7 +106,7 @@ def read(
         raise UsageError(f"{rule.text!r} matches nothing in section {section.measure}", advice)
     names = tuple(points)
     if not rule.per_sample and rule.stat != "each":
-        points = {"": float(STATISTICS[rule.stat](list(points.values())))}
+        points = {"": float(reduce_values(rule.stat, list(points.values())))}
     return RuleValues(names, points, pairs)
 
 
@@ -261,7 +263,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
             cells: Any = np.where(weights > 0, values * weights, 0.0).sum(1) / weights.sum(1)
     else:
         lines = (line[~np.isnan(line)] for line in values)
-        cells = [how.apply(line) if line.size else np.nan for line in lines]
+        cells = [reduce_values(how.stat, line) if line.size else np.nan for line in lines]
     for row, cell in zip(section.rows, cells, strict=True):
         if row[rule.column] is not None and math.isnan(cell):
             raise BaselineError(f"{metric}: no shared sample has a value")

@@ -38,14 +38,6 @@ _CHUNK = 2**21
 """Resampled values at a time: 16 MB an array."""
 _UNKNOWN: Limits = (-math.inf, math.inf)
 
-STATISTICS: dict[str, Callable[..., Any]] = {
-    "median": np.median,
-    "mean": np.mean,
-    "p95": lambda values, axis=None: np.quantile(values, 0.95, axis=axis),
-    "max": np.max,
-}
-"""Functions that reduce many values to one number."""
-
 
 @dataclass(frozen=True)
 class Evidence:

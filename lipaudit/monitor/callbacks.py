@@ -86,9 +86,7 @@ def lightning_callback() -> type:
     except ModuleNotFoundError as error:
         if error.name != "lightning":  # Lightning itself is broken: say what it says
             raise
-        raise UsageError(
-            "Lightning is not installed", "Install it: pip install lightning"
-        ) from None
+        raise UsageError("Lightning is not installed", "Run pip install lightning.") from None
 
     class LightningCallback(WatchingCallback, Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:

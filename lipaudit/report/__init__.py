@@ -197,17 +197,15 @@ def find_format(wanted: str | Path, forms: Collection[Form]) -> Format:
     able = [known for known in RENDERERS.values() if known.takes in forms]
     if not wanted:
         return able[0]
-    if isinstance(wanted, str):
-        names, name = {known.name: known for known in able}, wanted
-        message = f"unknown format {wanted!r}"
-    else:  # of formats with one suffix, a file gets the first
-        names, name = {}, wanted.suffix.lower()
-        for known in able:
-            names |= {suffix: known for suffix in known.suffixes if suffix not in names}
-        message = f"cannot tell the format of {wanted}"
-    if name not in names:
-        suffixes = {suffix for each in RENDERERS.values() for suffix in each.suffixes}
-        if name in RENDERERS or name in suffixes:  # it is not misspelt
-            raise UsageError(f"{wanted}: {name} is not possible here", suggestion("", names))
-        raise UsageError(message, suggestion(name, names))
-    return names[name]
+    file = isinstance(wanted, Path)
+    name = wanted.suffix.lower() if isinstance(wanted, Path) else wanted
+    names: dict[str, Format] = {}
+    for known in able:  # of formats with one suffix, a file gets the first
+        for key in known.suffixes if file else (known.name,):
+            names.setdefault(key, known)
+    if name in names:
+        return names[name]
+    if any(name in (known.name, *known.suffixes) for known in RENDERERS.values()):
+        raise UsageError(f"{name} is not possible here", suggestion("", names))
+    message = f"cannot tell the format of {wanted}" if file else f"unknown format {wanted!r}"
+    raise UsageError(message, suggestion(name, names))

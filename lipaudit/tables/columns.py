@@ -81,13 +81,14 @@ class Reduction:
         """Return the names of the arrays that the reduction reads."""
         return frozenset({self.values, self.per, self.weights} - {""})
 
-    def apply(self, values: np.ndarray[Any, Any]) -> float:
-        """Return the statistic of the values; NaN if one is NaN."""
-        import numpy as np
 
-        if self.stat == "p95":
-            return float(np.quantile(values, 0.95))
-        return float(getattr(np, self.stat)(values))
+def reduce_values(stat: str, values: Any, axis: int | None = None) -> Any:
+    """Return the median, mean, p95 or max, along an axis or of all; NaN if one is NaN."""
+    import numpy as np
+
+    if stat == "p95":
+        return np.quantile(values, 0.95, axis=axis)
+    return getattr(np, stat)(values, axis=axis)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from lipaudit.tables.columns import (
     Row,
     Rows,
     make_row,
+    reduce_values,
     require_drawable,
 )
 from lipaudit.tables.trials import FLAGS, parse_column
@@ -294,8 +295,11 @@ class Layout:
 
     def reduce(self, samples: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, float]:
         """Return the cells that columns reduce from these values of each sample."""
-        known = {n: c.reduction for n, c in self.columns.items() if c.reduction}
-        return {n: r.apply(samples[r.values]) for n, r in known.items() if r.values in samples}
+        return {
+            name: float(reduce_values(column.reduction.stat, samples[column.reduction.values]))
+            for name, column in self.columns.items()
+            if column.reduction and column.reduction.values in samples
+        }
 
     def section(self, **values: Any) -> Section:
         """Return a section with this layout."""

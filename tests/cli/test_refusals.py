@@ -92,7 +92,7 @@ COMMANDS = [
     ("train demo --penalty l2", 2, "--penalty"),
     ("train demo --eps two", 2, "not a radius"),
     ("train demo --eps 0.1", 2, "--eps needs --adversarial pgd"),
-    ("train demo -o x.html", 2, "cannot tell the format of x.html"),
+    ("train demo -o x.html", 2, ".html is not possible here"),
     ("train demo --resume", 2, "no unfinished training to resume"),
     ("train demo --held-out random", 2, "--held-out"),
     ("train demo --classes 1", 2, "at least 2 classes"),

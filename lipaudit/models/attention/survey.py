@@ -215,7 +215,7 @@ def _refuse(net: Net, modules: Sequence[str]) -> NoHeadsError:
     return NoHeadsError(
         found if modules else missing,
         "Flash and flex attention, torch.compile, TorchScript, detach, no_grad, vmap and loops "
-        "over samples hide the softmax: load the model uncompiled, with "
+        "over samples hide the softmax. Load the model uncompiled, with "
         "attn_implementation='sdpa' or 'eager', and leave these out. For a model "
         "without softmax attention (convolutions, linear attention), use `lipaudit jacobian` or "
         "`lipaudit attack`, which need no heads.",

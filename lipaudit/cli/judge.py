@@ -15,7 +15,7 @@ import typer
 
 from lipaudit import schema
 from lipaudit.cli import app
-from lipaudit.cli.app import COMPARE, Config, Extent, Group, Output, Several, Terminal
+from lipaudit.cli.app import Config, Extent, Group, Output, Several, Terminal
 from lipaudit.cli.output import check_outputs, emit, emit_facts
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.settings import RunOptions
@@ -202,7 +202,6 @@ baselines = Group(
     name="baseline",
     places={name: ("", f"judge:{name}") for name in ("save", "update", "check")},
     help="Save, update and check a baseline.",
-    rich_help_panel=COMPARE,
     rich_markup_mode=None,
     no_args_is_help=True,
 )

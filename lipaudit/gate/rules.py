@@ -108,11 +108,12 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
     tables: dict[str, Layout | Section] = {**layouts()}
     tables |= {section.measure: section for section in sections}
     measure, _, column = match["metric"].rpartition(".")
-    known = list_metrics(tables)
-    if match["metric"] not in known:
-        raise UsageError(f"unknown metric {match['metric']!r}", suggestion(match["metric"], known))
-    stat = _stat(match["stat"], column, tables[measure])
-    row = tables[measure].columns.get(column)
+    table = tables.get(measure, Layout(name="", fixed={}))
+    row, sampled = table.columns.get(column), table.sample_columns.get(column)
+    if not any(each and each.format != "s" for each in (row, sampled)):
+        advice = suggestion(match["metric"], list_metrics(tables))
+        raise UsageError(f"unknown metric {match['metric']!r}", advice)
+    stat = _stat(match["stat"], column, table)
     selector = (match["selector"] or "").split(",")
     return Rule(
         text=" ".join(text.split()),
@@ -122,7 +123,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         stat=stat,
         op="<=" if match["op"] == "<=" else ">=",
         limit=_limit(match["limit"], text),
-        per_sample=stat != "each" and column in tables[measure].sample_columns,
+        per_sample=stat != "each" and sampled is not None,
         reduction=row.reduction if row else None,
     )
 

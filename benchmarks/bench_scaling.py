@@ -113,7 +113,7 @@ def run(asked: argparse.Namespace) -> None:
     for name in asked.models:
         net = MODELS[name]()
         batch = load_data(None, net, DataOptions(samples=4, max_tokens=asked.tokens)).batch
-        layers = capture(net, survey(net, batch), batch, in_double)
+        layers = capture(net, survey(net, batch).sites, batch, in_double)
         for factor in (1.0, 0.1, 10.0):
             found = [compare(scaled(heads, factor), list(range(4))) for heads in layers]
             for method in found[0]:

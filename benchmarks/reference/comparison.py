@@ -130,7 +130,7 @@ def _compare(outcome: Outcome, narrow: Net, wide: Net) -> None:
     _whole_model(outcome, wide, batch[1:], ones[1:], "wide", {"tol": 1e-7, "within": 1e-6})
     single = batch.to(narrow.device, narrow.dtype)
     _whole_model(outcome, narrow, single, ones, "narrow", {"within": 1e-3}, wide)
-    sites = _guarded(outcome, "survey", lambda: survey(wide, batch))
+    sites = _guarded(outcome, "survey", lambda: survey(wide, batch).sites)
     if not sites:
         return
     outcome.layers, outcome.closed = len(sites), sum(site.closed_form for site in sites)

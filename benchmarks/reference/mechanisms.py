@@ -246,7 +246,7 @@ def row(name: str) -> str:
     """Return the line of the table for a mechanism, as its model is read."""
     case, net = MECHANISMS[name], load(name)
     batch = texts(net)
-    sites = survey(net, batch)
+    sites = survey(net, batch).sites
     (line,) = capture(net, sites, batch, lambda layer: _cells(case, layer), layers=[case.layer])
     return f"| {' | '.join(line)} |"
 

@@ -97,7 +97,7 @@ def by_layer(
                 )
                 changes.append(Note.warn("structure-changed", text))
                 # Again, without the closed form of this layer; another layer may change, too.
-                open_form = replace(known[error.layer], structure=None, reason=error.reason)
+                open_form = replace(known[error.layer], form=error.reason)
                 known = (*known[: error.layer], open_form, *known[error.layer + 1 :])
                 queue.insert(0, (piece, known))
                 continue

@@ -43,7 +43,7 @@ def find_places(batch: Batch, where: str) -> Tensor:
     Returns:
         The column; -1 for texts without this position.
     """
-    real = torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
+    real = _find_tokens(batch)
     # A stable sort by padding keeps the order of the tokens, wherever the padding is.
     columns = torch.argsort((~real).long(), dim=1, stable=True)
     count = real.sum(1, keepdim=True)
@@ -53,23 +53,15 @@ def find_places(batch: Batch, where: str) -> Tensor:
     return columns.gather(1, slot.where(inside, 0)).masked_fill(~inside, -1)[:, 0]
 
 
+def _find_tokens(batch: Batch) -> Tensor:
+    """Return which columns of texts are no padding, (samples, columns)."""
+    return torch.ones_like(batch.x, dtype=torch.bool) if batch.mask is None else batch.mask
+
+
 def compute_next_logits(scorer: NextToken, place: Tensor, forward: Forward) -> Tensor:
     """Return the logits of the token behind a column of every sample, (samples, vocabulary)."""
     with _replace_head_input(scorer, lambda states: pick_columns(states, place)[:, None]):
         return scorer.read(forward())[:, 0]
-
-
-def read_hidden_states(scorer: NextToken, forward: Forward) -> Tensor:
-    """Return the input of the head, (samples, columns, width); the head gets one column only."""
-    seen: list[Tensor] = []
-
-    def first(states: Tensor) -> Tensor:
-        seen.append(states)
-        return states[:, :1]
-
-    with _replace_head_input(scorer, first):
-        forward()
-    return seen[0]
 
 
 def pick_columns(states: Tensor, place: Tensor) -> Tensor:
@@ -83,8 +75,7 @@ def compute_text_loss(part: Batch, logits: Tensor) -> Tensor:
     L = -1 / (n - 1) sum_(t = 1)^(n - 1) log p(x_t | x_0, ..., x_(t - 1)); a text of one token
     has no loss (NaN).
     """
-    real = torch.ones_like(part.x, dtype=torch.bool) if part.mask is None else part.mask
-    real = real.to(logits.device)  # the head may be on another device than the texts
+    real = _find_tokens(part).to(logits.device)  # the head may be on another device
     # A token is scored where both it and the token before it are real: no loss crosses padding.
     leads = real[:, :-1] & real[:, 1:]
     tokens = part.x.to(logits.device)[:, 1:][leads]
@@ -276,7 +267,16 @@ def _read_output(
         linears = [m for m in net.module.modules() if isinstance(m, nn.Linear)]
         return _record(linears, lambda args, _: args[0], forward)[-1]
     if what == "hidden" and scorer is not None:
-        states = read_hidden_states(scorer, forward)
+        seen: list[Tensor] = []
+
+        def keep_first(given: Tensor) -> Tensor:
+            """Record the input of the head, which gets one column of it only."""
+            seen.append(given)
+            return given[:, :1]
+
+        with _replace_head_input(scorer, keep_first):
+            forward()
+        states = seen[0]
     else:  # the output of the last layer norm over tokens, with padded tokens set to zero
         norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
         tokens = [t for t in _record(norms, lambda _, out: out, forward) if t.ndim == 3]

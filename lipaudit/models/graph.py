@@ -170,7 +170,7 @@ class Probed:
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries of y behind t, (windows, heads, tokens, e)."""
         y = self.as_rows(*(leaf.detach() for leaf in self.leaves))
-        return take(take(y, rows, 0), columns, -1).transpose(1, 2)
+        return take_entries(y, rows, columns)
 
     def join_heads(self) -> Probed:
         """Return all heads as one."""
@@ -201,6 +201,11 @@ def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
     if first is not None:
         return torch.unflatten(t.narrow(dim, first, index.numel()), dim, index.shape)
     return torch.unflatten(t.index_select(dim, index.flatten()), dim, index.shape)
+
+
+def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the entries of y in rows (windows, tokens) and columns (heads, e) of every head."""
+    return take(take(y, rows, 0), columns, -1).transpose(1, 2)
 
 
 _FIRST = WeakTensorKeyDictionary()
@@ -287,7 +292,7 @@ def compute_map(
     for shift in range(-(-width // count)):
         channel = ((slot + shift * count) % width).expand(vectors)
         unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
-        gradient = take(take(source.pull(unit), rows, 0), columns, -1).transpose(1, 2)
+        gradient = take_entries(source.pull(unit), rows, columns)
         if shared:
             local[*at, channel] = gradient
         else:

@@ -241,7 +241,7 @@ class SpecformerPenalty:
 
 
 def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iterator[_Slices]:
-    sites = survey(net, batch)
+    sites = survey(net, batch).sites
     weights: dict[Address, Tensor] = {}  # of every linear map that the model applies
 
     def note(linear: Linear, address: Address) -> None:

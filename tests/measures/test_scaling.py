@@ -95,8 +95,8 @@ def test_layers_and_the_model_have_the_norms_of_dense_jacobians(causal):
 
 def test_a_model_is_surveyed_once(monkeypatch):
     """For the worst case and for all batches and lengths: of a layer with a closed form."""
-    surveys, real = [], survey.make_survey
-    monkeypatch.setattr(survey, "make_survey", lambda *at: surveys.append(at) or real(*at))
+    surveys, real = [], survey.survey
+    monkeypatch.setattr(survey, "survey", lambda *at: surveys.append(at) or real(*at))
     net, batch = reader(), words(5, 20)
     section, *_ = measured(net, batch, modes=("real", "adversarial"), lengths=(3, 6, 12, 18))
     assert {row.mode for row in section.rows} == {"real", "adversarial"}

@@ -260,7 +260,7 @@ def batch_for(net: Net, size: int = 2) -> Batch:
 @cache
 def surveyed(name: str, dtype: str = "float32") -> tuple[Site, ...]:
     net = build(name, dtype)
-    return survey(net, batch_for(net))
+    return survey(net, batch_for(net)).sites
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
 from lipaudit.models.sources.loading import LoadOptions, load_net
 
-STARTS = 100
+STARTS = 50
 
 
 def at_samples(spec, target, dtype, **data):

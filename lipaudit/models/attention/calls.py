@@ -115,16 +115,6 @@ class Origin:
         """Return the mark of the tensor whose tokens the linear map reads; None if unknown."""
         return self.way[0][0] if self.way else None
 
-    @property
-    def is_map(self) -> bool:
-        """Return whether it is a linear map, released or not."""
-        return self.address.op in (LEFT, RIGHT)
-
-    @property
-    def forgotten(self) -> bool:
-        """Return whether it is a linear map that `Origins.release` has released."""
-        return self.linear is None and self.is_map
-
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of the same tensor.
 
@@ -148,13 +138,11 @@ class Origins:
     """The origins of all leaves of the cut graph of one pass; freed with the graph.
 
     Attributes:
-        known: the origin of each leaf.
-        mixed: those of linear maps that were combined with others in one tensor.
+        by_leaf: the origin of each leaf.
     """
 
     def __init__(self) -> None:
-        self.known: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
-        self.mixed: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
+        self.by_leaf: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
         self._behind: MutableMapping[Tensor, tuple[object, list[Tensor]]] = (
             WeakTensorKeyDictionary()
         )
@@ -167,27 +155,12 @@ class Origins:
         found: list[Leaf] = []
         for t in tensors:
             # q, k and v are asked for many times, and a walk visits all nodes of their graphs.
-            node, known = self._behind.get(t, (None, []))
+            node, behind = self._behind.get(t, (None, []))
             if node is None or node is not t.grad_fn:  # a write in place gives t another node
-                known = leaves(t)[0]
-                self._behind[t] = t.grad_fn, known
-            pairs = ((leaf, self.known.get(leaf)) for leaf in known)
-            found += [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
+                behind = leaves(t)[0]
+                self._behind[t] = t.grad_fn, behind
+            found += [Leaf(leaf, self.by_leaf[leaf]) for leaf in behind if leaf in self.by_leaf]
         return found
-
-    def release(self, *read: Tensor) -> None:
-        """After an attention call that reads some tensors, release what will not be read again.
-
-        A q, k or v has a closed form as a function of one linear map. Maps that were combined with
-        others before this call, and are not behind it, belong to the residual stream: the graph
-        keeps their outputs to the end of the pass, and their inputs would stay in memory with
-        them. If a later call still reads one of them, its origin is marked `forgotten`.
-        """
-        kept = {id(leaf.tensor) for leaf in self.leaves(*read)}
-        for leaf, origin in list(self.mixed.items()):
-            if id(leaf) not in kept:
-                self.known[leaf] = replace(origin, linear=None)
-                del self.mixed[leaf]
 
 
 @dataclass(frozen=True)

@@ -322,10 +322,9 @@ class Site:
         heads: number of heads.
         kinds: kinds of q, k and v as functions of the layer's input: affine, rotation, linear-pos,
             local, cross-head, constant, or the obstacle to a closed form.
-        reason: why there is no closed form; None if there is one.
+        form: the structure of a closed form, or why there is none.
         address: address of its attention call in the forward pass.
         layout: the axes of its q, k and v (see `calls.arrange`).
-        structure: origins of its tensors; None without a closed form.
         sources: the ops at which the graph must be cut to read it.
         explicit: whether the model writes its softmax out.
         scope: path of the innermost module that holds the layer and its projections.
@@ -344,10 +343,9 @@ class Site:
     module: str
     heads: int
     kinds: tuple[str, str, str]
-    reason: str | None
+    form: Structure | str
     address: Address
     layout: str
-    structure: Structure | None
     sources: frozenset[Address]
     explicit: bool
     scope: str
@@ -364,9 +362,19 @@ class Site:
         return (self.address,) if self.loop is None else self.loop.addresses
 
     @property
+    def structure(self) -> Structure | None:
+        """Return the origins of its tensors; None without a closed form."""
+        return None if isinstance(self.form, str) else self.form
+
+    @property
+    def reason(self) -> str | None:
+        """Return why there is no closed form; None if there is one."""
+        return self.form if isinstance(self.form, str) else None
+
+    @property
     def closed_form(self) -> bool:
         """Return whether the Jacobian has the closed form of the theory."""
-        return self.structure is not None
+        return not isinstance(self.form, str)
 
     @property
     def reads(self) -> tuple[str, ...]:

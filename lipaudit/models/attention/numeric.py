@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -212,9 +211,8 @@ def compute_residual_norms(
     Raises:
         InputError, EvaluationError: as in `linearize`.
     """
-    module, mask = net.module, batch.mask
     wanted = {(residual.module, residual.call): residual for residual in residuals}
-    calls: dict[Residual, _Call] = {}
+    calls: dict[Residual, tuple[nn.Module, list[Any], TreeSpec]] = {}
 
     def keep(frame: trace.Frame) -> None:
         residual = wanted.get((frame.name, frame.number))
@@ -222,16 +220,45 @@ def compute_residual_norms(
             given = tree_map(
                 lambda v: v.clone() if isinstance(v, Tensor) else v, (frame.args, frame.kwargs)
             )
-            calls[residual] = _Call(residual, frame.module, *tree_flatten(given), mask)
+            calls[residual] = frame.module, *tree_flatten(given)
 
-    watched = trace.CallStack(on_enter=keep).following(module)
-    with trace.freeze(module), exact_arithmetic(net.device), torch.no_grad(), watched:
+    watched = trace.CallStack(on_enter=keep).following(net.module)
+    with trace.freeze(net.module), exact_arithmetic(net.device), torch.no_grad(), watched:
         net.output(batch)
     for residual in dict.fromkeys(residuals):
-        call = calls.pop(residual)
-        with trace.freeze(module):
-            norms = compute_jacobian_norms(linearize(call.at, call.x), **how)
+        with trace.freeze(net.module):
+            linear = _linearize_residual(residual, *calls.pop(residual), batch.mask)
+            norms = compute_jacobian_norms(linear, **how)
         yield residual, norms
+
+
+def _linearize_residual(
+    residual: Residual, module: nn.Module, given: list[Any], spec: TreeSpec, mask: Tensor | None
+) -> Linearization:
+    """Linearise a recorded call of a residual on a batch; padded tokens are zeros of its output.
+
+    Args:
+        residual: the residual.
+        module: its module.
+        given: all arguments of the call, with containers flattened.
+        spec: their structure.
+        mask: real tokens of the batch.
+    """
+    x = given[residual.input]
+
+    def run(z: Tensor, index: Tensor) -> Tensor:
+        # Rows of per-sample arguments; masks and positions may be shared.
+        picked = [
+            v[index] if isinstance(v, Tensor) and v.ndim and len(v) == len(x) else v for v in given
+        ]
+        picked[residual.input] = z
+        args, kwargs = tree_unflatten(picked, spec)
+        output: Tensor = tree_flatten(module(*args, **kwargs))[0][residual.output]
+        if mask is None or x.shape[:2] != mask.shape:
+            return output
+        return output * mask[index, :, None]
+
+    return linearize(run, x)
 
 
 def _find_first_moving(values: Any) -> tuple[int, Tensor] | None:
@@ -240,36 +267,3 @@ def _find_first_moving(values: Any) -> tuple[int, Tensor] | None:
         if isinstance(value, Tensor) and value.requires_grad:
             return i, value
     return None
-
-
-@dataclass
-class _Call:
-    """A recorded call of a residual on a batch."""
-
-    residual: Residual
-    module: nn.Module
-    given: list[Any]
-    spec: TreeSpec
-    mask: Tensor | None
-
-    @property
-    def x(self) -> Tensor:
-        """Return its input."""
-        return self.given[self.residual.input]
-
-    def at(self, z: Tensor, index: Tensor) -> Tensor:
-        """Run the module on some of the samples, with z as its input.
-
-        Returns zeros at padded tokens, which affect nothing else.
-        """
-        # Rows of per-sample arguments; masks and positions may be shared.
-        given = [
-            v[index] if isinstance(v, Tensor) and v.ndim and len(v) == len(self.x) else v
-            for v in self.given
-        ]
-        given[self.residual.input] = z
-        args, kwargs = tree_unflatten(given, self.spec)
-        output: Tensor = tree_flatten(self.module(*args, **kwargs))[0][self.residual.output]
-        if self.mask is None or self.x.shape[:2] != self.mask.shape:
-            return output
-        return output * self.mask[index, :, None]

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.models import graph
-from lipaudit.models.attention.calls import Address, Leaf, Linear, join_linears
+from lipaudit.models.attention.calls import Address, Leaf, Linear, Origin, join_linears
 from lipaudit.models.graph import Probed, is_affine
 from lipaudit.theory.heads import Projection
 
@@ -71,8 +71,10 @@ class TokenIndex:
             return (sample * self.length + self.tokens).flatten(0, 1)
         return (self.tokens * samples + sample).flatten(0, 1)
 
-    def read(self, inputs: Tensor) -> Tensor:
+    def read(self, origin: Origin) -> Tensor:
         """Return the inputs of a linear map, token by token, that the attention reads."""
+        assert origin.linear is not None  # `decode` refuses every other origin
+        inputs = origin.linear.inputs
         return inputs[self.rows(len(inputs) // self.length).flatten()].detach()
 
     def is_same(self, other: TokenIndex) -> bool:

@@ -8,7 +8,7 @@ look repeated, two inputs look like one, and mixing of samples stays invisible.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any
 
@@ -42,7 +42,7 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
         InputError, EvaluationError: as in `survey`.
     """
     sample = _take_longest(net, batch) if net.kind == "text" else batch.x[:1]
-    known: _Known
+    known: Survey
     weights = _fingerprint_weights(net.module) if net.surveys else None
     for known in net.surveys:
         if known.weights != weights:
@@ -50,11 +50,10 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
         if sample.shape in known.shapes or known.holds(net, batch):
             known.shapes.add(sample.shape)
             return known.sites
-    sites, unread = make_survey(net, batch)
-    weights = _fingerprint_weights(net.module)  # a model may fill buffers in its first pass
-    current = [known for known in net.surveys if known.weights == weights]
-    net.surveys[:] = [*current, _Known(sites, unread, weights, {sample.shape})]
-    return sites
+    made = survey(net, batch)
+    made.shapes.add(sample.shape)
+    net.surveys[:] = [known for known in net.surveys if known.weights == made.weights] + [made]
+    return made.sites
 
 
 def list_unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
@@ -67,20 +66,20 @@ class NoHeadsError(InputError):
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A survey, and the conditions under which it holds.
+class Survey:
+    """The attention layers of a model, and the conditions under which they are known.
 
     Attributes:
         sites: the layers.
         unread: modules, with lines of code, whose attention is not among the layers.
         weights: fingerprint of the weights.
-        shapes: shapes of samples for which the survey holds.
+        shapes: shapes of samples for which the survey holds, as `find_layers` has found.
     """
 
     sites: tuple[Site, ...]
     unread: tuple[str, ...]
     weights: Hashable
-    shapes: set[torch.Size]
+    shapes: set[torch.Size] = field(default_factory=set)
 
     def holds(self, net: Net, batch: Batch) -> bool:
         """Say whether the survey holds for samples of another shape."""
@@ -111,7 +110,7 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
     return versions, tuple(t.data_ptr() for t in tensors), values
 
 
-def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
+def survey(net: Net, batch: Batch) -> Survey:
     """Analyse every attention layer of a model, and check the analysis.
 
     Layers are analysed at two generic points near a sample (see `make_generic`), never at the
@@ -122,17 +121,8 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
 
     Raises:
         InputError: there is no attention, or none that can be read, or the model is random, mixes
-            samples or changes when it is observed.
+            samples, changes when it is observed, or fails then.
         EvaluationError: the output is not finite.
-    """
-    return make_survey(net, batch)[0]
-
-
-def make_survey(net: Net, batch: Batch) -> tuple[tuple[Site, ...], tuple[str, ...]]:
-    """Return the layers, and the modules, with lines of code, of attention that was not read.
-
-    Raises:
-        InputError, EvaluationError: as in `survey`, or code that is not lipaudit's failed.
     """
     net, pair, other = make_generic(net, batch)
     place = trace.CallStack()
@@ -145,7 +135,7 @@ def make_survey(net: Net, batch: Batch) -> tuple[tuple[Site, ...], tuple[str, ..
             with trace.watch_embeddings(net, uses.mark), place.following(net.module), uses:
                 output = requirements.compute_output_rows(net, pair)
             try:
-                sites = _analyse(net, pair, other, output, uses)
+                sites = _observe_passes(net, pair, other, output, uses)
             except Exception as error:
                 if of_machine(error):
                     raise
@@ -161,23 +151,24 @@ def make_survey(net: Net, batch: Batch) -> tuple[tuple[Site, ...], tuple[str, ..
             "Replace that operation. lipaudit jacobian and lipaudit attack record none.",
         ) from error
     layers = (address.module for site in sites for address in site.addresses)
-    return sites, tuple(dict.fromkeys(uses.beyond(layers)))
+    unread = tuple(dict.fromkeys(uses.beyond(layers)))
+    # Now, as a model may fill buffers in its first pass.
+    return Survey(sites, unread, _fingerprint_weights(net.module))
 
 
-def _analyse(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> tuple[Site, ...]:
+def _observe_passes(
+    net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses
+) -> tuple[Site, ...]:
     """Return the layers of two observed passes; their outputs must equal the unobserved one."""
 
-    def observe(loops: Sequence[calls.Loop] = (), *uncut: calls.Address) -> Surveyor:
-        for sparing in (True, False):  # again if a layer needs released tensors
-            surveyor = Surveyor(pair, frozenset(uncut), loops, sparing=sparing)
-            result = trace.run(net, pair, surveyor.tracer)
-            if not agree(output, result, each=0):
-                requirements.require_repeat(net, pair, pair, output)
-                requirements.require_same(result, output)
-            if not surveyor.layers:
-                raise _refuse(net, uses.beyond(()))
-            if not surveyor.forgot:
-                break
+    def observe(loops: Sequence[calls.Loop] = (), *inner: calls.Address) -> Surveyor:
+        surveyor = Surveyor(pair, frozenset(inner), loops)
+        result = trace.run(net, pair, surveyor.tracer)
+        if not agree(output, result, each=0):
+            requirements.require_repeat(net, pair, pair, output)
+            requirements.require_same(result, output)
+        if not surveyor.layers:
+            raise _refuse(net, uses.beyond(()))
         return surveyor
 
     surveyor = observe()

@@ -33,7 +33,7 @@ def find_inner_maps(origins: Iterable[Origin]) -> frozenset[Address]:
 
     The nearest such tensor counts. Empty if there is none, or if they already read one tensor.
     """
-    ways = list({origin.address: origin.way for origin in origins if origin.is_map}.values())
+    ways = list({origin.address: origin.way for origin in origins if origin.linear}.values())
     for mark, _ in ways[0] if ways else ():
         passed = [[maps for other, maps in way if other is mark] for way in ways]
         if all(passed):
@@ -45,41 +45,38 @@ HALF = (torch.bfloat16, torch.float16)
 """Dtypes in which a Jacobian has only two or three correct digits."""
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """The analysis of a call; see `Site` for the fields."""
-
-    layout: str
-    kinds: tuple[str, str, str]
-    structure: capture.Structure | None
-    reason: str | None
+_Kinds = tuple[str, str, str]
 
 
-def analyse(call: AttentionCall, batch: Batch) -> Analysis:
-    """Analyse a call in the first layout with a closed form, else in the likeliest layout."""
-    layouts, tried = calls.list_layouts(call, len(batch)), list[Analysis]()
+def analyse(call: AttentionCall, batch: Batch) -> tuple[str, _Kinds, capture.Structure | str]:
+    """Return layout, kinds and form of a call (see `Site`).
+
+    The layout is the first one with a closed form, else the likeliest.
+    """
+    layouts = calls.list_layouts(call, len(batch))
     if call.output.dtype in HALF:
         kind = str(call.output.dtype).removeprefix("torch.")
         reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
-        return Analysis(layouts[0], ("rounded",) * 3, None, reason)
+        return layouts[0], ("rounded",) * 3, reason
+    tried: list[tuple[str, _Kinds, capture.Structure | str]] = []
     for layout in layouts:
         try:
-            analysis = _read_layout(call.arrange(layout, len(batch)), layout, batch)
+            kinds, form = _read_layout(call.arrange(layout, len(batch)), batch)
         except RuntimeError as error:
             if of_machine(error):
                 raise
             # The graph comes from the model: a write in place, an op without a derivative. In any
             # such case we cannot vouch for a closed form of this layer; other layers may have one.
             reason = f"its graph cannot be differentiated: {first_line(error)}"
-            analysis = Analysis(layout, ("unread",) * 3, None, reason)
-        if analysis.structure is not None:
-            return analysis
-        tried.append(analysis)
+            kinds, form = ("unread",) * 3, reason
+        if not isinstance(form, str):
+            return layout, kinds, form
+        tried.append((layout, kinds, form))
     return tried[0]
 
 
-def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
-    """Analyse a call with canonical axes.
+def _read_layout(call: AttentionCall, batch: Batch) -> tuple[_Kinds, capture.Structure | str]:
+    """Return kinds and form of a call with canonical axes.
 
     Raises:
         RuntimeError: its graph cannot be differentiated.
@@ -97,15 +94,14 @@ def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     # `Linear(d, d)` on (B, N, H, d), common in tutorials, looks like N windows of H tokens.
     divided = any(leaf.origin.divided for leaf in call.origins.leaves(*tensors))
     if divided and (problems or len(call.q) != len(batch)):
-        reason = "one linear map is applied to each head separately"
-        return Analysis(layout, ("shared",) * 3, None, reason)
+        return ("shared",) * 3, "one linear map is applied to each head separately"
     q, k, v = kinds
     try:
         attention, relative = capture.read_product(call, batch, None)
     except NotClosedForm as obstacle:
         problems.append(obstacle.reason)
     if problems:
-        return Analysis(layout, (q, k, v), None, "; ".join(problems))
+        return (q, k, v), "; ".join(problems)
     try:
         structure = _build_structure(call, *forms)
         heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
@@ -117,8 +113,8 @@ def _read_layout(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
         if not capture.matches_autograd(heads, parts, call):
             raise NotClosedForm("its closed form disagrees with autograd")
     except NotClosedForm as obstacle:
-        return Analysis(layout, (q, k, v), None, obstacle.reason)
-    return Analysis(layout, (q, k, v), structure, None)
+        return (q, k, v), obstacle.reason
+    return (q, k, v), structure
 
 
 def _build_structure(
@@ -130,30 +126,23 @@ def _build_structure(
     if k is None or v is None:
         raise NotClosedForm("its keys or values are constants, or have no gradient")
     # All that one part reads is the same: its first linear map stands for it.
-    origins = {name: call.origins.leaves(getattr(call, name)) for name in "qkv"}
-
-    def read_alike(a: str, form: ProjectionForm, b: str, other: ProjectionForm) -> bool:
-        """Say whether two parts of a call read the same tokens of the same input."""
-        same = origins[a][0].origin.reads_same(origins[b][0].origin)
-        return same and form.index.is_same(other.index)
-
-    if not read_alike("k", k, "v", v):
+    of_k, of_v = (call.origins.leaves(t)[0].origin for t in (call.k, call.v))
+    if not (of_k.reads_same(of_v) and k.index.is_same(v.index)):
         raise NotClosedForm("its keys and values read different inputs")
-    joint = q is not None and read_alike("q", q, "k", k)
-    # Rolled or flipped keys are not a second input: norms would be those of cross-attention.
-    if q is not None and not joint:
-        sides = []
-        for name, form in (("q", q), ("k", k)):
-            linear = origins[name][0].origin.linear
-            assert linear is not None  # `decode` refuses every other origin
-            sides.append(form.index.read(linear.inputs))
-        if _is_reordered(*sides):
-            raise NotClosedForm("its keys are the tokens of its queries in another order")
+    if q is None:
+        return capture.Structure(q, k, v, joint=False, out=None)
+    of_q = call.origins.leaves(call.q)[0].origin
+    joint = of_q.reads_same(of_k) and q.index.is_same(k.index)
+    if not joint and _is_reordered(q.index.read(of_q), k.index.read(of_k)):
+        raise NotClosedForm("its keys are the tokens of its queries in another order")
     return capture.Structure(q, k, v, joint, out=None)
 
 
 def _is_reordered(one: Tensor, other: Tensor) -> bool:
-    """Say whether queries and keys read the same tokens in another order, at a generic point."""
+    """Say whether queries and keys read the same tokens in another order, at a generic point.
+
+    Rolled or flipped keys are not a second input: norms would be those of cross-attention.
+    """
     if one.shape != other.shape or torch.equal(one, other):
         return False
     return torch.equal(*(torch.unique(t, dim=0) for t in (one, other)))
@@ -196,9 +185,9 @@ class Surveyed:
         site: its site.
         parts: q, k and v of both samples.
         transposed: whether its output keeps tokens last.
-        maps: the modules and tensors behind q, and the ops behind k.
+        origins: the origins of q, k and v; with their linear maps only if all are linear maps of
+            one head, as these keep their inputs in memory.
         reads: for q, k and v, the rows and columns of each linear map that they read.
-        inputs: of a call with one head, the origins of q, k and v; nothing of other calls.
         form: properties of the logits that all calls of a loop share.
         projected: whether a linear map of its output was seen.
     """
@@ -206,9 +195,8 @@ class Surveyed:
     site: capture.Site
     parts: tuple[Tensor, ...]
     transposed: bool
-    maps: tuple[frozenset[object], frozenset[object]]
+    origins: Sequence[Sequence[Origin]]
     reads: tuple[_Reads, ...]
-    inputs: tuple[tuple[Origin, ...], ...]
     form: tuple[object, ...]
     projected: bool = False
 
@@ -217,9 +205,9 @@ class Surveyed:
         """Return q, k and v of the first sample; nothing if a window holds both samples."""
         return tuple(t[: len(t) // 2] for t in self.parts)
 
-    def open(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
         """Set the layer to have no closed form and no norms."""
-        self.site = replace(self.site, structure=None, reason=reason, inputs=())
+        self.site = replace(self.site, form=reason, inputs=())
 
 
 class Surveyor:
@@ -228,31 +216,25 @@ class Surveyor:
     Attributes:
         batch: the two samples.
         tracer: the observer of the pass.
-        inner: linear maps that another pass should leave uncut, to read more layers.
-        forgot: whether a layer needed a released tensor.
+        inner: linear maps that another pass should not cut at, to read more layers.
         layers: the layers so far.
 
     Args:
         batch: the two samples.
-        uncut: linear maps at which the pass does not cut the graph.
+        inner: linear maps at which this pass does not cut the graph.
         loops: attention calls that form one layer.
-        sparing: whether the pass releases inputs of the residual stream's maps.
     """
 
-    def __init__(
-        self, batch: Batch, uncut: frozenset[Address], loops: Sequence[Loop], *, sparing: bool
-    ) -> None:
+    def __init__(self, batch: Batch, inner: frozenset[Address], loops: Sequence[Loop]) -> None:
         this = proxy(self)  # a tracer that held its surveyor would outlive it, with all tensors
         self.batch = batch
         self.tracer = Tracer(
-            lambda *call: this.attention(*call),
+            lambda *call: this.add_layer(*call),
             lambda linear, _: this.project(linear),
-            uncut=uncut,
-            sparing=sparing,
+            inner_maps=inner,
             loops=loops,
         )
         self.inner: set[Address] = set()
-        self.forgot = False
         self.layers: dict[Address, Surveyed] = {}
         self._moved: dict[str, set[bool]] = {}  # by the companion of a sample
 
@@ -262,10 +244,12 @@ class Surveyor:
             before = self.layers.get(address)
             if before is None or before.site.closed_form or not again.site.closed_form:
                 continue
-            again.site = replace(again.site, index=before.site.index, inner=deeper.tracer.uncut)
+            again.site = replace(
+                again.site, index=before.site.index, inner=deeper.tracer.inner_maps
+            )
             self.layers[address] = again
 
-    def attention(self, call: AttentionCall, address: Address) -> None:
+    def add_layer(self, call: AttentionCall, address: Address) -> None:
         """Analyse a call; if its map has other axes, leave it to `Uses`, which names it."""
         form, tensors = call.form, (call.q, call.k, call.v)
         if isinstance(form, Explicit):
@@ -274,14 +258,12 @@ class Surveyor:
             folded = len(rows) != len(wanted) and rows.numel() == wanted.numel()
             if rows != wanted and not folded:
                 return
-        parts = tuple(tuple(leaf.origin for leaf in call.origins.leaves(t)) for t in tensors)
-        site = self._make_site(call, address, [origin for part in parts for origin in part])
+        origins = [[leaf.origin for leaf in call.origins.leaves(t)] for t in tensors]
+        site = self._make_site(call, address, [origin for part in origins for origin in part])
         arranged = call.arrange(site.layout, len(self.batch))
         if not site.closed_form:
-            # A function of a single linear map that was released.
-            self.forgot |= any(len(part) == 1 and part[0].forgotten for part in parts)
-            self.inner |= find_inner_maps(origin for part in parts for origin in part)
-            site = self._try_numerically(site, call, arranged)
+            self.inner |= find_inner_maps(origin for part in origins for origin in part)
+            site = self._require_runnable(site, call, arranged)
         properties: tuple[object, ...] = ()
         if call.q.ndim in (3, 4) and len(call.q) == len(self.batch):
             properties = call.q.ndim, call.transposed
@@ -289,21 +271,18 @@ class Surveyor:
                 properties += form.scale, form.mask is None, form.causal
             else:
                 properties += (form.logits.shape[-1],)
-        single = site.heads == 1 and all(part and all(o.linear for o in part) for part in parts)
+        if site.heads > 1 or not all(part and all(o.linear for o in part) for part in origins):
+            origins = [[replace(origin, linear=None) for origin in part] for part in origins]
         self.layers[address] = Surveyed(
             site,
             (arranged.q.detach(), arranged.k.detach(), arranged.v.detach()),
             call.transposed,
-            (
-                frozenset((o.address.module, o.address.op, o.root) for o in parts[0]),
-                frozenset(origin.address for origin in parts[1]),
-            ),
+            origins,
             tuple(_find_reads(call, t) for t in tensors),
-            parts if single else (),
             properties,
         )
 
-    def _try_numerically(
+    def _require_runnable(
         self, site: capture.Site, call: AttentionCall, arranged: AttentionCall
     ) -> capture.Site:
         """Return the site of a call without closed form; without inputs if its module fails."""
@@ -319,14 +298,14 @@ class Surveyor:
             why = find_obstacle(capture.make_layer(site, call, self.batch, frames))
         if why is None:
             return site
-        reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
-        return replace(site, reason=reason, inputs=())
+        reason = f"{site.form}; its norms cannot be computed numerically either: {why}"
+        return replace(site, form=reason, inputs=())
 
     def _make_site(
         self, call: AttentionCall, address: Address, origins: Sequence[Origin]
     ) -> capture.Site:
-        frames, analysis = self.tracer.place.frames, analyse(call, self.batch)
-        structure = analysis.structure
+        frames = self.tracer.place.frames
+        layout, kinds, form = analyse(call, self.batch)
         # The innermost module call that contains the attention and its projections: everything
         # else that q, k, v and the logits depend on must enter it as an argument.
         scope = next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
@@ -334,25 +313,27 @@ class Surveyor:
         addresses = (address,) if loop is None else loop.addresses
         around = (f for f in reversed(frames) if all(f.holds(each.module) for each in addresses))
         direct = False
-        if structure is not None:
+        if not isinstance(form, str):
             # The projections read the inputs of the module, each side its own.
-            given = {id(graph.root(value)) for value in scope.moving.values()}
+            given = {id(graph.root(value)) for value in scope.inputs.values()}
             read = [id(leaf.origin.root) for leaf in call.origins.leaves(call.q, call.k)]
-            apart = structure.joint or len(set(read)) == len(read)
+            apart = form.joint or len(set(read)) == len(read)
             direct = apart and given.issuperset(read)
         return capture.Site(
             index=len(self.layers),
             module=next(around).name,
-            heads=calls.arrange(analysis.layout, call.q, 2).shape[1],
+            heads=calls.arrange(layout, call.q, 2).shape[1],
+            kinds=kinds,
+            form=form,
             address=address,
+            layout=layout,
             sources=frozenset(origin.address for origin in origins),
             explicit=isinstance(call.form, Explicit),
             scope=scope.name,
-            inputs=tuple(scope.moving),
+            inputs=tuple(scope.inputs),
             direct=direct,
             line=line_of_code(),
             loop=loop,
-            **vars(analysis),
         )
 
     def project(self, linear: calls.Linear) -> None:
@@ -374,8 +355,8 @@ class Surveyor:
         if site.structure is not None and not layer.projected:
             parts = tuple(outputs[a] for a in site.addresses)
             source = graph.Probed(linear.inputs[None, None], parts, as_rows)
-            structure = replace(site.structure, out=find_output_map(linear, source))
-            layer.site = replace(site, structure=structure)
+            form = replace(site.structure, out=find_output_map(linear, source))
+            layer.site = replace(site, form=form)
         layer.projected = True
 
     def compare(self, call: AttentionCall, address: Address) -> None:
@@ -392,7 +373,7 @@ class Surveyor:
             self._moved.setdefault(layer.site.module, set()).add(moved)
         for before, t in zip(layer.first, parts, strict=True):
             if len(layer.first[0]) and not agree(before, t[: len(before)], each=1):
-                layer.open("its rows cannot be attributed to samples")
+                layer.refuse("its rows cannot be attributed to samples")
 
     def leave_loops(self) -> None:
         """Leave out modules that attend to one sample after the other.
@@ -443,7 +424,7 @@ class Surveyor:
                 if q.shape[2] < k.shape[2] and any(
                     torch.equal(g.parts[1], k) and not torch.equal(g.parts[0], q) for g in group
                 ):
-                    layer.open("its queries are computed in several parts")
+                    layer.refuse("its queries are computed in several parts")
 
 
 def _find_reads(call: AttentionCall, t: Tensor) -> _Reads:
@@ -478,23 +459,25 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
 
 
 def _share_maps(a: Surveyed, b: Surveyed) -> bool:
-    """Say whether two calls share their maps of q and k."""
-    return a.maps == b.maps and all(a.maps)
+    """Say whether two calls share the modules of their q, and the maps of their k."""
+    q, k = ([layer.origins[i] for layer in (a, b)] for i in (0, 1))
+    modules = [{(o.address.module, o.address.op, o.root) for o in part} for part in q]
+    maps = [{origin.address for origin in part} for part in k]
+    return bool(modules[0] and maps[0]) and modules[0] == modules[1] and maps[0] == maps[1]
 
 
 def _share_input(a: Surveyed, b: Surveyed) -> bool:
     """Say whether one line of code makes two calls, of one head each, of the same tensor."""
-    roots = [{origin.root for each in layer.inputs[:1] for origin in each} for layer in (a, b)]
+    roots = [{o.root for o in layer.origins[0] if o.linear} for layer in (a, b)]
     return a.site.line == b.site.line and bool(roots[0]) and roots[0] == roots[1]
 
 
 def _share_values(a: Surveyed, b: Surveyed) -> bool:
     """Say whether two calls may be heads that a loop computes by maps of their own."""
-    if not (a.inputs and b.inputs and a.form) or a.form != b.form:
+    if not a.form or a.form != b.form or [t.shape for t in a.first] != [t.shape for t in b.first]:
         return False
-    pairs = zip(a.inputs, b.inputs, strict=True)
-    same = (len(x) == len(y) and all(map(Origin.reads_same, x, y)) for x, y in pairs)
-    return all(same) and [t.shape for t in a.first] == [t.shape for t in b.first]
+    pairs = zip(a.origins, b.origins, strict=True)
+    return all(len(x) == len(y) and all(map(Origin.reads_same, x, y)) for x, y in pairs)
 
 
 def _are_heads(group: Sequence[Surveyed]) -> bool:
@@ -528,17 +511,17 @@ def _are_apart(reads: Sequence[_Reads], axis: int) -> bool:
 def _holds(frame: Frame, call: AttentionCall) -> bool:
     behind = [(graph.root(t), call.origins.leaves(t)) for t in (call.q, call.k, call.v)]
     made_by = [origin for _, leaves in behind for _, origin in leaves]
-    maps = [origin for origin in made_by if origin.is_map]
+    maps = [origin for origin in made_by if origin.linear]
     # Values that are the input of the keys' map come from no map of this layer.
     projections = [
         leaves[0].origin
         for mark, leaves in behind
-        if len(leaves) == 1 and leaves[0].origin.is_map and all(o.root is not mark for o in maps)
+        if len(leaves) == 1 and leaves[0].origin.linear and all(o.root is not mark for o in maps)
     ]
     if not all(frame.holds(origin.address.module) for origin in projections):
         return False
     held = any(frame.holds(origin.address.module) for origin in maps)
-    given = [*frame.moving.values()]
+    given = [*frame.inputs.values()]
     stop = [t.grad_fn for t in given if t.grad_fn is not None]
     walks = [graph.leaves(t, stop) for t in (call.q, call.k, call.v)]
     # A module that gets q, k and v one by one contains none of their maps, so it is not the
@@ -548,5 +531,5 @@ def _holds(frame: Frame, call: AttentionCall) -> bool:
     if isinstance(call.form, Explicit):
         walks.append(graph.leaves(call.form.logits, stop))
     known = {id(t) for t in given}
-    beside = [call.origins.known.get(t) for ends, _ in walks for t in ends if id(t) not in known]
+    beside = [call.origins.by_leaf.get(t) for ends, _ in walks for t in ends if id(t) not in known]
     return all(frame.holds(origin.address.module) for origin in beside if origin is not None)

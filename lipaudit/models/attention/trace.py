@@ -38,7 +38,7 @@ class Frame:
     attentions: list[Address] = field(default_factory=list)
 
     @property
-    def moving(self) -> dict[int | str, Tensor]:
+    def inputs(self) -> dict[int | str, Tensor]:
         """Return the arguments that depend on the model's input, by place or name."""
         given: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         return {k: t for k, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
@@ -103,14 +103,13 @@ class Tracer(AttentionMode):
     Attributes:
         place: position of the pass.
         origins: origins of the leaves of the cut graph.
-        uncut: linear maps at which the graph is not cut.
+        inner_maps: linear maps at which the graph is not cut.
 
     Args:
         on_attention: takes each attention call and its address.
         on_linear: takes each linear map of a tensor that depends on the input, and its address.
         wanted: addresses at which to cut; None: all tensors that depend on the input.
-        uncut: see above.
-        sparing: whether inputs of the residual stream's maps are released on the way.
+        inner_maps: see above.
         place: see above.
         loops: attention calls that are reported as one, by the address of the last one.
     """
@@ -121,13 +120,12 @@ class Tracer(AttentionMode):
         on_linear: Callable[[Linear, Address], object] = lambda *_: None,
         *,
         wanted: frozenset[Address] | None = None,
-        uncut: frozenset[Address] = frozenset(),
-        sparing: bool = False,
+        inner_maps: frozenset[Address] = frozenset(),
         place: CallStack | None = None,
         loops: Iterable[Loop | None] = (),
     ) -> None:
         super().__init__(on_attention)
-        self.on_linear, self.wanted, self.uncut, self.sparing = on_linear, wanted, uncut, sparing
+        self.on_linear, self.wanted, self.inner_maps = on_linear, wanted, inner_maps
         self.place, self.origins = place or CallStack(), Origins()
         self.loops = {address: loop for loop in loops if loop for address in loop.addresses}
         self._waiting: dict[Address, AttentionCall] = {}
@@ -161,8 +159,6 @@ class Tracer(AttentionMode):
         origin = Origin(address, constant)
         if self.wanted is None:
             before = self.origins.leaves(linear.x)
-            if self.sparing and len(before) > 1:  # the maps behind it are combined in its input
-                self.origins.mixed.update(leaf for leaf in before if leaf.origin.linear)
             # Marks, not tensors: a chain of inputs would keep all activations of the model.
             further = before[0].origin.way if len(before) == 1 else ()
             way = (root(linear.x), ()), *((mark, (address, *maps)) for mark, maps in further)
@@ -177,7 +173,7 @@ class Tracer(AttentionMode):
 
         Every factor that does not depend on the sample counts as a weight.
         """
-        if self.wanted is not None or address in self.uncut:
+        if self.wanted is not None or address in self.inner_maps:
             return self.wanted is not None and address in self.wanted
         x, constants = factors.x, (factors.weight, factors.bias)
         if any(t is not None and t.requires_grad for t in constants) or not x.requires_grad:
@@ -209,8 +205,6 @@ class Tracer(AttentionMode):
 
     def leave(self, call: AttentionCall | None, output: Tensor, address: Address) -> Tensor:
         """Cut after an attention call."""
-        if call is not None:
-            self.origins.release(call.q, call.k, call.v)
         wanted = output.requires_grad if self.wanted is None else address in self.wanted
         return self._cut(output, Origin(address)) if wanted else output.detach()
 
@@ -218,7 +212,7 @@ class Tracer(AttentionMode):
         """Return t as a leaf of known origin: a clone, because the model may write into it."""
         # Behind the leaf the graph starts anew: a pass holds the graph of one layer at a time.
         leaf = t.detach().requires_grad_()
-        self.origins.known[leaf] = origin
+        self.origins.by_leaf[leaf] = origin
         return leaf.clone()
 
 

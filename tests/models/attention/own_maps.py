@@ -117,6 +117,10 @@ SOFTMAX: Shares = {  # the usual one, written in other ways
             lambda s: F.softmax(s, -1, dtype=torch.float64),
         ),
         "by_sum": ("exp divided by its sum", lambda s: s.exp() / s.exp().sum(-1, keepdim=True)),
+        "by_functions": (
+            "torch.exp, divided by torch.sum with torch.div",
+            lambda s: torch.div(torch.exp(s), torch.sum(torch.exp(s), dim=-1).unsqueeze(-1)),
+        ),
         "by_sum_shifted": ("exp divided by its sum, the largest logit taken off", _shifted),
     },
     "left": {

@@ -263,6 +263,18 @@ def moved_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o.unflatten(0, (len(q), HEADS))
 
 
+@own("tokens in the first axis, the map of (n, m, b, h)")
+def einsum_tokens(a: Any, x: Tensor) -> Tensor:
+    q, k, v = middle(a, x.transpose(0, 1))
+    p = torch.einsum("ibhd,jbhd->ijbh", q, k).permute(2, 3, 0, 1).softmax(-1)
+    return a.o(join(torch.einsum("bhij,jbhd->bhid", p, v)))
+
+
+@own_heads("the transposed product, v^T P^T")
+def transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (v.mT @ (q @ k.mT).softmax(dim=-1).mT).mT
+
+
 @own("heads in the last axis, the map of (b, n, m, h)", "left")
 def einsum_last(a: Any, x: Tensor) -> Tensor:
     q, k, v = middle(a, x)

@@ -189,6 +189,12 @@ own_map(
     lambda x, m: F.linear(x, _standardised(m.weight)),
     _standardised,
 )
+own_map("on_the_left", "weights on the left of the tokens", lambda x, m: (m.weight @ x.mT).mT)
+own_map(
+    "einsum_left",
+    "weights on the left in einsum",
+    lambda x, m: torch.einsum("ed,bnd->bne", m.weight, x),
+)
 own_map("tensordot", "tensordot", lambda x, m: torch.tensordot(x, m.weight, ([2], [1])))
 
 
@@ -254,6 +260,27 @@ CONVS = add(**{f"c{n}": lambda: nn.Conv1d(WIDTH, WIDTH, 1) for n in "qkv"})
 )
 def convolutions(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *(c(x.mT).mT for c in (a.cq, a.ck, a.cv)))
+
+
+def _in_blocks(weight: Tensor) -> Tensor:
+    return torch.block_diag(*weight.flatten(1).chunk(HEADS))
+
+
+@own(
+    "convolutions of groups, over a map, and with padding by its name",
+    build=add(
+        groups=lambda: nn.Conv2d(WIDTH, WIDTH, 1, groups=HEADS),
+        named=lambda: nn.Conv1d(WIDTH, WIDTH, 1, padding="same"),
+    ),
+    heads=lambda a, x: attend(
+        a,
+        x,
+        q=split(x @ _in_blocks(a.groups.weight).T + a.groups.bias),
+        k=split(x @ a.named.weight[:, :, 0].T + a.named.bias),
+    ),
+)
+def grouped_convolutions(a: Any, x: Tensor) -> Tensor:
+    return sdpa(a, a.groups(x.mT[..., None])[..., 0].mT, a.named(x.mT).mT, a.v(x))
 
 
 @own("addmm over all tokens")

@@ -205,7 +205,7 @@ def test_weights_that_agree_do_not_make_one_input_of_two():
     + [(Reduced, False), (Class, False), (TwoNorms, False), (Cross, False)],
 )
 def test_one_input_is_one_tensor(kind, joint):
-    (site,) = survey(net_of(kind()), batch())
+    (site,) = survey(net_of(kind()), batch()).sites
     assert site.closed_form
     assert site.structure.joint == joint
 

@@ -40,7 +40,7 @@ def test_heads_and_bounds_are_those_of_the_model(name, hard):
     """Hard: tokens that stand twice, and weights that leave most rows of P one entry."""
     net, index = load(name, gain=MECHANISMS[name].steep if hard else 1.0), MECHANISMS[name].layer
     batch = texts(net, doubled=hard)
-    sites = survey(net, batch)
+    sites = survey(net, batch).sites
     read = lambda layer: (norms(layer), bounds(layer))  # noqa: E731
     for part in batch.by_length(len(batch)):  # as they are measured: padding changes some models
         ((exact, above),) = capture(net, sites, part, read, layers=[index])
@@ -58,7 +58,7 @@ def test_heads_and_bounds_are_those_of_the_model(name, hard):
 def test_blocks_without_attention_are_named(name, left_out):
     net = load(name)
     batch = texts(net)
-    assert list_blocks_without_attention(net.module, survey(net, batch)) == left_out
+    assert list_blocks_without_attention(net.module, survey(net, batch).sites) == left_out
     (part,) = load_measures()["bounds"].parts(net, [batch], option_types()["bounds"]())
     said = [note.text for note in part.notes if note.code == "no-attention"]
     assert len(said) == len(left_out)
@@ -69,7 +69,7 @@ def test_a_block_that_shares_its_attention_has_it():
     stack = nn.ModuleList(nn.ModuleDict({"own": nn.Linear(2, 2)}) for _ in range(3))
     stack[0]["shared"] = stack[2]["shared"] = nn.Identity()
     model = nn.ModuleDict({"body": nn.ModuleDict({"layers": stack})})
-    site = survey(net := load("grouped"), texts(net))[0]
+    site = survey(net := load("grouped"), texts(net)).sites[0]
     shared = replace(site, module="body.layers.0.shared")
     assert list_blocks_without_attention(model, [shared]) == ("body.layers.1",)
 

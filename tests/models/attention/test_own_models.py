@@ -197,7 +197,7 @@ def net_and_batch(tokens: int):
 
 
 def test_the_survey_says_that_heads_cannot_be_told_from_tokens():
-    (site,) = survey(*net_and_batch(16))
+    (site,) = survey(*net_and_batch(16)).sites
     assert not site.closed_form
     assert "heads and tokens cannot be distinguished" in site.reason
     assert not site.inputs

@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from lipaudit.data.batch import Batch
@@ -23,6 +21,7 @@ def network(inputs, outputs, dtype):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers = nn.Linear(inputs, 24), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, outputs)
+        layers[-1].bias.data.zero_()
     return nn.Sequential(*layers).to(dtype)
 
 
@@ -46,17 +45,16 @@ SHAPES = [(40, 5), (40, 20), (18, 30), (5, 30)]  # dense, J J^T, J^T J, dense by
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("norm", ["2", "inf"])
-@settings(deadline=None, max_examples=8)
-@given(power=st.integers(-25, 30))
-def test_the_norm_scales_with_the_last_layer(inputs, outputs, dtype, norm, power):
+def test_the_norm_scales_with_the_last_layer(inputs, outputs, dtype, norm):
     model, x = network(inputs, outputs, dtype), X[:, :inputs].to(dtype)
-    want = norms_of(scaled(model, [0]), x, norm)
-    found = norms_of(scaled(model, [power]), x, norm)
+    want = norms_of(model, x, norm)
     rounding = 1e-12 if dtype == torch.float64 else 1e-5
-    for name in ("norm", "upper"):
-        value, unit = getattr(found, name).double(), getattr(want, name).double()
-        torch.testing.assert_close(value / 10.0**power, unit, rtol=rounding, atol=0)
-    assert found.converged.all()
+    for power in (-25, 12, 30):
+        found = norms_of(scaled(model, [power]), x, norm)
+        for name in ("norm", "upper"):
+            value, unit = getattr(found, name).double(), getattr(want, name).double()
+            torch.testing.assert_close(value / 10.0**power, unit, rtol=rounding, atol=0)
+        assert found.converged.all()
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)

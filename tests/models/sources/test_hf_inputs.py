@@ -103,7 +103,7 @@ def test_a_configuration_need_not_have_every_special_id(tmp_path, kind, settings
     net, batch = load_net(str(tmp_path), WIDE), tokens()
     batch.x[0, 0] = net.pad_id  # transformers then asks for the ids of the beginning and the end
     torch.testing.assert_close(net.output(batch), module(input_ids=batch.x).logits)
-    assert survey(net, batch)
+    assert survey(net, batch).sites
 
 
 def test_a_recurrent_model_without_attention_is_refused_and_has_a_jacobian(tmp_path):
@@ -164,7 +164,7 @@ def test_random_texts_end_where_the_model_reads_them(tmp_path):
     assert ((batch.x == 2).sum(1) == 1).all()
     assert (batch.x[:, -1] == 2).all()
     torch.testing.assert_close(net.output(batch), module(input_ids=batch.x).logits)
-    assert len(survey(net, batch)) == 3
+    assert len(survey(net, batch).sites) == 3
 
 
 def encoded(module, x):
@@ -216,7 +216,7 @@ def test_sounds_and_images_are_fed_as_the_model_s_own_code_takes_them(tmp_path, 
     torch.testing.assert_close(net.output(batch), truth(module, batch.x))
     true = dense_norms(lambda x: truth(module, x), batch.x)
     torch.testing.assert_close(norms(net, batch), true, rtol=1e-6, atol=0)
-    assert len(survey(net, batch)) == 1
+    assert len(survey(net, batch).sites) == 1
 
 
 def test_a_model_with_two_towers_says_what_to_type(tmp_path):
@@ -234,7 +234,7 @@ def test_the_tower_of_text_reads_the_end(tmp_path):
     last = module.text_model(input_ids=batch.x).last_hidden_state[:, -1]
     torch.testing.assert_close(net.output(batch), module.text_projection(last))
     assert (net.kind, net.input_shape, net.end_id) == ("text", (24,), 39)
-    assert len(survey(net, batch)) == 1
+    assert len(survey(net, batch).sites) == 1
 
 
 @pytest.mark.parametrize("kind", ["LongformerForSequenceClassification", "LEDModel"])

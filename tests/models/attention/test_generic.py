@@ -36,97 +36,72 @@ ALIKE = {
 
 
 class Plain(nn.Module):
-    """One attention layer; subclasses say what its queries, keys and values are."""
+    """One attention layer.
 
-    def __init__(self) -> None:
+    Args:
+        change: of q and k.
+        read: X of queries, of keys and of values.
+    """
+
+    def __init__(self, change=lambda t, _x: t, read=lambda x: (x, x, x)) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def project(self, x):
-        return self.to_q(x), self.to_k(x), self.to_v(x)
-
-    def heads(self, t):
-        return t.unflatten(2, (HEADS, -1)).transpose(1, 2)
+        self.change, self.read = change, read
 
     def forward(self, x):
-        q, k, v = (self.heads(t) for t in self.project(x))
+        parts = zip((self.to_q, self.to_k, self.to_v), self.read(x), strict=True)
+        q, k, v = (m(t).unflatten(2, (HEADS, -1)).transpose(1, 2) for m, t in parts)
+        q, k = self.change(q, x), self.change(k, x)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-class Normed(Plain):
-    """Queries and keys that are normalised in each head."""
-
-    def forward(self, x):
-        q, k, v = (self.heads(t) for t in self.project(x))
-        q, k = (F.layer_norm(t, t.shape[-1:]) for t in (q, k))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+def normed(t, _x):
+    """Normalise queries and keys in each head."""
+    return F.layer_norm(t, t.shape[-1:])
 
 
-class Saturated(Plain):
-    """Queries beyond a level that no ordinary sample reaches."""
-
-    def project(self, x):
-        q, k, v = super().project(x)
-        return q.clamp(-1e3, 1e3), k, v
+def reduced(x):
+    """Keys and values of tokens that are averaged in pairs: equal only where neighbours are."""
+    y = 0.5 * (x + x.roll(1, 1))
+    return x, y, y
 
 
-class Nearly(Plain):
-    """Queries with a nonlinear part below every tolerance."""
-
-    def project(self, x):
-        q, k, v = super().project(x)
-        return q + 1e-7 * q.tanh(), k, v
-
-
-class Reduced(Plain):
-    """Keys and values from tokens that are averaged in pairs: equal only where neighbours are."""
-
-    def project(self, x):
-        y = 0.5 * (x + x.roll(1, 1))
-        return self.to_q(x), self.to_k(y), self.to_v(y)
-
-
-class Memory(Plain):
-    """Values from other tokens than the keys."""
-
-    def project(self, x):
-        return self.to_q(x), self.to_k(x), self.to_v(x.flip(1))
+AFFINE, LOCAL = ("affine",) * 3, ("local", "local", "affine")
+MODELS = {  # the kinds, and whether keys read what queries read; None without a closed form
+    "plain": (Plain, AFFINE, True),
+    "normed": (lambda: Plain(normed), LOCAL, True),
+    # Beyond a level that no ordinary sample reaches, and with a part below every tolerance.
+    "saturated": (lambda: Plain(lambda t, _: t.clamp(-1e3, 1e3)), LOCAL, True),
+    "nearly affine": (lambda: Plain(lambda t, _: t + 1e-7 * t.tanh()), LOCAL, True),
+    "reduced": (lambda: Plain(read=reduced), AFFINE, False),
+    "values of other tokens": (lambda: Plain(read=lambda x: (x, x, x.flip(1))), AFFINE, None),
+}
 
 
 @pytest.mark.parametrize("name", ALIKE)
-@pytest.mark.parametrize(
-    ("model", "kinds"),
-    [
-        (Plain, ("affine", "affine", "affine")),
-        (Normed, ("local", "local", "affine")),
-        (Saturated, ("local", "affine", "affine")),
-        (Nearly, ("local", "affine", "affine")),
-        (Reduced, ("affine", "affine", "affine")),
-        (Memory, ("affine", "affine", "affine")),
-    ],
-)
-def test_structure_does_not_depend_on_the_sample(model, kinds, name):
-    net = net_of(model())
+@pytest.mark.parametrize(("build", "kinds", "joint"), MODELS.values(), ids=MODELS)
+def test_structure_does_not_depend_on_the_sample(build, kinds, joint, name):
+    net = net_of(build())
     (site,), (other,) = (survey(net, batch_of(x)).sites for x in (ALIKE[name], random(1)))
     assert site.kinds == other.kinds == kinds
     assert site.reason == other.reason
-    assert site.closed_form == (model is not Memory)
+    assert site.closed_form == (joint is not None)
     if site.closed_form:
-        assert site.structure.joint == other.structure.joint == (model is not Reduced)
+        assert site.structure.joint == other.structure.joint == joint
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_bound_for_all_inputs_is_not_given_by_a_constant_sample(name):
     """On it, normalised queries look affine, and `castin` would be exceeded within its domain."""
-    net, options = net_of(Normed()), BoundsOptions()
+    net, options = net_of(Plain(normed)), BoundsOptions()
     rows = summarise(list(measure(net, [batch_of(ALIKE[name])], options)), options)[0].rows
     assert all(row.castin is None and row.mean_field is None for row in rows)
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_constant_sample_and_an_ordinary_one_are_measured_together(name):
-    net, options = net_of(Normed()), BoundsOptions(tol=1e-8)
+    net, options = net_of(Plain(normed)), BoundsOptions(tol=1e-8)
     batch = batch_of(ALIKE[name], random(2))
     found = torch.cat(
         [torch.as_tensor(part.values["exact"]) for part in measure(net, batch.split(1), options)]
@@ -138,17 +113,10 @@ def test_a_constant_sample_and_an_ordinary_one_are_measured_together(name):
             torch.testing.assert_close(norms[h], want, rtol=1e-6, atol=0.0)
 
 
-class Mixing(Plain):
-    """A layer that takes the mean over the samples away."""
-
-    def forward(self, x):
-        return super().forward(x - x.mean(0))
-
-
 def test_mixed_samples_show_on_a_constant_sample():
     """A companion that equals the sample would hide it."""
     with pytest.raises(InputError, match="depends on the other samples"):
-        survey(net_of(Mixing()), batch_of(ALIKE["one"]))
+        survey(net_of(Plain(read=lambda x: 3 * (x - x.mean(0),))), batch_of(ALIKE["one"]))
 
 
 class Equal(Plain):
@@ -205,25 +173,19 @@ def test_equal_words_decide_nothing(zoo, name):
     assert [site.kinds for site in survey(net, same).sites] == [site.kinds for site in sites]
 
 
-class Moody(Plain):
-    """Queries that are normalised on samples far from zero only."""
-
-    def project(self, x):
-        q, k, v = super().project(x)
-        far = (x.square().sum((1, 2)) > 1e4)[:, None, None]
-        return torch.where(far, F.layer_norm(q, q.shape[-1:]), q), k, v
+def far(x):
+    return x.square().sum((1, 2)) > 1e4
 
 
-class Settled(Plain):
+def moody(t, x):
+    """Normalise samples far from zero only."""
+    return torch.where(far(x)[:, None, None, None], normed(t, x), t)
+
+
+def settled(t, x):
     """The same where nothing gives it away: the branch not taken is not in the graph."""
-
-    def project(self, x):
-        q, k, v = super().project(x)
-        far = x.square().sum((1, 2)) > 1e4
-        rows = [
-            F.layer_norm(row, row.shape[-1:]) if f else row for row, f in zip(q, far, strict=True)
-        ]
-        return torch.stack(rows), k, v
+    rows = zip(t, far(x), strict=True)
+    return torch.stack([normed(row, x) if f else row for row, f in rows])
 
 
 def norms_of(net, x: torch.Tensor) -> list[float]:
@@ -235,7 +197,7 @@ def norms_of(net, x: torch.Tensor) -> list[float]:
 @pytest.mark.parametrize("size", [1, 3])
 def test_structure_that_changes_with_the_data_is_reopened(size):
     """The run goes on, with norms that hold and without bounds that do not."""
-    net, options = net_of(Settled()), BoundsOptions(tol=1e-8)
+    net, options = net_of(Plain(settled)), BoundsOptions(tol=1e-8)
     batch = batch_of(random(4), 100 * random(5), random(6))
     parts = list(measure(net, batch.split(size), options))
     found = torch.cat([torch.as_tensor(part.values["exact"]) for part in parts])
@@ -250,5 +212,5 @@ def test_structure_that_changes_with_the_data_is_reopened(size):
 
 
 def test_conditions_on_the_values_are_not_affine():
-    (site,) = survey(net_of(Moody()), batch_of(random(4))).sites
-    assert site.kinds == ("local", "affine", "affine")
+    (site,) = survey(net_of(Plain(moody)), batch_of(random(4))).sites
+    assert site.kinds == LOCAL

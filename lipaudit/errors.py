@@ -87,6 +87,24 @@ class BaselineError(LipauditError):
     exit_code = ExitCode.BASELINE
 
 
+def refuse(
+    wrong: object, message: str, advice: str = "", kind: type[LipauditError] = InputError
+) -> None:
+    """Raise an error for users if something is wrong.
+
+    Args:
+        wrong: the condition, by its truth.
+        message: what is wrong, with the offending value.
+        advice: what to type or change next.
+        kind: the class of the error, which decides the exit code.
+
+    Raises:
+        LipauditError: `wrong` is true.
+    """
+    if wrong:
+        raise kind(message, advice)
+
+
 def visible(text: str, keep: str = "") -> str:
     r"""Return text with control characters, direction marks and lone surrogates as escapes.
 
@@ -218,12 +236,12 @@ def first_line(error: BaseException) -> str:
 def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn exceptions of a library or of the user's code into an `InputError`.
 
-    lipaudit's own errors and a lack of memory pass through.
+    lipaudit's own errors pass through.
 
     Args:
         what: what failed; type and first line of the exception follow in brackets.
         advice: the hint.
-        kinds: the exceptions to convert; by default all.
+        kinds: the exceptions to convert; by default all except a lack of memory.
 
     Raises:
         InputError: the block raised such an exception.
@@ -233,9 +251,10 @@ def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator
     except LipauditError:
         raise
     except Exception as error:
-        if out_of_memory(error) or not isinstance(error, kinds or Exception):
+        # A damaged file may claim any size: its reader names `Exception`, which includes memory.
+        if not isinstance(error, kinds or Exception) or (not kinds and out_of_memory(error)):
             raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = ": ".join(filter(None, (type(error).__name__, first_line(error))))
         raise InputError(f"{what} ({reason})", advice) from error
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lipaudit.errors import InputError, LipauditError, first_line, out_of_memory
+from lipaudit.errors import InputError
 from lipaudit.tables import Note
 
 if TYPE_CHECKING:
@@ -157,9 +157,6 @@ def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str,
     return tuple(ids)
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class DataOptions:
     """The user's options for the data.
@@ -225,55 +222,11 @@ class Samples:
         return hashlib.sha256("\n".join(sorted(self.batch.ids)).encode()).hexdigest()[:16]
 
 
-def remark(code: str, text: str) -> Note:
-    """Return a note of level info."""
-    return Note(level="info", code=code, text=text)
-
-
-def warning(code: str, text: str) -> Note:
-    """Return a note of level warning."""
-    return Note(level="warning", code=code, text=text)
-
-
 def draw_indices(total: int, samples: int, seed: int) -> list[int]:
     """Draw indices without replacement; a larger draw contains every smaller one."""
     # Always permute all: then n + 1 samples are n samples and one more.
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return order[:samples].tolist()
-
-
-def draw(
-    total: int, options: DataOptions, read: Callable[[int], T], *, what: str
-) -> tuple[list[tuple[int, T]], tuple[Note, ...]]:
-    """Read the requested number of samples in random order, each with its position.
-
-    With `skip_bad`, unreadable samples are replaced by the next ones.
-
-    Raises:
-        InputError: a sample cannot be read; with `skip_bad`, no sample can.
-    """
-    drawn: list[tuple[int, T]] = []
-    faults: list[str] = []
-    for i in draw_indices(total, total, options.seed):
-        if len(drawn) == options.samples:
-            break
-        try:
-            drawn.append((i, read(i)))
-        except InputError as error:
-            if not options.skip_bad:
-                raise
-            faults.append(error.message)
-    if not drawn:
-        raise InputError(f"none of {total} {what} can be read ({faults[0]})", "Check the files.")
-    return drawn, note_left_out(faults, what)
-
-
-def note_left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
-    """Note how many samples were left out for their faults, and the first of them."""
-    if not faults:
-        return ()
-    text = f"unreadable {what} were left out: {len(faults)} (the first: {faults[0]})"
-    return (warning("skipped-bad", text),)
 
 
 def make_samples(
@@ -311,28 +264,6 @@ def make_samples(
     return Samples(batch, notes, None, tuple(origins), task)
 
 
-@contextmanager
-def refuse_damage(name: object, kind: str, advice: str) -> Iterator[None]:
-    """Turn any exception of a library on a damaged file into one error.
-
-    Args:
-        name: the file.
-        kind: the expected kind of file: `.npz file`, `image`.
-        advice: the hint of the error.
-
-    Raises:
-        InputError: the block raised an exception that is not lipaudit's.
-    """
-    try:
-        yield
-    except LipauditError:
-        raise
-    except Exception as error:  # every format's library has its own exceptions
-        reason = first_line(error) or type(error).__name__
-        reason = "it needs more memory than is available" if out_of_memory(error) else reason
-        raise InputError(f"{name} is not a readable {kind} ({reason})", advice) from error
-
-
 LISTED = 5
 """Number of classes listed in a message."""
 
@@ -341,16 +272,33 @@ class LabelError(InputError):
     """Labels of the data that are not classes of the model."""
 
 
-def refuse_label(name: object, net: Net, place: str) -> LabelError:
-    """Return the error on a label that is not a class of the model."""
-    labels = net.labels or ()
-    shown = ", ".join([*map(repr, labels[:LISTED]), *["..."] * (len(labels) > LISTED)])
-    listed = f" ({shown})" if labels else f" (0 to {(net.classes or 1) - 1})"
-    return LabelError(
-        f"{place}: the class {name!r} is not one of the model's {net.classes} classes{listed}",
-        "Rename the classes to the model's names or numbers (from 0), or give exactly as many "
-        "classes, in its order. To train a new classifier, use `lipaudit train --classes`.",
-    )
+def require_classes(
+    numbers: Sequence[int | None], names: Sequence[object], places: Sequence[str], net: Net
+) -> list[int]:
+    """Return class numbers, all of which the model has.
+
+    Args:
+        numbers: the class numbers; None: unknown.
+        names: the labels as the data have them.
+        places: where each label is, for messages.
+        net: the model.
+
+    Raises:
+        LabelError: a label is not a class of the model; the message gives its place.
+    """
+    found = [n for n in numbers if n is not None and 0 <= n < (net.classes or 0)]
+    if len(found) < len(names):
+        i = next(i for i, n in enumerate(numbers) if n not in found)
+        labels = net.labels or ()
+        shown = ", ".join([*map(repr, labels[:LISTED]), *["..."] * (len(labels) > LISTED)])
+        listed = f" ({shown})" if labels else f" (0 to {(net.classes or 1) - 1})"
+        raise LabelError(
+            f"{places[i]}: the class {names[i]!r} is not one of the model's {net.classes} "
+            f"classes{listed}",
+            "Rename the classes to the model's names or numbers (from 0), or give exactly as many "
+            "classes, in its order. To train a new classifier, use `lipaudit train --classes`.",
+        )
+    return found
 
 
 def match_labels(
@@ -388,37 +336,26 @@ def match_labels(
         names = sorted(set(words))
     else:
         words, names = [classes[value] for value in values], list(classes)
-    index = {
-        name: known.get(_normalise(name), known.get(str(_read_number(name)))) for name in names
-    }
+    numbers = {name: _read_number(name) for name in names}
+    index = {name: known.get(_normalise(name), known.get(str(numbers[name]))) for name in names}
     notes: tuple[Note, ...] = ()
     # Numbers and order only if no name is known: half by name and half by order is a guess.
     if all(i is None for i in index.values()):
-        numbers = {name: _read_number(name) for name in names}
         fits = set(numbers.values()) <= set(range(net.classes or 0))
         # Labels of rows that are numbers are never matched by order.
         if fits or (classes is None and None not in numbers.values()):
             index = numbers
         elif net.classes == len(names):
-            index, notes = _match_order(names, net)
-    found: list[int] = []
-    for word, place in zip(words, places, strict=True):
-        number = index[word]
-        if number is None or not 0 <= number < (net.classes or 0):
-            raise refuse_label(word, net, f"{origin}: {place}")
-        found.append(number)
-    return found, notes
-
-
-def _match_order(names: Sequence[str], net: Net) -> tuple[dict[str, int | None], tuple[Note, ...]]:
-    """Match as many names as the model has classes in their order, with a warning."""
-    with suppress(ValueError):  # in the data set's order, but numbers by size: 2.0 before 10.0
-        names = sorted(names, key=float)
-    shown = [f" ({label!r})" for label in net.labels or ()] or [""] * len(names)
-    text = "class names were matched only by their order: " + ", ".join(
-        f"{name!r} is class {i}{shown[i]}" for i, name in enumerate(names)
-    )
-    return {name: i for i, name in enumerate(names)}, (warning("labels-by-order", text),)
+            with suppress(ValueError):  # in the data set's order, but numbers by size: 2.0 < 10.0
+                names = sorted(names, key=float)
+            index = {name: i for i, name in enumerate(names)}
+            shown = [f" ({label!r})" for label in net.labels or ()] or [""] * len(names)
+            text = "class names were matched only by their order: " + ", ".join(
+                f"{name!r} is class {i}{shown[i]}" for i, name in enumerate(names)
+            )
+            notes = (Note.warn("labels-by-order", text),)
+    places = [f"{origin}: {place}" for place in places]
+    return require_classes([index[word] for word in words], words, places, net), notes
 
 
 def _read_number(name: str) -> int | None:

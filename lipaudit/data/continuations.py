@@ -10,26 +10,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import (
-    DataOptions,
-    SampleOrigin,
-    Samples,
-    Task,
-    draw,
-    make_samples,
-    warning,
-)
+from lipaudit.data.batch import DataOptions, SampleOrigin, Samples, Task, make_samples
 from lipaudit.data.tables import (
     LABELS,
     SampleTable,
     choose_column,
-    choose_sound,
     choose_text_columns,
+    draw_rows,
     find_fault,
     limit_tokens,
+    require_rows,
     shorten,
 )
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, refuse
+from lipaudit.tables import Note
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
@@ -55,25 +49,56 @@ class Question:
     right: int = 0
 
 
-Ask = Callable[[Mapping[str, Any]], Question]
-"""The values of a row -> its question; a ValueError gives the fault of the row."""
-
-
 @dataclass(frozen=True)
-class _Form:
+class Form:
     """How the rows of a table ask.
 
     Attributes:
         kind: the kind of question.
-        needed: columns that may not be empty; those of the prompt come first.
-        ask: reads a question.
-        names: names of the continuations; empty for letters.
+        prompts: columns of the prompt, each a line of its own.
+        follows: column of the continuation or of the choices; empty for labels.
+        label: column of the right choice or of the label; empty for a continuation.
+        words: the labels as words.
+        values: the text of each label in the table.
     """
 
     kind: Literal["continuation", "choices", "labels"]
-    needed: tuple[str, ...]
-    ask: Ask
-    names: tuple[str, ...] = ()
+    prompts: tuple[str, ...]
+    follows: str = ""
+    label: str = ""
+    words: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Return the columns that may not be empty."""
+        return (*self.prompts, *filter(None, (self.follows, self.label)))
+
+    def ask(self, row: Mapping[str, Any]) -> Question:
+        """Return the question of a row.
+
+        Raises:
+            InputError: the row has none; the message is its fault.
+        """
+        empty = next((name for name in self.needed if is_empty(row.get(name))), None)
+        refuse(empty, f"has no {empty!r}")
+        texts = self.needed if self.kind == "continuation" else self.prompts
+        refuse(fault := find_fault(row, texts), fault)
+        prompt = "\n".join(str(row[name]) for name in self.prompts)
+        if self.kind == "continuation":
+            return Question(prompt, (str(row[self.follows]),))
+        if self.kind == "choices":
+            choices = _read_choices(row[self.follows])
+            return Question(prompt, choices, _find_answer(row[self.label], choices))
+        refuse(fault := find_fault(row, (self.label,)), fault)
+        value = str(row[self.label])
+        refuse(value not in self.values, f"has the label {value!r}, which is not a class")
+        return Question(prompt, self.words, self.values.index(value))
+
+
+def is_empty(value: object) -> bool:
+    """Say whether a field has no text."""
+    return value is None or not str(value).strip()
 
 
 def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
@@ -99,82 +124,61 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         InputError: columns are missing, rows have no question, or the model has no tokenizer.
     """
     limit, notes = limit_tokens(net, options)
-    origin = table.origin
-    if net.tokenize is None or not net.vocabulary:
+    origin, tokenize, vocabulary = table.origin, net.tokenize, net.vocabulary
+    if tokenize is None or not vocabulary:
         raise InputError(
             f"{origin} holds text, and the model has no tokenizer",
             "Put tokenizer.json beside config.json.",
         )
-    tokenize, vocabulary = net.tokenize, net.vocabulary
-    choose_sound(table, table.faults, options)  # before columns: unreadable rows have none
+    require_rows(table, table.faults, options)  # before columns: unreadable rows have none
     rows = {i: table.rows[i] for i in range(len(table.places)) if i not in table.faults}
-    form = _choose_form(table, rows, options)
-    asked, faults = _ask(rows, form)
-    sound, left_out = choose_sound(table, {**table.faults, **faults}, options)
-    questions = [asked[i] for i in sound]
-    names = form.names or tuple(LETTERS[: len(questions[0].continuations)])
-
-    def read(k: int) -> tuple[Tensor, bool]:
-        question = questions[k]
-        pairs = [_encode_pair(question.prompt, text, tokenize) for text in question.continuations]
-        prompt, follow = pairs[0][0], [ids for _, ids in pairs]
-        room, shown = limit - max(map(len, follow)), question.prompt[:40]
-        if not prompt or not all(follow):
-            raise InputError(
-                f"{origin}: {shown!r} or its continuation has no tokens",
-                "Remove such rows, or leave them out with --skip-bad.",
-            )
-        if room < 1:
-            raise InputError(
-                f"{origin}: the continuation of {shown!r} leaves no room for the prompt within "
-                f"{limit} tokens",
-                "Raise --max-tokens, or leave such rows out with --skip-bad.",
-            )
-        return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
-
-    drawn, skipped = draw(len(sound), options, read, what="rows")
-    if cut := sum(is_cut for _, (_, is_cut) in drawn):
-        text = (
-            f"{cut} of {len(drawn)} prompts were cut at their beginning, so that prompt and "
-            f"continuation fit into {limit} tokens (--max-tokens)"
-        )
-        notes += (warning("text-cut", text),)
-    return make_samples(
-        [ids for _, (ids, _) in drawn],
-        net,
-        [questions[k].right for k, _ in drawn],
-        notes=left_out + skipped + notes,
-        origins=[
-            SampleOrigin(table.name(sound[k]), shorten((questions[k].prompt,))) for k, _ in drawn
-        ],
-        task=Task(form.kind, names),
-    )
-
-
-def _ask(
-    rows: Mapping[int, Mapping[str, Any]], form: _Form
-) -> tuple[dict[int, Question], dict[int, str]]:
-    """Return the question of each row, and why rows have none."""
+    form, faults = _choose_form(table, rows, options), dict(table.faults)
     asked: dict[int, Question] = {}
-    faults: dict[int, str] = {}
     for i, row in rows.items():
         try:
-            if empty := _find_empty(row, form.needed):
-                raise ValueError(f"has no {empty!r}")
             asked[i] = form.ask(row)
-        except ValueError as error:
-            faults[i] = str(error)
+        except InputError as error:
+            faults[i] = error.message
     usual = Counter(len(question.continuations) for question in asked.values()).most_common(1)
     for i, question in asked.items():
         # The classes of a batch are the choices, so all rows need the same number.
         if (count := len(question.continuations)) != usual[0][0]:
             faults[i] = f"has {count} choices, most rows have {usual[0][0]}"
-    return asked, faults
 
+    def read(i: int) -> tuple[Tensor, bool]:
+        question = asked[i]
+        pairs = [_encode_pair(question.prompt, text, tokenize) for text in question.continuations]
+        prompt, follow = pairs[0][0], [ids for _, ids in pairs]
+        room, shown = limit - max(map(len, follow)), question.prompt[:40]
+        refuse(
+            not prompt or not all(follow),
+            f"{origin}: {shown!r} or its continuation has no tokens",
+            "Remove such rows, or leave them out with --skip-bad.",
+        )
+        refuse(
+            room < 1,
+            f"{origin}: the continuation of {shown!r} leaves no room for the prompt within "
+            f"{limit} tokens",
+            "Raise --max-tokens, or leave such rows out with --skip-bad.",
+        )
+        return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
 
-def _find_empty(row: Mapping[str, Any], needed: Sequence[str]) -> str | None:
-    """Return the first needed column that is empty in a row."""
-    return next((n for n in needed if row.get(n) is None or not str(row[n]).strip()), None)
+    drawn, skipped = draw_rows(table, faults, options, read, what="rows")
+    if cut := sum(is_cut for _, (_, is_cut) in drawn):
+        text = (
+            f"{cut} of {len(drawn)} prompts were cut at their beginning, so that prompt and "
+            f"continuation fit into {limit} tokens (--max-tokens)"
+        )
+        notes += (Note.warn("text-cut", text),)
+    names = {"continuation": ("continuation", "rival"), "labels": form.words}
+    return make_samples(
+        [ids for _, (ids, _) in drawn],
+        net,
+        [asked[i].right for i, _ in drawn],
+        notes=skipped + notes,
+        origins=[SampleOrigin(table.name(i), shorten((asked[i].prompt,))) for i, _ in drawn],
+        task=Task(form.kind, names.get(form.kind, tuple(LETTERS[: usual[0][0]]))),
+    )
 
 
 def _encode_pair(
@@ -192,28 +196,22 @@ def _encode_pair(
 
 def _choose_form(
     table: SampleTable, rows: Mapping[int, Mapping[str, Any]], options: DataOptions
-) -> _Form:
+) -> Form:
     """Derive the kind of question from the columns of a table.
 
     Raises:
         InputError: a column is missing, or labels are numbers without known names.
     """
     columns, origin = table.columns, table.origin
-    choices = next((name for name in CHOICES if name in columns), None)
+    choices = next((name for name in CHOICES if name in columns), "")
     label = choose_column(table, options.label_column, (*(ANSWERS if choices else ()), *LABELS))
     pair = next((pair for pair in CONTINUED if set(pair) <= set(columns)), None)
     plain = options.text_column is None and options.label_column is None
     texts = () if options.text_column is None else choose_text_columns(table, options)
     if pair is None and label is None and len(texts) == 2:
         pair, plain = (texts[0], texts[1]), True
-    if choices is None and pair is not None and plain:
-        prompt, follows = pair
-        return _Form(
-            "continuation",
-            pair,
-            lambda row: Question(_join(row, (prompt,)), (_join(row, (follows,)),)),
-            ("continuation", "rival"),
-        )
+    if not choices and pair is not None and plain:
+        return Form("continuation", pair[:1], pair[1])
     if label is None:
         raise InputError(
             f"{origin} has no column to score (columns: {', '.join(columns)})",
@@ -221,46 +219,27 @@ def _choose_form(
             "choices and answer (--label-column); or a text and a label.",
         )
     prompts = choose_text_columns(table, options, usual=PROMPTS)
-    needed = (*prompts, *([choices] if choices else []), label)
-    if choices is not None:
-
-        def choose(row: Mapping[str, Any]) -> Question:
-            texts = _read_choices(row[choices])
-            return Question(_join(row, prompts), texts, _find_answer(row[label], texts))
-
-        return _Form("choices", needed, choose)
-    known = table.classes.get(label)
-    values = {str(row[label]) for row in rows.values() if not _find_empty(row, needed)}
-    words = tuple(sorted(values) if known is None else known)
+    if choices:
+        return Form("choices", prompts, choices, label)
+    known, needed = table.classes.get(label), (*prompts, label)
+    if known is not None:
+        return Form("labels", prompts, "", label, tuple(known), tuple(map(str, range(len(known)))))
+    whole = [row for row in rows.values() if not any(is_empty(row.get(n)) for n in needed)]
+    words = tuple(sorted({str(row[label]) for row in whole}))
     number = next((v for v in words if v.strip().lstrip("-").replace(".", "").isdigit()), None)
-    if number is not None and known is None:
-        raise InputError(
-            f"{origin}: {label!r} holds numbers ({number}), but a language model needs words",
-            "Write the class names into that column, or name another with --label-column.",
-        )
-
-    def classify(row: Mapping[str, Any]) -> Question:
-        value, allowed = row[label], words if known is None else range(len(words))
-        value = _join(row, (label,)) if known is None else value
-        if value not in allowed:
-            raise ValueError(f"has the label {value!r}, which is not a class")
-        return Question(_join(row, prompts), words, list(allowed).index(value))
-
-    return _Form("labels", needed, classify, words)
-
-
-def _join(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return the text of a row; several columns are on lines of their own."""
-    if fault := find_fault(row, columns):
-        raise ValueError(fault)
-    return "\n".join(str(row[name]) for name in columns)
+    refuse(
+        number is not None,
+        f"{origin}: {label!r} holds numbers ({number}), but a language model needs words",
+        "Write the class names into that column, or name another with --label-column.",
+    )
+    return Form("labels", prompts, "", label, words, words)
 
 
 def _read_choices(value: Any) -> tuple[str, ...]:
     listed = isinstance(value, Sequence) and not isinstance(value, str)
     texts = tuple("" if text is None else str(text) for text in (value if listed else ()))
-    if not 2 <= len(texts) <= len(LETTERS) or not all(text.strip() for text in texts):
-        raise ValueError(f"has no list of 2 to {len(LETTERS)} choices, none of them empty")
+    fits = 2 <= len(texts) <= len(LETTERS) and all(text.strip() for text in texts)
+    refuse(not fits, f"has no list of 2 to {len(LETTERS)} choices, none of them empty")
     return texts
 
 
@@ -275,7 +254,7 @@ def _find_answer(value: Any, choices: Sequence[str]) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         known += [[choice.strip() for choice in choices], [*LETTERS[: len(choices)]]]
     meant = {names.index(text) for names in known if text in names}
-    if len(meant) == 1:
-        return meant.pop()
     which = "may mean more than one" if meant else "is none"
-    raise ValueError(f"has the answer {value!r}, which {which} of its {len(choices)} choices")
+    fault = f"has the answer {value!r}, which {which} of its {len(choices)} choices"
+    refuse(len(meant) != 1, fault)
+    return meant.pop()

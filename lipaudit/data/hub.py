@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lipaudit.data.tables import SampleTable
-from lipaudit.errors import InputError, explain_failure, first_line, list_causes, similar
+from lipaudit.errors import (
+    InputError,
+    LipauditError,
+    explain_failure,
+    first_line,
+    list_causes,
+    out_of_memory,
+    refuse,
+    similar,
+)
 from lipaudit.tables import Note
 
 Kind = Literal["model", "dataset"]
@@ -102,6 +111,23 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
     )
 
 
+@contextmanager
+def explain_refusals(repository: Repository) -> Iterator[None]:
+    """Turn exceptions of the Hub's clients into the error that says why access failed.
+
+    Raises:
+        InputError: the block raised an exception that is not lipaudit's.
+    """
+    try:
+        yield
+    except LipauditError:
+        raise
+    except Exception as error:  # every HTTP library has its own exceptions
+        if out_of_memory(error):
+            raise
+        raise explain_refusal(error, repository) from error
+
+
 HASH = re.compile("[0-9a-f]{40}")
 
 
@@ -157,27 +183,28 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     revision = repository.revision
     unasked = "the Hub was not contacted (--offline or HF_HUB_OFFLINE)"
     refusal: Exception = errors.OfflineModeIsEnabled(OFFLINE)
-    try:
+    with explain_refusals(repository):
         cache = repository.cache  # refuses names that are none
-        if not (offline or constants.HF_HUB_OFFLINE):
-            wait = constants.HF_HUB_ETAG_TIMEOUT
-            info = HfApi().repo_info(
-                repository.name, repo_type=repository.kind, revision=revision, timeout=wait
-            )
-            files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
-            return Commit(repository, str(info.sha), files)
-    except (ValueError, errors.RevisionNotFoundError) as error:
-        # The Hub answers, and denies this: the cache is not used instead.
-        raise explain_refusal(error, repository) from error
-    except Exception as error:  # every HTTP library has its own exceptions
-        refusal, unasked = error, explain_refusal(error, repository).message
-    reference = cache / "refs" / revision
-    sha = reference.read_text().strip() if reference.is_file() else revision
-    snapshot = cache / "snapshots" / sha
-    if not snapshot.is_dir():
-        raise explain_refusal(refusal, repository) from refusal
-    stored = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
-    return Commit(repository, sha, tuple(sorted(stored)), unasked)
+        try:
+            if not (offline or constants.HF_HUB_OFFLINE):
+                wait = constants.HF_HUB_ETAG_TIMEOUT
+                info = HfApi().repo_info(
+                    repository.name, repo_type=repository.kind, revision=revision, timeout=wait
+                )
+                files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
+                return Commit(repository, str(info.sha), files)
+        except (ValueError, errors.RevisionNotFoundError):
+            # The Hub answers, and denies this: the cache is not used instead.
+            raise
+        except Exception as error:  # every HTTP library has its own exceptions
+            refusal, unasked = error, explain_refusal(error, repository).message
+        reference = cache / "refs" / revision
+        sha = reference.read_text().strip() if reference.is_file() else revision
+        snapshot = cache / "snapshots" / sha
+        if not snapshot.is_dir():
+            raise refusal
+        stored = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
+        return Commit(repository, sha, tuple(sorted(stored)), unasked)
 
 
 @contextmanager
@@ -228,25 +255,12 @@ def hub_access(*, offline: bool) -> Iterator[None]:
 FORM = "hf:ORG/NAME[SPLIT], hf:ORG/NAME/CONFIGURATION[SPLIT] or hf:ORG/NAME[SPLIT]@REVISION"
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The parts of `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`.
+def parse_reference(text: str) -> tuple[Repository, str, str]:
+    """Read `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`; a revision may precede or follow the split.
 
-    Attributes:
-        place: ORG/NAME.
-        config: a configuration; None for the default one.
-        split: a split, or a part of one in the syntax of `datasets`: test[:10%].
-        revision: a branch, a tag or a commit.
-    """
-
-    place: str
-    config: str | None = None
-    split: str = "test"
-    revision: str = "main"
-
-
-def parse_reference(text: str) -> Reference:
-    """Read a reference; a revision may precede or follow the split.
+    Returns:
+        The data set, its configuration (empty: the default one), and a split, or a part of one in
+        the syntax of `datasets`: test[:10%].
 
     Raises:
         InputError: the text names no data set.
@@ -257,108 +271,90 @@ def parse_reference(text: str) -> Reference:
     name, split, after = match.groups()
     name, _, before = name.partition("@")
     parts = name.split("/", 2)
-    place, config = "/".join(parts[:2]), "".join(parts[2:])
-    return Reference(place, config or None, split or "test", after or before or "main")
+    repository = Repository("/".join(parts[:2]), "dataset", after or before or "main")
+    return repository, "".join(parts[2:]), split or "test"
 
 
 def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
-    """Read `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`; only the split is downloaded.
+    """Read a data set of the Hub (see `parse_reference`); only the split is downloaded.
 
     Raises:
         InputError: `datasets` is not installed, or the data set or split does not exist.
     """
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
-    try:
+    advice = "pip install 'lipaudit[datasets]'"
+    with explain_failure("--data hf: needs the library `datasets`", advice, ImportError):
         import datasets
-    except ImportError as error:
-        raise InputError(
-            "--data hf: needs the library `datasets`, which is not installed",
-            "pip install 'lipaudit[datasets]'",
-        ) from error
-    reference, origin = parse_reference(text), f"hf:{text}"
-    split = reference.split.partition("[")[0].strip()
+    (repository, config, split), origin = parse_reference(text), f"hf:{text}"
+    whole_split = split.partition("[")[0].strip()
     with ExitStack() as undo:
         undo.enter_context(hub_access(offline=offline))
         if are_progress_bars_disabled() and datasets.is_progress_bar_enabled():
             datasets.disable_progress_bars()  # no bar if the Hub's client draws none
             undo.callback(datasets.enable_progress_bars)
-        repository = Repository(reference.place, "dataset", reference.revision)
         commit = find_commit(repository, offline=offline)
-        whole = _open_table(reference, commit, split)
+        whole = _open_table(commit, config, whole_split)
         commit.remember()
     with explain_failure(
-        f"the split {reference.split!r} cannot be read",
+        f"the split {split!r} cannot be read",
         "Name a split, or a part of one: test[:100], test[10%:20%].",
         ValueError,
         AssertionError,
     ):
-        instruction = datasets.ReadInstruction.from_spec(reference.split)
-        (part,) = instruction.to_absolute({split: len(whole)})
+        instruction = datasets.ReadInstruction.from_spec(split)
+        (part,) = instruction.to_absolute({whole_split: len(whole)})
     data = whole.select(range(part.from_ or 0, part.to))
-    if not len(data):
-        raise InputError(f"{origin} is empty", "Choose another split.")
+    refuse(not len(data), f"{origin} is empty", "Choose another split.")
     names = {name: getattr(kind, "names", None) for name, kind in data.features.items()}
     classes = {name: labels for name, labels in names.items() if labels}
     places = [f"index {i}" for i in range(len(data))]
     return SampleTable(origin, data.column_names, places, data, classes=classes), commit
 
 
-def _open_table(reference: Reference, commit: Commit, split: str) -> Any:
+def _open_table(commit: Commit, config: str, split: str) -> Any:
     """Return a whole split; download it and make its table if that is not done yet."""
     import datasets
 
     # Beside the tables of `datasets`, which hold every split.
-    name = commit.repository.name.replace("/", "___")
-    tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit"
-    folder = tables / name / commit.sha / (reference.config or "default") / split
+    name = commit.repository.name
+    tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit" / name.replace("/", "___")
+    folder = tables / commit.sha / (config or "default") / split
     if not folder.is_dir():
-        if commit.unasked:
-            text = f"the split {split!r} of {commit.repository.name} is not in the local cache"
-            raise InputError(f"{text}, and {commit.unasked}", "Run it once with a connection.")
-        try:
-            _build_table(reference, commit, split, folder)
-        except InputError:
-            raise
-        except Exception as error:  # every HTTP library has its own exceptions
-            raise explain_refusal(error, commit.repository) from error
+        refuse(
+            commit.unasked,
+            f"the split {split!r} of {name} is not in the local cache, and {commit.unasked}",
+            "Run it once with a connection.",
+        )
+        with explain_refusals(commit.repository):
+            try:
+                builder = datasets.load_dataset_builder(name, config or None, revision=commit.sha)
+            except ValueError:
+                known = datasets.get_dataset_config_names(name, revision=commit.sha)
+                _require_known("configuration", config, known, name)
+                raise
+            files = builder.config.data_files
+            _require_known("split", split, files, name)
+            # `datasets` would download all splits: for a large data set that takes hours.
+            builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
+            builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")
     files = sorted(folder.glob("*.arrow"))
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(f)) for f in files])
 
 
-def _build_table(reference: Reference, commit: Commit, split: str, folder: Path) -> None:
-    """Download the files of a split and make a table in a folder."""
-    import datasets
-
-    name = commit.repository.name
-    try:
-        builder = datasets.load_dataset_builder(name, reference.config, revision=commit.sha)
-    except ValueError:
-        configs = datasets.get_dataset_config_names(name, revision=commit.sha)
-        _require_known("configuration", reference.config or "", configs, reference)
-        raise
-    files = builder.config.data_files
-    _require_known("split", split, files, reference)
-    # `datasets` would download all splits: for a large data set that takes hours.
-    builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
-    builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")
-
-
-def _require_known(what: str, name: str, known: Any, reference: Reference) -> None:
+def _require_known(what: str, name: str, known: Any, place: str) -> None:
     """Refuse an unknown split or configuration, and list the known ones.
 
     Raises:
         InputError: the message suggests similar names.
     """
     names = [str(each) for each in known]
-    if name in names:
-        return
     listed = ", ".join(names) or "none"
-    raise InputError(
-        f"{reference.place} has no {what} {name!r} (it has: {listed})"
+    near = f"Did you mean {(similar(name, names) or names)[0]!r}? " if names else ""
+    refuse(
+        name not in names,
+        f"{place} has no {what} {name!r} (it has: {listed})"
         if name
-        else f"{reference.place} has several {what}s: {listed}",
-        f"Did you mean {(similar(name, names) or names)[0]!r}? Write {FORM}."
-        if names
-        else f"Write {FORM}.",
+        else f"{place} has several {what}s: {listed}",
+        f"{near}Write {FORM}.",
     )

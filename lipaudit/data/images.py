@@ -26,10 +26,9 @@ from lipaudit.data.batch import (
     Samples,
     draw_indices,
     make_samples,
-    refuse_damage,
-    refuse_label,
+    require_classes,
 )
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, explain_failure, refuse
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
@@ -54,11 +53,11 @@ def resize(
         ValueError: the picture is so narrow that scaling would give too many pixels.
     """
     channels, height, width = shape
-    if channels not in COLOUR_MODES:
-        raise InputError(
-            f"the model takes {channels} channels, and image files have 1, 3 or 4",
-            "Give the data as an .npz file with x of shape (samples, channels, height, width).",
-        )
+    refuse(
+        channels not in COLOUR_MODES,
+        f"the model takes {channels} channels, and image files have 1, 3 or 4",
+        "Give the data as an .npz file with x of shape (samples, channels, height, width).",
+    )
     if image.mode.startswith("I"):  # 16-bit greys, which Pillow would clip at 255
         image = Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
     image = image.convert(COLOUR_MODES[channels])
@@ -71,13 +70,12 @@ def resize(
             value: Any = image
             for step in steps:
                 value = step(value)
-            if tuple(value.shape) != tuple(shape):
-                raise InputError(
-                    f"the model's own resizing makes images of shape {tuple(value.shape)}, not "
-                    f"{tuple(shape)}",
-                    "Give --input-size. Images are then scaled to that size and cropped in the "
-                    "middle.",
-                )
+            refuse(
+                tuple(value.shape) != tuple(shape),
+                f"the model's own resizing makes images of shape {tuple(value.shape)}, not "
+                f"{tuple(shape)}",
+                "Give --input-size, to which images are scaled and cropped in the middle.",
+            )
             return value
         wide, high = max(width, round(image.width * scale)), round(image.height * scale)
         image = image.resize((wide, max(height, high)), Image.Resampling.BICUBIC)
@@ -116,7 +114,7 @@ def read_image(source: Path | Image.Image, name: str, net: Net) -> Tensor:
         InputError: the picture is damaged; the message names it.
     """
     assert net.prepare is not None
-    with refuse_images(name):
+    with explain_images(name):
         if isinstance(source, Image.Image):
             return net.prepare(source)
         with Image.open(source) as image:
@@ -125,14 +123,15 @@ def read_image(source: Path | Image.Image, name: str, net: Net) -> Tensor:
 
 
 @contextmanager
-def refuse_images(name: object) -> Iterator[None]:
+def explain_images(name: object) -> Iterator[None]:
     """Turn Pillow's exceptions and warnings, also on too many pixels, into one error.
 
     Raises:
         InputError: the block cannot read a picture.
     """
     advice = "Remove it, shrink it or copy it again, or leave such images out with --skip-bad."
-    with refuse_damage(name, "image", advice), warnings.catch_warnings():
+    failure = explain_failure(f"{name} is not a readable image", advice, Exception)
+    with failure, warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
 
@@ -141,7 +140,7 @@ def find_common_shape(path: Path) -> tuple[int, int, int] | None:
     """Return (channels, height, width) of a folder's pictures, None if they differ."""
     shapes = set()
     for file in (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES):
-        with suppress(InputError), refuse_images(file), Image.open(file) as image:
+        with suppress(InputError), explain_images(file), Image.open(file) as image:
             shapes.add((1 if image.mode in GREY else 3, image.height, image.width))
         if len(shapes) > 1:
             return None
@@ -172,10 +171,10 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
         InputError: the file is damaged, or has no samples.
     """
     arrays: dict[str, Tensor] = {}
-    with refuse_damage(
-        path,
-        "array file",
+    with explain_failure(
+        f"{path} is not a readable array file",
         "Copy it again, or save plain numbers: numpy.savez(FILE, x=..., y=...).",
+        Exception,
     ):
         if path.suffix == ".safetensors":
             arrays = load_file(path)
@@ -202,7 +201,8 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
 
 def _read_idx(path: Path) -> Tensor:
     """Read one array: 0, 0, type, number of axes; then the sizes, big-endian; then the numbers."""
-    with refuse_damage(path, "IDX file", "Copy or download it again."):
+    advice = "Copy or download it again."
+    with explain_failure(f"{path} is not a readable IDX file", advice, Exception):
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         kind, axes = np.dtype(KINDS[data[2]]), data[3]
@@ -236,25 +236,26 @@ def draw_arrays(
         InputError: the shape does not fit the model, or values are out of range; the message names
             the origin.
     """
-    if x.ndim == 0 or len(x) == 0 or x.is_complex():
-        raise InputError(
-            f"{origin} has no samples: its inputs are {x.dtype} of shape {tuple(x.shape)}",
-            "Give real numbers. The first axis of an array counts its samples.",
-        )
-    if y is not None and (y.shape != (len(x),) or y.is_floating_point()):
-        raise InputError(
+    refuse(
+        x.ndim == 0 or len(x) == 0 or x.is_complex(),
+        f"{origin} has no samples: its inputs are {x.dtype} of shape {tuple(x.shape)}",
+        "Give real numbers. The first axis of an array counts its samples.",
+    )
+    order = draw_indices(len(x), options.samples, options.seed)
+    places = [f"index {i}" for i in order]
+    labels: list[int] | None = None
+    if y is not None:
+        refuse(
+            y.shape != (len(x),) or y.is_floating_point(),
             f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
             "Give one integer label per input.",
         )
-    order = draw_indices(len(x), options.samples, options.seed)
+        labels = [int(v) for v in y[order]]
+        if net.classes:
+            require_classes(labels, labels, [f"{origin}: {place}" for place in places], net)
     read = _check_token_ids if net.kind == "text" else _read_values
-    samples = read(x[order], net, origin)
-    labels = None if y is None else [int(v) for v in y[order]]
-    for i, label in zip(order, labels or (), strict=False):
-        if net.classes and not 0 <= label < net.classes:
-            raise refuse_label(label, net, f"{origin}: index {i}")
-    origins = [SampleOrigin(f"index {i}") for i in order]
-    return make_samples(list(samples), net, labels, origins=origins)
+    samples = list(read(x[order], net, origin))
+    return make_samples(samples, net, labels, origins=[SampleOrigin(place) for place in places])
 
 
 def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
@@ -264,38 +265,38 @@ def _read_values(x: Tensor, net: Net, origin: str) -> Tensor:
         x = x.movedim(-1, 1)
     elif net.kind == "image" and wanted[0] == 1 and shape == wanted[1:]:
         x = x[:, None]  # grey images may lack the channel axis
-    elif shape != wanted:
-        raise InputError(
-            f"{origin} holds samples of shape {shape}; the model takes {wanted}",
-            "Resize them first (a folder of images is resized for you), or build the model for "
-            "that size with --model-kwargs img_size=... or --input-size.",
-        )
+    refuse(
+        tuple(x.shape[1:]) != wanted,
+        f"{origin} holds samples of shape {shape}; the model takes {wanted}",
+        "Resize them first (a folder of images is resized for you), or build the model for "
+        "that size with --model-kwargs img_size=... or --input-size.",
+    )
     x = to_box(x.float() / 255, net.box) if x.dtype == torch.uint8 else x.float()
-    if not bool(x.isfinite().all()):
-        raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
-    if net.box is not None and (x.min() < net.box[0] or x.max() > net.box[1]):
-        low, high = net.box
-        raise InputError(
-            f"{origin} holds values from {x.min():.4g} to {x.max():.4g}; the model takes "
-            f"[{low:g}, {high:g}]",
-            "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
-        )
+    unlimited = not bool(x.isfinite().all())
+    refuse(unlimited, f"{origin} holds NaN or infinite values", "Remove those samples.")
+    low, high = net.box or (-math.inf, math.inf)
+    refuse(
+        x.min() < low or x.max() > high,
+        f"{origin} holds values from {x.min():.4g} to {x.max():.4g}; the model takes "
+        f"[{low:g}, {high:g}]",
+        "Divide by 255, or save uint8. Do not normalise the pixels: lipaudit does that.",
+    )
     return x
 
 
 def _check_token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
-    if x.is_floating_point() or x.ndim != 2 or not 0 < x.shape[1] <= net.input_shape[0]:
-        raise InputError(
-            f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
-            f"(samples, at most {net.input_shape[0]})",
-            "Give the text itself as .txt, .csv or .jsonl, or integer token ids.",
-        )
-    if x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary):
-        raise InputError(
-            f"{origin} holds token ids from {x.min()} to {x.max()}; the vocabulary has "
-            f"{net.vocabulary}",
-            "Use the tokenizer of this model.",
-        )
+    refuse(
+        x.is_floating_point() or x.ndim != 2 or not 0 < x.shape[1] <= net.input_shape[0],
+        f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
+        f"(samples, at most {net.input_shape[0]})",
+        "Give the text itself as .txt, .csv or .jsonl, or integer token ids.",
+    )
+    refuse(
+        x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary),
+        f"{origin} holds token ids from {x.min()} to {x.max()}; the vocabulary has "
+        f"{net.vocabulary}",
+        "Use the tokenizer of this model.",
+    )
     return x.long()
 
 

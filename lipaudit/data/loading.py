@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import DataOptions as DataOptions
-from lipaudit.data.batch import SampleOrigin, make_samples, remark, warning
+from lipaudit.data.batch import SampleOrigin, make_samples
 from lipaudit.data.batch import Samples as Samples
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import read_dataset
@@ -25,14 +25,13 @@ from lipaudit.data.images import (
 )
 from lipaudit.data.tables import (
     SUFFIXES,
-    SampleTable,
     cut_windows,
     draw_table,
     read_folder,
     read_table,
     read_text,
 )
-from lipaudit.errors import InputError, UsageError, neighbours, suggestion
+from lipaudit.errors import InputError, UsageError, neighbours, refuse, suggestion
 from lipaudit.tables import Note
 
 if TYPE_CHECKING:
@@ -67,10 +66,10 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
         InputError: the data are missing, damaged, or do not fit the model.
     """
     options = options or DataOptions()
-    if options.samples < 1:
-        raise UsageError(
-            f"--samples {options.samples} leaves no sample to measure", "Give 1 or more."
-        )
+    asked = f"--samples {options.samples}"
+    refuse(
+        options.samples < 1, f"{asked} leaves no sample to measure", "Give 1 or more.", UsageError
+    )
     spec = spec or ("demo" if net.source == "demo" else "random")
     return _finish(_read(spec, net, options), spec, net, options)
 
@@ -124,61 +123,48 @@ def _finish(samples: Samples, spec: str, net: Net, options: DataOptions) -> Samp
                 "model reads the same id for all of them. Check that the tokenizer belongs to "
                 "this model, and that the texts are in its language and case"
             )
-            notes.append(warning("unknown-tokens", text))
+            notes.append(Note.warn("unknown-tokens", text))
     if len(x) < options.samples:
         text = f"{spec} has {len(x)} samples, fewer than the {options.samples} requested"
-        notes.append(remark("fewer-samples", text))
+        notes.append(Note.info("fewer-samples", text))
     if samples.commit is not None:
         notes.append(samples.commit.note)
     return replace(samples, spec=spec, notes=tuple(notes))
 
 
 def _read(spec: str, net: Net, options: DataOptions) -> Samples:
+    """Read samples from their source, each of which refuses models that take another kind."""
+    path, takes, is_text = Path(spec), f"the model takes {net.kind}", net.kind == "text"
+    draw = read_continuations if options.scored and is_text else draw_table
     if spec == "random":
         return _make_random(net, options)
     if spec in DIGIT_FILES:
-        if net.kind != "image" or tuple(net.input_shape) != (1, 8, 8):
-            raise InputError(
-                f"--data {spec} is handwritten digits of 1x8x8 pixels; the model takes {net.kind} "
-                f"of shape {tuple(net.input_shape)}",
-                "Give your own data, or --data random.",
-            )
+        refuse(
+            net.kind != "image" or tuple(net.input_shape) != (1, 8, 8),
+            f"--data {spec} is handwritten digits of 1x8x8 pixels; {takes} of shape "
+            f"{tuple(net.input_shape)}",
+            "Give your own data, or --data random.",
+        )
         with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
             return draw_arrays(*load_arrays(file), net, options, origin=str(file))
     if spec.startswith("hf:"):
         table, commit = read_dataset(spec.removeprefix("hf:"), offline=options.offline)
-        return replace(_draw(table, net, options), commit=commit)
-    path = Path(spec)
+        return replace(draw(table, net, options), commit=commit)
     if path.is_dir():
-        if net.kind != "image" or net.prepare is None:
-            raise InputError(
-                f"{path} is a folder of images; the model takes {net.kind}",
-                "Give --data a text file, an .npz file, or random.",
-            )
+        advice = "Give --data a text file, an .npz file, or random."
+        refuse(net.kind != "image", f"{path} is a folder of images; {takes}", advice)
         return draw_table(read_folder(path), net, options)
+    advice = f"--data is one of: {FORMS}."
     if not path.is_file():
         known = (*DIGIT_FILES, "random", *neighbours(path))
-        advice = suggestion(spec, known, f"--data is one of: {FORMS}.")
-        raise InputError(f"there is no data {spec!r}", advice)
+        raise InputError(f"there is no data {spec!r}", suggestion(spec, known, advice))
     if holds_arrays(path):
         return draw_arrays(*load_arrays(path), net, options, origin=str(path))
-    if path.suffix not in (*SUFFIXES, ".txt"):
-        raise InputError(f"{path} has an unsupported format", f"--data is one of: {FORMS}.")
-    if net.kind != "text":
-        raise InputError(
-            f"{path} holds text; the model takes {net.kind}", "Give a folder or an .npz file."
-        )
-    return (
-        read_text(path, net, options)
-        if path.suffix == ".txt"
-        else _draw(read_table(path), net, options)
-    )
-
-
-def _draw(table: SampleTable, net: Net, options: DataOptions) -> Samples:
-    """Draw the samples of a table: questions for scored texts, else images or texts."""
-    draw = read_continuations if options.scored and net.kind == "text" else draw_table
-    return draw(table, net, options)
+    refuse(path.suffix not in (*SUFFIXES, ".txt"), f"{path} has an unsupported format", advice)
+    refuse(not is_text, f"{path} holds text; {takes}", "Give a folder or an .npz file.")
+    if path.suffix == ".txt":
+        return read_text(path, net, options)
+    return draw(read_table(path), net, options)
 
 
 def _make_random(net: Net, options: DataOptions) -> Samples:
@@ -206,7 +192,7 @@ def _make_random(net: Net, options: DataOptions) -> Samples:
         f"--data random: the samples are {what}. The results depend on the samples, so give "
         "real data with --data"
     )
-    return make_samples(x, net, notes=(warning("random-data", text), *notes), origins=origins)
+    return make_samples(x, net, notes=(Note.warn("random-data", text), *notes), origins=origins)
 
 
 def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:

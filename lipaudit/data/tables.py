@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,22 +16,19 @@ from lipaudit.data.batch import (
     DataOptions,
     SampleOrigin,
     Samples,
-    draw,
+    draw_indices,
     make_samples,
     match_labels,
-    note_left_out,
-    refuse_damage,
-    remark,
-    warning,
 )
 from lipaudit.data.images import SUFFIXES as PICTURES
 from lipaudit.data.images import read_image, to_box
-from lipaudit.errors import InputError, UsageError, suggestion
+from lipaudit.errors import InputError, UsageError, explain_failure, refuse, suggestion
 from lipaudit.tables import Note
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
+T = TypeVar("T")
 LETTERS_PER_TOKEN = 16
 SHOWN = 120
 """Number of characters of a text that identify it in messages."""
@@ -45,16 +42,15 @@ def shorten(texts: Sequence[str]) -> str:
 
 def read_text(path: Path, net: Net, options: DataOptions) -> Samples:
     """Cut a plain file into equal parts and use the beginning of each (see `cut_windows`)."""
-    with refuse_damage(path, "text file", "Save it as UTF-8."):
+    with explain_failure(f"{path} is not a readable text file", "Save it as UTF-8.", Exception):
         text = path.read_text("utf-8")
-    if not text.strip():
-        raise InputError(f"{path} is empty", "Give a file with some text.")
+    refuse(not text.strip(), f"{path} is empty", "Give a file with some text.")
     x, origins, notes = cut_windows(text, net, options, origin=str(path))
     said = (
         f"{path} is read as one long text and cut into {len(x)} windows. For one sample per "
         "line, give a .jsonl, or a .csv with the header `text`"
     )
-    return make_samples(x, net, notes=(*notes, remark("one-stream", said)), origins=origins)
+    return make_samples(x, net, notes=(*notes, Note.info("one-stream", said)), origins=origins)
 
 
 def cut_windows(
@@ -84,13 +80,12 @@ def cut_windows(
 
 def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
     """Return the largest number of tokens of a sample: the option's, or the model's limit."""
-    if options.max_tokens < 1:
-        raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "Give at least 1.")
-    most = net.input_shape[0]
-    if options.max_tokens <= most or options.max_tokens == DataOptions.max_tokens:
-        return min(options.max_tokens, most), ()
-    text = f"the model takes at most {most} tokens, not {options.max_tokens}"
-    return most, (warning("max-tokens", text),)
+    given, most = options.max_tokens, net.input_shape[0]
+    refuse(given < 1, f"--max-tokens {given} leaves nothing", "Give at least 1.", UsageError)
+    if given <= most or given == DataOptions.max_tokens:
+        return min(given, most), ()
+    text = f"the model takes at most {most} tokens, not {given}"
+    return most, (Note.warn("max-tokens", text),)
 
 
 def encode(texts: tuple[str, ...], net: Net, limit: int, origin: str) -> Tensor:
@@ -99,24 +94,19 @@ def encode(texts: tuple[str, ...], net: Net, limit: int, origin: str) -> Tensor:
     Raises:
         InputError: the model has no tokenizer for this, or the text has no tokens.
     """
-    if net.tokenize is None or (len(texts) > 1 and net.tokenize_pair is None):
-        what = "a pair of texts" if len(texts) > 1 else "text"
+    if len(texts) == 1 and net.tokenize is not None:
+        tokens = net.tokenize(texts[0], limit)
+    elif len(texts) == 2 and net.tokenize_pair is not None:
+        tokens = net.tokenize_pair(texts[0], texts[1], limit)
+    else:
         raise InputError(
-            f"{origin} holds {what}, and the model has no tokenizer for it",
+            f"{origin} holds {'a pair of texts' if len(texts) > 1 else 'text'}, and the model has "
+            "no tokenizer for it",
             "Put tokenizer.json beside config.json, read one column with --text-column, or give "
             "token ids as an .npz file.",
         )
-    pair = net.tokenize_pair
-    tokens = (
-        pair(texts[0], texts[1], limit)
-        if pair and len(texts) > 1
-        else net.tokenize(texts[0], limit)
-    )
-    if not tokens:
-        raise InputError(
-            f"{origin}: {texts[0][:40]!r} has no tokens",
-            "Remove empty texts, or leave them out with --skip-bad.",
-        )
+    advice = "Remove empty texts, or leave them out with --skip-bad."
+    refuse(not tokens, f"{origin}: {texts[0][:40]!r} has no tokens", advice)
     return torch.as_tensor(tokens, dtype=torch.int64)
 
 
@@ -159,12 +149,10 @@ class SampleTable:
     faults: Mapping[int, str] = field(default_factory=dict)
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def refuse(self, i: int, fault: str) -> InputError:
-        """Return the error on a row that cannot be read."""
-        return InputError(
-            f"{self.origin}: {self.places[i]} {fault}",
-            "Correct it, or leave such rows out with --skip-bad.",
-        )
+    def refuse(self, i: int, fault: str) -> None:
+        """Raise InputError for a row that has a fault, if there is one."""
+        advice = "Correct it, or leave such rows out with --skip-bad."
+        refuse(fault, f"{self.origin}: {self.places[i]} {fault}", advice)
 
     def column(self, name: str) -> list[Any]:
         """Return the values of all rows in one column."""
@@ -190,12 +178,11 @@ def read_folder(path: Path) -> SampleTable:
     found = entries + [file for folder in folders for file in sorted(folder.iterdir())]
     files = [file for file in found if file.suffix.lower() in PICTURES]
     flat = {file.parent == path for file in files}
-    if len(flat) != 1:
-        raise InputError(
-            f"{path} holds no images, or images both beside and inside sub-folders",
-            f"Give a folder with {', '.join(PICTURES[:4])} ... files, or with one sub-folder per "
-            "class.",
-        )
+    refuse(
+        len(flat) != 1,
+        f"{path} holds no images, or images both beside and inside sub-folders",
+        f"Give a folder of {', '.join(PICTURES[:4])} ... files, or with one sub-folder per class.",
+    )
     names = [] if flat == {True} else sorted({file.parent.name for file in files})
     rows = [
         {"image": file} | ({"label": names.index(file.parent.name)} if names else {})
@@ -212,13 +199,11 @@ def read_table(path: Path) -> SampleTable:
         InputError: the file cannot be read, or has no rows.
     """
     readers = {".jsonl": _read_json_lines, ".parquet": _read_parquet}
-    with refuse_damage(path, f"{path.suffix} file", "Save it as UTF-8, with one row per sample."):
+    advice = "Save it as UTF-8, with one row per sample."
+    with explain_failure(f"{path} is not a readable {path.suffix} file", advice, Exception):
         lines = list(readers.get(path.suffix, _read_separated)(path))
-    if not lines:
-        raise InputError(
-            f"{path} has no rows",
-            "Write the column names into the first line and the samples below.",
-        )
+    advice = "Write the column names into the first line and the samples below."
+    refuse(not lines, f"{path} has no rows", advice)
     places, rows, faults = zip(*lines, strict=True)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     found = {i: fault for i, fault in enumerate(faults) if fault}
@@ -259,13 +244,9 @@ def _read_json_lines(path: Path) -> Iterator[_Line]:
 
 
 def _read_parquet(path: Path) -> Iterator[_Line]:
-    try:
+    advice = "pip install pyarrow, or save the table as .csv or .jsonl."
+    with explain_failure(f"{path} needs the library `pyarrow`", advice, ImportError):
         from pyarrow import parquet
-    except ImportError as error:
-        raise InputError(
-            f"{path} needs the library `pyarrow`, which is not installed",
-            "pip install pyarrow, or save the table as .csv or .jsonl.",
-        ) from error
     for number, values in enumerate(parquet.read_table(path).to_pylist(), 1):
         yield f"row {number}", values, ""
 
@@ -282,20 +263,55 @@ def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | Non
     return ""
 
 
-def choose_sound(
-    table: SampleTable, faults: Mapping[int, str], options: DataOptions
-) -> tuple[list[int], tuple[Note, ...]]:
-    """Return the readable rows; refuse the others, or with `skip_bad` leave them out.
+def require_rows(table: SampleTable, faults: Mapping[int, str], options: DataOptions) -> None:
+    """Refuse a table whose rows have faults; with `skip_bad`, one without any other row.
+
+    Raises:
+        InputError: the message describes the first fault.
+    """
+    if faults and (not options.skip_bad or len(faults) == len(table.places)):
+        table.refuse(min(faults), faults[min(faults)])
+
+
+def draw_rows(
+    table: SampleTable,
+    faults: Mapping[int, str],
+    options: DataOptions,
+    read: Callable[[int], T],
+    *,
+    what: str,
+) -> tuple[list[tuple[int, T]], tuple[Note, ...]]:
+    """Read the requested number of rows in random order, each with its index.
+
+    With `skip_bad`, rows with faults are left out, and samples that `read` refuses are replaced
+    by the next ones.
 
     Raises:
         InputError: a row cannot be read; with `skip_bad`, none can.
     """
-    first = min(faults, default=None)
-    if first is not None and (not options.skip_bad or len(faults) == len(table.places)):
-        raise table.refuse(first, faults[first])
-    listed = [f"{table.places[i]} {fault}" for i, fault in sorted(faults.items())]
+    require_rows(table, faults, options)
     sound = [i for i in range(len(table.places)) if i not in faults]
-    return sound, note_left_out(listed, "rows")
+    drawn: list[tuple[int, T]] = []
+    bad: list[str] = []
+    for k in draw_indices(len(sound), len(sound), options.seed):
+        if len(drawn) == options.samples:
+            break
+        try:
+            drawn.append((sound[k], read(sound[k])))
+        except InputError as error:
+            if not options.skip_bad:
+                raise
+            bad.append(error.message)
+    first = "".join(bad[:1])
+    refuse(not drawn, f"none of {len(sound)} {what} can be read ({first})", "Check the files.")
+    listed = [f"{table.places[i]} {faults[i]}" for i in sorted(faults)]
+    return drawn, tuple(
+        Note.warn(
+            "skipped-bad", f"unreadable {name} were left out: {len(each)} (the first: {each[0]})"
+        )
+        for name, each in (("rows", listed), (what, bad))
+        if each
+    )
 
 
 def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
@@ -307,57 +323,57 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
         InputError: the table lacks a column or has labels unknown to the model, or a row cannot be
             read; with `skip_bad`, none can.
     """
-    choose_sound(table, table.faults, options)  # before columns: unreadable rows have none
+    require_rows(table, table.faults, options)  # before columns: unreadable rows have none
     inputs = _choose_inputs(table, net, options)
     label = choose_column(table, options.label_column, LABELS)
-    used = None if net.classes is None else label
     notes: tuple[Note, ...] = ()
     others = ", ".join(name for name in table.columns if name not in inputs)
-    if label is not None and used is None:
+    if label is not None and net.classes is None:
         text = f"the labels of {table.origin} ({label}) are not used: the model has no classes"
-        notes = (remark("labels-unused", text),)
-    elif used is None and net.classes is not None and others:
+        label, notes = None, (Note.info("labels-unused", text),)
+    elif label is None and net.classes is not None and others:
         text = f"{table.origin} has no column called label: --label-column names one ({others})"
-        notes = (remark("no-label-column", text),)
-    faults, labels = dict(table.faults), table.column(used) if used else ()
-    for i, value in enumerate(labels):
-        if used and (fault := find_fault({used: value}, (), used)):
-            faults.setdefault(i, fault)
-    sound, left_out = choose_sound(table, faults, options)
-    y: list[int] | None = None
-    if used:
+        notes = (Note.info("no-label-column", text),)
+    faults, y = dict(table.faults), {}
+    if label is not None:
+        labels = table.column(label)
+        for i, value in enumerate(labels):
+            if fault := find_fault({label: value}, (), label):
+                faults.setdefault(i, fault)
+        require_rows(table, faults, options)
+        sound = [i for i in range(len(labels)) if i not in faults]
         values, places = [labels[i] for i in sound], [table.places[i] for i in sound]
-        y, matched = match_labels(values, net, places, table.origin, table.classes.get(used))
-        notes += matched
+        known = table.classes.get(label)
+        numbers, matched = match_labels(values, net, places, table.origin, known)
+        y, notes = dict(zip(sound, numbers, strict=True)), notes + matched
     is_text = net.kind == "text"
     limit, limited = limit_tokens(net, options) if is_text else (0, ())
 
-    def read(k: int) -> tuple[Tensor, tuple[str, ...]]:
-        values, place = table.rows[sound[k]], table.places[sound[k]]
-        if fault := find_fault(values, inputs):
-            raise table.refuse(sound[k], fault)
+    def read(i: int) -> tuple[Tensor, tuple[str, ...]]:
+        values, place = table.rows[i], table.places[i]
+        table.refuse(i, find_fault(values, inputs))
         if not is_text:
             return to_box(read_image(values[inputs[0]], place, net), net.box), ()
         texts = tuple(str(values[name]) for name in inputs)
         # One token more than allowed distinguishes a text that is cut from one that just fits.
         return encode(texts, net, limit + 1, f"{table.origin}: {place}"), texts
 
-    drawn, skipped = draw(len(sound), options, read, what="texts" if is_text else "images")
+    drawn, skipped = draw_rows(table, faults, options, read, what="texts" if is_text else "images")
     x = [
         encode(texts, net, limit, table.origin) if is_text and len(each) > limit else each
         for _, (each, texts) in drawn
     ]
     if cut := sum(is_text and len(each) > limit for _, (each, _) in drawn):
         text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
-        limited += (warning("text-cut", text),)
+        limited += (Note.warn("text-cut", text),)
     return make_samples(
         x,
         net,
-        None if y is None else [y[k] for k, _ in drawn],
+        [y[i] for i, _ in drawn] if label is not None else None,
         texts=[texts for _, (_, texts) in drawn],
         limit=limit,
-        origins=[SampleOrigin(table.name(sound[k]), shorten(texts)) for k, (_, texts) in drawn],
-        notes=left_out + skipped + limited + notes,
+        origins=[SampleOrigin(table.name(i), shorten(texts)) for i, (_, texts) in drawn],
+        notes=skipped + limited + notes,
     )
 
 
@@ -366,12 +382,12 @@ def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[
     if net.kind == "text":
         return choose_text_columns(table, options)
     image = choose_column(table, None, IMAGES)
-    if net.kind != "image" or image is None:
-        raise InputError(
-            f"{table.origin} has no column of images (columns: {', '.join(table.columns)})",
-            f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
-        )
-    return (image,)
+    refuse(
+        net.kind != "image" or image is None,
+        f"{table.origin} has no column of images (columns: {', '.join(table.columns)})",
+        f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
+    )
+    return (str(image),)
 
 
 def choose_text_columns(
@@ -391,21 +407,18 @@ def choose_text_columns(
     if asked is not None:
         # A name may hold a comma.
         names = [asked] if asked in columns else [name.strip() for name in asked.split(",")]
-        if len(names) > 2:
-            raise InputError(
-                f"--text-column names {len(names)} columns",
-                "Give one column, or two for pairs of texts.",
-            )
+        advice = "Give one column, or two for pairs of texts."
+        refuse(len(names) > 2, f"--text-column names {len(names)} columns", advice)
         return tuple(_require_column(name, table) for name in names)
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
     column = next((name for name in (*usual, *TEXTS) if name in columns), None)
-    if pair is None and column is None:
-        headless = " If the first line is data, add a line with column names above it: text,label."
-        raise InputError(
-            f"{table.origin} has no text column (columns: {', '.join(columns)})",
-            "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
-            + headless * (Path(table.origin).suffix in SEPARATORS),
-        )
+    headless = " If the first line is data, add a line with column names above it: text,label."
+    refuse(
+        pair is None and column is None,
+        f"{table.origin} has no text column (columns: {', '.join(columns)})",
+        "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
+        + headless * (Path(table.origin).suffix in SEPARATORS),
+    )
     return pair or (str(column),)
 
 
@@ -421,6 +434,6 @@ def choose_column(table: SampleTable, asked: str | None, usual: Sequence[str]) -
 
 
 def _require_column(name: str, table: SampleTable) -> str:
-    if name not in table.columns:
-        raise InputError(f"{table.origin} has no column {name!r}", suggestion(name, table.columns))
+    advice = suggestion(name, table.columns)
+    refuse(name not in table.columns, f"{table.origin} has no column {name!r}", advice)
     return name

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.text import Lexicon
-from lipaudit.data.batch import Batch, warning
+from lipaudit.data.batch import Batch
 from lipaudit.data.hub import Commit
 from lipaudit.data.images import SampleForm
 from lipaudit.errors import UsageError
@@ -21,7 +21,7 @@ from lipaudit.models.precision import devices, precision
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Norm
 
-RANDOM = warning(
+RANDOM = Note.warn(
     "random-weights",
     "RANDOM WEIGHTS: no weights were loaded, so the results say nothing about a trained model",
 )
@@ -30,7 +30,7 @@ RANDOM = warning(
 
 def new_classifier(classes: int) -> Note:
     """Return the note on a requested new classifier with random weights."""
-    return warning(
+    return Note.warn(
         "new-classifier", f"the classifier for {classes} classes is new and random: train it first"
     )
 

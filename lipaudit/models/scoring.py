@@ -9,11 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lipaudit.data.batch import Batch, Task, remark
+from lipaudit.data.batch import Batch, Task
 from lipaudit.errors import InputError
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic, lifting
 from lipaudit.models.requirements import agree
+from lipaudit.tables import Note
 
 Score = Literal["sum", "mean"]
 PER = {"sum": "summed over their tokens", "mean": "the mean of their tokens"}
@@ -40,7 +41,7 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
     _require_causal(net)
     count = 0 if task.kind == "continuation" else len(task.classes)
     what = f"{task.kind} ({', '.join(task.classes)})"
-    note = remark("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
+    note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
     return replace(
         net,
         labels=task.classes,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lipaudit.data.hub import Reference, parse_reference
+from lipaudit.data.hub import Repository, parse_reference
 from lipaudit.data.loading import DataOptions, load_data
 from tests.hub import hub as hub
 
@@ -76,20 +76,19 @@ def says(text_taker, refused):
 
 
 @pytest.mark.parametrize(
-    ("text", "reference"),
+    ("text", "name", "config", "split", "revision"),
     [
-        ("imdb", Reference("imdb")),
-        ("org/name", Reference("org/name")),
-        ("org/name[train]", Reference("org/name", split="train")),
-        ("org/name/sst2[train[:10%]]", Reference("org/name", "sst2", "train[:10%]")),
-        ("org/name/a/b", Reference("org/name", "a/b")),
-        ("org/name@v1", Reference("org/name", revision="v1")),
-        ("org/name/c[a]@v1", Reference("org/name", "c", "a", "v1")),
-        ("org/name/c@refs/pr/1[a]", Reference("org/name", "c", "a", "refs/pr/1")),
+        ("imdb", "imdb", "", "test", "main"),
+        ("org/name[train]", "org/name", "", "train", "main"),
+        ("org/name/sst2[train[:10%]]", "org/name", "sst2", "train[:10%]", "main"),
+        ("org/name/a/b", "org/name", "a/b", "test", "main"),
+        ("org/name@v1", "org/name", "", "test", "v1"),
+        ("org/name/c[a]@v1", "org/name", "c", "a", "v1"),
+        ("org/name/c@refs/pr/1[a]", "org/name", "c", "a", "refs/pr/1"),
     ],
 )
-def test_references(text, reference):
-    assert parse_reference(text) == reference
+def test_references(text, name, config, split, revision):
+    assert parse_reference(text) == (Repository(name, "dataset", revision), config, split)
 
 
 def test_only_the_split_asked_for_is_downloaded(sets, read):

@@ -13,7 +13,6 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from lipaudit.data.batch import remark, warning
 from lipaudit.data.hub import Commit, Repository, explain_refusal, find_commit, hub_bars
 from lipaudit.errors import InputError, UsageError, explain_failure
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
@@ -179,7 +178,7 @@ def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
         f"{few(unknown)}, so the model may differ from the trained one. Run pip install "
         f"'transformers>={written}'"
     )
-    return (warning("newer-transformers", text),)
+    return (Note.warn("newer-transformers", text),)
 
 
 def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, ...]]:
@@ -308,7 +307,7 @@ def _require_complete(
     if without_pooler:
         module.pooler = None  # random, and not used
     text = f"not read: {few(unused)} (the output is features)"
-    return (remark("features", text),) if unused else ()
+    return (Note.info("features", text),) if unused else ()
 
 
 def _has_part(key: str, *parts: str) -> bool:

@@ -35,12 +35,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
-from lipaudit.data.batch import remark, warning
 from lipaudit.data.images import resize
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import NO_DECISION, LoadOptions, ModelSpec, NextToken
 from lipaudit.models.sources.timm import list_synsets
 from lipaudit.models.sources.weights import read_json
+from lipaudit.tables import Note
 
 Pooling = Callable[[Any, Tensor | None], Tensor]
 
@@ -92,7 +92,7 @@ def describe_classes(module: Any) -> dict[str, Any]:
             f"{name} {UNDECIDED[problem]} (problem_type in config.json), so it has no "
             "accuracy and no margins. Its outputs are measured as features"
         )
-        return facts | {"classifier": False, "notes": (warning(NO_DECISION, text),)}
+        return facts | {"classifier": False, "notes": (Note.warn(NO_DECISION, text),)}
     known = module.config.id2label or {}  # a file may hold null
     names = [str(known.get(i, f"LABEL_{i}")) for i in range(len(known))]
     if classifier and not all(name.startswith("LABEL_") for name in names):
@@ -222,7 +222,7 @@ def describe_sounds(module: Any) -> ModelSpec:
     )
 
 
-RAW_PIXELS = warning(
+RAW_PIXELS = Note.warn(
     "raw-pixels",
     "no preprocessor_config.json: pixels in [0, 1] are not normalised. If the model was "
     "trained otherwise, give --mean and --std",
@@ -567,7 +567,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     facts = describe_classes(module)
     if tower is None and module.config.is_encoder_decoder:
         text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
-        facts["notes"] = (remark("encoder-moves", text), *facts.get("notes", ()))
+        facts["notes"] = (Note.info("encoder-moves", text), *facts.get("notes", ()))
     if feed is not None:
         facts["tokenize"] = lambda text, most: feed.ids(text, most=most)
         facts["tokenize_pair"] = lambda first, second, most: feed.ids(first, second, most=most)

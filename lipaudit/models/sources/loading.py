@@ -17,7 +17,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lipaudit.data.batch import remark, warning
 from lipaudit.data.hub import hub_access
 from lipaudit.data.images import resize
 from lipaudit.errors import (
@@ -241,7 +240,7 @@ def _note_other_outputs(result: Any) -> tuple[Note, ...]:
         f"the model returns several tensors ({few(shapes)} per sample); the first is measured. "
         "To choose, write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR)"
     )
-    return (warning("first-output", text),)
+    return (Note.warn("first-output", text),)
 
 
 def find_main_output(result: Any) -> Tensor:
@@ -307,7 +306,7 @@ def _place_weights(
             else f"no weights are stored in less than {options.dtype}, so --weights stored has no "
             "effect"
         )
-        notes += (remark("stored-weights", text),)
+        notes += (Note.info("stored-weights", text),)
     return lifting(call), notes
 
 

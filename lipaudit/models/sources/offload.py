@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.data.batch import remark
 from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
 from lipaudit.models.sources.weights import describe_misfit, few, read_json
 from lipaudit.tables import Note
@@ -120,7 +119,7 @@ class Placement:
         for name, p in module.named_parameters():
             sizes[self.place(name)] += p.numel()
         lie = ", ".join(f"{size:,} on {place}" for place, size in sizes.items())
-        return remark("device-map", f"weights are distributed (--device-map): {lie}")
+        return Note.info("device-map", f"weights are distributed (--device-map): {lie}")
 
 
 def find_device(name: str) -> torch.device:

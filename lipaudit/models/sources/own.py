@@ -12,19 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from lipaudit.data.batch import warning
-from lipaudit.errors import (
-    InputError,
-    UsageError,
-    explain_failure,
-    suggestion,
-)
+from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
 from lipaudit.models.net import Kind, LoadOptions, ModelSpec
-from lipaudit.models.sources.weights import (
-    load_strictly,
-    read_weights,
-    strip_prefix,
-)
+from lipaudit.models.sources.weights import load_strictly, read_weights, strip_prefix
+from lipaudit.tables import Note
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
 KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
@@ -165,5 +156,5 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec | 
     if not possible:
         return None
     form = possible[0]
-    notes = (warning("read-as", f"each sample is read as {form}"),) if len(forms) > 1 else ()
+    notes = (Note.warn("read-as", f"each sample is read as {form}"),) if len(forms) > 1 else ()
     return ModelSpec(module, form.shape, kind=form.kind, notes=notes)

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipaudit.data.batch import remark, warning
 from lipaudit.data.hub import Repository, explain_refusal, find_commit
 from lipaudit.data.images import resize
 from lipaudit.errors import InputError, UsageError, of_machine, out_of_memory, suggestion
@@ -39,7 +38,7 @@ from lipaudit.models.sources.weights import (
 )
 from lipaudit.tables import Note
 
-DEFAULT_NORMALISATION = warning(
+DEFAULT_NORMALISATION = Note.warn(
     "default-normalisation",
     "mean and std are those of the architecture's pretrained weights. If this file was "
     "trained with others, give --mean and --std",
@@ -231,7 +230,7 @@ def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
     with suppress(KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError):
         converted = convert(dict(state), module)
     load_strictly(module, converted, origin=str(path))
-    return (remark("converted", "timm converted the weights from another layout or size"),)
+    return (Note.info("converted", "timm converted the weights from another layout or size"),)
 
 
 def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:

@@ -16,7 +16,6 @@ from pydantic_core import from_json
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lipaudit.data.batch import remark
 from lipaudit.errors import InputError, explain_failure, first_line, out_of_memory
 from lipaudit.tables import Note
 
@@ -54,7 +53,7 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     inside = next((key for key in CONTAINERS if isinstance(content.get(key), Mapping)), None)
     if inside is not None:
         content = content[inside]
-        notes = (remark("checkpoint", f"weights were taken from {inside!r} of the checkpoint"),)
+        notes = (Note.info("checkpoint", f"weights were taken from {inside!r} of the checkpoint"),)
     state = {k: v for k, v in content.items() if isinstance(v, Tensor)}
     if not state:
         raise InputError(f"{path} holds no named tensors", "Save only the model's state_dict().")
@@ -164,7 +163,7 @@ def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
     """Return the note on weights stored in half precision, if there are any."""
     names = sorted(str(d).removeprefix("torch.") for d in set(dtypes) & HALF)
     text = f"weights stored in {' and '.join(names)} were converted to float32"
-    return (remark("half-precision", text),) if names else ()
+    return (Note.info("half-precision", text),) if names else ()
 
 
 def require_finite_weights(module: nn.Module, origin: str) -> None:

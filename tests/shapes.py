@@ -1,8 +1,8 @@
 """Check the shapes that annotations state, in the rooms of mathematics.
 
-Every function of these rooms is checked by jaxtyping and beartype. Calls whose arguments and
-results have types, shapes and dtypes that passed before are not checked again: the answer would be
-the same, and a check takes longer than most of the functions.
+jaxtyping and beartype check every function of these rooms that states a shape; mypy checks the
+others. Calls whose arguments and results have types, shapes and dtypes that passed before are not
+checked again: the answer would be the same, and a check takes longer than most of the functions.
 """
 
 import ast
@@ -117,25 +117,40 @@ def list_literals(hint: object) -> set[object]:
 
 
 class Decoration(ast.NodeTransformer):
-    """Decorate each function before its other decorators, and each class after them."""
+    """Decorate each function that states a shape before its other decorators, classes after."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.shapes = {"Float", "Int", "Bool", "Shaped"}
+        for node in tree.body:  # names of the module for types with shapes
+            if isinstance(node, ast.Assign) and self.has_shape(node.value):
+                self.shapes.update(each.id for each in node.targets if isinstance(each, ast.Name))
+
+    def has_shape(self, node: ast.AST) -> bool:
+        """Say whether a type states a shape."""
+        return any(isinstance(n, ast.Name) and n.id in self.shapes for n in ast.walk(node))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
-        node.decorator_list.append(ast.Name("__checked__", ast.Load()))
+        given = [each.annotation for each in ast.walk(node.args) if isinstance(each, ast.arg)]
+        if any(self.has_shape(hint) for hint in (node.returns, *given) if hint):
+            node.decorator_list.append(ast.Name("__checked__", ast.Load()))
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         self.generic_visit(node)
-        node.decorator_list.insert(0, ast.Name("__checked__", ast.Load()))
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        if any(self.has_shape(each.annotation) for each in fields):
+            node.decorator_list.insert(0, ast.Name("__checked__", ast.Load()))
         return node
 
 
 class Loader(SourceFileLoader):
-    """Load a module with every function checked."""
+    """Load a module whose functions are checked."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
-        tree = Decoration().visit(ast.parse(self.get_data(path)))
+        tree = ast.parse(self.get_data(path))
+        tree = Decoration(tree).visit(tree)
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: types.ModuleType) -> None:

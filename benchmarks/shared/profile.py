@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import pkgutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ class Profile:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Time them inside the block."""
+        _import_all()
         replaced = [
             (owner, name, original, self._timed(original, label))
             for label, names in self.functions.items()
@@ -58,6 +61,16 @@ class Profile:
                     self._inner[-1] += whole
 
         return watched
+
+
+@functools.cache
+def _import_all() -> None:
+    """Import every module: a function of one that is imported later would not be watched."""
+    import lipaudit
+
+    for module in pkgutil.walk_packages(lipaudit.__path__, "lipaudit."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
 
 def _places(wanted: str) -> Iterator[tuple[Any, str, Any]]:

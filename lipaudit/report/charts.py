@@ -43,6 +43,7 @@ STYLE: dict[Any, Any] = {
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
     **dict.fromkeys(("axes.spines.right", "axes.spines.top", "axes.unicode_minus"), False),
     **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9),
+    "axes.facecolor": "none",
     "axes.formatter.useoffset": False,
     "font.size": 10,
     "legend.frameon": False,
@@ -59,6 +60,7 @@ def draw_svg(block: Picture) -> str:
     Equal blocks give equal bytes.
     """
     import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     size, square = (WIDTH, HEIGHT), isinstance(block, Heatmap) and block.square
@@ -76,10 +78,10 @@ def draw_svg(block: Picture) -> str:
         mpl.rcdefaults()
         # matplotlib names clip paths by a hash with this salt: equal blocks give equal bytes.
         mpl.rcParams.update({**STYLE, "svg.hashsalt": f"{type(block).__name__} {block.title}"})
-        figure = Figure(figsize=size, layout=layout)
+        figure = Figure(figsize=size, layout=layout, dpi=160, facecolor="none")
         axes = figure.add_subplot()
         tips, file = list(DRAW[type(block)](axes, block)), io.BytesIO()
-        figure.savefig(file, format="svg", transparent=True, dpi=160, metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
         # After the figure is drawn: saving moves the axes.
         marks = _write_tips(axes, tips)
     # A page counts 96 pixels an inch.

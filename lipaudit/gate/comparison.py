@@ -177,7 +177,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
         new=names[1],
         verdicts=tuple(verdicts),
         heads=tuple(heads),
-        samples=_list_samples(sampled, old.read_origins("place") | new.read_origins("place")),
+        samples=_list_samples(sampled, old.places | new.places),
         warnings=tuple(warnings),
         notes=tuple(notes),
     )

@@ -354,13 +354,13 @@ def match_samples(
 
 def _map_ids(report: Report, first: Report) -> dict[str, str]:
     """Map the ids of another report to those of the first; empty if ids are equal."""
-    places, old_places = report.read_origins("place"), first.read_origins("place")
+    places, old_places = report.places, first.places
     known = {place: name for name, place in old_places.items()}
     ids = {name: known[place] for name, place in places.items() if place in known}
     new, old = report.run, first.run
     # A command lists its models, so two reports with equal commands come from one audit.
     one, two = (run.command.replace(" --resume", "") for run in (new, old))
-    texts, old_texts = report.read_origins("text"), first.read_origins("text")
+    texts, old_texts = report.texts, first.texts
     # Other ids of the same data: the inputs were prepared in another way, or the data changed.
     prepared = new.preprocess != old.preprocess or bool(texts) or one == two
     same = (

@@ -217,6 +217,8 @@ ATTACK_TABLE = Layout(
         about="Share of the samples that stay correct under each attack, with 95 % limits. A "
         "stronger attack can only lower it.",
         columns=("attack", "norm", "eps_text", "clean", "robust", "samples", *COSTS),
+        drawings=("accuracies",),
+        folded=False,
     ),
     sample_columns={
         **OUTCOMES,
@@ -595,6 +597,6 @@ ATTACK = Measure(
     summarise,
     batch=CHUNK,
     chunk=CHUNK,
-    written=adversarial_examples,
+    encode_files=adversarial_examples,
     check=check,
 )

@@ -86,6 +86,7 @@ ATTENTION_TABLE = Layout(
         ),
         by="intermediate",
         maps=("intermediate",),
+        drawings=("attention",),
     ),
     fixed={
         **HEAD,

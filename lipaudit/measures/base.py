@@ -143,7 +143,7 @@ class Measure:
         batch: default number of samples at a time.
         chunk: samples per Part, if the result depends on it; the batch size then goes to the
             options.
-        written: returns the contents of the files that its options name, in order.
+        encode_files: returns the contents of the files that its options name, in order.
         check: refuses unsuitable models, samples or options before anything is measured.
     """
 
@@ -154,7 +154,7 @@ class Measure:
     summarise: Callable[[Sequence[Part], Any], list[Section]]
     batch: int
     chunk: int | None = None
-    written: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
+    encode_files: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
     check: Callable[[Net, Batch, Any], None] = lambda _net, _batch, _options: None
 
 

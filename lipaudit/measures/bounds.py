@@ -121,6 +121,8 @@ BOUNDS_TABLE = Layout(
         columns=("head", "input", "exact", "exact_max"),
         by="exact",
         maps=("exact",),
+        drawings=("tightness", "bounds"),
+        folded=False,
     ),
     sample_columns={
         "exact_max": Column("largest head", "Largest head norm of the sample.", better="lower")

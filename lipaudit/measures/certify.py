@@ -166,6 +166,8 @@ CERTIFY_TABLE = Layout(
         about="The true robust accuracy is between the certified share (proven) and the robust "
         "share (not broken by the attacks).",
         columns=("norm", "eps_text", "clean", "certified", "robust", "undecided", "samples"),
+        worst=("radius",),
+        folded=False,
     ),
     sample_columns={
         **OUTCOMES,

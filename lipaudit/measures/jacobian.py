@@ -108,6 +108,8 @@ JACOBIAN_TABLE = Layout(
             *("within", "samples", "converged"),
         ),
         histograms=("norm",),
+        worst=("norm", "loss", "margin", "radius_first_order"),
+        folded=False,
     ),
     sample_columns={
         "norm": Column("||J||", "Norm of the sample's Jacobian.", better="lower", reading=NORM),

@@ -130,6 +130,7 @@ SCALING_TABLE = Layout(
     display=Display(
         about="n is the number of tokens. Dotted lines are reference slopes.",
         columns=("head", "mode", "n", "masked", "radius", "norm", "fitted", "mean_field"),
+        drawings=("lengths",),
     ),
     fixed={
         **PART,

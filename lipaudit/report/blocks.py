@@ -72,19 +72,22 @@ class Table:
     folded: bool = False
 
 
-def make_table(
-    title: str, columns: Iterable[tuple[Column | str, Iterable[Any]]], **how: Any
-) -> Table:
-    """Return a table from columns, each with its cells from top to bottom.
+Cells = dict[Any, Any]
+"""The cells of a row by their columns, or by the names of columns of `HEADINGS`."""
+
+
+def make_table(title: str, rows: Sequence[Cells], **how: Any) -> Table:
+    """Return a table of rows; cells that a row lacks are missing values.
 
     Args:
         title: printed above the table.
-        columns: columns, or the names of headings of `HEADINGS`, with their cells.
+        rows: the rows; their columns come in the order in which rows first name them.
         how: other attributes of the table.
     """
-    pairs = [(cells.HEADINGS[c] if isinstance(c, str) else c, values) for c, values in columns]
-    rows = tuple(zip(*(values for _, values in pairs), strict=True))
-    return Table(title, tuple(column for column, _ in pairs), rows, **how)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = (cells.HEADINGS[name] if isinstance(name, str) else name for name in names)
+    lines = (tuple(row.get(name) for name in names) for row in rows)
+    return Table(title, tuple(columns), tuple(lines), **how)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,6 @@ class Passage:
 # Charts
 
 
-Matrix = tuple[tuple[float | None, ...], ...]
 EXTREME = 1e290
 """Larger values are not drawn: matplotlib overflows when it adds margins."""
 
@@ -149,7 +151,7 @@ class Heatmap:
     """
 
     title: str
-    values: Matrix
+    values: tuple[tuple[float | None, ...], ...]
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     column: Column
@@ -238,11 +240,6 @@ class Chapter:
     title: str
     blocks: Sequence[Block]
     folded: bool = False
-
-    @property
-    def short(self) -> str:
-        """Return the chapter's name in the contents of a page: `Bounds layers`."""
-        return self.name.replace(".", " ").replace("-", " ").capitalize()
 
 
 @dataclass(frozen=True)

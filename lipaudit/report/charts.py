@@ -9,7 +9,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import visible
@@ -80,8 +80,10 @@ def draw_svg(block: Picture) -> str:
         mpl.rcParams.update({**STYLE, "svg.hashsalt": f"{type(block).__name__} {block.title}"})
         figure = Figure(figsize=size, layout=layout, dpi=160, facecolor="none")
         axes = figure.add_subplot()
-        tips, file = list(DRAW[type(block)](axes, block)), io.BytesIO()
-        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
+        draw: Any = {Heatmap: _draw_heatmap, Histogram: _draw_histogram, Curve: _draw_curve}
+        tips, file = list(draw[type(block)](axes, block)), io.BytesIO()
+        canvas: Any = FigureCanvasSVG(figure)  # it lays out as it draws: `savefig` draws twice
+        canvas.print_svg(file, metadata={"Date": None})
         # After the figure is drawn: saving moves the axes.
         marks = _write_tips(axes, tips)
     # A page counts 96 pixels an inch.
@@ -302,15 +304,18 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
     _set_ticks(axes.yaxis, Column("count", "", format="d"))
     if len(block.values) > 1:
         _set_legend(axes)
-    return iter(())  # the axes name the figures
+    yield from ()  # the axes name the figures
 
 
 # Points and lines
 
 
 def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
+    """Draw points and lines; with very many points, only those of the largest y have tooltips."""
     import numpy as np
 
+    names = {place: name for name, place in block.ticks.items()}
+    most = MOST_TIPS // sum(not series.guide for series in block.series)
     for index, series in enumerate(block.series):
         colour, line = CATEGORIES[index % len(CATEGORIES)], LINES[index % len(LINES)]
         look: dict[str, Any] = {"label": visible(series.label), "color": colour}
@@ -328,41 +333,23 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
         if any(end is not None for end in series.low):
             low, high = (np.array(end, dtype=np.float64) for end in (series.low, series.high))
             axes.vlines(series.x, low, high, color=colour, linewidth=0.9)
-    x = [v for s in block.series for v in s.x if math.isfinite(v)]
-    ends = [v for s in block.series for v in (*s.y, *s.low, *s.high) if v is not None]
-    _set_axis(axes, "x", x, block.x, log=block.log)
-    _set_axis(axes, "y", [v for v in ends if math.isfinite(v)], block.y, log=block.log)
+        points = enumerate(zip(series.x, series.y, strict=True))
+        drawn = [i for i, p in points if math.isfinite(sum(p)) and (not block.log or min(p) > 0)]
+        drawn.sort(key=lambda i: -series.y[i])
+        for i in () if series.guide else drawn[:most]:
+            x, y = series.x[i], series.y[i]
+            across = names.get(x) or cells.format_value(x, block.x)
+            ends = (series.low[i], series.high[i]) if series.low else (None, None)
+            up = cells.format_with_limits(cells.format_value(y, block.y), *ends, block.y)
+            figures = cells.write_math(f"{block.x.label} {across}, {block.y.label} {up}")
+            owner = ", ".join(filter(None, [*series.names[i : i + 1], series.label]))
+            yield f"{owner}: {figures}", (x, x), (y, y)
+    x_values = [v for s in block.series for v in s.x if math.isfinite(v)]
+    ends_of_y = [v for s in block.series for v in (*s.y, *s.low, *s.high) if v is not None]
+    _set_axis(axes, "x", x_values, block.x, log=block.log)
+    _set_axis(axes, "y", [v for v in ends_of_y if math.isfinite(v)], block.y, log=block.log)
     if block.y.format.endswith("%") and not block.log:
         axes.set_ylim(0, 1.02)
     if block.ticks:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
     _set_legend(axes)
-    yield from _point_tips(block)
-
-
-def _point_tips(block: Curve) -> Iterator[Tip]:
-    """Return the names and figures of points; with very many points, those of the largest y."""
-    named = {v: k for k, v in block.ticks.items()}
-    drawn = [series for series in block.series if not series.guide]
-    for series in drawn:
-        places = [
-            i
-            for i, (x, y) in enumerate(zip(series.x, series.y, strict=True))
-            if math.isfinite(x + y) and (not block.log or min(x, y) > 0)
-        ]
-        most = sorted(places, key=lambda i: -series.y[i])[: MOST_TIPS // len(drawn)]
-        for i in most:
-            x, y = series.x[i], series.y[i]
-            whose = [*series.names[i : i + 1], series.label]
-            across = named.get(x) or cells.format_value(x, block.x)
-            ends = (series.low[i], series.high[i]) if series.low else (None, None)
-            up = cells.format_with_limits(cells.format_value(y, block.y), *ends, block.y)
-            figures = cells.write_math(f"{block.x.label} {across}, {block.y.label} {up}")
-            yield f"{', '.join(filter(None, whose))}: {figures}", (x, x), (y, y)
-
-
-DRAW: dict[type[Any], Callable[[Axes, Any], Iterator[Tip]]] = {
-    Heatmap: _draw_heatmap,
-    Histogram: _draw_histogram,
-    Curve: _draw_curve,
-}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lipaudit.report import opening
-from lipaudit.report.blocks import Card, Chapter, Document, Paragraph, Points, make_table
+from lipaudit.report.blocks import Card, Cells, Chapter, Document, Paragraph, Points, make_table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.samples import show_worst
-from lipaudit.report.sections import name_chapter, show_section, show_sections
+from lipaudit.report.sections import find_display, name_chapter, show_section, show_sections
 from lipaudit.tables import Column, Note, Report, model_labels
 from lipaudit.tables.summary import broken
 
@@ -23,8 +23,6 @@ WORDS = Chapter(
     folded=True,
 )
 """The end of every page."""
-OPEN = ("bounds", "jacobian", "attack", "certify")
-"""Chapters of an audit that are not folded."""
 SHORT = ("model", "data", "run", "reason")
 """Facts on one screen."""
 
@@ -52,9 +50,9 @@ def make_page(report: Report, *, short: bool = False) -> Document:
         name = section.measure
         # The enclosing section lists the same settings.
         blocks = show_section(section, shown, {} if "." in name else section.settings)
-        folded = len(chapters) > first and name not in OPEN
+        folded = len(chapters) > first and find_display(section).folded
         chapters.append(Chapter(name, name_chapter(section), blocks, folded))
-    if broken(report) or any("norm" in section.samples for section in report.sections):
+    if broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst-samples", title, show_worst(report)))
     return Document(f"lipaudit: {report.run.model.spec}", (*chapters, WORDS))
@@ -97,20 +95,22 @@ def make_pages(
     for measure in dict.fromkeys(s.measure for report in reports for s in report.sections):
         pairs = ((k, r.section(measure)) for k, r in zip(names, reports, strict=True))
         sections = {name: section for name, section in pairs if section is not None}
-        heading = name_chapter(next(iter(sections.values())))
-        folded = len(chapters) > len(lead) and measure not in OPEN
-        blocks = tuple(show_sections(sections))
-        chapters.append(Chapter(measure, heading, blocks, folded))
+        first = next(iter(sections.values()))
+        folded = len(chapters) > len(lead) and find_display(first).folded
+        chapters.append(
+            Chapter(measure, name_chapter(first), tuple(show_sections(sections)), folded)
+        )
     # The facts that differ are beside each other.
     facts = list(map(opening.list_facts, reports))
     keys = dict.fromkeys(name for each in facts for name in each)
     differing = [key for key in keys if len({each.get(key) for each in facts}) > 1]
-    columns = (
-        (Column(name, "", format="s"), [each.get(key) for key in differing])
-        for name, each in zip(names, facts, strict=True)
-    )
-    audited = make_table("", [("fact", differing), *columns])
-    chapters += [Chapter("models", "What was audited?", (audited,))] if differing else []
+    columns = [Column(name, "", format="s") for name in names]
+    audited: list[Cells] = [
+        {"fact": key} | {c: each.get(key) for c, each in zip(columns, facts, strict=True)}
+        for key in differing
+    ]
+    if audited:
+        chapters.append(Chapter("models", "What was audited?", (make_table("", audited),)))
     return Document(title, (*chapters, WORDS))
 
 

@@ -6,17 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
 from lipaudit.gate.rules import UNPROVEN, Judgement, Verdict, VerdictStatus, amount
 from lipaudit.measures import find_column
 from lipaudit.report.blocks import (
     Block,
+    Cells,
     Chapter,
     Document,
     Paragraph,
     Points,
+    Table,
     list_notes,
     make_table,
 )
@@ -43,7 +45,14 @@ def make_page(
     if isinstance(found, Judgement):
         return make_judgement_page(found)
     opening = open_several(reports, describe_ranking(found), short=short)
-    chapter = make_ranking_chapter(found, reports, short=short)
+    table = tabulate_ranking(found, reports, FIGURES if short else None)
+    criterion: tuple[Block, ...] = ()
+    if found.criterion:
+        wide = f", each corrected for {found.compared} comparisons" * (found.compared > 1)
+        text = f"Ranked by {found.criterion}. Limits of differences: 95 %, paired{wide}."
+        criterion = (Paragraph(text),)
+    title = "Which model is the most robust?" if criterion else "The models, in order"
+    chapter = Chapter("ranking", title, (table, *criterion, *list_notes(found.notes)))
     return make_pages(reports, [opening, chapter], short=short)
 
 
@@ -55,7 +64,6 @@ FIRST: tuple[VerdictStatus, ...] = ("regressed", "improved", "inconclusive", "un
 FEW = 3
 """Number of samples and heads on one screen; it has twice as many figures."""
 NORM = "jacobian.norm"
-Cells = list[tuple[Column | str, Iterable[Any]]]
 
 
 def make_comparison_page(
@@ -125,25 +133,25 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     """Show the verdicts, the most severe first, and note what permits the comparison."""
     judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
     judged.sort(key=lambda verdict: FIRST.index(verdict.status))
-    rows = judged[: 2 * FEW if short else None]
-    names = ["metric", "verdict", "old", "new", "change"]
-    names += [] if short else ["paired", "95 % limits", "samples"]
-    if not short and any(verdict.mcnemar is not None for verdict in rows):
-        names += ["lost", "gained", "McNemar"]
-    table = []
-    for verdict in rows:
-        texts, numbers = verdict.texts, (verdict.lost, verdict.gained, verdict.mcnemar)
-        printed = [texts[name] or None for name in COLUMNS[:-1]]
-        metric = f"{verdict.metric} {verdict.name}".rstrip()
-        line = (metric, verdict.status, *printed, verdict.samples or None, *numbers)
-        table.append(line[: len(names)])
-    moved = frozenset(i for i, v in enumerate(rows) if v.status in ("regressed", "improved"))
-    title = f"The first {len(rows)} of {len(judged)}" if len(rows) < len(judged) else ""
-    blocks: list[Block] = []
-    if rows:
-        cells = zip(names, zip(*table, strict=True), strict=True)
-        blocks.append(make_table(title, cells, strong=moved))
-    return [*blocks, *list_notes(_make_notes("info", () if short else pair.notes))]
+    shown, rows = judged[: 2 * FEW if short else None], list[Cells]()
+    for verdict in shown:
+        texts = {name: text or None for name, text in verdict.texts.items()}
+        row: Cells = {
+            "metric": f"{verdict.metric} {verdict.name}".rstrip(),
+            "verdict": verdict.status,
+        }
+        row |= {"old": texts["baseline"], "new": texts["current"], "change": texts["change"]}
+        if not short:
+            row |= {"paired": texts["paired"], "95 % limits": texts["limits"]}
+            row |= {"samples": verdict.samples or None}
+            if verdict.mcnemar is not None:
+                row |= {"lost": verdict.lost, "gained": verdict.gained}
+                row |= {"McNemar": verdict.mcnemar}
+        rows.append(row)
+    moved = {i for i, v in enumerate(shown) if v.status in ("regressed", "improved")}
+    title = f"The first {len(shown)} of {len(judged)}" if len(shown) < len(judged) else ""
+    table = [make_table(title, rows, strong=moved)] if rows else []
+    return [*table, *list_notes(_make_notes("info", () if short else pair.notes))]
 
 
 def _read_change(head: HeadChange) -> float | None:
@@ -172,23 +180,27 @@ def _show_heads(pair: Pair, most: int) -> list[Block]:
     if not groups:
         return []
     first, changes = next(iter(groups.items()))
-    ranked = rank_heads(changes)
-    shown = ranked if most > FEW and len(ranked) <= FIT else ranked[:most]
-    cells: Cells = [
-        ("head", [f"{head.layer}.{head.head}" for head in shown]),
-        ("change", [amount(_read_change(head), head.unit) for head in shown]),
-        ("95 % limits", [head.texts["limits"] or None for head in shown]),
-        ("p (Holm)", [head.p_adjusted for head in shown]),
-        ("stands", [None if head.p_adjusted is None else head.stands for head in shown]),
+    ranked, whole = rank_heads(changes), most > FEW
+    shown = ranked if whole and len(ranked) <= FIT else ranked[:most]
+    rows: list[Cells] = [
+        {
+            "head": f"{head.layer}.{head.head}",
+            "change": amount(_read_change(head), head.unit),
+            "95 % limits": head.texts["limits"] or None,
+            "p (Holm)": head.p_adjusted,
+            "stands": None if head.p_adjusted is None else head.stands,
+        }
+        for head in shown
     ]
     maps = []
-    for metric, group in groups.items() if most > FEW else ():
+    for metric, group in groups.items() if whole else ():
         column, unit = find_column(metric), group[0].unit
         heads = {(head.layer, head.head): head for head in group}
-        both = [heads.get((head.layer, head.head)) for head in shown]
         for when in ("old", "new"):
-            label = f"{column.label}, {when}"
-            cells.append((replace(column, label=label), [h and getattr(h, when) for h in both]))
+            label = replace(column, label=f"{column.label}, {when}")
+            for row, head in zip(rows, shown, strict=True):
+                same = heads.get((head.layer, head.head))
+                row[label] = same and getattr(same, when)
         times, how = {"%": (1.0, "+.1%"), "pp": (100.0, "+.1f"), "": (1.0, "+.3g")}[unit]
         known = {place: _read_change(head) for place, head in heads.items()}
         values = {k: None if value is None else value * times for k, value in known.items()}
@@ -196,8 +208,8 @@ def _show_heads(pair: Pair, most: int) -> list[Block]:
         change = Column("change", meaning, unit.strip("%"), how, status=column.status)
         maps.append(map_heads(f"{metric}: change of every head", values, change, centre=0.0))
     part = f" ({len(shown)} of {len(ranked)})" if len(shown) < len(ranked) else ""
-    strong = frozenset(i for i, head in enumerate(shown) if head.stands)
-    table = make_table(f"Heads that moved most{part}, by {first}", cells, strong=strong)
+    strong = {i for i, head in enumerate(shown) if head.stands}
+    table = make_table(f"Heads that moved most{part}, by {first}", rows, strong=strong)
     proven = sum(head.stands for head in changes)
     count = f"{proven} of {len(changes)} changes are proven (column stands)."
     return [Paragraph(count), table, *maps]
@@ -206,27 +218,26 @@ def _show_heads(pair: Pair, most: int) -> list[Block]:
 def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Block]:
     """Show the samples whose result changed, with their figures before and after."""
     flipped = [sample for sample in pair.samples if sample.lost or sample.gained]
-    shown = flipped[:most]
-    became = [
-        "; ".join([f"{name}: yes → no" for name in s.lost] + [f"{n}: no → yes" for n in s.gained])
-        for s in shown
-    ]
-    cells: Cells = [*list_names([sample.id for sample in shown], places), ("became", became)]
+    shown, rows = flipped[:most], list[Cells]()
+    for s in shown:
+        turned = [f"{n}: yes → no" for n in s.lost] + [f"{n}: no → yes" for n in s.gained]
+        rows.append({**list_names(s.id, places), "became": "; ".join(turned)})
     counts = Counter(metric for sample in pair.samples for metric in sample.figures)
     # Columns with most samples come first; norms come before others.
     for metric in sorted(counts, key=lambda metric: (-counts[metric], metric != NORM)):
         name, _, trial = metric.partition("@")
-        both = [sample.figures.get(metric, (None, None)) for sample in shown]
         # A figure is shown if half of the samples have it; yes and no are in the column before.
         known = most > FEW and 2 * sum(metric in sample.figures for sample in shown) >= len(shown)
-        for end, when in (
-            enumerate(("old", "new")) if known and name.split(".")[-1] not in FLAGS else ()
-        ):
-            column = find_column(metric)
+        if not known or name.split(".")[-1] in FLAGS:
+            continue
+        column = find_column(metric)
+        for end, when in enumerate(("old", "new")):
             label = ", ".join(filter(None, (column.label, trial, when)))
-            cells.append((replace(column, label=label), [values[end] for values in both]))
+            for row, sample in zip(rows, shown, strict=True):
+                values = sample.figures.get(metric, (None, None))
+                row[replace(column, label=label)] = values[end]
     part = f" ({len(shown)} of {len(flipped)})" if len(shown) < len(flipped) else ""
-    return [make_table(f"Samples that changed{part}", cells)] if shown else []
+    return [make_table(f"Samples that changed{part}", rows)] if shown else []
 
 
 # Rankings
@@ -236,34 +247,26 @@ FIGURES = 4
 """Number of figures of each scorecard on one screen."""
 
 
-def make_ranking_chapter(
-    ranking: Ranking, reports: Sequence[Report], *, short: bool = False
-) -> Chapter:
-    """Return the chapter of the ranking: a row for every model, and the criterion."""
-    models = ranking.models
-    cells: list[tuple[Column | str, Iterable[Any]]] = [("model", [each.model for each in models])]
-    if ranking.criterion:
-        cells.insert(0, ("rank", [model.rank for model in models]))
-        cells.append(("outcome", [model.outcome for model in models]))
-        cells.append(("difference", [_format_difference(model.difference) for model in models]))
-    # The figures of the scorecards, a column each.
+def tabulate_ranking(
+    ranking: Ranking, reports: Sequence[Report], most: int | None = None
+) -> Table:
+    """Return a row for every model: its rank, and the figures of its scorecard, up to `most`."""
     names = zip(model_labels(reports), reports, strict=True)
     cards = {name: {line.label: line for line in list_figures(report)} for name, report in names}
-    labels = list(dict.fromkeys(label for card in cards.values() for label in card))
-    for label in labels[: FIGURES if short else None]:
-        lines = [cards[model.model].get(label) for model in models]
-        column = replace(next(line.column for line in lines if line), label=label)
-        cells.append((column, [line and line.value for line in lines]))
-    keys = 2 if ranking.criterion else 1
-    blocks: list[Block] = [make_table("", cells, keys=keys)]
-    if ranking.criterion:
-        wide = (
-            f", each corrected for {ranking.compared} comparisons" if ranking.compared > 1 else ""
-        )
-        text = f"Ranked by {ranking.criterion}. Limits of differences: 95 %, paired{wide}."
-        blocks.append(Paragraph(text))
-    title = "Which model is the most robust?" if ranking.criterion else "The models, in order"
-    return Chapter("ranking", title, (*blocks, *list_notes(ranking.notes)))
+    columns: dict[str, Column] = {}
+    for label, line in (item for card in cards.values() for item in card.items()):
+        columns.setdefault(label, replace(line.column, label=label))
+    rows = []
+    for model in ranking.models:
+        row: Cells = {"model": model.model}
+        if ranking.criterion:
+            difference = _format_difference(model.difference)
+            row = {"rank": model.rank, **row, "outcome": model.outcome, "difference": difference}
+        for label in list(columns)[:most]:
+            known = cards[model.model].get(label)
+            row[columns[label]] = known and known.value
+        rows.append(row)
+    return make_table("", rows, keys=2 if ranking.criterion else 1)
 
 
 def describe_ranking(ranking: Ranking) -> str:
@@ -375,19 +378,16 @@ def _show_verdicts(judgement: Judgement) -> list[Block]:
     groups = [*_group_verdicts(judgement)]
     verdicts = [verdict for _, listed, _ in groups for verdict in listed]
     verdicts.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
-    rows: list[tuple[str, ...]] = [
-        (f"{_choose_mark(judgement, v)} {v.status}", v.rule, v.reason or v.name)
-        + tuple(v.texts[name] for name in COLUMNS)
-        for v in verdicts
-    ]
+    rows: list[Cells] = []
+    for v in verdicts:
+        mark = f"{_choose_mark(judgement, v)} {v.status}"
+        rows.append({"verdict": mark, "rule": v.rule, "row": v.reason or v.name, **v.texts})
     for rule, listed, passed in groups:
-        more, blank = "more " * bool(listed), ("",) * len(COLUMNS)
-        rows += [(status, rule, f"{n} {more}rows", *blank) for status, n in passed.items()]
-    names = ("verdict", "rule", "row", *COLUMNS)
-    told = [v for v in verdicts if judgement.fails(v) or v.status == "inconclusive"]
-    points = tuple(("", verdict.line, "") for verdict in told[:MOST])
+        more, blank = "more " * bool(listed), dict.fromkeys(COLUMNS, "")
+        for status, n in passed.items():
+            rows.append({"verdict": status, "rule": rule, "row": f"{n} {more}rows", **blank})
+    grave = [v for v in verdicts if judgement.fails(v) or v.status == "inconclusive"]
+    points = tuple(("", verdict.line, "") for verdict in grave[:MOST])
     notes = tuple(("note", text, "") for text in judgement.notes)
-    blocks: list[Block] = [Points(points)] if points else []
-    if rows:
-        blocks.append(make_table("", zip(names, zip(*rows, strict=True), strict=True)))
-    return [*blocks, *([Points(notes)] if notes else [])]
+    table = [make_table("", rows)] if rows else []
+    return [*([Points(points)] if points else []), *table, *([Points(notes)] if notes else [])]

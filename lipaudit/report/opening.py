@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from lipaudit.measures import find_column
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
+from lipaudit.report.cells import format_significant
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.columns import order
 from lipaudit.tables.summary import KINDS, Accuracy, Summary, list_shared_notes, summary, worst
@@ -94,11 +96,8 @@ def open_page(
 
 def find_places(report: Report) -> dict[str, str]:
     """Return the place of each sample in the data, with the beginning of a text."""
-    texts = report.read_origins("text")
-    begins = {name: f' "{text[:LETTERS]}"' for name, text in texts.items()}
-    return {
-        name: place + begins.get(name, "") for name, place in report.read_origins("place").items()
-    }
+    begins = {name: f' "{text[:LETTERS]}"' for name, text in report.texts.items()}
+    return {name: place + begins.get(name, "") for name, place in report.places.items()}
 
 
 def name_sample(sample: str, places: Mapping[str, str]) -> str:
@@ -171,43 +170,39 @@ def _write_accuracy(accuracy: Accuracy) -> Line:
 
 def _list_norms(known: Summary, report: Report) -> Iterator[Line]:
     """Show certified radii, and the norms of the model."""
-    radii, section = known.radii, report.section("certify.radius")
-    if radii and section:
-        column = section.columns["radius"]
+    if radii := known.radii:
+        column = find_column("certify.radius.radius")
         texts = [f"median of {radii.samples} samples"]
         if radii.low is not None and radii.high is not None:
             texts.insert(0, f"95 % CI {cells.format_limits(radii.low, radii.high, column)}")
         if radii.adversarial is not None:
             texts.append(f"nearest adversarial {cells.format_value(radii.adversarial, column)}")
         yield Line(f"certified radius, {radii.norm}", radii.median, column, ", ".join(texts))
-    norms, section = known.norms, report.section("jacobian")
-    if norms and section:
-        column = section.columns["median"]
+    if norms := known.norms:
+        column = find_column("jacobian.median")
         kind = "" if norms.norm == "2" else f", norm {norms.norm}"
-        text = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples"
         p95, most = (cells.format_value(each, column) for each in (norms.p95, norms.max))
         tail = f"p95 {p95}, " if norms.samples >= FEWEST else ""
-        named = name_sample(norms.sample, find_places(report))
-        place = f" (sample {named})" if norms.sample else ""
-        text += f"; {tail}largest {most}{place}"
+        place = name_sample(norms.sample, find_places(report))
+        text = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples; {tail}largest {most}"
+        text += f" (sample {place})" if norms.sample else ""
         yield Line("model sensitivity, median ‖J‖", norms.median, column, text)
 
 
 def _list_heads(known: Summary, report: Report) -> Iterator[Line]:
     """Show the steepest heads, and the share of fragile rows."""
-    section = report.section("bounds")
-    if known.heads and section:
+    if known.heads:
         first, *others = known.heads.steepest
         text = f"head {first.layer}.{first.head}"
         if others:
-            named = (f"{h.layer}.{h.head} ({cells.format_significant(h.exact)})" for h in others)
-            middle = cells.format_significant(known.heads.median)
-            text += f"; next {', '.join(named)}; median head {middle}"
+            next_ones = (f"{h.layer}.{h.head} ({format_significant(h.exact)})" for h in others)
+            middle = format_significant(known.heads.median)
+            text += f"; next {', '.join(next_ones)}; median head {middle}"
         text += _count_measured(report, "bounds")
-        yield Line("steepest attention head, ‖J‖", first.exact, section.columns["exact"], text)
-    fragile, section = known.fragile, report.section("attention")
-    if fragile and section:
-        column = replace(section.columns["intermediate"], format=".0%")
+        column = find_column("bounds.exact")
+        yield Line("steepest attention head, ‖J‖", first.exact, column, text)
+    if fragile := known.fragile:
+        column = replace(find_column("attention.intermediate"), format=".0%")
         text = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
         text += f"; most others near {fragile.side}" if fragile.k is not None else ""
         text += _count_measured(report, "attention")
@@ -223,15 +218,16 @@ def _count_measured(report: Report, measure: str) -> str:
 
 def _list_bounds(known: Summary, report: Report) -> Iterator[Line]:
     """Show the tightest bound at the samples, and the tightest certified one."""
-    for status in ("bound", "certified"):
-        bounds, section = [b for b in known.bounds if b.status == status], report.section("bounds")
+    section = report.section("bounds")
+    for status, word in (("bound", "tightest"), ("certified", "certified")):
+        bounds = [each for each in known.bounds if each.status == status]
         if bounds and section:
             best = min(bounds, key=lambda each: each.median)
             column = section.columns[best.bound]
             largest = cells.format_value(best.largest, RATIO)
-            text = f"of exact, {best.heads} heads, largest {largest}"
-            label = f"{'tightest' if status == 'bound' else status} bound, {column.label}"
-            yield Line(label, best.median, RATIO, f"{text}; {cells.describe_standing(column)}")
+            standing = cells.describe_standing(column)
+            text = f"of exact, {best.heads} heads, largest {largest}; {standing}"
+            yield Line(f"{word} bound, {column.label}", best.median, RATIO, text)
 
 
 # The answer in a sentence
@@ -248,11 +244,11 @@ def write_answer(report: Report) -> Paragraph | None:
         verdict = "not robust there" if broken else "no loss beyond chance"
         texts.append(f"{weakest.share:.0%} survive every attack at {weakest.ball}: {verdict}.")
     elif known.norms and known.norms.median is not None:
-        grown = cells.format_significant(known.norms.median)
+        grown = format_significant(known.norms.median)
         texts.append(f"A small change of the input grows up to {grown}-fold (median sample).")
     if known.heads:
         first = known.heads.steepest[0]
-        norm = cells.format_significant(first.exact)
+        norm = format_significant(first.exact)
         texts.append(f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm}).")
     tone = "broken" if broken else "open" if attacked else "answer"
     return Paragraph(" ".join(texts), tone) if texts else None  # type: ignore[arg-type]

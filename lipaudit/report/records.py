@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from lipaudit import schema
 from lipaudit.errors import escape_controls, visible
-from lipaudit.report.blocks import Table
+from lipaudit.report.blocks import Cells
 from lipaudit.tables import Column, Report
 
 if TYPE_CHECKING:
@@ -97,10 +97,7 @@ def write_lines(lines: Sequence[str]) -> bytes:
     return ("\n".join(map(visible, lines)) + "\n").encode()
 
 
-# Rows of plain values, for pandas and spreadsheets: cells by column
-
-
-Cells = dict[str, Any]
+# Rows of plain values, for pandas and spreadsheets
 
 
 def list_rows(record: Report | Comparison | Ranking, reports: Sequence[Report]) -> Iterable[Cells]:
@@ -108,12 +105,11 @@ def list_rows(record: Report | Comparison | Ranking, reports: Sequence[Report]) 
     if isinstance(record, Report):
         return _list_cells(record)
     from lipaudit.gate.comparison import Comparison
-    from lipaudit.report.judgements import make_ranking_chapter
+    from lipaudit.report.judgements import tabulate_ranking
 
     if isinstance(record, Comparison):
         return _list_samples(record)
-    blocks = make_ranking_chapter(record, reports).blocks
-    table = next(block for block in blocks if isinstance(block, Table))
+    table = tabulate_ranking(record, reports)
     labels = [column.label for column in table.columns]
     return [dict(zip(labels, row, strict=True)) for row in table.rows]
 
@@ -126,9 +122,9 @@ def _list_cells(report: Report) -> Iterator[Cells]:
     """
     from lipaudit.gate.pairing import name_rows
 
-    places = report.read_origins("place")
+    places = report.places
     for section in report.sections:
-        start: dict[str, Any] = {"model": report.run.model.spec, "measure": section.measure}
+        start: Cells = {"model": report.run.model.spec, "measure": section.measure}
         start |= dict.fromkeys(("row", "layer", "head", "sample", "place"))
         for name, row in zip(name_rows(section), section.rows, strict=True):
             about = start | {"row": str(name), "layer": row.get("layer"), "head": row.get("head")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from lipaudit.errors import InputError, UsageError, suggestion
 from lipaudit.report import cells, opening
 from lipaudit.report.blocks import (
     Block,
+    Cells,
     Chapter,
     Document,
     Gallery,
@@ -19,7 +20,7 @@ from lipaudit.report.blocks import (
     make_table,
 )
 from lipaudit.report.opening import CHARACTERS, find_places, name_sample
-from lipaudit.report.sections import name_chapter
+from lipaudit.report.sections import find_display, name_chapter
 from lipaudit.tables import Column, Report
 from lipaudit.tables.columns import finite, middle, wilson
 from lipaudit.tables.summary import SHOWN as MOST
@@ -27,13 +28,10 @@ from lipaudit.tables.summary import broken, worst
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 
 
-def list_names(
-    ids: Sequence[str], places: Mapping[str, str]
-) -> list[tuple[Column | str, Iterable[Any]]]:
-    """Return the columns that name samples in a table: the beginning of each id, and its place."""
-    names: list[tuple[Column | str, Iterable[Any]]] = [("sample", [i[:CHARACTERS] for i in ids])]
-    found = any(name in places for name in ids)
-    return [*names, ("place", [places.get(name) for name in ids])] if found else names
+def list_names(sample: str, places: Mapping[str, str]) -> Cells:
+    """Return the cells that name a sample: the beginning of its id and, if known, its place."""
+    place = {"place": places[sample]} if sample in places else {}
+    return {"sample": sample[:CHARACTERS], **place}
 
 
 # Per-sample figures
@@ -56,8 +54,8 @@ class SampleColumn:
     values: Mapping[str, Any]
     classes: Mapping[int, str]
 
-    def describe(self, sample: str) -> tuple[str, ...]:
-        """Return the label, the value of a sample, the typical value, and its rank."""
+    def describe(self, sample: str) -> Cells:
+        """Return the cells of a sample: the value, the typical value, and its rank."""
         (kind, trial), value, column = parse_column(self.name), self.values[sample], self.column
         # The gate and a comparison count distinct samples, too.
         known = finite(v for name, v in self.values.items() if not is_repeat(name))
@@ -78,8 +76,8 @@ class SampleColumn:
             sign = 1 if column.better == "lower" else -1
             worse = sum(sign * other > sign * value for other in known)
             rank = f"{worse + 1} of {len(known)}"
-        label = cells.write_math(column.label)
-        return f"{label}, {trial}" if trial else label, shown, typical, rank
+        label = cells.write_math(column.label) + (f", {trial}" if trial else "")
+        return {"figure": label, "value": shown, "all": typical, "from the worst": rank}
 
 
 def list_columns(report: Report) -> list[SampleColumn]:
@@ -104,7 +102,7 @@ def choose_sample(report: Report, text: str) -> str:
         InputError: the report has no samples.
         UsageError: no sample has this name, or several have.
     """
-    every, at = list_known(report), report.read_origins("place")
+    every, at = list_known(report), report.places
     ways: tuple[Callable[[str], bool], ...] = (
         lambda i: i == text,
         # The number of a place, or the name of a file: 7 of "index 7", 7.png of "cat/7.png".
@@ -137,7 +135,7 @@ def list_known(report: Report) -> list[str]:
             "the report has no results for single samples",
             "Use a report of bounds, jacobian, attack, certify or audit.",
         )
-    return list(dict.fromkeys([*measured, *report.read_origins("place")]))
+    return list(dict.fromkeys([*measured, *report.places]))
 
 
 # Pictures and tokens
@@ -150,11 +148,8 @@ SHADES = {"margin": "share of the gradient", "direction": "share of the steepest
 
 def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
     """Show samples that were kept: pictures and adversarial examples, and shaded tokens."""
-    places, attack, jacobian = (
-        report.read_origins("place"),
-        *map(report.section, ("attack", "jacobian")),
-    )
-    items, blocks = list[Item](), list[Block]()
+    attack, jacobian = map(report.section, ("attack", "jacobian"))
+    items, blocks, places = list[Item](), list[Block](), report.places
     examples = attack.examples if attack else {}
     for name, example in ((name, examples[name]) for name in names if name in examples):
         trial = TrialKey.parse(example.trial)
@@ -173,40 +168,33 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
         kept = tuple(pair for pair in pictures if pair[1])
         items.append(Item(name_sample(name, places), kept, tuple(lines)))
     if items:
-        text = DRAWN if any(item.pictures for item in items) else ""
-        blocks.append(Gallery(text, tuple(items)))
+        blocks.append(Gallery(DRAWN if any(i.pictures for i in items) else "", tuple(items)))
     gradients = jacobian.gradients if jacobian else {}
-    for name, gradient in ((name, gradients[name]) for name in names if name in gradients):
-        column, alone = cells.HEADINGS[SHADES[gradient.of]], len(names) == 1
-        if not alone and not any(isinstance(block, Passage) for block in blocks):
+    several, shaded = len(names) > 1, [name for name in names if name in gradients]
+    for gradient, name in ((gradients[name], name) for name in shaded):
+        column = cells.HEADINGS[SHADES[gradient.of]]
+        if several and name == shaded[0]:
             blocks.append(Paragraph(f"Their tokens with the largest {column.label}:"))
-        how = column, gradient.left_out, not alone
-        title = name_sample(name, places)
-        blocks.append(Passage(title, gradient.tokens, gradient.shares, *how))
+        texts = name_sample(name, places), gradient.tokens, gradient.shares
+        blocks.append(Passage(*texts, column, gradient.left_out, folded=several))
     return blocks
 
 
 # The worst samples, and the page of one
 
 
-SHOWN = {"certify": ("radius",), "jacobian": ("norm", "loss", "margin", "radius_first_order")}
-"""Columns of the table of worst samples."""
-
-
 def show_worst(report: Report) -> tuple[Block, ...]:
     """Return the blocks of the worst samples: a table, and pictures or tokens where kept."""
-    names, balls, smallest = worst(report), broken(report), []
+    names, balls, rows = worst(report), broken(report), list[Cells]()
+    places, shown = find_places(report), {s.measure: find_display(s) for s in report.sections}
+    columns = [c for c in list_columns(report) if c.name in shown[c.section].worst]
     for name in names:
         fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         # The largest radii come first, so the last entry of each norm remains.
-        smallest.append(", ".join({ball.norm: ball.ball for ball in fallen}.values()) or None)
-    figures = (each for each in list_columns(report) if each.name in SHOWN.get(each.section, ()))
-    columns = [
-        *list_names(names, find_places(report)),
-        ("broken", smallest),
-        *((figure.column, [figure.values.get(name) for name in names]) for figure in figures),
-    ]
-    table = make_table("The worst samples, the least robust first", columns)
+        smallest = ", ".join({ball.norm: ball.ball for ball in fallen}.values()) or None
+        figures = {each.column: each.values.get(name) for each in columns}
+        rows.append({**list_names(name, places), "broken": smallest, **figures})
+    table = make_table("The worst samples, the least robust first", rows)
     return table, *show_samples(report, names)
 
 
@@ -218,36 +206,34 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         name: name of the report in hints.
         sample: id of the sample; None for the worst samples.
     """
-    chapters, facts, known = list[Chapter](), dict[str, str](), opening.list_facts(report)
+    chapters, facts, what = list[Chapter](), dict[str, str](), "samples"
     if sample is None:
         count = len(list_known(report))
         more = f"For one of the {count}, use lipaudit inspect {name} SAMPLE (its id or place)."
         blocks = (*show_worst(report), Paragraph(more))
         chapters = [Chapter("worst-samples", "Which samples are the least robust?", blocks)]
-        what = "samples"
     else:
         for section in report.sections:
             figures = [f for f in list_columns(report) if f.section == section.measure]
             rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
             if rows:
-                names = ("figure", "value", "all", "from the worst")
-                table = make_table("", zip(names, zip(*rows, strict=True), strict=True))
+                table = make_table("", rows)
                 chapters.append(Chapter(section.measure, name_chapter(section), (table,)))
         if pictures := show_samples(report, [sample]):
             chapters.append(Chapter("pictures", "What does the sample look like?", pictures))
-        found = {name: report.read_origins(name).get(sample, "") for name in ("place", "text")}
-        facts = {"sample": sample} | {name: text for name, text in found.items() if text}
+        origin = {"place": report.places.get(sample), "text": report.texts.get(sample)}
+        facts = {"sample": sample} | {name: text for name, text in origin.items() if text}
         what = f"sample {sample[:CHARACTERS]}"
+    known = opening.list_facts(report)
     facts |= {name: known[name] for name in ("model", "data")}
-    start = opening.open_page(
-        None, opening.describe_gaps(report), facts.items(), opening.list_top_notes(report)
-    )
+    gaps, notes = opening.describe_gaps(report), opening.list_top_notes(report)
+    start = opening.open_page(None, gaps, facts.items(), notes)
     return Document(f"lipaudit: {what} of {report.run.model.spec}", (start, *chapters))
 
 
 def record_sample(report: Report, sample: str) -> dict[str, Any]:
     """Return the figures of a sample as plain values."""
-    found = {name: report.read_origins(name).get(sample, "") for name in ("place", "text")}
+    places, texts = (known.get(sample, "") for known in (report.places, report.texts))
     kept = {
         kind: one.model_dump(mode="json", exclude={"image", "adversarial", "difference"})
         for section in report.sections
@@ -260,4 +246,4 @@ def record_sample(report: Report, sample: str) -> dict[str, Any]:
         for f in list_columns(report)
         if sample in f.values
     ]
-    return {"id": sample, **found, "figures": figures, **kept}
+    return {"id": sample, "place": places, "text": texts, "figures": figures, **kept}

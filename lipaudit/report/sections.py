@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -17,6 +16,7 @@ from lipaudit.report import cells
 from lipaudit.report.blocks import (
     EXTREME,
     Block,
+    Cells,
     Curve,
     Heatmap,
     Histogram,
@@ -28,7 +28,7 @@ from lipaudit.report.blocks import (
     make_table,
 )
 from lipaudit.report.opening import SEED, format_setting
-from lipaudit.tables import Array, Column, Note, Row, Section
+from lipaudit.tables import Column, Note, Row, Section
 from lipaudit.tables.columns import find_bounds, finite, log10_ratio, naming, order
 from lipaudit.tables.report import Display
 from lipaudit.tables.trials import WORST
@@ -53,13 +53,9 @@ def find_display(section: Section) -> Display:
         return layout.display
     columns, samples = section.columns, section.sample_columns
     of_heads = all(n in columns and columns[n].needed for n in ("layer", "head"))
-    return Display(
-        about="",
-        maps=tuple(name for name, column in columns.items() if of_heads and column.better),
-        histograms=tuple(
-            n for n, column in samples.items() if column.format not in cells.UNMEASURED
-        ),
-    )
+    maps = tuple(name for name, column in columns.items() if of_heads and column.better)
+    counted = tuple(n for n, column in samples.items() if column.format not in cells.UNMEASURED)
+    return Display(about="", maps=maps, histograms=counted)
 
 
 def show_section(
@@ -72,17 +68,18 @@ def show_section(
         shown: notes that the page already shows.
         settings: settings to show; by default all of the section.
     """
-    blocks = show_sections({"": section})
+    blocks = tuple(show_sections({"": section}))
     if section.failure is not None:
-        return tuple(blocks)
+        return blocks
     # A switch that is on is shown by its name; what is off or unset is left out.
     listed = "; ".join(
         name if value is True else f"{name} {format_setting(value)}"
         for name, value in (section.settings if settings is None else settings).items()
         if name != SEED and value is not False and value not in (None, [], ())
     )
+    about = find_display(section).about
     return (
-        *([Paragraph(about)] if (about := find_display(section).about) else []),
+        *([Paragraph(about)] if about else []),
         *blocks,
         *([Paragraph(f"Settings: {listed}.")] if listed else []),
         *list_notes(note for note in section.notes if note not in shown),
@@ -91,13 +88,13 @@ def show_section(
 
 def show_sections(sections: Sections) -> Iterator[Block]:
     """Yield the tables and pictures of one measure; first the failures."""
-    for label, section in sections.items():
-        if section.failure:
-            start = f"{label}: FAILED" if label else "FAILED"
-            yield Paragraph(f"{start}: {section.failure.reason}. {section.failure.advice}".strip())
+    failed = {label: s.failure for label, s in sections.items() if s.failure}
+    for label, failure in failed.items():
+        start = f"{label}: FAILED" if label else "FAILED"
+        yield Paragraph(f"{start}: {failure.reason}. {failure.advice}".strip())
     measured = {k: s for k, s in sections.items() if s.rows or len(s.samples) > 1}
     if not measured:
-        if not any(section.failure for section in sections.values()):
+        if not failed:
             yield Paragraph("No results: nothing was measured.")
         return
     first = next(iter(measured.values()))
@@ -105,12 +102,12 @@ def show_sections(sections: Sections) -> Iterator[Block]:
     for name in display.maps:
         yield from map_column(measured, name)
     yield from tabulate(measured, display.columns, display.by)
-    for draw in DRAWINGS.get(first.measure, ()):
-        yield from draw(measured)
+    for name in display.drawings:
+        yield from DRAWINGS[name](measured)
     for name in display.histograms:
         yield from count_samples(measured, name)
-    if display.columns and "" in measured:
-        yield from list_all_rows(first)
+    if display.columns and "" in measured and first.rows:
+        yield list_all_rows(first)
 
 
 # Tables, maps and histograms of columns
@@ -126,10 +123,9 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
         names: columns; bounds follow. By default all columns.
         by: a column; of many rows, those with its largest values are shown.
     """
-    columns, several = find_columns(sections), "" not in sections
-    groups = (read_rows({label: section}) for label, section in sections.items())
-    rows = []
-    for group in groups:
+    columns, rows = find_columns(sections), list[Row]()
+    for label, section in sections.items():
+        group = read_rows({label: section})
         ranked = sorted(group, key=lambda row: -order(row[by])) if by else group
         rows += ranked[:TOP] if by and len(ranked) > FIT else ranked
     limits = {f"{name}{end}" for name in columns for end in ("_low", "_high")}
@@ -137,40 +133,42 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
     implied = {"layer", "module"} if "head" in columns else set()
     every = [name for name in columns if name not in limits | implied]
     bounds = [name for name in every if columns[name].formula and name not in names]
-    shown = []
+    shown = {}
     # A report of another version may lack a column.
     for name in filter(columns.__contains__, [*names, *bounds] if names else every):
         # A column of texts or truth values that says the usual of every row is left out.
         usual = columns[name].default if columns[name].format in ("s", "") else None
         if {row.get(name) for row in rows} - {"", None, usual}:
-            shown.append(name)
-    keys = naming({name: columns[name] for name in shown}) if shown else []
+            shown[name] = columns[name]
+    keys = naming(shown) if shown else []
     first: dict[tuple[object, ...], int] = {}
     for row in rows:
         first.setdefault(tuple(row.get(name) for name in keys), len(first))
     rows.sort(key=lambda row: first[tuple(row.get(name) for name in keys)])
-    table: list[tuple[Column | str, Iterable[object]]] = []
-    for name in shown:
-        values, low, high = (
-            [row.get(f"{name}{end}") for row in rows] for end in ("", "_low", "_high")
+    if "" not in sections:  # the model follows the keys
+        pairs = list(shown.items())
+        pairs.insert(len(keys), ("model", cells.HEADINGS["model"]))
+        keys, shown = [*keys, "model"], dict(pairs)
+    lines = tuple(
+        tuple(
+            cells.format_with_limits(row.get(n), row.get(f"{n}_low"), row.get(f"{n}_high"), column)
+            for n, column in shown.items()
         )
-        texts = map(cells.format_with_limits, values, low, high, repeat(columns[name]))
-        table.append((columns[name], list(texts)))
-    if several:
-        table.insert(len(keys), ("model", [row["model"] for row in rows]))
+        for row in rows
+    )
     strong = {i for i, row in enumerate(rows) if row.get("attack") == WORST}
     if rows:
-        yield make_table("", table, keys=len(keys) + several, strong=strong)
+        yield Table("", tuple(shown.values()), lines, len(keys), strong)
 
 
-def list_all_rows(section: Section) -> Iterator[Table]:
-    """Yield a folded table of every row and every column that is not empty."""
-    rows, columns = section.rows, section.columns
-    names = [name for name in columns if any(row.get(name) != "" for row in rows)]
-    keys = 2 if names[:2] == ["layer", "head"] else 1
-    table = ((columns[name], [row.get(name) for row in rows]) for name in names)
-    if rows:
-        yield make_table(f"All rows ({len(rows)})", table, keys=keys, folded=True)
+def list_all_rows(section: Section) -> Table:
+    """Return a folded table of every row and every column that is not empty."""
+    rows = section.rows
+    shown = {n: c for n, c in section.columns.items() if any(row.get(n) != "" for row in rows)}
+    lines = tuple(tuple(row.get(name) for name in shown) for row in rows)
+    keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
+    title = f"All rows ({len(rows)})"
+    return Table(title, tuple(shown.values()), lines, keys, folded=True)
 
 
 # Maps of heads, histograms of samples
@@ -227,13 +225,13 @@ def read_rows(sections: Sections) -> list[Row]:
     rows = []
     for label, section in sections.items():
         for row in section.rows:
-            named: dict[str, Any] = {"model": label}
+            names: dict[str, Any] = {"model": label}
             if "head" in section.columns:  # without a head the layer, without a layer the model
                 layer = f"layer {row.layer}" if row.head is None else f"{row.layer}.{row.head}"
-                named["head"] = "model" if row.layer is None else layer
+                names["head"] = "model" if row.layer is None else layer
             if "eps_text" in section.columns:  # early reports store the number alone
-                named["eps_text"] = row.trial.radius.text
-            rows.append(row.replace(**named))
+                names["eps_text"] = row.trial.radius.text
+            rows.append(row.replace(**names))
     return rows
 
 
@@ -248,25 +246,22 @@ def group_rows(rows: Iterable[Row], name: Callable[[Row], str]) -> dict[str, lis
 # Bounds beside exact norms
 
 
-def format_ratio(logarithm: float) -> float | str:
-    """Return 10 to a power as a cell; text if it is too large for a number."""
-    return 10**logarithm if logarithm < 300 else f"1e{logarithm:.0f}×"
-
-
 def list_tightness(sections: Sections) -> Iterator[Table]:
     """List how many times each bound is above the exact norm, in every model."""
-    several, lines = "" not in sections, []
-    for name, column in find_bounds(find_columns(sections)).items():
+    rows: list[Cells] = []
+    for bound, column in find_bounds(find_columns(sections)).items():
         for model, section in sections.items():
-            known = finite(log10_ratio(row, name) for row in section.rows)
-            ends = [format_ratio(reduce(known)) if known else None for reduce in (median, max)]
+            known = finite(log10_ratio(each, bound) for each in section.rows)
+            row: Cells = {"bound": column.label, "status": column.status}
             # With several models, the model replaces the domain, so that a row fits a terminal.
-            place = model if several else cells.write_math(column.domain)
-            lines.append((column.label, column.status, place, len(known), *ends))
-    names = ("bound", "status", "model" if several else "holds", "heads", "median", "largest")
-    if lines:
-        table = zip(names, zip(*lines, strict=True), strict=True)
-        yield make_table("Tightness over all heads: bound / exact", table)
+            row |= {"model": model} if model else {"holds": cells.write_math(column.domain)}
+            row |= {"heads": len(known), "median": None, "largest": None}
+            for name, reduce in (("median", median), ("largest", max)) if known else ():
+                power = reduce(known)  # a ratio above 10^308 is no float
+                row[name] = 10**power if power < 300 else f"1e{power:.0f}×"
+            rows.append(row)
+    if rows:
+        yield make_table("Tightness over all heads: bound / exact", rows)
 
 
 def scatter_bounds(sections: Sections) -> Iterator[Curve]:
@@ -354,35 +349,36 @@ def draw_lengths(sections: Sections) -> Iterator[Curve]:
 
 def draw_attention(sections: Sections) -> Iterator[Heatmap | Passage]:
     """Draw the attention map (map@HEAD) of each report that has one, and what receives it."""
-    for label, section in sections.items():
-        for name, array in section.arrays.items():
-            kind, _, head = name.partition("@")
-            for block in _draw_map(head, array, section) if kind == "map" and array.data else ():
-                yield replace(block, title=f"{label}: {block.title}") if label else block
+    maps = (
+        (label, section, name.removeprefix("map@"), array)
+        for label, section in sections.items()
+        for name, array in section.arrays.items()
+        if name.startswith("map@") and array.data
+    )
+    for label, section, head, array in maps:
+        values, sample = array.numpy(), section.attended.get(f"map@{head}")
+        lead = f"{label}: " if label else ""
+        of = f"head {head}, {f'sample {sample.sample[:12]}' if sample else 'first sample'}"
+        # Long maps are stored as means of square blocks; the last block may be narrower.
+        tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
+        block = -(-int(tokens) // max(array.shape))
+        means = f", means of {block} x {block} tokens" if block > 1 else ""
+        places = (tuple(str(block * i) for i in range(size)) for size in array.shape)
+        rows, columns = (sample.tokens, sample.tokens) if sample else places
+        title, axes = f"{lead}Attention map of {of}{means}", ("query", "key")
+        matrix = tuple(map(tuple, values.tolist()))
+        yield Heatmap(title, matrix, rows, columns, cells.HEADINGS["P"], axes, square=True)
+        if sample:
+            title = f"{lead}Attention received, mean over queries, {of}"
+            received = tuple(map(float, values.mean(0)))
+            yield Passage(title, sample.tokens, received, cells.HEADINGS["mean P"])
 
 
-def _draw_map(head: str, array: Array, section: Section) -> Iterator[Heatmap | Passage]:
-    values, whose = array.numpy(), section.attended.get(f"map@{head}")
-    of = f"head {head}, sample {whose.sample[:12]}" if whose else f"head {head}, first sample"
-    # Long maps are stored as means of square blocks; the last block may be narrower.
-    tokens = max(section.arrays[f"map_tokens@{head}"].numpy())
-    block = -(-int(tokens) // max(array.shape))
-    means = f", means of {block} x {block} tokens" if block > 1 else ""
-    names = (tuple(str(block * i) for i in range(size)) for size in array.shape)
-    rows, columns = (whose.tokens, whose.tokens) if whose else names
-    title, axes = f"Attention map of {of}{means}", ("query", "key")
-    matrix = tuple(map(tuple, values.tolist()))
-    yield Heatmap(title, matrix, rows, columns, cells.HEADINGS["P"], axes, square=True)
-    if whose:
-        title = f"Attention received, mean over queries, {of}"
-        received = tuple(map(float, values.mean(0)))
-        yield Passage(title, whose.tokens, received, cells.HEADINGS["mean P"])
-
-
-DRAWINGS: dict[str, tuple[Callable[[Sections], Iterable[Block]], ...]] = {
-    "bounds": (list_tightness, scatter_bounds),
-    "attention": (draw_attention,),
-    "attack": (draw_accuracies,),
-    "scaling": (draw_lengths,),
+DRAWINGS: dict[str, Callable[[Sections], Iterable[Block]]] = {
+    "tightness": list_tightness,
+    "bounds": scatter_bounds,
+    "attention": draw_attention,
+    "accuracies": draw_accuracies,
+    "lengths": draw_lengths,
 }
-"""What a section shows besides the tables, maps and histograms of its columns."""
+"""What a section may show besides the tables, maps and histograms of its columns, by name."""

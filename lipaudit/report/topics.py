@@ -56,23 +56,13 @@ FORMULA = "Formula: "
 @cache
 def list_topics() -> tuple[Topic, ...]:
     """Return all topics, in the order of the index."""
-    groups: dict[str, Mapping[str, str]] = {
-        "How far a figure is proven": cells.STATUS,
-        "Norms of attacks": NORMS,
-        "Verdicts of certificates": CERTIFICATES,
-        "Statistics of rules": STATISTICS,
-        "Verdicts of the gate": VERDICTS,
-        "Words of pages": {k: column.meaning for k, column in cells.HEADINGS.items()}
-        | dict(WORDS),
-        "Names in the JSON": FIELDS,
-    }
     return (
         *_list_measures(),
         *_list_columns(),
         *_list_attacks(),
         *(
             Topic(group, name, name, meaning)
-            for group, meanings in groups.items()
+            for group, meanings in GROUPS.items()
             for name, meaning in meanings.items()
         ),
     )
@@ -202,99 +192,94 @@ ATTACKS: Mapping[str, str] = {
 }
 """Attacks and presets of --attack."""
 
-NORMS: Mapping[str, str] = {
-    "linf": "The largest change of any entry of the input, such as a pixel.",
-    "l2": "The Euclidean length of the change of the whole input.",
-    "token-l2": "The largest Euclidean length of the change of any token's embedding.",
-    "words": "How many words of a text are changed.",
-    "characters": "How many characters of a text are changed.",
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "How far a figure is proven": cells.STATUS,
+    "Norms of attacks": {
+        "linf": "The largest change of any entry of the input, such as a pixel.",
+        "l2": "The Euclidean length of the change of the whole input.",
+        "token-l2": "The largest Euclidean length of the change of any token's embedding.",
+        "words": "How many words of a text are changed.",
+        "characters": "How many characters of a text are changed.",
+    },
+    "Verdicts of certificates": {
+        "wrong": "The sample is misclassified without an attack: there is nothing to certify.",
+        "broken": "An attack found a misclassified input in the ball.",
+        "certified": "Proven: every input of the ball is classified correctly.",
+        "undecided": "No attack broke the sample and no proof succeeded; see the column why.",
+        "bound": "Why a sample is undecided: loose bounds, and no ReLU to split further.",
+        "signs": "Why a sample is undecided: loose bounds, although all signs of ReLUs are fixed.",
+        "nodes": "Why a sample is undecided: branch and bound reached its limit --nodes.",
+        "seconds": "Why a sample is undecided: the time limit --seconds ended the proof.",
+        "unbounded": "Why a sample is undecided: the bounds overflowed; the ball is too large.",
+    },
+    "Statistics of rules": {
+        "median": "Half of the values are below it, half above. In a rule: over the samples.",
+        "mean": "The mean. In a rule: over the samples; for a yes-or-no column the share of yes.",
+        "p95": "The 95th percentile. In a rule: over the samples.",
+        "max": "The largest value. In a rule: over the samples.",
+        "each": "In a rule: every row of the table is judged separately.",
+    },
+    "Verdicts of the gate": {
+        "unchanged": "Equal weights, and values that agree within the accuracy of the norms.",
+        "improved": "Better than the baseline by more than the limit of the rule, beyond chance.",
+        "pass": "Statistically shown to be no worse than the limit allows.",
+        "pass (not proven)": "Within the limit; chance may hide a regression. --strict fails it.",
+        "inconclusive": "Chance may explain the change: measure more samples. --strict fails it.",
+        "regressed": "Worse than the limit allows, beyond chance: the gate fails (exit code 1).",
+        "not comparable": "The two reports were measured in different ways (exit code 5).",
+        "error": "The current figures are unfinished, not finite or not converged (exit code 3).",
+    },
+    "Words of pages": {
+        **{label: column.meaning for label, column in cells.HEADINGS.items()},
+        "at X": "The figure holds at the measured samples X and says nothing about other inputs.",
+        "in the ball": "The figure holds for every input within the radius around a sample.",
+        "all inputs, every ||x_i|| <= R": "For every input of as many tokens of norm at most R.",
+        "scorecard": "The main results of a report on one screen; `--details` prints all.",
+        "clean accuracy": "Share of samples right without attack. CI: 95 % (Wilson 1927).",
+        "robust accuracy": "Share of samples that stay correct under all attacks of this radius.",
+        "certified accuracy": "Share of the samples proven correct for every input of the ball.",
+        "certified radius": "Median radius in which the class is proven not to change.",
+        "model sensitivity": "||J||: how much a small change of a sample can grow in the output.",
+        "steepest attention head": "The head with the largest exact norm ||J|| (sample median).",
+        "fragile attention rows": "Share of rows neither flat nor one-hot, where softmax reacts.",
+        "tightest bound": "The bound closest to the exact norm: bound / exact at the median head.",
+        "certified bound": "The tightest bound that holds on a whole set of inputs.",
+        "accuracy": "Share of the samples that are classified correctly.",
+        "confidence": "The probability of no false alarm of the gate over all rules together.",
+        "best": "The first model of a ranking. Others may not be distinguishable from it.",
+        "not distinguishable": "The limits of the difference contain 0, which proves no equality.",
+        "behind": "The paired samples show that the model is worse than the best.",
+        "not measured": "The model has no value for the metric of the ranking.",
+        "no finite limits": "Too few samples for a 95 % interval, or norms became 0 or left 0.",
+        "pp": "Percentage points: the difference of two shares. From 50 % to 40 % are -10pp.",
+        "exit code": "0 good, 1 regression, 2 usage, 3 error, 4 data, 5 baseline, 6 unproven, "
+        "7 time limit.",
+        "weights": "How many parameters the model has, and a hash of their values.",
+        "data": "Source and number of the samples, and a hash of their list.",
+        "commit": "The commit of a repository on the Hugging Face Hub.",
+        "suite": "A hash of the ids of all samples: equal for equal samples in any order.",
+        "run": "Where and how it was computed: device, precision, seed, time.",
+        "command": "The command line that made the report.",
+        "reason": "Why a report was made the baseline.",
+        "partial": "The run was cut short, so some results are missing.",
+        "preprocessing": "How samples were scaled and cut before the model.",
+        "versions": "The programs that computed the figures.",
+        "shard": "One part of a run, measured apart (--shard); lipaudit merge joins the parts.",
+        "LAYER.HEAD": "A head: index of the attention layer and of the head, both counted from 0.",
+    },
+    "Names in the JSON": {
+        "ids": "Ids of the samples: a hash of values and label.",
+        "affine": "A kind of head: q, k and v are affine in the input: the closed form applies.",
+        "local": "A kind of head: q, k or v are not affine, so bounds use their derivatives at X.",
+        "numerical": "A kind of head: its norm is computed numerically, and it has no bounds.",
+        "one input": "The norm is with respect to X, which queries, keys and values all read.",
+        "queries apart": "The norm is for two inputs: of queries, and of keys and values.",
+        "keys and values": "Only keys and values depend on the input; queries are learned.",
+        "module input": "The norm is with respect to all inputs of the module around the layer.",
+        "dense": "A method: the whole Jacobian was computed and decomposed (SVD).",
+        "lanczos": "A method: Jacobian products, which approach the norm from below.",
+        "max_steps": "Largest number of Lanczos steps for one norm.",
+        "logical_chunk": "Number of samples that share one random stream of an attack.",
+    },
 }
-"""How the size of a perturbation is measured."""
-
-CERTIFICATES: Mapping[str, str] = {
-    "wrong": "The sample is misclassified without an attack: there is nothing to certify.",
-    "broken": "An attack found a misclassified input in the ball.",
-    "certified": "Proven: every input of the ball is classified correctly.",
-    "undecided": "No attack broke the sample and no proof succeeded; see the column why.",
-    "bound": "Why a sample is undecided: loose bounds, and no ReLU to split by branch and bound.",
-    "signs": "Why a sample is undecided: loose bounds, although all signs of ReLUs are fixed.",
-    "nodes": "Why a sample is undecided: branch and bound reached its limit --nodes.",
-    "seconds": "Why a sample is undecided: the time limit --seconds ended the proof.",
-    "unbounded": "Why a sample is undecided: the bounds overflowed; the ball is too large.",
-}
-"""Verdicts of `lipaudit certify`, and reasons why a sample is undecided."""
-
-STATISTICS: Mapping[str, str] = {
-    "median": "Half of the values are below it, half above. In a rule: over the samples.",
-    "mean": "The mean. In a rule: over the samples; for a yes-or-no column the share of yes.",
-    "p95": "The 95th percentile. In a rule: over the samples.",
-    "max": "The largest value. In a rule: over the samples.",
-    "each": "In a rule: every row of the table is judged separately.",
-}
-"""How a rule of the gate reduces many values to one number."""
-
-VERDICTS: Mapping[str, str] = {
-    "unchanged": "The weights are equal, and the values agree within the accuracy of the norms.",
-    "improved": "Better than the baseline by more than the limit of the rule, beyond chance.",
-    "pass": "Statistically shown to be no worse than the limit allows.",
-    "pass (not proven)": "Within the limit, but chance may hide a regression. --strict fails it.",
-    "inconclusive": "Chance may explain the change: measure more samples. --strict fails it.",
-    "regressed": "Worse than the limit allows, beyond chance: the gate fails (exit code 1).",
-    "not comparable": "The two reports were measured in different ways (exit code 5).",
-    "error": "The current figures are unfinished, not finite or not converged (exit code 3).",
-}
-"""Verdicts of `lipaudit gate` and `lipaudit compare` on a change."""
-
-WORDS: Mapping[str, str] = {
-    "at X": "The figure holds at the measured samples X and says nothing about other inputs.",
-    "in the ball": "The figure holds for every input within the radius around a sample.",
-    "all inputs, every ||x_i|| <= R": "Holds for every input of as many tokens of norm at most R.",
-    "scorecard": "The main results of a report on one screen. `--details` prints all sections.",
-    "clean accuracy": "Share of samples that are right without attack. CI: 95 % (Wilson 1927).",
-    "robust accuracy": "Share of the samples that stay correct under all attacks of this radius.",
-    "certified accuracy": "Share of the samples proven correct for every input of the ball.",
-    "certified radius": "Median radius in which the class is proven not to change.",
-    "model sensitivity": "||J||: how much a small change of a sample can grow in the output.",
-    "steepest attention head": "The head with the largest exact norm ||J|| (median of samples).",
-    "fragile attention rows": "Share of rows neither flat nor one-hot, where softmax reacts most.",
-    "tightest bound": "The bound closest to the exact norm: bound / exact at the median head.",
-    "certified bound": "The tightest bound that holds on a whole set of inputs.",
-    "accuracy": "Share of the samples that are classified correctly.",
-    "confidence": "The probability that the gate raises no false alarm over all rules together.",
-    "best": "The first model of a ranking. Others may not be distinguishable from it.",
-    "not distinguishable": "The limits of the difference contain 0, which proves no equality.",
-    "behind": "The paired samples show that the model is worse than the best.",
-    "not measured": "The model has no value for the metric of the ranking.",
-    "no finite limits": "Too few samples for a 95 % interval, or norms became 0 or left 0.",
-    "pp": "Percentage points: the difference of two shares. From 50 % to 40 % are -10pp.",
-    "exit code": "0 good, 1 regression, 2 usage, 3 error, 4 data, 5 baseline, 6 unproven, 7 time.",
-    "weights": "How many parameters the model has, and a hash of their values.",
-    "data": "Source and number of the samples, and a hash of their list.",
-    "commit": "The commit of a repository on the Hugging Face Hub.",
-    "suite": "A hash of the ids of all samples: equal for equal samples in any order.",
-    "run": "Where and how it was computed: device, precision, seed, time.",
-    "command": "The command line that made the report.",
-    "reason": "Why a report was made the baseline.",
-    "partial": "The run was cut short, so some results are missing.",
-    "preprocessing": "How samples were scaled and cut before the model.",
-    "versions": "The programs that computed the figures.",
-    "shard": "One part of a run, measured separately (--shard); lipaudit merge joins the parts.",
-    "LAYER.HEAD": "A head: index of the attention layer and of the head, both counted from 0.",
-}
-"""Words of facts, notes and the scorecard."""
-
-FIELDS: Mapping[str, str] = {
-    "ids": "Ids of the samples: a hash of values and label.",
-    "affine": "A kind of head: q, k and v are affine in the input, so the closed form applies.",
-    "local": "A kind of head: q, k or v are not affine, so bounds use their derivatives at X.",
-    "numerical": "A kind of head: its norm is computed numerically, and it has no bounds.",
-    "one input": "The norm is with respect to X, which queries, keys and values all read.",
-    "queries apart": "The norm is for two inputs, that of queries and that of keys and values.",
-    "keys and values": "Only keys and values depend on the input; queries are learned.",
-    "module input": "The norm is with respect to all inputs of the module around the layer.",
-    "dense": "A method: the whole Jacobian was computed and decomposed (SVD).",
-    "lanczos": "A method: iterations with Jacobian products, which approach the norm from below.",
-    "max_steps": "Largest number of Lanczos steps for one norm.",
-    "logical_chunk": "Number of samples that share one random stream of an attack.",
-}
-"""Kinds and methods of norms, and settings in the JSON."""
+"""The words that nothing else explains, by their heading in the index."""

@@ -242,14 +242,20 @@ class Display:
         columns: columns of its table; bounds follow. Empty: all of them.
         by: a column: of many rows, the table has those with its largest values.
         maps: columns that are mapped over layers and heads.
+        drawings: pictures and tables of its own, by their names in `report.sections`.
         histograms: per-sample columns that are counted.
+        worst: per-sample columns in the table of the worst samples.
+        folded: whether an HTML page shows only the heading at first, unless it comes first.
     """
 
     about: str
     columns: tuple[str, ...] = ()
     by: str = ""
     maps: tuple[str, ...] = ()
+    drawings: tuple[str, ...] = ()
     histograms: tuple[str, ...] = ()
+    worst: tuple[str, ...] = ()
+    folded: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,8 +413,17 @@ class Report(Frozen):
         """Leave out an empty shard, for the report of a whole run."""
         return {k: v for k, v in plain(self).items() if k != "shard" or v}
 
-    def read_origins(self, column: str) -> dict[str, str]:
-        """Return the places of samples (`place`), or the beginnings of texts (`text`), by id."""
+    @property
+    def places(self) -> dict[str, str]:
+        """Return the places of samples in the data, by id."""
+        return self._read_texts("place")
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Return the beginnings of samples that are texts, by id."""
+        return self._read_texts("text")
+
+    def _read_texts(self, column: str) -> dict[str, str]:
         pairs = zip(self.samples.get("ids", ()), self.samples.get(column, ()), strict=False)
         return {str(name): str(value) for name, value in pairs if value}
 

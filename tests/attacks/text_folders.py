@@ -370,7 +370,7 @@ def _norms(plain: Plain, path: Path) -> Figures:
     )  # fmt: skip
     section = report.section("jacobian")
     found = dict(zip(section.ids, section.samples["norm"], strict=True))
-    texts = [TEXTS[int(report.read_origins("place")[name].split()[1]) - 1] for name in found]
+    texts = [TEXTS[int(report.places[name].split()[1]) - 1] for name in found]
     net = load_net(str(path / "model"), LoadOptions(dtype="float64", device="cpu"))
     batch = load_data(data, net, DataOptions(samples=len(TEXTS), max_tokens=MOST)).batch
     assert batch.ids == tuple(found)
@@ -431,7 +431,7 @@ def _scored(plain: Plain, path: Path) -> Figures:
     )  # fmt: skip
     section = report.section("attack")
     found = dict(zip(section.ids, section.samples["loss"], strict=True))
-    order = [int(report.read_origins("place")[name].split()[1]) - 1 for name in found]
+    order = [int(report.places[name].split()[1]) - 1 for name in found]
     return {"loss": ([*found.values()], [plain.loss(*CONTINUED[row]) for row in order])}
 
 

@@ -7,10 +7,9 @@ import pytest
 from lipaudit.gate import rank
 from lipaudit.gate.rules import Verdict
 from lipaudit.report import of_reports, render
-from lipaudit.report.blocks import Paragraph
-from lipaudit.report.judgements import describe_ranking, make_ranking_chapter
+from lipaudit.report.judgements import describe_ranking, tabulate_ranking
 from lipaudit.report.opening import list_figures
-from tests.report.conftest import keep
+from tests.report.conftest import find_chapter, keep
 
 BEHIND = Verdict(
     rule="attack.robust",
@@ -39,7 +38,7 @@ def ranking(report, other):
 
 def columns(ranking, reports) -> dict[str, list[object]]:
     """Return the cells of the table of models, by the heading of the column."""
-    block = make_ranking_chapter(ranking, reports).blocks[0]
+    block = tabulate_ranking(ranking, reports)
     cells = zip(*block.rows, strict=True)
     return {c.label: list(each) for c, each in zip(block.columns, cells, strict=True)}
 
@@ -102,7 +101,5 @@ def test_in_the_order_given_no_report_is_ranked(report, other):
 
 def test_without_a_common_figure_models_stand_as_they_were_given(report, other):
     kept = [keep(r, r.section("bounds")) for r in (report, other)]
-    part = make_ranking_chapter(rank(kept), kept)
-    (block,) = part.blocks
+    (block,) = find_chapter(of_reports(*kept).page(), "ranking").blocks
     assert [row[0] for row in block.rows] == [r.run.model.spec for r in kept]
-    assert not any(isinstance(each, Paragraph) for each in part.blocks)

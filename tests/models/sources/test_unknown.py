@@ -79,7 +79,7 @@ def test_norms_are_measured_and_a_warning_says_why_there_are_no_margins(folder):
     assert notes["no-decision"].text.startswith(said)
     assert not {"margin", "correct", "radius_first_order"} & section.samples.keys()
     plain = Plain(kind, path / "model")
-    places = report.read_origins("place")
+    places = report.places
     truth = [plain.norm(TEXTS[int(places[name].split()[1]) - 1]) for name in section.ids]
     assert section.samples["norm"] == pytest.approx(truth, rel=1e-7)
 

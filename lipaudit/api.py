@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipaudit.data.batch import SampleOrigin, Samples
+from lipaudit.data.batch import Samples
 from lipaudit.data.images import list_forms
 from lipaudit.data.loading import draw_tensors
 from lipaudit.engine.execute import Observer, execute, run_job
@@ -51,12 +51,10 @@ def name_model(model: AnyModel) -> str:
 def name_models(models: Sequence[AnyModel]) -> list[str]:
     """Return the names of several models; modules of one class are numbered."""
     names = [name_model(model) for model in models]
-    repeated = {name for name, m in zip(names, models, strict=True) if not isinstance(m, str)}
-    repeated = {name for name in repeated if names.count(name) > 1}
-    return [
-        f"{name} {names[: i + 1].count(name)}" if name in repeated else name
-        for i, name in enumerate(names)
-    ]
+    modules = {name for name, m in zip(names, models, strict=True) if not isinstance(m, str)}
+    repeated = {name for name in modules if names.count(name) > 1}
+    numbers = (names[: i + 1].count(name) for i, name in enumerate(names))
+    return [f"{n} {i}" if n in repeated else n for n, i in zip(names, numbers, strict=True)]
 
 
 def audit_request(
@@ -138,45 +136,35 @@ class Outline:
     """Facts about a job that stay in memory while other models are loaded.
 
     Attributes:
-        model: the MODEL argument.
+        request: the request.
         kind: kind of its inputs.
         classes: number of classes; None without classes.
         names: class names, if the checkpoint has them.
         labels: class numbers of the samples; None without labels.
-        ids: ids of the samples.
-        origins: places of the samples in the data; empty for random samples.
-        measures: options of each measure, as in its section.
         run: the run, as in the report.
-        samples: places of the samples, as in the report.
+        samples: places of the samples, as in the report; empty for random samples.
     """
 
-    model: str
+    request: Request
     kind: Kind
     classes: int | None
     names: tuple[str, ...] | None
     labels: tuple[int, ...] | None
-    ids: tuple[str, ...]
-    origins: tuple[SampleOrigin, ...]
-    measures: Mapping[str, dict[str, Any]]
     run: Run
     samples: dict[str, tuple[str, ...]]
+
+    @property
+    def model(self) -> str:
+        """Return the MODEL argument."""
+        return self.request.model
 
 
 def outline_job(job: Job) -> Outline:
     """Return the facts by which several models are compared."""
-    net, batch = job.net, job.samples.batch
-    return Outline(
-        model=job.request.model,
-        kind=net.kind,
-        classes=net.classes,
-        names=net.labels,
-        labels=None if batch.y is None else tuple(batch.y.tolist()),
-        ids=batch.ids,
-        origins=job.samples.origins,
-        measures={name: options.model_dump() for name, options in job.request.measures.items()},
-        run=describe_run(job),
-        samples=list_origins(job.samples),
-    )
+    net, y = job.net, job.samples.batch.y
+    labels, samples = None if y is None else tuple(y.tolist()), list_origins(job.samples)
+    facts = net.kind, net.classes, net.labels, labels
+    return Outline(job.request, *facts, run=describe_run(job), samples=samples)
 
 
 def require_shared(outlines: Sequence[Outline]) -> None:
@@ -190,18 +178,20 @@ def require_shared(outlines: Sequence[Outline]) -> None:
     for i, other in enumerate(others, start=1):
         if other.model in (each.model for each in outlines[:i]):
             raise UsageError(f"{other.model} is named twice", "Name each model once.")
+        one, two = first.run.data, other.run.data
         # Ids differ where two models read one file at two sizes: then the places are equal.
-        shared = first.ids == other.ids or (first.origins and first.origins == other.origins)
+        places, old_places = other.samples.get("place"), first.samples.get("place")
+        shared = one.suite_id == two.suite_id or (places and places == old_places)
         if first.kind != other.kind or not shared:
             raise InputError(
-                f"{first.model} ({first.kind}, {first.run.data.spec}) and {other.model} "
-                f"({other.kind}, {other.run.data.spec}) do not read the same samples",
+                f"{first.model} ({first.kind}, {one.spec}) and {other.model} ({other.kind}, "
+                f"{two.spec}) do not read the same samples",
                 "Give --data that both can read: a folder of images, a table of texts. Random "
                 "samples depend on the model's input.",
             )
         if reason := _compare_classes(first, other):
             raise InputError(
-                f"{reason}, so the labels of {first.run.data.spec} cannot fit both",
+                f"{reason}, so the labels of {one.spec} cannot fit both",
                 "Use class names in the data that both models know, or audit them separately.",
             )
 
@@ -378,10 +368,10 @@ def run_audits(
             except Exception as error:
                 if observer is not None:
                     observer.fails(request.model, error)
-                failed = tuple(make_failed(*each, error) for each in outline.measures.items())
-                report = Report(
-                    run=outline.run, status="partial", samples=outline.samples, sections=failed
-                )
+                plan = outline.request.measures.items()
+                failed = tuple(make_failed(n, each.model_dump(), error) for n, each in plan)
+                known = {"run": outline.run, "samples": outline.samples, "sections": failed}
+                report = Report(status="partial", **known)
             whole &= report.status == "complete"
             yield report
         if not whole:

@@ -204,12 +204,10 @@ class Commands(Mapping[str, Any]):
 
     def find(self, name: str) -> tuple[str, Any]:
         """Return the heading of a command, and its function or its group."""
-        if name in self.places:
-            panel, place = self.places[name]
-            return panel, resolve_name(f"lipaudit.cli.{place}")
-        if name not in self:
-            raise KeyError(name)
-        return MEASURING, resolve_name("lipaudit.cli.measure:make_measure")(name)
+        if self.measures and name not in self.places:
+            return MEASURING, resolve_name("lipaudit.cli.measure:make_measure")(name)
+        panel, place = self.places[name]
+        return panel, resolve_name(f"lipaudit.cli.{place}")
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.known:
@@ -217,9 +215,6 @@ class Commands(Mapping[str, Any]):
             group = isinstance(function, Group)
             self.known[name] = function if group else make_command(name, function)
         return self.known[name]
-
-    def __contains__(self, name: object) -> bool:
-        return any(name == each for each in self)
 
     def __iter__(self) -> Iterator[str]:
         if self.measures:

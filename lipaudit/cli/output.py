@@ -89,7 +89,9 @@ class Unheeded:
             self._stream.flush()
 
 
-def check_outputs(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
+def check_outputs(
+    output: Output, forms: Collection[Form], *, writable: bool = True
+) -> tuple[Format, dict[Path, Format]]:
     """Return the formats of stdout and of each file; refuse files that cannot be written.
 
     Called before any work is done.
@@ -97,25 +99,20 @@ def check_outputs(output: Output, forms: Collection[Form]) -> tuple[Format, dict
     Args:
         output: the destinations.
         forms: the forms of the result.
+        writable: whether to refuse files that cannot be written.
 
     Raises:
         UsageError: a format or suffix is unknown, or cannot show the result; or a file cannot be
             written.
     """
     from lipaudit.engine.files import require_writable
-
-    formats = find_formats(output, forms)
-    for path in output.output:
-        require_writable(path)
-    return formats
-
-
-def find_formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
-    """Return the formats of stdout and of each file."""
     from lipaudit.report import find_format
 
     files = {path: find_format(path, forms) for path in output.output}
-    return find_format(output.format or "", forms), files
+    stdout = find_format(output.format or "", forms)
+    for path in output.output if writable else ():
+        require_writable(path)
+    return stdout, files
 
 
 def emit(
@@ -139,8 +136,7 @@ def emit(
 
     subject = of_reports(result) if isinstance(result, Report) else result
     # A result that took time is shown even where a file cannot be written any more.
-    find = find_formats if always else check_outputs
-    stdout, files = find(output, subject.forms)
+    stdout, files = check_outputs(output, subject.forms, writable=not always)
     refused: list[EvaluationError] = []
     # Files first: a pipe without a reader must not prevent them.
     for path, format in files.items():

@@ -93,14 +93,8 @@ def explain(
 
 def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
     width = min(shutil.get_terminal_size().columns, WIDEST)
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, **whole)
 
 
 def _emit_facts(facts: Mapping[str, Any], output: Output) -> None:

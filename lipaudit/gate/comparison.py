@@ -193,13 +193,12 @@ def _list_columns(before: Section, after: Section) -> Iterator[tuple[str, Column
 
 def _list_figures(section: Section, name: str) -> list[float]:
     """Return the figures of a column: of all trials, or of all rows."""
+    # Rows of balls and attacks repeat what their samples say.
+    rows = [row for row in section.rows if not section.sample_columns or "layer" in row]
+    cells: list[Any] = [row.get(name) for row in rows]
     if name in section.sample_columns:
         columns = section.samples.items()
-        cells: list[Any] = [v for c, each in columns if parse_column(c)[0] == name for v in each]
-    else:
-        # Rows of balls and attacks repeat what their samples say.
-        plain = not section.sample_columns
-        cells = [row.get(name) for row in section.rows if plain or "layer" in row]
+        cells = [v for c, each in columns if parse_column(c)[0] == name for v in each]
     return [float(cell) for cell in cells if isinstance(cell, int | float)]
 
 
@@ -232,7 +231,7 @@ def _judge_heads(rule: Rule, old: Report, new: Report) -> Iterator[HeadChange]:
         if contrast.changes.size
     }
     adjusted = statistics.correct_by_holm(tests, ALPHA)
-    rows = dict(zip(pairing.name_rows(section), section.rows, strict=True))
+    rows = pairing.index_rows(section)
     for contrast in examined:
         name = contrast.name
         fields = dict(judge_change(rule, contrast))
@@ -362,28 +361,22 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
         raise UsageError("no reports were given to rank", "Give the reports of the models.")
     names = model_labels(reports)
     matched, by_place = pairing.match_samples(reports, names)
-    models = [
-        Ranked(model=name, summary=summary(report))
-        for name, report in zip(names, reports, strict=True)
-    ]
-    notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place.values()]
     criteria = _list_criteria(reports, by)
     found = _rank_models(criteria[0], matched) if criteria else {}
-    compared = sum("rank" in fields for fields in found.values()) - 1
-    if compared < 1:
+    known: dict[str, Any] = {"compared": sum("rank" in each for each in found.values()) - 1}
+    if known["compared"] >= 1:
+        rule, name = criteria[0].rule, criteria[0].name
+        known["criterion"], known["better"] = rule.metric, "lower" if rule.worse > 0 else "higher"
+        known["ball"] = name.ball if isinstance(name, TrialKey) else ""
+        found |= {i: {"outcome": "not measured"} for i in range(len(names)) if i not in found}
+    else:  # in the given order, with the reasons of models that cannot be compared
         refused = {i: fields for i, fields in found.items() if "reason" in fields}
-        rows = (model.model_copy(update=refused.get(i, {})) for i, model in enumerate(models))
-        return Ranking(models=tuple(rows), notes=tuple(notes))
-    found |= {i: {"outcome": "not measured"} for i in range(len(models)) if i not in found}
-    criterion = criteria[0]
-    return Ranking(
-        criterion=criterion.rule.metric,
-        ball=criterion.name.ball if isinstance(criterion.name, TrialKey) else "",
-        better="lower" if criterion.rule.worse > 0 else "higher",
-        compared=compared,
-        models=tuple(models[i].model_copy(update=fields) for i, fields in found.items()),
-        notes=tuple(notes),
+        found, known = {i: refused.get(i, {}) for i in range(len(names))}, {}
+    models = (
+        Ranked(model=names[i], summary=summary(reports[i]), **each) for i, each in found.items()
     )
+    notes = (Note.info("paired-by-place", text) for text in by_place.values())
+    return Ranking(models=tuple(models), notes=tuple(notes), **known)
 
 
 def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, dict[str, Any]]:
@@ -410,16 +403,15 @@ def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, d
     for i in ranked:
         change = None if i == best else _compare_two(rule, reports[i], reports[best], level)
         behind = change is not None and change.status == "regressed"
-        ahead = sum(worse[j] < worse[i] for j in ranked)
-        equal = worse[i] == worse[best] and not behind
         words = "behind" if behind else "not distinguishable from"
+        equal = worse[i] == worse[best] and not behind
+        place = max(2, 1 + sum(worse[j] < worse[i] for j in ranked)) if behind else 1
         outcome = "best" if i == best or equal else f"{words} the best"
-        place = max(2, 1 + ahead) if behind else 1
         found[i] = {"rank": place, "outcome": outcome, "difference": change}
     places = sorted(found, key=lambda i: (i != best, found[i]["rank"]))
     # Alone, a model is compared with none.
     outside = [i for i in models if i not in ranked or ranked == [i] != models]
-    reasons = {i: next(apart[pair] for pair in apart if pair >= {i}) for i in outside}
+    reasons = {i: next(apart[pair] for pair in apart if i in pair) for i in outside}
     unlike = {i: {"outcome": "not comparable", "reason": reasons[i]} for i in outside}
     return {i: found[i] for i in places} | unlike
 
@@ -445,11 +437,12 @@ def make_rule(metric: str) -> Rule:
     plain = parse_rule(f"{metric} <= +0")
     layout = layouts()[plain.measure]
     column = {**layout.columns, **layout.sample_columns}[plain.column]
-    refused = {"each": "has one value per row", "max": "varies too much by chance (a maximum)"}
-    why = refused.get(plain.stat, "")
-    if not (column.better or plain.column in FLAGS):
-        why = "has no better direction"
-    if why:
+    faults = {
+        "has no better direction": not (column.better or plain.column in FLAGS),
+        "has one value per row": plain.stat == "each",
+        "varies too much by chance (a maximum)": plain.stat == "max",
+    }
+    if why := next(filter(faults.get, faults), ""):
         raise UsageError(f"models cannot be ranked by {metric}: it {why}", EXAMPLE)
     return no_change(metric, column)
 
@@ -463,15 +456,14 @@ def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]
     if by == ORDER:
         return []
     attacked = any(report.section("attack") for report in reports)
-    usual = [metric for metric in RANKING if not attacked or metric != "certify.robust"]
-    metrics = [by] if by else usual
-    found = [criterion for metric in metrics for criterion in _read_criteria(metric, reports)]
-    if not by:
-        return sorted(found, key=lambda criterion: -len(criterion.figures))
-    if len(found) != 1:
-        several = f"{by} matches several values: {'; '.join(str(c.name) for c in found)}"
+    usual = (metric for metric in RANKING if not attacked or metric != "certify.robust")
+    found = [
+        each for metric in ([by] if by else usual) for each in _read_criteria(metric, reports)
+    ]
+    if by and len(found) != 1:
+        several = f"{by} matches several values: {'; '.join(str(each.name) for each in found)}"
         raise UsageError(several if found else f"no report has {by}", EXAMPLE)
-    return found
+    return sorted(found, key=lambda criterion: -len(criterion.figures))
 
 
 def _read_criteria(metric: str, reports: Sequence[Report]) -> Iterator[Criterion]:

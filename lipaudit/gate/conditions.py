@@ -40,7 +40,7 @@ def load_baseline(path: Path) -> Report:
     try:
         return schema.load(path)
     except InputError as error:
-        advice = SAVE if not path.exists() else error.advice
+        advice = error.advice if path.exists() else SAVE
         raise BaselineError(f"baseline: {error.message}", advice) from None
 
 
@@ -54,18 +54,13 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
     Raises:
         BaselineError: too few samples are in the baseline.
     """
-    for section in baseline.sections:
-        known = section.ids
-        if known and section.measure in ids:
-            try:
-                pairing.find_shared(
-                    section.measure, ids[section.measure], known, pairing.ALL_BUT_FEW
-                )
-            except BaselineError as error:
-                spec = baseline.run.data.spec
-                raise BaselineError(
-                    error.message, f"Give the baseline's samples ({spec}) with --data."
-                ) from None
+    known = {section.measure: section.ids for section in baseline.sections if section.ids}
+    try:
+        for measure in (name for name in known if name in ids):
+            pairing.find_shared(measure, ids[measure], known[measure], pairing.ALL_BUT_FEW)
+    except BaselineError as error:
+        advice = f"Give the baseline's samples ({baseline.run.data.spec}) with --data."
+        raise BaselineError(error.message, advice) from None
 
 
 def promote(report: Report, reason: str) -> Report:
@@ -94,11 +89,12 @@ def promote(report: Report, reason: str) -> Report:
         columns = section.columns
         behind = (column.reduction.arrays for column in columns.values() if column.reduction)
         kept = columns.keys() | set(chain.from_iterable(behind))
-        rows = section.rows
-        if "seconds" in columns:
-            rows = tuple(row.replace(seconds=None) for row in rows)
-        arrays = {name: array for name, array in section.arrays.items() if name in kept}
-        sections.append(section.model_copy(update={"rows": rows, "arrays": arrays}))
+        timed = {"seconds": None} if "seconds" in columns else {}
+        update = {
+            "rows": tuple(row.replace(**timed) for row in section.rows),
+            "arrays": {name: array for name, array in section.arrays.items() if name in kept},
+        }
+        sections.append(section.model_copy(update=update))
     run = report.run.model_copy(update={"reason": reason.strip()})
     return report.model_copy(update={"run": run, "sections": tuple(sections)})
 
@@ -191,6 +187,12 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
             whole = key in ("mean", "std") or before is old.options
             if whole or key in before.keys() & after.keys():
                 pairs[group + key] = before.get(key, "not given"), after.get(key, "not given")
+    known, names = (
+        {number: name for section in report.sections for number, name in section.classes.items()}
+        for report in (baseline, current)
+    )
+    for number in sorted(known.keys() & names.keys()):
+        pairs[f"class {number}"] = repr(known[number]), repr(names[number])
     found = [(k.split()[0], f"{k}: {a} became {b}") for k, (a, b) in pairs.items() if a != b]
     restarted = has_other_starts(current.section("attack"), baseline.section("attack"))
     if restarted and has_same_weights(current, baseline):
@@ -201,14 +203,6 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
         found.append(("starts", text))
     if repeats := max((sum(map(is_repeat, s.ids)) for s in current.sections), default=0):
         found.append(("repeats", f"duplicate samples count once: {repeats} were left out"))
-    old_names, names = (
-        {number: name for section in report.sections for number, name in section.classes.items()}
-        for report in (baseline, current)
-    )
-    for number in sorted(names.keys() & old_names.keys()):
-        if names[number] != old_names[number]:
-            text = f"class {number}: {old_names[number]!r} became {names[number]!r}"
-            found.append(("classes", text))
     return found
 
 
@@ -220,10 +214,10 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
         before, after = (each.get(key, "unset") for each in (old, new))
         if isinstance(before, list) and isinstance(after, list):
             # Radii are equal in any notation: 1/20 and 0.05.
-            known = [parse_budget(each) if key == "eps" else each for each in after]
-            kinds = ((parse_budget(each) if key == "eps" else each, each) for each in before)
-            lost = [str(each) for kind, each in kinds if kind not in known]
-            changes += [f"{key} lacks {', '.join(lost)}"] if lost else []
+            read = parse_budget if key == "eps" else str
+            known = [read(each) for each in after]
+            lost = ", ".join(str(each) for each in before if read(each) not in known)
+            changes += [f"{key} lacks {lost}"] if lost else []
         elif before != after:
             ends = ("not given" if each is None else str(each) for each in (before, after))
             changes.append(f"{key} {' became '.join(ends)}")

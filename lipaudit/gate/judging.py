@@ -210,7 +210,7 @@ def _read_shared(
     column = rule.column if rule.per_sample else ""
     # Norms that did not converge may be far too low, in either report: neither may be compared.
     rows, samples = pairing.find_unsettled((new, old), column) if lenient else (set(), set())
-    if rows and (rule.per_sample or rows >= set(pairing.name_rows(old))):
+    if rows and (rule.per_sample or rows >= pairing.index_rows(old).keys()):
         raise BaselineError(f"{rule.measure}: {len(rows)} rows did not converge")
     shared = set(new.ids) & set(old.ids)
     if shared and shared <= samples:

@@ -66,7 +66,7 @@ def read(
         BaselineError: the rows cannot be computed again.
     """
     take = list(range(len(section.ids)) if samples is None else samples)
-    rows = dict(zip(name_rows(section), section.rows, strict=True))
+    rows = index_rows(section)
     if rule.per_sample:
         pairs = {key: cells[take] for key, cells in _read_columns(rule, section).items()}
         points = {
@@ -175,9 +175,9 @@ def is_mean(rule: Rule) -> bool:
     return rule.reduction is not None and rule.reduction.stat == "mean"
 
 
-def name_rows(section: Section) -> list[Key]:
-    """Name rows by their keys: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
-    names, counts = list[Key](), Counter[Key]()
+def index_rows(section: Section) -> dict[Key, Row]:
+    """Return the rows by their names: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
+    rows, counts = dict[Key, Row](), Counter[Key]()
     for row in section.rows:
         known = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
         name: Key = row.key or ",".join(map(str, known.values()))
@@ -189,8 +189,8 @@ def name_rows(section: Section) -> list[Key]:
             texts = (cell if isinstance(cell, str) else f"{key} {cell}" for key, cell in cells)
             name = " ".join(filter(None, texts))
         counts[name] += 1
-        names.append(f"{name} #{counts[name]}" if counts[name] > 1 else name)
-    return names
+        rows[f"{name} #{counts[name]}" if counts[name] > 1 else name] = row
+    return rows
 
 
 def _read_columns(rule: Rule, section: Section) -> dict[Key, Values]:
@@ -307,8 +307,7 @@ def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[K
     """
     rows, samples = set[Key](), set[str]()
     for section in sections:
-        named = zip(name_rows(section), section.rows, strict=True)
-        rows |= {name for name, row in named if row.get("converged") is False}
+        rows |= {n for n, row in index_rows(section).items() if row.get("converged") is False}
         for name, cells in section.samples.items():
             flagged = zip(section.ids, cells, strict=True)
             if name == "converged":

@@ -120,13 +120,13 @@ def _list_cells(report: Report) -> Iterator[Cells]:
     Lines of rows have no sample, lines of samples have no row. Numbers are in `value`, words in
     `text`. Truth values are 1 and 0.
     """
-    from lipaudit.gate.pairing import name_rows
+    from lipaudit.gate.pairing import index_rows
 
     places = report.places
     for section in report.sections:
         start: Cells = {"model": report.run.model.spec, "measure": section.measure}
         start |= dict.fromkeys(("row", "layer", "head", "sample", "place"))
-        for name, row in zip(name_rows(section), section.rows, strict=True):
+        for name, row in index_rows(section).items():
             about = start | {"row": str(name), "layer": row.get("layer"), "head": row.get("head")}
             for key in (key for key in row if key not in ("layer", "head")):
                 yield about | _describe_cell(key, row[key], section.columns[key])

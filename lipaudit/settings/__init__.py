@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import field_validator
@@ -21,116 +22,92 @@ from lipaudit.settings.option import (
 )
 
 MODEL, DATA, RUN = "Model", "Data", "Run"
+model_option, data_option = partial(option, panel=MODEL), partial(option, panel=DATA)
+image_option = partial(model_option, kinds=("image",))
+text_option, run_option = partial(data_option, kinds=("text",)), partial(option, panel=RUN)
 
 
 class RunOptions(Settings):
     """The options that all measures share; None means not given."""
 
-    data: str | None = option(
+    data: str | None = data_option(
         None,
         "Folder of images, .npz, .safetensors, IDX, .csv, .jsonl, .txt..., hf:NAME[SPLIT], "
         "demo, random.",
-        panel=DATA,
         env="LIPAUDIT_DATA",
         usual="demo for demos, else random",
         values=lambda: ("demo", "demo:train", "random"),
     )
-    samples: int | None = option(None, "Number of samples.", "--samples", "-n", panel=DATA, ge=1)
-    max_tokens: int | None = option(
-        None,
-        "Cut texts to this many tokens.",
-        panel=DATA,
-        usual="128; for scaling its longest length",
-        kinds=("text",),
-        ge=1,
+    samples: int | None = data_option(None, "Number of samples.", "--samples", "-n", ge=1)
+    max_tokens: int | None = text_option(
+        None, "Cut texts to this many tokens.", usual="128; for scaling its longest length", ge=1
     )
-    text_column: str | None = option(
-        None,
-        "Table column with the texts; FIRST,SECOND for pairs of texts.",
-        panel=DATA,
-        kinds=("text",),
+    text_column: str | None = text_option(
+        None, "Table column with the texts; FIRST,SECOND for pairs of texts."
     )
-    label_column: str | None = option(None, "Table column with the labels.", panel=DATA)
-    score: Literal["sum", "mean"] | None = option(
+    label_column: str | None = data_option(None, "Table column with the labels.")
+    score: Literal["sum", "mean"] | None = text_option(
         None,
         "Score continuations, choices or labels with a language model: sum or mean of the "
         "log-likelihoods of their tokens.",
-        panel=DATA,
-        kinds=("text",),
         usual="sum when a language model is attacked",
     )
-    skip_bad: bool = option(
-        False, "Leave out samples that cannot be read; a warning counts them.", panel=DATA
+    skip_bad: bool = data_option(
+        False, "Leave out samples that cannot be read; a warning counts them."
     )
-    arch: str | None = option(
-        None, "Architecture of a weights file: timm:NAME, py:FILE:FACTORY.", panel=MODEL
+    arch: str | None = model_option(
+        None, "Architecture of a weights file: timm:NAME, py:FILE:FACTORY."
     )
-    model_kwargs: Keywords = option(None, "k=v,... for the model's constructor.", panel=MODEL)
-    mean: Numbers = option(
-        None,
-        "Pixel mean R,G,B that the model was trained with, in place of the stored one.",
-        panel=MODEL,
-        kinds=("image",),
+    model_kwargs: Keywords = model_option(None, "k=v,... for the model's constructor.")
+    mean: Numbers = image_option(
+        None, "Pixel mean R,G,B that the model was trained with, in place of the stored one."
     )
-    std: Numbers = option(
+    std: Numbers = image_option(
         None,
         "Pixel standard deviation R,G,B that the model was trained with, in place of "
         "the stored one.",
-        panel=MODEL,
-        kinds=("image",),
     )
-    input_size: Sizes = option(
-        None,
-        "Image size, in place of the model's own: 224, or 1,28,28.",
-        panel=MODEL,
-        kinds=("image",),
+    input_size: Sizes = image_option(
+        None, "Image size, in place of the model's own: 224, or 1,28,28."
     )
-    tower: str | None = option(
+    tower: str | None = model_option(
         None,
         "Tower to measure, for a model with two: image or text.",
-        panel=MODEL,
         values=lambda: ("image", "text"),
     )
     # torch takes seeds of 64 bits.
-    seed: int = option(0, "Random seed.", panel=RUN, ge=-(2**63), lt=2**63)
-    device: str | None = option(
+    seed: int = run_option(0, "Random seed.", ge=-(2**63), lt=2**63)
+    device: str | None = run_option(
         None,
         "Device: auto (CUDA, else CPU), cpu, cuda, cuda:1...",
-        panel=RUN,
         usual="auto",
         values=lambda: ("auto", "cpu", "cuda"),
     )
-    dtype: Literal["float32", "float64"] = option(
-        "float32", "Precision of the computation: float32 or float64.", panel=RUN
+    dtype: Literal["float32", "float64"] = run_option(
+        "float32", "Precision of the computation: float32 or float64."
     )
-    weights: Literal["converted", "stored"] = option(
+    weights: Literal["converted", "stored"] = run_option(
         "converted",
         "converted (to --dtype on loading) or stored (kept as stored, converted one layer at "
         "a time; saves memory).",
-        panel=RUN,
     )
-    device_map: str | None = option(
+    device_map: str | None = run_option(
         None,
         "Distribute weights over GPUs, CPU and disk: auto, balanced, or a JSON file that "
         "maps modules to devices.",
-        panel=RUN,
         values=lambda: ("auto", "balanced"),
     )
-    batch_size: Size = option(
-        None, "Batch size; auto: smaller if memory runs out.", panel=RUN, usual="auto"
+    batch_size: Size = run_option(
+        None, "Batch size; auto: smaller if memory runs out.", usual="auto"
     )
-    shard: ShardNumber = option(
-        None,
-        "i/n: measure only part i of n of the samples; `lipaudit merge` joins the reports.",
-        panel=RUN,
+    shard: ShardNumber = run_option(
+        None, "i/n: measure only part i of n of the samples; `lipaudit merge` joins the reports."
     )
-    time_limit: Duration = option(
-        None,
-        "Stop after this time (90s, 30min, 1h30m) and report the finished batches.",
-        panel=RUN,
+    time_limit: Duration = run_option(
+        None, "Stop after this time (90s, 30min, 1h30m) and report the finished batches."
     )
-    resume: bool = option(False, "Continue an interrupted run of the same command.", panel=RUN)
-    offline: bool = option(False, "Do not use the network.", panel=RUN)
+    resume: bool = run_option(False, "Continue an interrupted run of the same command.")
+    offline: bool = run_option(False, "Do not use the network.")
 
     def reading(self) -> dict[str, Any]:
         """Return the given options that decide how model and data are read, for reports."""
@@ -156,7 +133,9 @@ def _plain(value: Any) -> Any:
 
 PENALTY, ADVERSARIAL = "Penalty", "Adversarial training"
 DESCENT, IMAGES = "Optimization", "Image augmentation"
-JASMIN, ATTACKED = needs("penalty", "jasmin"), needs("adversarial", "pgd")
+jasmin_option = partial(option, panel=PENALTY, need=needs("penalty", "jasmin"))
+attack_option = partial(option, panel=ADVERSARIAL, need=needs("adversarial", "pgd"))
+descent_option, picture_option = partial(option, panel=DESCENT), partial(option, panel=IMAGES)
 
 
 class Recipe(Settings):
@@ -174,49 +153,32 @@ class Recipe(Settings):
     penalty: Literal["jasmin", "specformer"] | None = option(
         None, "Penalty added to the loss: jasmin or specformer. Default: none.", panel=PENALTY
     )
-    k: int = option(
-        0,
-        "JaSMin lowers log g1 with 0, and log(g1 / gk) with k > 1.",
-        panel=PENALTY,
-        need=JASMIN,
-        ge=0,
-    )
+    k: int = jasmin_option(0, "JaSMin lowers log g1 with 0, and log(g1 / gk) with k > 1.", ge=0)
     weight: float = option(
         1e-2, "Weight of the penalty in the loss.", panel=PENALTY, need=needs("penalty"), ge=0
     )
-    reduction: Literal["max", "mean"] = option(
-        "mean", "How JaSMin reduces over attention rows: mean or max.", panel=PENALTY, need=JASMIN
+    reduction: Literal["max", "mean"] = jasmin_option(
+        "mean", "How JaSMin reduces over attention rows: mean or max."
     )
     adversarial: Literal["pgd"] | None = option(
         None, "pgd: train on adversarial examples made with PGD.", panel=ADVERSARIAL
     )
-    eps: OneRadius = option(
-        "2/255",
-        "L-inf radius of --adversarial (pixels in [0, 1]).",
-        panel=ADVERSARIAL,
-        need=ATTACKED,
-    )
-    steps: int = option(
-        5, "PGD steps for each adversarial example.", panel=ADVERSARIAL, need=ATTACKED, ge=1
-    )
-    epochs: int = option(40, "Number of passes over the data.", panel=DESCENT, ge=1)
+    eps: OneRadius = attack_option("2/255", "L-inf radius of --adversarial (pixels in [0, 1]).")
+    steps: int = attack_option(5, "PGD steps for each adversarial example.", ge=1)
+    epochs: int = descent_option(40, "Number of passes over the data.", ge=1)
     batch_size: int = 512
-    optimizer: Literal["sgd", "adamw"] = option("sgd", "Optimizer: sgd or adamw.", panel=DESCENT)
-    lr: float = option(0.01, "Largest learning rate.", panel=DESCENT, gt=0)
-    momentum: float = option(
-        0.9, "Of sgd.", panel=DESCENT, need=needs("optimizer", "sgd"), ge=0, lt=1
+    optimizer: Literal["sgd", "adamw"] = descent_option("sgd", "Optimizer: sgd or adamw.")
+    lr: float = descent_option(0.01, "Largest learning rate.", gt=0)
+    momentum: float = descent_option(0.9, "Of sgd.", need=needs("optimizer", "sgd"), ge=0, lt=1)
+    weight_decay: float = descent_option(1e-4, "Weight decay of the optimizer.", ge=0)
+    clip: float = descent_option(0.0, "Clip gradients to this norm; 0: no clipping.", ge=0)
+    schedule: Literal["cosine", "onecycle"] = descent_option(
+        "cosine", "Learning rate schedule: cosine (down to 0) or onecycle (up to --lr, then down)."
     )
-    weight_decay: float = option(1e-4, "Weight decay of the optimizer.", panel=DESCENT, ge=0)
-    clip: float = option(0.0, "Clip gradients to this norm; 0: no clipping.", panel=DESCENT, ge=0)
-    schedule: Literal["cosine", "onecycle"] = option(
-        "cosine",
-        "Learning rate schedule: cosine (down to 0) or onecycle (up to --lr, then down).",
-        panel=DESCENT,
-    )
-    flip: bool = option(True, "Mirror each image at random.", panel=IMAGES)
-    shift: int = option(0, "Shift each image by up to this many pixels.", panel=IMAGES, ge=0)
-    mixup: float = option(0.8, "Alpha of MixUp; 0: no MixUp.", panel=IMAGES, ge=0)
-    cutmix: float = option(1.0, "Alpha of CutMix; 0: no CutMix.", panel=IMAGES, ge=0)
+    flip: bool = picture_option(True, "Mirror each image at random.")
+    shift: int = picture_option(0, "Shift each image by up to this many pixels.", ge=0)
+    mixup: float = picture_option(0.8, "Alpha of MixUp; 0: no MixUp.", ge=0)
+    cutmix: float = picture_option(1.0, "Alpha of CutMix; 0: no CutMix.", ge=0)
     seed: int = 0
 
     # With k = 1 the penalty is log(g1 / g1), a constant.

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from pydantic import (
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.tables.trials import Radius, parse_budget, parse_radius
 
+# Attributes of `Option` that a field declares; the others follow from the field.
+DECLARED = frozenset({"panel", "env", "usual", "values", "need", "kinds"})
 # Types that the command line reads directly; others are given as text.
 PLAIN = (bool, int, float, Path)
 
@@ -98,37 +101,21 @@ class Option:
         return self.flags[0].removeprefix("--") if self.default is True else str(self.default)
 
 
-def option(
-    default: Any,
-    help: str,
-    *flags: str,
-    panel: str = "",
-    env: str = "",
-    usual: str = "",
-    values: Callable[[], Iterable[str]] | None = None,
-    need: Need | None = None,
-    kinds: tuple[str, ...] = (),
-    **checks: Any,
-) -> Any:
-    """Declare an option: a pydantic field with its spelling on a command line.
+def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
+    """Declare a field of `Settings` that people can type.
 
     Args:
-        default: default of the field; text of a parsed type is parsed.
+        default: its default; text is parsed as if typed.
         help: one line.
         flags: its spellings; by default `--` and the field's name.
-        panel: heading in the help.
-        env: environment variable of the option.
-        usual: the default in words, for the help.
-        values: returns possible words, if its type does not list them.
-        need: when the option has an effect.
-        kinds: the kinds of models it applies to; empty: all.
-        checks: further arguments of `pydantic.Field`.
+        how: attributes of `Option` (panel, env, usual, values, need, kinds), and arguments of
+            `pydantic.Field` that check values (ge, lt).
     """
-    known: dict[str, Any] = {"flags": flags, "help": help, "panel": panel, "env": env}
-    known |= {"usual": usual, "values": values, "need": need, "kinds": kinds}
+    known: dict[str, Any] = {"help": help, **({"flags": flags} if flags else {})}
+    known |= {name: how.pop(name) for name in DECLARED & how.keys()}
     # Defaults of parsed types are stored as text, as a person would type them.
-    checks.setdefault("validate_default", isinstance(default, str))
-    return Field(default, description=help, json_schema_extra={"option": known}, **checks)
+    how.setdefault("validate_default", isinstance(default, str))
+    return Field(default, description=help, json_schema_extra={"option": known}, **how)
 
 
 class Settings(BaseModel):
@@ -148,11 +135,12 @@ class Settings(BaseModel):
         described = {}
         for name, info in cls.model_fields.items():
             extra: Any = info.json_schema_extra or {}
-            if known := dict(extra.get("option", {})):
-                known["flags"] = known["flags"] or (flag(name),)
-                known["values"] = known["values"] or partial(_choices, info.annotation)
-                known["default"] = None if info.default == () else info.default
-                known["kind"], known["repeats"] = _kind(info.annotation, info.metadata)
+            if "option" in extra:
+                kind, repeats = _kind(info.annotation, info.metadata)
+                known: dict[str, Any] = {"flags": (flag(name),)}
+                known |= {"values": partial(_choices, info.annotation)}
+                known |= {"default": None if info.default == () else info.default}
+                known |= {"kind": kind, "repeats": repeats, **extra["option"]}
                 described[name] = Option(name=name, **known)
         return described
 
@@ -216,14 +204,12 @@ class Settings(BaseModel):
         """
         known = cls.options()
         spell = spelled or (lambda name: known[name].flags[0] if name in known else flag(name))
+        # JSON and the command line read integers of any size.
         for name, value in values.items():
-            # JSON and the command line read integers of any size.
             if isinstance(value, int) and not -INT64 <= value < INT64:
                 raise UsageError(f"{spell(name)}: {value} is too large a number")
         try:
             settings = cls.model_validate(dict(values))
-            settings._configured = frozenset(configured)
-            return settings
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else ""
@@ -232,6 +218,8 @@ class Settings(BaseModel):
             words = known[name].values() if name in known else ()
             advice = suggestion(str(first["input"]), words, "")
             raise UsageError(f"{spell(name)}: {first['input']!r}: {wrong}", advice) from None
+        settings._configured = frozenset(configured)
+        return settings
 
 
 def flag(name: str) -> str:
@@ -266,12 +254,9 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:
         return _kind(choices[0]) if len(choices) == 1 else (str, False)
     if annotation == tuple[Path, ...]:
         return Path, True
-    if get_origin(annotation) is Literal or annotation not in PLAIN:
-        return str, False
-    return annotation, False
+    return annotation if annotation in PLAIN else str, False
 
 
-LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
 _TIME = r"(?:(\d+(?:\.\d+)?)%s)?"
 DURATION = re.compile(_TIME % "h" + _TIME % "m(?:in)?" + _TIME % "s?")
 # Smallest number of tokens: worst-case tokens are two points.
@@ -281,65 +266,53 @@ MOST_LENGTHS, MOST_TOKENS, MOST_LAYERS, MOST_PIXELS = 1000, 10**7, 10**5, 10**5
 MOST_SHARDS = 10**5
 
 
-def read_layers(text: str) -> tuple[int, ...]:
-    """Read `0,5-7` as (0, 5, 6, 7).
+def _require(fits: object) -> None:
+    """Refuse a text; `_read_with` says what it must be."""
+    if not fits:
+        raise ValueError("the text does not have the form of the option")
 
-    Raises:
-        ValueError: the text is not a list of numbers and ranges.
-    """
+
+def _read_integers(form: str, text: str) -> list[int]:
+    """Return the numbers in the groups of a pattern; spaces do not matter."""
+    match = re.fullmatch(form, text.replace(" ", ""))
+    _require(match)
+    return [int(number or -1) for number in match.groups()] if match else []
+
+
+def read_layers(text: str) -> tuple[int, ...]:
+    """Read `0,5-7` as (0, 5, 6, 7)."""
     layers: list[int] = []
     for piece in text.split(","):
-        first, dash, last = piece.partition("-")
-        start, stop = int(first), int(last if dash else first)
-        if not start <= stop < start + MOST_LAYERS:
-            raise ValueError(f"{piece} is not a range")
-        layers += range(start, stop + 1)
+        first, last = _read_integers(r"(\d+)(?:-(\d+))?", piece)
+        last = first if last < 0 else last
+        _require(first <= last < first + MOST_LAYERS)
+        layers += range(first, last + 1)
     return tuple(layers)
 
 
 def read_lengths(text: str) -> tuple[int, ...]:
-    """Read `8:256:log6` as (8, 16, 32, 64, 128, 256): six lengths, evenly spaced in log n.
-
-    Raises:
-        ValueError: the text does not have that form.
-    """
-    match = LENGTHS.fullmatch(text)
-    first, last, count = map(int, match.groups()) if match else (0, 0, 0)
-    reachable = FEWEST <= first < last <= MOST_TOKENS
-    if not reachable or not 2 <= count <= MOST_LENGTHS:
-        raise ValueError("not FIRST:LAST:logCOUNT, or fewer than 2 tokens")
+    """Read `8:256:log6` as (8, 16, 32, 64, 128, 256): six lengths, evenly spaced in log n."""
+    first, last, count = _read_integers(r"(\d+):(\d+):log(\d+)", text)
+    _require(FEWEST <= first < last <= MOST_TOKENS and 2 <= count <= MOST_LENGTHS)
     # Even steps of the logarithm: a power law is a line over them.
     steps = (math.log(last / first) * i / (count - 1) for i in range(count))
     return tuple(dict.fromkeys(round(first * math.exp(step)) for step in steps))
 
 
 def read_head(text: str) -> tuple[int, int]:
-    """Read LAYER.HEAD.
-
-    Raises:
-        ValueError: the text is not of that form.
-    """
-    layer, _, head = text.partition(".")
-    if not (layer.isdecimal() and head.isdecimal()):
-        raise ValueError("not LAYER.HEAD")
-    return int(layer), int(head)
+    """Read LAYER.HEAD."""
+    layer, head = _read_integers(r"(\d+)\.(\d+)", text)
+    return layer, head
 
 
 def read_keywords(text: str) -> dict[str, Any]:
-    """Read `k=v,...`; values are numbers, true, false and none where they can be, else strings.
-
-    Raises:
-        ValueError: the text is not of that form.
-    """
+    """Read `k=v,...`; values are numbers, true, false and none where they can be, else strings."""
     values: dict[str, Any] = {}
     for key, equals, value in (piece.partition("=") for piece in text.split(",") if piece):
-        if not (key.strip().isidentifier() and equals):
-            raise ValueError("not of that form")
-        word = value.strip()
-        try:
+        _require(key.strip().isidentifier() and equals)
+        values[key.strip()] = word = value.strip()
+        with suppress(ValueError):  # a string
             values[key.strip()] = json.loads({"none": "null"}.get(word.lower(), word.lower()))
-        except ValueError:
-            values[key.strip()] = word
     return values
 
 
@@ -349,38 +322,27 @@ def write_keywords(values: Mapping[str, Any]) -> str:
     >>> write_keywords({"depth": 2, "pretrained": False})
     'depth=2,pretrained=false'
     """
-    words = {
-        k: str(v).lower() if v is None or isinstance(v, bool) else v for k, v in values.items()
-    }
-    return ",".join(f"{key}={word}" for key, word in words.items())
+    low = {k: str(v).lower() for k, v in values.items() if v is None or isinstance(v, bool)}
+    return ",".join(f"{key}={value}" for key, value in {**values, **low}.items())
 
 
 def read_shard(text: str) -> tuple[int, int]:
-    """Read `2/4`, the second of four.
-
-    Raises:
-        ValueError: there is no such part.
-    """
-    number, of = map(int, text.split("/"))
-    if not 1 <= number <= of <= MOST_SHARDS:
-        raise ValueError("there is no such part")
+    """Read `2/4`, the second of four."""
+    number, of = _read_integers(r"(\d+)/(\d+)", text)
+    _require(1 <= number <= of <= MOST_SHARDS)
     return number, of
 
 
 def read_duration(text: str) -> float:
     """Read `90`, `90s`, `30min` or `1h30m` as seconds.
 
-    Raises:
-        ValueError: the text is none of these.
-
     >>> read_duration("1h30m")
     5400.0
     """
     match = DURATION.fullmatch(text.replace(" ", ""))
-    if match is None or not any(match.groups()):
-        raise ValueError("not a time")
-    hours, minutes, seconds = (float(number or 0) for number in match.groups())
-    return 3600 * hours + 60 * minutes + seconds
+    times = match.groups() if match else ()
+    _require(any(times))
+    return sum(float(time or 0) * unit for time, unit in zip(times, (3600, 60, 1), strict=True))
 
 
 def distinct(values: Sequence[Any]) -> Sequence[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -135,9 +135,7 @@ class Column:
         Raises:
             ValueError: the value does not fit the column.
         """
-        if value is None:
-            if self.needed or self.default is not None:
-                raise ValueError(f"{name} is missing")
+        if value is None and not self.needed and self.default is None:
             return None
         kind: Any = {"s": str, "d": int, "": bool}.get(self.format, float)
         # JSON has no NaN: it is written as a string, which only columns of numbers convert back.
@@ -145,10 +143,12 @@ class Column:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         # True is an int in Python, but not a count.
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
-        if self.least is not None and value < self.least:
-            raise ValueError(f"{name} is {value}, below {self.least:g}")
+        fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        reason = "" if fits else f"is {value!r}, not of type {kind.__name__}"
+        if fits and self.least is not None and value < self.least:
+            reason = f"is {value}, below {self.least:g}"
+        if reason:
+            raise ValueError(f"{name} {reason}" if value is not None else f"{name} is missing")
         return value
 
 
@@ -182,37 +182,20 @@ def find_bounds(columns: Mapping[str, Column]) -> dict[str, Column]:
     return {name: column for name, column in columns.items() if column.formula}
 
 
-class Row(Mapping[str, Any]):
+class Row(dict[str, Any]):
     """One line of a section: its cells by column name, `row.exact` or `row["exact"]`.
 
     If the name of a column is a Python keyword, an underscore follows it: `row.from_`.
     """
 
-    __slots__ = ("_cells",)
-
-    def __init__(self, cells: Mapping[str, Any]) -> None:
-        self._cells = dict(cells)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._cells[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cells)
-
-    def __len__(self) -> int:
-        return len(self._cells)
-
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or (column := name.removesuffix("_")) not in self._cells:
+        if name.startswith("_") or (column := name.removesuffix("_")) not in self:
             raise AttributeError(f"the row has no column {name!r}")
-        return self._cells[column]
-
-    def __repr__(self) -> str:
-        return f"Row({self._cells})"
+        return self[column]
 
     def replace(self, **cells: Any) -> Row:
         """Return the row with some cells replaced."""
-        return Row(self._cells | cells)
+        return Row({**self, **cells})
 
     @property
     def key(self) -> TrialKey | None:
@@ -220,7 +203,7 @@ class Row(Mapping[str, Any]):
 
         If a report lacks the typed radius, the radius is rounded.
         """
-        if not {"norm", "eps"} <= self._cells.keys():
+        if not {"norm", "eps"} <= self.keys():
             return None
         radius = parse_radius(self.get("eps_text") or f"{self.eps:.4g}")
         return TrialKey(self.get("attack", ""), self.norm, radius)
@@ -295,31 +278,21 @@ Rows = tuple[
 ]
 
 
-# Shape of arrays by kind (the name before @); None is any length.
-SHAPES: Mapping[str, tuple[int | None, ...]] = {
-    "map": (None, None),
-    "map_tokens": (2,),
-}
-# Arrays that need a second array of the same head.
-BESIDE = {"map": "map_tokens"}
-
-
 def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
-    """Check that the arrays of a section can be drawn.
+    """Check that the maps of a section can be drawn.
 
     Raises:
-        ValueError: an array has another shape, lacks its second array, or is not finite.
+        ValueError: a map has another shape, or lacks the numbers of its queries and keys.
     """
     for name, array in arrays.items():
         kind, _, head = name.partition("@")
-        shape, known = array.shape, SHAPES.get(kind, array.shape)
-        fits = [n in (None, size) for size, n in zip(shape, known, strict=False)]
-        if array.data and not (len(shape) == len(known) and all(fits)):
-            raise ValueError(f"{name} has the shape {shape}")
-        if kind in BESIDE and f"{BESIDE[kind]}@{head}" not in arrays:
-            raise ValueError(f"{name} without {BESIDE[kind]}@{head}")
-        # The number of queries and keys of the map, which its axes are labelled with.
-        if kind == "map_tokens" and len(finite(array.data)) < len(array.data):
+        labels = kind == "map_tokens"  # the numbers of queries and keys, which label the axes
+        fits = array.shape == (2,) if labels else kind != "map" or len(array.shape) == 2
+        if array.data and not fits:
+            raise ValueError(f"{name} has the shape {array.shape}")
+        if kind == "map" and f"map_tokens@{head}" not in arrays:
+            raise ValueError(f"{name} without map_tokens@{head}")
+        if labels and len(finite(array.data)) < len(array.data):
             raise ValueError(f"{name} has values that are no numbers")
     return arrays
 
@@ -361,11 +334,9 @@ def log10_ratio(row: Row, bound: str) -> float | None:
     value, exact = row.get(bound), log10(row.exact)
     if exact is None or not math.isfinite(exact):
         return None
-    if value is None or math.isinf(value):
-        stored = row.get(f"log10_{bound}")
-        return None if stored is None else float(stored) - exact
-    ratio = log10(value)
-    return None if ratio is None else ratio - exact
+    overflow = value is None or math.isinf(value)
+    logarithm = row.get(f"log10_{bound}") if overflow else log10(value)
+    return None if logarithm is None else float(logarithm) - exact
 
 
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
@@ -496,7 +467,7 @@ HEAD = {
 HEAD_NORMS = {
     **HEAD,
     "kind": text_column(
-        "kind", "How queries, keys and values are computed from X (affine, local or numeric)."
+        "kind", "How queries, keys and values are computed from X (affine, local or numerical)."
     ),
     "input": text_column(
         "input",

@@ -203,10 +203,9 @@ class Section(Frozen):
 
     @model_validator(mode="after")
     def _check_flags(self) -> Section:
-        for name, cells in self.samples.items():
-            if name.partition("@")[0] not in FLAGS & self.sample_columns.keys():
-                continue
-            for cell in cells:
+        flags = FLAGS & self.sample_columns.keys()
+        for name in (name for name in self.samples if name.partition("@")[0] in flags):
+            for cell in self.samples[name]:
                 if isinstance(cell, float | int) and math.isfinite(cell) and cell not in (0, 1):
                     raise ValueError(f"{name} holds {cell}, which is neither 0 nor 1")
         return self

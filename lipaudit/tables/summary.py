@@ -21,7 +21,6 @@ from lipaudit.tables.columns import (
     largest,
     log10_ratio,
     median_limits,
-    middle,
     order,
     wilson,
 )
@@ -229,17 +228,12 @@ def _list_warnings(report: Report) -> Iterator[Note]:
 
 def _count_correct(report: Report) -> Iterator[Accuracy]:
     """Count the correct samples without attack, among the attacked samples if there are any."""
-    for measure in ("attack", "jacobian", "certify"):
-        section = report.section(measure)
-        cells = section.samples.get("correct", ()) if section else ()
-        pairs = zip(section.ids if section else (), cells, strict=False)
-        flags = finite(flag for name, flag in pairs if not is_repeat(name))
-        if flags:
-            right = sum(flag > 0 for flag in flags)
-            low, high = wilson(right, len(flags))
-            yield Accuracy(
-                kind="clean", share=right / len(flags), low=low, high=high, samples=len(flags)
-            )
+    for section in filter(None, map(report.section, ("attack", "jacobian", "certify"))):
+        cells = zip(section.ids, section.samples.get("correct", ()), strict=False)
+        if flags := finite(flag for name, flag in cells if not is_repeat(name)):
+            right, n = sum(flag > 0 for flag in flags), len(flags)
+            low, high = wilson(right, n)
+            yield Accuracy(kind="clean", share=right / n, low=low, high=high, samples=n)
             return
 
 
@@ -251,7 +245,7 @@ def _list_balls(report: Report) -> Iterator[Accuracy]:
     balls: dict[tuple[str, float], list[Row]] = {}
     for row in rows_of(report.section("attack")):
         balls.setdefault((row.norm, row.eps), []).append(row)
-    found: list[tuple[Literal["attacked", "certified"], str, Row, dict[str, Any]]] = []
+    found: list[tuple[str, str, Row, dict[str, Any]]] = []
     for group in balls.values():
         tried = tuple(row.attack for row in group if row.attack != WORST)
         worst = [row for row in group if row.attack == WORST] or group[:1] * (len(group) == 1)
@@ -262,17 +256,9 @@ def _list_balls(report: Report) -> Iterator[Accuracy]:
         found.append(("certified", "certified", row, {"undecided": row.undecided}))
     for kind, name, row, more in found:
         if row[name] is not None:
-            yield Accuracy(
-                kind=kind,
-                norm=row.norm,
-                eps=row.trial.radius.text,
-                ball=row.trial.ball,
-                share=row[name],
-                low=row[f"{name}_low"],
-                high=row[f"{name}_high"],
-                samples=row.samples,
-                **more,
-            )
+            known = {"eps": row.trial.radius.text, "ball": row.trial.ball, **more}
+            known |= {"share": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
+            yield Accuracy(kind=kind, norm=row.norm, samples=row.samples, **known)
 
 
 def _make_radii(report: Report) -> Radii | None:
@@ -280,16 +266,9 @@ def _make_radii(report: Report) -> Radii | None:
     if not rows or not finite([rows[0].radius]):
         return None
     row, section = rows[0], report.section("certify")
-    limits = median_limits(section.samples.get("radius", ()) if section else ())
-    low, high = limits or (None, None)
-    return Radii(
-        norm=row.norm,
-        median=order(row.radius),
-        low=low,
-        high=high,
-        adversarial=row.radius_adversarial,
-        samples=row.samples,
-    )
+    low, high = median_limits(section.samples.get("radius", ()) if section else ()) or (None, None)
+    known = {"norm": row.norm, "median": order(row.radius), "samples": row.samples}
+    return Radii(low=low, high=high, adversarial=row.radius_adversarial, **known)
 
 
 def _make_norms(section: Section | None) -> ModelNorms | None:
@@ -297,27 +276,23 @@ def _make_norms(section: Section | None) -> ModelNorms | None:
     if section is None or not rows or not finite((rows[0].median, rows[0].max)):
         return None
     # The sample with the largest norm; empty if unknown.
-    ids, norms = (section.samples.get(name, ()) for name in ("ids", "norm"))
-    known = [(order(v), str(i)) for i, v in zip(ids, norms, strict=False) if finite([v])]
-    sample = max(known, key=lambda pair: pair[0], default=(0.0, ""))[1]
+    norms = dict(zip(section.ids, section.samples.get("norm", ()), strict=False))
+    known = [name for name in norms if finite([norms[name]])]
+    sample = max(known, key=lambda name: order(norms[name]), default="")
     names = ("norm", "median", "p95", "max", "samples", "converged")
-    figures = {name: rows[0][name] for name in names}
-    low, high = median_limits(norms) or (None, None)
-    return ModelNorms(
-        start=rows[0].from_, end=rows[0].to, sample=sample, low=low, high=high, **figures
-    )
+    figures = {"start": rows[0].from_, "end": rows[0].to} | {n: rows[0][n] for n in names}
+    low, high = median_limits(norms.values()) or (None, None)
+    return ModelNorms(sample=sample, low=low, high=high, **figures)
 
 
 def _make_heads(rows: Sequence[Row]) -> SteepestHeads | None:
     known = [row for row in rows if finite([row.exact])]
     if not known:
         return None
-    steepest = tuple(
-        Head(layer=row.layer, head=row.head, exact=order(row.exact))
-        for row in largest(known, "exact", STEEPEST)
-    )
+    rows = largest(known, "exact", STEEPEST)
+    steepest = (Head(layer=row.layer, head=row.head, exact=order(row.exact)) for row in rows)
     typical = median(finite(row.exact for row in known))
-    return SteepestHeads(steepest=steepest, median=typical, heads=len(known))
+    return SteepestHeads(steepest=tuple(steepest), median=typical, heads=len(known))
 
 
 def steepest(sections: Iterable[Section], count: int) -> list[str]:
@@ -353,22 +328,11 @@ def _make_fragile(section: Section | None) -> Fragile | None:
 
 def _list_tightness(section: Section | None) -> Iterator[Tightness]:
     for name, column in find_bounds(section.columns if section else {}).items():
-        logs = finite(log10_ratio(row, name) for row in rows_of(section))
-        typical = middle(logs)
-        if typical is not None:
-            yield Tightness(
-                bound=name,
-                status=column.status,
-                median=_raise_ten(typical),
-                largest=_raise_ten(max(logs)),
-                heads=len(logs),
-            )
-
-
-def _raise_ten(logarithm: float) -> float:
-    """Return 10 to a power; infinity if it overflows."""
-    # The largest float is 1.8e308.
-    return 10**logarithm if logarithm < 308 else math.inf
+        if logs := finite(log10_ratio(row, name) for row in rows_of(section)):
+            # The largest float is 1.8e308.
+            typical, most = (10**x if x < 308 else math.inf for x in (median(logs), max(logs)))
+            known = {"status": column.status, "median": typical, "largest": most}
+            yield Tightness(bound=name, heads=len(logs), **known)
 
 
 # Number of samples that are shown.
@@ -408,18 +372,7 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
     last.
     """
     balls = broken(report)
-    # Each column is read from the first section that has it.
-    norms, right, proven = (
-        next(
-            (
-                dict(zip(s.ids, s.samples[n], strict=False))
-                for s in report.sections
-                if n in s.samples
-            ),
-            {},
-        )
-        for n in ("norm", "correct", "radius")
-    )
+    norms, right, proven = (_read_column(report, n) for n in ("norm", "correct", "radius"))
 
     def rank(sample: str) -> tuple[bool, int, float, float]:
         radius = min(finite([proven.get(sample)]), default=math.inf)
@@ -428,6 +381,12 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
 
     known = dict.fromkeys(sample for section in report.sections for sample in section.ids)
     return sorted(known, key=rank)[:count]
+
+
+def _read_column(report: Report, name: str) -> dict[str, Any]:
+    """Return a per-sample column by sample, of the first section that has it."""
+    sections = (section for section in report.sections if name in section.samples)
+    return next((dict(zip(s.ids, s.samples[name], strict=False)) for s in sections), {})
 
 
 def contradictions(report: Report) -> list[Contradiction]:

@@ -22,9 +22,9 @@ def kept(tmp_path_factory):
     with np.load(str(files("lipaudit.data") / "assets" / "digits_test.npz")) as digits:
         x, y = digits["x"], digits["y"]
     with chdir(folder):
-        np.savez("val.npz", x=x[:4], y=y[:4])
-        np.savez("other.npz", x=x[4:8], y=y[4:8])
-        line = ("bounds", "demo", "--data", "val.npz", "-n", "4", "-q")
+        np.savez("val.npz", x=x[:2], y=y[:2])
+        np.savez("other.npz", x=x[2:4], y=y[2:4])
+        line = ("bounds", "demo", "--data", "val.npz", "-n", "2", "-q")
         invoke(*line, "-o", "base.json")
         invoke(*line, "--concat", "-o", "older.json")
         # from before norms of layers had options of their own
@@ -63,7 +63,7 @@ def test_other_samples_are_refused_before_they_are_measured(measured, monkeypatc
     )
     done = invoke("gate", "demo", "-b", "base.json", "-q", "--data", "other.npz", code=5)
     said = " ".join(done.stderr.split())
-    assert "only 0 of the baseline's 4 samples" in said
+    assert "only 0 of the baseline's 2 samples" in said
     assert "Give the baseline's samples (val.npz) with --data" in said
 
 
@@ -90,7 +90,7 @@ def test_the_machine_is_chosen_anew_and_the_protocol_is_not(measured):
     done = invoke("gate", "demo", "-b", "base.json", "-q", *where, "--report", "now.json")
     assert "unchanged" in done.stdout
     run = json.loads(Path("now.json").read_text())["run"]
-    assert (run["device"], run["data"]["samples"]) == ("cpu", 4)
+    assert (run["device"], run["data"]["samples"]) == ("cpu", 2)
     invoke("gate", "demo", "-b", "base.json", "--device", "nowhere", code=2)
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 import lipaudit
-from lipaudit.errors import UsageError
-from lipaudit.gate.rules import configure
 from tests.commands import invoke
 
 SOURCES = sorted(Path(lipaudit.__file__).parent.rglob("*.py"))
@@ -69,20 +67,6 @@ def test_the_name_that_was_meant_is_named(args, meant):
 def test_so_is_a_name_of_the_configuration(text, meant):
     Path("pyproject.toml").write_text(f"[tool.lipaudit]\n{text}\n")
     assert f"Did you mean {meant}" in read_refusal("bounds", "demo")
-
-
-@pytest.mark.parametrize(
-    ("table", "meant"),
-    [
-        ({"rule": []}, "rules"),
-        ({"rules": ["jacobian.nrm <= +5%"]}, "jacobian.norm"),
-        ({"rules": ["jacobian.norm:meadian <= +5%"]}, "median"),
-    ],
-)
-def test_so_is_a_name_of_a_rule(table, meant):
-    with pytest.raises(UsageError) as refused:
-        configure(table)
-    assert f"Did you mean '{meant}'" in refused.value.advice
 
 
 def test_names_of_timm_are_those_that_timm_lists():

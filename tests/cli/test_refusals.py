@@ -14,19 +14,14 @@ from safetensors.torch import load_file, save_file
 from tests.commands import invoke, refuse
 
 BALL = "--eps 0.1 --attack"
-TEXT_ONLY = "--max-tokens works only for models that take text"
 COMMANDS = [
     ("bounds", 2, "Missing argument"),
     ("bounds no-such-model", 4, "no model"),
     ("bounds demo --samples 0", 2, "--samples"),
     (f"bounds demo --samples {'9' * 30}", 2, "too large a number"),
-    ("bounds demo --tol -1", 2, "--tol"),
     ("bounds demo --tol nan", 2, "--tol"),
     ("bounds demo --tol 0", 2, "--tol"),
-    ("bounds demo --tol 1", 2, "--tol"),
     ("bounds demo --within inf", 2, "--within"),
-    ("bounds demo --within -1", 2, "--within"),
-    ("bounds demo --within 0", 2, "--within"),
     (f"bounds demo --seed {2**63}", 2, "--seed"),
     ("bounds demo --layers 9", 2, "no attention layer 9"),
     ("bounds demo --layers a", 2, "--layers"),
@@ -35,8 +30,7 @@ COMMANDS = [
     ("bounds demo --batch-size many", 2, "--batch-size"),
     ("bounds demo --model-kwargs a=1", 2, "demo does not take"),
     ("bounds demo --data nowhere/", 4, "no data"),
-    ("bounds demo --max-tokens 3", 2, TEXT_ONLY),
-    ("bounds demo --text-column a", 2, "--text-column works only for models"),
+    ("bounds demo --max-tokens 3", 2, "--max-tokens works only for models that take text"),
     ("bounds demo -f yaml", 2, "unknown format"),
     ("bounds demo -o x.docx", 2, "format"),
     ("bounds demo -o map.png", 2, "cannot tell the format of map.png"),
@@ -45,25 +39,18 @@ COMMANDS = [
     ("attention demo --map 1", 2, "LAYER.HEAD"),
     ("attention demo --map 3.0", 2, "layer 3"),
     ("attention demo --map 2.4", 2, "no head 2.4"),
-    ("jacobian demo --tol 2", 2, "--tol"),
     ("jacobian demo --to moon", 2, "--to"),
     ("jacobian demo --to features --rivals 3", 2, "--rivals needs --to"),
     ("attack demo", 2, "no attack radius"),
     ("attack demo --eps two", 2, "not a radius"),
     ("attack demo --eps 0.1 --data random", 2, "labelled"),
     (f"attack demo {BALL} fgsm,fgsm", 2, "fgsm is named twice"),
-    (f"attack demo {BALL} custom:pgd,pgd", 2, "pgd is named twice"),
     ("attack demo --eps 1/2,0.5 --attack fgsm", 2, "0.5 is named twice"),
     (f"attack demo {BALL} fgsm --steps 3", 2, "--steps needs an attack that takes steps: pgd"),
     (f"attack demo {BALL} fgsm --restarts 3", 2, "--restarts"),
     (f"attack demo {BALL} pgd --queries 9", 2, "--queries needs an attack that takes queries or"),
-    (
-        f"attack demo {BALL} fgsm --norm token-l2",
-        2,
-        "token-l2 is a norm for token embeddings",
-    ),
+    (f"attack demo {BALL} fgsm --norm token-l2", 2, "token-l2 is a norm for token embeddings"),
     ("attack demo -n 1 --eps 2words", 2, "counts words of a text, but the model takes images"),
-    ("attack demo -n 1 --eps 2words", 2, "--eps 2/255"),
     ("certify demo", 2, "no radius was given"),
     ("certify demo --eps banana", 2, "'banana' is not a radius"),
     ("certify demo --eps 0", 2, "give a radius above 0"),
@@ -73,7 +60,6 @@ COMMANDS = [
     ("audit demo --quick --full", 2, "--full needs a run without --quick"),
     ("scaling demo --mode ''", 2, "--mode"),
     ("scaling demo --mode real,fake", 2, "--mode: 'fake'"),
-    ("scaling demo --mode real,real", 2, "real is named twice"),
     ("scaling demo --mode real --mask none", 2, "--mask needs a --mode other"),
     ("scaling demo --mode real --radius 2", 2, "--radius needs a --mode"),
     ("scaling demo --mode adversarial --mask some", 2, "--mask: 'some'"),
@@ -83,21 +69,16 @@ COMMANDS = [
     ("scaling demo --mode adversarial --heads 0.9", 2, "there is no head 0.9"),
     ("scaling demo --heads 0.1,0.1", 2, "0.1 is named twice"),
     (f"scaling demo --lengths 2:{10**400}:log3", 2, "--lengths"),
-    ("scaling demo --tol nan", 2, "--tol"),
-    ("scaling demo --tol 0", 2, "--tol"),
     ("scaling demo --radius inf", 2, "--radius"),
     ("train demo --data random", 2, "labelled"),
     ("train demo --k 3", 2, "--k needs --penalty jasmin"),
-    ("train demo --penalty specformer --k 10", 2, "--k needs --penalty jasmin"),
     ("train demo --penalty l2", 2, "--penalty"),
-    ("train demo --eps two", 2, "not a radius"),
     ("train demo --eps 0.1", 2, "--eps needs --adversarial pgd"),
     ("train demo -o x.html", 2, ".html is not possible here"),
     ("train demo --resume", 2, "no unfinished training to resume"),
     ("train demo --held-out random", 2, "--held-out"),
     ("train demo --classes 1", 2, "at least 2 classes"),
     ("train demo --classes 3", 2, "demo does not take --classes"),
-    ("train demo --max-tokens 3", 2, TEXT_ONLY),
     ("train no-such-model --data demo", 4, "no model"),
     ("explain sharpp", 2, "sharp"),
     ("gate missing.json", 5, "baseline"),
@@ -149,7 +130,7 @@ def test_weights_that_do_not_fit(weights, change, says):
     assert_refused(4, says, "model.safetensors", *AS_DEMO)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.999])
 def test_a_truncated_file(weights, share):
     save_file(weights, "model.safetensors")
     whole = Path("model.safetensors").read_bytes()
@@ -172,9 +153,9 @@ def test_an_architecture_is_missing_unknown_or_without_attention(weights):
     save_file(weights, "model.safetensors")
     assert_refused(2, "the architecture is unknown", "model.safetensors")
     assert_refused(4, "no model 'nope'", "model.safetensors", "--arch", "timm:nope")
-    assert_refused(4, "do not fit ResNet", "model.safetensors", "--arch", "timm:resnet18")
+    assert_refused(4, "do not fit ResNet", "model.safetensors", "--arch", "timm:resnet10t")
     random = ("--model-kwargs", "pretrained=false")
-    assert_refused(4, "no attention", "timm:resnet18", *random)
+    assert_refused(4, "no attention", "timm:resnet10t", *random)
 
 
 def test_half_precision_is_converted_with_a_note(weights):

@@ -135,12 +135,6 @@ def test_figures_of_a_sample_before_and_after(report, jacobian, norms):
         assert sample.place == f"index {i}"
 
 
-def test_norms_that_are_not_to_be_trusted_are_not_shown(report, jacobian, attack, norms):
-    stuck = jacobian(norms, converged=[False] * 64)
-    pair = pair_of(report(jacobian(norms), attack([1])), report(stuck, attack([1]), weights="b"))
-    assert all("jacobian.norm" not in sample.figures for sample in pair.samples)
-
-
 @pytest.mark.parametrize(
     ("run", "said"),
     [

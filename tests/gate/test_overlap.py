@@ -1,5 +1,6 @@
 """Reports over other samples: the same weights are unchanged, whichever samples are shared."""
 
+from contextlib import suppress
 from importlib.resources import files
 
 import numpy as np
@@ -54,11 +55,9 @@ def rules(audit):
         limit = "+1pp" if metric.rpartition(".")[2] in FLAGS else "+1%"
         stats = (STATS[(number + step) % len(STATS)] for step in (0, 1))
         for text in (f"{metric}:{stat} <= {limit}" for stat in stats):
-            try:
+            with suppress(UsageError):
                 judge(report, report, [parse_rule(text)])
-            except UsageError:
-                continue
-            sensible.append(parse_rule(text))
+                sensible.append(parse_rule(text))
     assert {rule.measure for rule in sensible} == {s.measure for s in report.sections}
     return sensible
 
@@ -92,7 +91,7 @@ def test_a_baseline_keeps_all_that_other_samples_need(audit, rules):
     assert slim.verdicts == whole.verdicts
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER if "superset" not in name])
+@pytest.mark.parametrize("name", ["a subset", "some of them and others"])
 def test_the_gate_wants_nearly_all_samples_of_the_baseline(audit, rules, name):
     judgement = judge(audit(OTHER[name]), audit(BASE), rules)
     assert {v.status for v in judgement.verdicts} == {"not comparable"}
@@ -111,8 +110,8 @@ def test_a_comparison_finds_the_same_weights_unchanged(audit, name):
         assert all(abs(head.change) < 1e-4 and not head.stands for head in pair.heads)
 
 
-@pytest.mark.parametrize("name", ["a superset in another order", "some of them and others"])
-def test_another_model_is_judged_as_if_measured_on_the_shared_samples_only(audit, name):
+def test_another_model_is_judged_as_if_measured_on_the_shared_samples_only(audit):
+    name = "some of them and others"
     shared = tuple(i for i in BASE if i in OTHER[name])
     plan = {measure: options for measure, options in PLAN.items() if measure != "attack"}
     exactly = compare([audit(shared), audit(shared, "demo:jasmin", plan)]).pairs[0]

@@ -70,9 +70,19 @@ def heads(
             fits, f"W_{name}", weight, "(D, d) or (heads, D, d), as X and W_Q have them"
         )
     layer = affine_heads(tokens, *weights)
-    for name, bias in zip("qkv", biases, strict=True):
-        if bias is not None:
-            layer = _add_bias(layer, name, _read_numbers(f"bias {name}", bias, 2))
+    for name, values in zip("qkv", biases, strict=True):
+        if values is None:
+            continue
+        bias, rows = _read_numbers(f"bias {name}", values, 2), getattr(layer, name)
+        count, width = rows.shape[1], rows.shape[-1]
+        fits = bias.shape[0] in (1, count) and bias.shape[1] == width
+        _require_shape(fits, f"bias {name}", bias, f"({width},) or ({count}, {width})")
+        bias = bias.expand(count, -1)  # one value for all heads counts for each
+        changes: dict[str, Any] = {
+            name: rows + bias[:, None],
+            f"to_{name}": replace(getattr(layer, f"to_{name}"), bias=bias),
+        }
+        layer = replace(layer, **changes)
     added = None if mask is None else _read_numbers("mask", mask, 4, least=0)
     if added is not None:
         whole = (*layer.q.shape[:3], layer.q.shape[2])
@@ -168,19 +178,6 @@ def _require_shape(fits: bool, name: str, values: Tensor, wanted: str) -> None:
         raise UsageError(
             f"{name} of shape {tuple(values.shape)} does not fit", f"Give a tensor {wanted}."
         )
-
-
-def _add_bias(layer: Heads, name: str, bias: Tensor) -> Heads:
-    tokens, to = getattr(layer, name), getattr(layer, f"to_{name}")
-    heads, width = tokens.shape[1], tokens.shape[-1]
-    fits = bias.shape[0] in (1, heads) and bias.shape[1] == width
-    _require_shape(fits, f"bias {name}", bias, f"({width},) or ({heads}, {width})")
-    bias = bias.expand(heads, -1)  # one value for all heads counts for each
-    changes: dict[str, Any] = {
-        name: tokens + bias[:, None],
-        f"to_{name}": replace(to, bias=bias),
-    }
-    return replace(layer, **changes)
 
 
 def _drop_axes(values: Tensor, x: ArrayLike, weight: ArrayLike) -> Tensor:

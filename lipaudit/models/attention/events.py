@@ -313,7 +313,7 @@ class AttentionMode(TorchFunctionMode):
         call, address = self.complete(result)
         if call is not None:
             self.on_attention(call, address)
-        return result.finish(self.leave(call, result.output, address))
+        return result.finish(self.cut_output(result.output, address))
 
     def run_linear(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -325,7 +325,7 @@ class AttentionMode(TorchFunctionMode):
         """Return the call to report, if it is complete, and the address of this one."""
         return call, Address("", "attention", 0)
 
-    def leave(self, call: AttentionCall | None, output: Tensor, address: Address) -> Tensor:
+    def cut_output(self, output: Tensor, address: Address) -> Tensor:
         """Return the output for the model, once the call is reported."""
         return output
 

@@ -8,10 +8,9 @@ are these gradients without the first terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,7 +136,20 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
         keys: columns of the keys.
         largest: the nodes of the largest logit of each row.
     """
-    device = product.device
+    device, reached = product.device, list[Tensor]()
+
+    def block(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Record and stop the gradient of a row's largest logit."""
+        reached.extend(g for g in grads if g is not None)
+        return tuple(None if g is None else 0 * g for g in grads)
+
+    def pull_logits(u: Tensor) -> Tensor | None:
+        """Return J^T u of the logits, without the part through the largest of each row."""
+        with ExitStack() as hooks:
+            for node in largest:
+                hooks.callback(node.register_prehook(block).remove)
+            return form.pull(u)
+
     if largest:
         # Only the largest logit of a row may be subtracted, equally from all of them: cotangents
         # that sum exactly to 0 over a row then give no gradient to it.
@@ -145,10 +157,8 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
         u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
         # Small integers add up to exactly 0 in floating point; random real numbers would not.
         u[..., -1] -= u.sum(-1)
-        pulled: list[Tensor] = []
-        with _hook(largest, lambda grads: pulled.extend(g for g in grads if g is not None)):
-            form.pull(u)
-        if any(bool((each != 0).any()) for each in pulled):
+        pull_logits(u)
+        if any(bool((each != 0).any()) for each in reached):
             raise NotClosedForm("its logits depend on the largest one of their row")
 
     def pull(cotangent: Tensor) -> Tensor:
@@ -158,8 +168,7 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
             whole = cotangent.new_zeros(form.logits.shape)
             whole[..., keys] = cotangent
             whole[..., keys.start - 1] = -cotangent.sum(-1)
-        with _hook(largest, lambda grads: tuple(g if g is None else 0 * g for g in grads)):
-            result = form.pull(whole.to(form.logits.dtype))
+        result = pull_logits(whole.to(form.logits.dtype))
         if result is None:  # a linear map of the logits, where the graph is cut
             raise NotClosedForm(BESIDE)
         return result.to(cotangent.dtype)
@@ -171,15 +180,6 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
     if not _is_close(pull(some), slopes * some, 1e-3):
         raise NotClosedForm("its logits mix heads or keys")
     return slopes
-
-
-@contextmanager
-def _hook(largest: Sequence[Node], hook: Callable[[Any], Any]) -> Iterator[None]:
-    """Call `hook` with the gradient of the largest logit of each row."""
-    with ExitStack() as hooks:
-        for node in largest:
-            hooks.callback(node.register_prehook(hook).remove)
-        yield
 
 
 def _read_bias(logits: Tensor, linear: Tensor, masked: Tensor, *, shifted: bool) -> Tensor | None:

@@ -203,7 +203,7 @@ class Tracer(AttentionMode):
             return None, address
         return loop.join([self._waiting.pop(each) for each in loop.addresses]), address
 
-    def leave(self, call: AttentionCall | None, output: Tensor, address: Address) -> Tensor:
+    def cut_output(self, output: Tensor, address: Address) -> Tensor:
         """Cut after an attention call."""
         wanted = output.requires_grad if self.wanted is None else address in self.wanted
         return self._cut(output, Origin(address)) if wanted else output.detach()

@@ -28,7 +28,7 @@ def section(net, batch):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("gain", [1.0, 1e3, 1e4])
+@pytest.mark.parametrize("gain", [1.0, 1e4])
 def test_layers_keep_their_closed_form_and_say_what_rounding_may_have_moved(attention, gain):
     net, batch = model(attention, gain)
     table = section(net, batch)

@@ -25,7 +25,7 @@ from lipaudit.certify.form import Form, UnboundedError
 from lipaudit.certify.prove import ball, margins, run
 from lipaudit.certify.symbols import Norm
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError
+from lipaudit.errors import refuse
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager
 from lipaudit.models.requirements import watch_outputs
@@ -159,14 +159,14 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         there = int(torch.get_device_module(net.device).mem_get_info(net.device)[1])
-    if needed > there:
-        raise InputError(
-            f"a certificate of {net.architecture} takes about {needed / 2**30:,.0f} GiB at "
-            f"order {order}, and {net.device.type} has {there / 2**30:,.0f}",
-            "Use a smaller model or input, or `lipaudit attack`, which works on any model."
-            if order == 1
-            else "Try --order 1.",
-        )
+    refuse(
+        needed > there,
+        f"a certificate of {net.architecture} takes about {needed / 2**30:,.0f} GiB at order "
+        f"{order}, and {net.device.type} has {there / 2**30:,.0f}",
+        "Use a smaller model or input, or `lipaudit attack`, which works on any model."
+        if order == 1
+        else "Try --order 1.",
+    )
 
 
 def require_rules(net: Net, sample: Batch) -> None:
@@ -188,11 +188,11 @@ def require_rules(net: Net, sample: Batch) -> None:
             output = run(lambda z: net.forward(z, sample), start, module=net.module)
     except UnboundedError:
         return  # slack grows faster than symbols: later operations are checked in the run
-    if not isinstance(output, Form):
-        raise InputError(
-            f"the output of {net.architecture} does not depend on its input",
-            "There is nothing to certify: check the model.",
-        )
+    refuse(
+        not isinstance(output, Form),
+        f"the output of {net.architecture} does not depend on its input",
+        "There is nothing to certify: check the model.",
+    )
 
 
 START = 2.0**-8

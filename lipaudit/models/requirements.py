@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import EvaluationError, InputError, first_line, of_machine
+from lipaudit.errors import EvaluationError, InputError, first_line, of_machine, refuse
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, exact_arithmetic
 from lipaudit.tables import Note
@@ -49,17 +49,15 @@ def compute_output_rows(net: Net, batch: Batch) -> Tensor:
     """
     with torch.no_grad():
         output = net.output(batch)
-    if output.shape[:1] != (len(batch),):
-        raise InputError(
-            f"{len(batch)} samples give an output of shape {tuple(output.shape)}, so the "
-            "model merges the samples of a batch",
-            "Write a py: factory that returns a ModelSpec whose `call` gives one row per sample.",
-        )
-    if not output.isfinite().all():
-        raise EvaluationError(
-            "the model's output is not finite",
-            "Check the weights, and try --dtype float64.",
-        )
+    refuse(
+        output.shape[:1] != (len(batch),),
+        f"{len(batch)} samples give an output of shape {tuple(output.shape)}, so the model merges "
+        "the samples of a batch",
+        "Write a py: factory that returns a ModelSpec whose `call` gives one row per sample.",
+    )
+    advice = "Check the weights, and try --dtype float64."
+    finite = output.isfinite().all()
+    refuse(not finite, "the model's output is not finite", advice, EvaluationError)
     return output
 
 
@@ -80,8 +78,7 @@ def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None
     for again, rows, (text, advice) in ((batch, len(output), random), (other, 1, mixed)):
         with torch.no_grad():
             result = net.output(again)
-        if not agree(output[:rows], result[:rows], each=0):
-            raise InputError(text, advice)
+        refuse(not agree(output[:rows], result[:rows], each=0), text, advice)
 
 
 @contextmanager
@@ -170,21 +167,21 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
             f"{net.architecture} runs on one sample but fails on a batch of two ({said})",
             "Use --batch-size 1, or fix the model.",
         ) from error
-    if len(together) != len(pair) or together.shape != alone.shape:
-        raise InputError(
-            f"{net.architecture} returns {tuple(together.shape)} for 2 samples and "
-            f"{tuple(alone.shape)} for the same two, one at a time",
-            "Fix the model: it must return one row per sample for every batch size.",
-        )
+    refuse(
+        len(together) != len(pair) or together.shape != alone.shape,
+        f"{net.architecture} returns {tuple(together.shape)} for 2 samples and "
+        f"{tuple(alone.shape)} for the same two, one at a time",
+        "Fix the model: it must return one row per sample for every batch size.",
+    )
     known = alone.isfinite() & together.isfinite()
     change, noise = (torch.where(known, each - alone, 0.0).abs() for each in (together, again))
     largest = torch.where(known, alone, 0.0).abs().amax()
-    if change.amax() > AGREES * largest + 10 * noise.amax():
-        raise InputError(
-            "the output of one sample depends on another one (beside it, outputs change by up to "
-            f"{float(change.amax()):.2g})",
-            "Use running statistics, as model.eval() does.",
-        )
+    refuse(
+        change.amax() > AGREES * largest + 10 * noise.amax(),
+        "the output of one sample depends on another one (beside it, outputs change by up to "
+        f"{float(change.amax()):.2g})",
+        "Use running statistics, as model.eval() does.",
+    )
 
 
 def require_padding_is_unread(net: Net, batch: Batch) -> None:
@@ -263,7 +260,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
             f"parts of the model are computed in {names}, so figures carry its rounding errors. "
             "To avoid them, use --dtype float64"
         )
-        remarks = (Note(level="warning", code="half-precision-parts", text=text),)
+        remarks = (Note.warn("half-precision-parts", text),)
     sample = int(shares.argmax())
     if not bool(shares[sample] > DIFFERS):
         return remarks
@@ -272,7 +269,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
         f"{float(shares[sample]):.0%} at sample {pair.ids[sample]}). Norms and gradient "
         "attacks of this run do not describe the function that the model computes"
     )
-    return (*remarks, Note(level="warning", code="no-derivative", text=text))
+    return (*remarks, Note.warn("no-derivative", text))
 
 
 def _measure_differences(net: Net, batch: Batch) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch, Task
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, refuse
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic, lifting
 from lipaudit.models.requirements import agree
@@ -120,13 +120,15 @@ def _require_causal(net: Net) -> None:
         with torch.enable_grad():
             moved = z.detach().requires_grad_()
             (ahead,) = torch.autograd.grad(score(moved)[:, 0].square().sum(), moved)
-    if not agree(usual, whole[:, -1], AGREES):
-        more = "gives different logits for embeddings and for their token ids"
-    elif bool((ahead[:, 1:] != 0).any()) or not agree(start, whole[:, :-1], AGREES):
-        more = "looks at later tokens"
-    else:
-        return
-    raise InputError(
-        f"{net.architecture} {more}: it cannot score continuations",
-        "Use a causal language model, or leave --score out.",
+    advice = "Use a causal language model, or leave --score out."
+    refuse(
+        not agree(usual, whole[:, -1], AGREES),
+        f"{net.architecture} gives different logits for embeddings and for their token ids: it "
+        "cannot score continuations",
+        advice,
+    )
+    refuse(
+        bool((ahead[:, 1:] != 0).any()) or not agree(start, whole[:, :-1], AGREES),
+        f"{net.architecture} looks at later tokens: it cannot score continuations",
+        advice,
     )

@@ -282,7 +282,6 @@ BESIDE = {
     "models/attention/events.py:_broadcast": "compares shapes",
     "models/precision.py:exact_arithmetic": "reads a setting",
     "models/sources/offload.py:find_device": "asks for a device",
-    "models/sources/huggingface.py:fetch_repository": "downloads",
     "engine/execute.py:run_job": "raises again",
     "engine/launcher.py:_connect": "meets the other processes",
     "engine/launcher.py:_require_others": "hears from the other processes",

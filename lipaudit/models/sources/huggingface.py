@@ -1,4 +1,4 @@
-"""Models of transformers: repositories of the Hub, directories, adapters of peft."""
+"""Models of transformers: repositories of the Hub, directories, and inputs other than text."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
-from lipaudit.data.hub import Commit, Repository, explain_refusal, find_commit, hub_bars
-from lipaudit.errors import InputError, UsageError, explain_failure
+from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit, hub_bars
+from lipaudit.data.images import resize
+from lipaudit.errors import InputError, UsageError, explain_failure, refuse
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
-from lipaudit.models.sources.inputs import (
+from lipaudit.models.sources.texts import (
     CLASSIFIERS,
     HEADS,
     TOWERS,
-    describe_images,
-    describe_sounds,
+    choose_output,
+    describe_classes,
     describe_texts,
     find_text_config,
     has_head,
 )
+from lipaudit.models.sources.timm import list_synsets
 from lipaudit.models.sources.weights import (
     describe_misfit,
     few,
@@ -61,23 +63,21 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     commit = find_commit(repository, offline=options.offline)
     top = [file for file in commit.files if "/" not in file]
     stored = list_weight_files(top) if options.pretrained else []
-    if options.pretrained and not stored:
-        raise InputError(
-            f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
-            + (f", and {commit.unasked}" if commit.unasked else ""),
-            "Name a repository with model.safetensors or pytorch_model.bin. Merge an adapter "
-            "into its model first. If the local cache is incomplete, run it with a connection.",
-        )
+    refuse(
+        options.pretrained and not stored,
+        f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})"
+        + (f", and {commit.unasked}" if commit.unasked else ""),
+        "Name a repository with model.safetensors or pytorch_model.bin. Merge an adapter "
+        "into its model first. If the local cache is incomplete, run it with a connection.",
+    )
     wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING] + stored
-    try:
+    with explain_refusals(repository):
         path = snapshot_download(
             name,
             revision=commit.sha,
             allow_patterns=wanted,
             local_files_only=bool(commit.unasked),
         )
-    except Exception as error:  # every HTTP library has its own exceptions
-        raise explain_refusal(error, repository) from error
     commit.remember()
     return Path(path), commit
 
@@ -140,14 +140,13 @@ def describe_transformers(
     find_text_config(module.config).use_cache = False
     tower, name = options.tower, type(module).__name__
     towers = [each for each in TOWERS if hasattr(module, f"get_{each}_features")]
-    if tower is not None and tower not in towers:
-        has = f"only {' and '.join(towers)}" if towers else "none"
-        raise UsageError(f"{name} has no tower {tower!r}: it has {has}", "Leave --tower out.")
-    if tower is None and len(towers) > 1:
-        raise UsageError(
-            f"{name} has an image tower and a text tower, and none was chosen",
-            "Add --tower image or --tower text.",
-        )
+    has = f"only {' and '.join(towers)}" if towers else "none"
+    unknown = tower is not None and tower not in towers
+    text = f"{name} has no tower {tower!r}: it has {has}"
+    refuse(unknown, text, "Leave --tower out.", UsageError)
+    text = f"{name} has an image tower and a text tower, and none was chosen"
+    advice = "Add --tower image or --tower text."
+    refuse(tower is None and len(towers) > 1, text, advice, UsageError)
     takes = module.main_input_name if tower is None else TOWERS[tower]
     if takes == "pixel_values":
         return describe_images(module, options, path, tower)
@@ -159,6 +158,141 @@ def describe_transformers(
         f"{name} takes {takes}: neither images, text nor sound",
         "Write a py: factory that returns a ModelSpec of kind tokens.",
     )
+
+
+SECOND = 16_000
+"""Number of audio samples in one second at the usual 16 kHz."""
+FRAMES = 100
+"""Number of spectrogram frames in one second, for models without a fixed length."""
+
+
+def describe_sounds(module: Any) -> ModelSpec:
+    """Describe the input of a model of waveforms or spectrograms.
+
+    Raises:
+        InputError: the configuration does not give their shape.
+    """
+    config, takes = module.config, module.main_input_name
+
+    def size(name: str) -> int:
+        value = getattr(config, name, None)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    bands, positions = size("num_mel_bins"), size("max_source_positions")
+    width = size("feature_projection_input_dim")
+    width = width or size("input_feat_per_channel") * (size("input_channels") or 1) or bands
+    shape: tuple[int, ...]
+    if takes == "input_values" and hasattr(config, "frequency_stride"):  # patches of a spectrogram
+        shape = config.max_length, config.num_mel_bins
+    elif takes == "input_values":
+        shape = (SECOND,)
+    elif bands and positions:  # like Whisper: bands first, two frames per position
+        shape = bands, 2 * positions
+    else:
+        shape = FRAMES, width
+    refuse(
+        0 in shape,
+        f"{type(module).__name__} takes {takes}, and its configuration does not give their shape",
+        "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
+    )
+    whole = has_head(module) or not config.is_encoder_decoder
+    call = module if whole else module.get_encoder()
+    return ModelSpec(
+        module,
+        shape,
+        kind="tokens",
+        call=lambda x, mask: (call(**{takes: x}), mask),
+        read=choose_output(module, None),
+        **describe_classes(module),
+    )
+
+
+RAW_PIXELS = Note.warn(
+    "raw-pixels",
+    "no preprocessor_config.json: pixels in [0, 1] are not normalised. If the model was "
+    "trained otherwise, give --mean and --std",
+)
+
+
+def describe_images(
+    module: Any, options: LoadOptions, path: Path | None, tower: str | None
+) -> ModelSpec:
+    """Describe the image input of a model; its processor is read from `path`.
+
+    Raises:
+        InputError: the processor cannot be loaded, or cuts patches.
+    """
+    processor: Any = None
+    if path is not None and (path / "preprocessor_config.json").is_file():
+        from transformers import AutoImageProcessor
+
+        with explain_failure(
+            f"the image processor in {path} cannot be loaded",
+            "Install the missing library, or update transformers. Or remove "
+            "preprocessor_config.json and give --mean and --std.",
+        ):
+            processor = AutoImageProcessor.from_pretrained(
+                path, trust_remote_code=False, local_files_only=True
+            )
+    shape = options.image_shape(_image_shape(module, processor))
+    normalisation: dict[str, Any] = {}
+    if processor is not None:
+        # Steps of the processor on pixels in [0, 1]: 255 x factor, then mean and std.
+        # Nearly always 1: the factor is 1/255.
+        scale = 255 * processor.rescale_factor if processor.do_rescale else 255.0
+        for name, neutral in (("mean", 0.0), ("std", 1.0)):
+            values = getattr(processor, f"image_{name}") if processor.do_normalize else (neutral,)
+            normalisation[name] = tuple(value / scale for value in values)
+
+    def prepare(image: Any) -> Tensor:
+        return resize(image, shape, [lambda i: _process(processor, i).clamp(0, 1)])
+
+    call = module if tower is None else getattr(module, f"get_{tower}_features")
+    facts = describe_classes(module)
+    if processor is None and not (options.mean and options.std):
+        facts["notes"] = (RAW_PIXELS, *facts.get("notes", ()))
+    labels = facts.get("labels", ("",))
+    # A model with ImageNet's 1000 classes is recognised by the first one.
+    if len(labels) == 1000 and labels[0].startswith("tench"):
+        facts["aliases"] = list_synsets()
+    return ModelSpec(
+        module,
+        shape,
+        prepare=None if processor is None or options.input_size else prepare,
+        call=lambda x, mask: (call(pixel_values=x), mask),
+        read=choose_output(module, tower),
+        **normalisation,
+        **facts,
+    )
+
+
+def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
+    if processor is not None and processor.do_resize:
+        from PIL import Image
+
+        shape = tuple(_process(processor, Image.new("RGB", (256, 256))).shape)
+        refuse(
+            len(shape) != 3,
+            f"the processor of {type(module).__name__} makes patches of shape {shape}, not pixels",
+            "Write a py: factory that returns a ModelSpec of kind tokens.",
+        )
+        return shape[0], shape[1], shape[2]
+    parts = ("vision_config", "backbone_config")  # the configuration of the vision part
+    configs = [module.config, *(getattr(module.config, part, None) for part in parts)]
+
+    def setting(*names: str, default: Any) -> Any:
+        values = (getattr(config, name, None) for config in configs for name in names)
+        return next(filter(None, values), default)
+
+    size = setting("image_size", default=224)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return setting("num_channels", "in_channels", default=3), height, width
+
+
+def _process(processor: Any, image: Any) -> Tensor:
+    return processor(
+        image, return_tensors="pt", do_rescale=True, rescale_factor=1 / 255, do_normalize=False
+    )["pixel_values"][0]
 
 
 def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
@@ -299,11 +433,12 @@ def _require_complete(
         if features and (_has_part(k, POOLER, MASK) or not _is_inside(module, k))
     ]
     surplus = [k for k in surplus if k not in unused]
-    if misfit := describe_misfit(missing, surplus, wrong):
-        raise InputError(
-            f"the weights in {path} do not fit {type(module).__name__}: {misfit}",
-            "Check `architectures` in config.json and that the fine-tuned head was saved.",
-        )
+    misfit = describe_misfit(missing, surplus, wrong)
+    refuse(
+        misfit,
+        f"the weights in {path} do not fit {type(module).__name__}: {misfit}",
+        "Check `architectures` in config.json and that the fine-tuned head was saved.",
+    )
     if without_pooler:
         module.pooler = None  # random, and not used
     text = f"not read: {few(unused)} (the output is features)"

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lipaudit.data.hub import hub_access
 from lipaudit.data.images import resize
@@ -26,6 +25,7 @@ from lipaudit.errors import (
     first_line,
     neighbours,
     of_machine,
+    refuse,
     require_versions,
     similar,
 )
@@ -43,7 +43,7 @@ from lipaudit.models.sources.weights import (
     hash_weights,
     note_half_precision,
     read_json,
-    require_finite_weights,
+    require_weights,
 )
 from lipaudit.tables import Note
 
@@ -82,12 +82,13 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
         source, spec = _load_spec(name, options)
         for option in CHECKED:
             given = getattr(options, option) != getattr(LoadOptions(), option)
-            if given and option not in TAKES[source]:
-                raise UsageError(
-                    f"{name} does not take --{option.replace('_', '-')}",
-                    "Leave it out. In a gate it comes from the baseline: check that this is of "
-                    "the same model.",
-                )
+            refuse(
+                given and option not in TAKES[source],
+                f"{name} does not take --{option.replace('_', '-')}",
+                "Leave it out. In a gate it comes from the baseline: check that this is of the "
+                "same model.",
+                UsageError,
+            )
         return assemble(spec, options, name=name, source=source)
 
 
@@ -107,21 +108,23 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     path = Path(model)
     if model and path.is_dir():
         return _load_directory(path, options)
-    if path.is_file() and path.suffix in SUFFIXES:
-        if options.arch is None:
-            raise UsageError(
-                f"{path} holds only weights, and the architecture is unknown",
-                "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
-                "py:FILE:FACTORY with your own factory.",
-            )
-        load_file = own.load_file if options.arch.startswith("py:") else timm.load_file
-        return "file", load_file(path, options.arch, options)
     if path.is_file():
-        raise InputError(
+        refuse(
+            path.suffix not in SUFFIXES,
             f"{path} is not a file of weights for PyTorch",
             f"Give a file that ends in {', '.join(SUFFIXES)}, which has gradients (ONNX and GGUF "
             f"have none), or a Python function that returns the model: py:{path}:FUNCTION.",
         )
+        arch = options.arch or ""
+        refuse(
+            not arch,
+            f"{path} holds only weights, and the architecture is unknown",
+            "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
+            "py:FILE:FACTORY with your own factory.",
+            UsageError,
+        )
+        load_file = own.load_file if arch.startswith("py:") else timm.load_file
+        return "file", load_file(path, arch, options)
     close = [f"py:{model}"] if ".py:" in model else []
     close += similar(model, neighbours(path)) + similar_models(model)
     if path.suffix not in SUFFIXES and re.fullmatch(r"\w[\w.-]*[/-][\w.-]+", model):
@@ -135,22 +138,22 @@ def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
 
 def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
     """Load a directory in the format of timm or transformers, by the keys of its config.json."""
-    if (path / "adapter_config.json").is_file():
-        raise InputError(
-            f"{path} holds an adapter, such as LoRA, and no whole model",
-            "Merge it into its model first, with the library peft: "
-            "AutoPeftModel.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW).",
-        )
+    refuse(
+        (path / "adapter_config.json").is_file(),
+        f"{path} holds an adapter, such as LoRA, and no whole model",
+        "Merge it into its model first, with the library peft: "
+        "AutoPeftModel.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW).",
+    )
     file = path / "config.json"
     config = read_json(file) if file.is_file() else None
-    if isinstance(config, dict) and "model_type" in config:
-        return "hf", huggingface.load_directory(path, options)
-    if isinstance(config, dict) and config.keys() & {"architecture", "pretrained_cfg"}:
-        return "timm", timm.load_directory(path, options)
-    raise InputError(
+    keys = {*config} if isinstance(config, dict) else set()
+    refuse(
+        not keys & {"model_type", "architecture", "pretrained_cfg"},
         f"{path} has no config.json that names a timm architecture or a transformers model_type",
         "Give its weights file with --arch timm:NAME, or add the config.json.",
     )
+    source, load = ("hf", huggingface) if "model_type" in keys else ("timm", timm)
+    return source, load.load_directory(path, options)
 
 
 Call = Callable[[Tensor, Tensor | None], Any]
@@ -170,21 +173,17 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         UsageError: a normalisation that does not fit the images, or an unknown device.
     """
     module = own.unwrap(spec.module)
-    require_values(module, name)
+    require_weights(module, name)
     stored, dtype = options.weights == "stored", DTYPES[options.dtype]
     placement = None
     if options.device_map is not None:
-        if options.device != "auto":
-            raise UsageError(
-                f"--device {options.device} and --device-map both choose the device of the model",
-                "Leave --device out.",
-            )
+        text = f"--device {options.device} and --device-map both choose the device of the model"
+        refuse(options.device != "auto", text, "Leave --device out.", UsageError)
         placement = plan_placement(module, options.device_map, None if stored else dtype)
     # Half-precision arithmetic is too coarse for norms. Placed weights are converted on their way.
     notes = () if stored else note_half_precision(p.dtype for p in module.parameters())
     if notes and placement is None:
         module = module.float()
-    require_finite_weights(module, name)
     # Before conversion to the dtype of the run: the hash identifies the checkpoint.
     digest = hash_weights(module)
     module.eval().requires_grad_(False)
@@ -201,17 +200,18 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     if spec.read is None:
         notes += _note_other_outputs(result)
     classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
-    if spec.labels is not None and classes not in (None, len(spec.labels)):
-        raise InputError(
-            f"{len(spec.labels)} labels ({few(spec.labels)}) for {classes} outputs",
-            "Check num_classes and the labels of the model's configuration. Two classes need two "
-            "logits: torch.cat([0 * z, z], 1).",
-        )
-    described = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
+    labels = spec.labels or ()
+    refuse(
+        labels and classes not in (None, len(labels)),
+        f"{len(labels)} labels ({few(labels)}) for {classes} outputs",
+        "Check num_classes and the labels of the model's configuration. Two classes need two "
+        "logits: torch.cat([0 * z, z], 1).",
+    )
+    described: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
     if spec.kind == "image":
-        described |= {"box": spec.box or (0.0, 1.0)}
-        described |= {"prepare": spec.prepare or partial(resize, shape=spec.input_shape)}
-    assembled: dict[str, Any] = described | {
+        described["box"] = spec.box or (0.0, 1.0)
+        described["prepare"] = spec.prepare or partial(resize, shape=spec.input_shape)
+    described |= {
         "call": call,
         "read": read,
         "entry": spec.entry or entry,
@@ -220,7 +220,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         "notes": spec.notes + notes + (() if spec.commit is None else (spec.commit.note,)),
     }
     return Net(
-        **assembled,
+        **described,
         name=name,
         source=source,
         parameters=sum(p.numel() for p in module.parameters()),
@@ -263,24 +263,6 @@ def find_main_output(result: Any) -> Tensor:
     return result
 
 
-def require_values(module: nn.Module, name: str) -> None:
-    """Refuse TorchScript modules and modules with tensors without values.
-
-    Raises:
-        InputError: TorchScript, the meta device, or a lazy module that never ran.
-    """
-    script = isinstance(module, torch.jit.ScriptModule)
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    empty = next((path for path, t in tensors if is_lazy(t) or t.is_meta), None)
-    if script or empty is not None:
-        raise InputError(
-            f"{name} is TorchScript, whose modules cannot be read"
-            if script
-            else f"{empty} of {name} has no values",
-            "Give the original module, with its weights loaded (run a lazy module once).",
-        )
-
-
 def _place_weights(
     module: nn.Module, call: Call, options: LoadOptions, placement: Placement | None
 ) -> tuple[Call, tuple[Note, ...]]:
@@ -314,10 +296,8 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     """Return a function that preprocesses samples and runs the model, and facts about it."""
     given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
     named = [name for name, value in given.items() if value is not None]
-    if named and spec.kind != "image":
-        raise UsageError(
-            f"{few(named)} was given, but the model takes {spec.kind}", "Leave it out."
-        )
+    text = f"{few(named)} was given, but the model takes {spec.kind}"
+    refuse(named and spec.kind != "image", text, "Leave it out.", UsageError)
     module, facts = spec.module, dict(spec.preprocess)
     call = spec.call or (lambda x, mask: module(x) if mask is None else module(x, mask))
     if spec.kind == "tokens":  # a copy, because the module may write to it
@@ -327,12 +307,13 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     channels = spec.input_shape[0]
     mean, std = options.mean or spec.mean or (0.0,), options.std or spec.std or (1.0,)
     for key, values in (("mean", mean), ("std", std)):
-        if len(values) not in (1, channels) or (key == "std" and min(values) <= 0):
-            raise UsageError(
-                f"{key} {values} does not fit {channels} channels, or is not positive",
-                f"Give --{key} one value, or {channels} separated by commas. Pixels are divided "
-                "by std, which must be positive.",
-            )
+        refuse(
+            len(values) not in (1, channels) or (key == "std" and min(values) <= 0),
+            f"{key} {values} does not fit {channels} channels, or is not positive",
+            f"Give --{key} one value, or {channels} separated by commas. Pixels are divided by "
+            "std, which must be positive.",
+            UsageError,
+        )
     mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
     facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
 
@@ -395,17 +376,17 @@ def _probe(
             "returns a ModelSpec with its own `call`.",
         ) from error
     halved = output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32
-    if halved or not output.is_floating_point():
-        raise InputError(
-            f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
-            "Let the model return its scores (logits), not a decision, which has no gradient. "
-            "Switch autocast off in its code, or use --dtype float64, which overrides it.",
-        )
-    if not bool(output.isfinite().all()):
-        raise InputError(
-            "the model's output on a blank sample is not finite",
-            "Check the weights. A masked class needs a finite logit.",
-        )
+    refuse(
+        halved or not output.is_floating_point(),
+        f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
+        "Let the model return its scores (logits), not a decision, which has no gradient. "
+        "Switch autocast off in its code, or use --dtype float64, which overrides it.",
+    )
+    refuse(
+        not bool(output.isfinite().all()),
+        "the model's output on a blank sample is not finite",
+        "Check the weights. A masked class needs a finite logit.",
+    )
     return result, output, entries[0] if entries else None
 
 
@@ -489,36 +470,32 @@ def borrow(
         InputError: the object is no module, or cannot run on a blank sample.
     """
     name = type(own.unwrap(model)).__name__
-    if options.device_map is not None:
-        raise UsageError(
-            "device_map works only for models that are loaded by name, not for a module",
-            "Leave device_map out: a module is measured on its own device.",
-        )
-    if not isinstance(model, nn.Module | ModelSpec):
-        raise InputError(
-            f"{name} is not a model",
-            "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
-        )
+    refuse(
+        options.device_map is not None,
+        "device_map works only for models that are loaded by name, not for a module",
+        "Leave device_map out: a module is measured on its own device.",
+        UsageError,
+    )
+    refuse(
+        not isinstance(model, nn.Module | ModelSpec),
+        f"{name} is not a model",
+        "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
+    )
     if input_shape is None or isinstance(model, ModelSpec):
         spec = own.describe(model, options)
-    elif isinstance(input_shape, Sequence) and len(input_shape) in own.KINDS:
-        spec = ModelSpec(own.unwrap(model), tuple(input_shape), kind=own.KINDS[len(input_shape)])
     else:
-        raise UsageError(
+        axes = len(input_shape) if isinstance(input_shape, Sequence) else 0
+        refuse(
+            axes not in own.KINDS,
             f"input_shape {input_shape} is not the shape of a sample",
             "Give (channels, height, width), (tokens, width) or (samples,).",
+            UsageError,
         )
-    if spec is None:
-        raise UsageError(
-            f"the input shape of {name} is unknown",
-            "Give data as arrays, input_shape=(3, 32, 32), or a lipaudit.ModelSpec that "
-            "defines the input.",
-        )
+        spec = ModelSpec(own.unwrap(model), tuple(input_shape), kind=own.KINDS[axes])
     name = type(spec.module).__name__
     if options.device == "auto":
         first = next(spec.module.parameters(), torch.empty(0))
         options = replace(options, device=str(first.device))
-    require_values(spec.module, name)
     with restore(spec.module):
         yield assemble(spec, options, name=name, source=OWN)
 
@@ -532,7 +509,7 @@ def freeze_net(net: Net) -> Iterator[Net]:
     """
     with restore(net.module):
         net.module.eval().requires_grad_(False)
-        require_finite_weights(net.module, net.name)
+        require_weights(net.module, net.name)
         yield replace(net, weights_sha256=hash_weights(net.module))
 
 
@@ -558,4 +535,5 @@ def restore(module: nn.Module) -> Iterator[None]:
             gradient.data = value
             held.grad = gradient
         for held, requires_grad in trained:
-            held.requires_grad_(requires_grad)
+            if held.requires_grad != requires_grad:  # lazy parameters refuse to be set
+                held.requires_grad_(requires_grad)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
+from lipaudit.errors import EvaluationError, UsageError, explain_failure, out_of_memory, refuse
 from lipaudit.models.sources.weights import describe_misfit, few, read_json
 from lipaudit.tables import Note
 
@@ -122,8 +122,12 @@ class Placement:
         return Note.info("device-map", f"weights are distributed (--device-map): {lie}")
 
 
-def find_device(name: str) -> torch.device:
+def find_device(name: str, advice: str = "Use --device auto or cpu.") -> torch.device:
     """Resolve a device; "auto" is the CUDA device if there is one, else the CPU.
+
+    Args:
+        name: the device.
+        advice: the hint if it cannot be used.
 
     Raises:
         UsageError: this machine has no such device, or it has no float64.
@@ -139,7 +143,7 @@ def find_device(name: str) -> torch.device:
             raise
         raise UsageError(
             f"device {name!r} is not available on this machine, or has no float64",
-            "Use --device auto or cpu. Bounds and statistics need float64.",
+            f"{advice} Bounds and statistics need float64.",
         ) from error
     return wanted
 
@@ -156,13 +160,9 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
         InputError: Accelerate is not installed, or the file does not fit the model.
         UsageError: this machine has no such device.
     """
-    try:
+    advice = "pip install 'lipaudit[accelerate]'"
+    with explain_failure("--device-map needs the library `accelerate`", advice, ImportError):
         import accelerate  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            "--device-map needs the library `accelerate`, which is not installed",
-            "pip install 'lipaudit[accelerate]'",
-        ) from error
     if wanted in PLANNED:
         from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
@@ -189,12 +189,10 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
     accelerator = torch.accelerator.current_accelerator() if there else None
     kind = accelerator.type if accelerator else "cuda"
     places = {k: f"{kind}:{v}" if isinstance(v, int) else str(v) for k, v in given.items()}
-    try:
-        words = [word for word in dict.fromkeys(places.values()) if word != DISK]
-        # The device of a tensor: "cuda" means one of several.
-        devices = {word: torch.empty(0, device=find_device(word)).device for word in words}
-    except UsageError as error:
-        raise UsageError(error.message, f"Choose another --device-map than {wanted}.") from error
+    words = [word for word in dict.fromkeys(places.values()) if word != DISK]
+    advice = f"Choose another --device-map than {wanted}."
+    # The device of a tensor: "cuda" means one of several.
+    devices = {word: torch.empty(0, device=find_device(word, advice)).device for word in words}
     # Samples start on the device of the first parameter, the embedding.
     owner = next(module.named_parameters())[0].rpartition(".")[0]
     first = [_look_up(places, owner), *words]
@@ -228,22 +226,23 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
     example = 'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.'
     content = read_json(path) if path.is_file() else {}
     words = content.values() if isinstance(content, dict) else ()
-    if not words or not all(isinstance(w, str) or type(w) is int for w in words):
-        raise UsageError(
-            f"--device-map {wanted} is neither auto nor balanced, nor a file that maps modules to "
-            "devices",
-            example,
-        )
+    refuse(
+        not words or not all(isinstance(w, str) or type(w) is int for w in words),
+        f"--device-map {wanted} is neither auto nor balanced, nor a file that maps modules to "
+        "devices",
+        example,
+        UsageError,
+    )
     tensors = [name for name, _ in module.named_parameters()]
     names = {*tensors, *(name for name, _ in (*module.named_modules(), *module.named_buffers()))}
     unknown = sorted(content.keys() - names)
     missing = [name for name in tensors if _look_up(content, name) is None]
-    if unknown or missing:
-        parts = few([part for part, _ in module.named_children()])
-        raise InputError(
-            f"{path} does not fit the model: {describe_misfit(missing, unknown, ())}",
-            f'Its modules are: {parts}. Add "": "cpu", or another device, for all others.',
-        )
+    parts = few([part for part, _ in module.named_children()])
+    refuse(
+        unknown or missing,
+        f"{path} does not fit the model: {describe_misfit(missing, unknown, ())}",
+        f'Its modules are: {parts}. Add "": "cpu", or another device, for all others.',
+    )
     return dict(content)
 
 

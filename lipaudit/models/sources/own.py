@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lipaudit.errors import InputError, UsageError, explain_failure, suggestion
+from lipaudit.errors import UsageError, explain_failure, refuse, suggestion
 from lipaudit.models.net import Kind, LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import load_strictly, read_weights, strip_prefix
 from lipaudit.tables import Note
@@ -20,10 +20,6 @@ from lipaudit.tables import Note
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
 KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
 """Kind of a sample, by its number of axes: waveform, float sequence, image."""
-
-
-class UnknownInputError(UsageError):
-    """The input of a module is unknown: no data, no shape, no ModelSpec."""
 
 
 def unwrap(module: Any) -> Any:
@@ -42,8 +38,8 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
         InputError: the file or function does not exist, or the function fails.
     """
     place, _, name = reference.rpartition(":")
-    if not place or not name:
-        raise UsageError(f"py:{reference} has no factory name", f"Write {EXAMPLE}.")
+    nameless = not place or not name
+    refuse(nameless, f"py:{reference} has no factory name", f"Write {EXAMPLE}.", UsageError)
     # The user's module may import its neighbours, like `python FILE` and `python -m`: Python puts
     # the folder of a script first.
     root = Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
@@ -52,10 +48,10 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
     try:
         with explain_failure(f"{place} cannot be imported", f"Write {EXAMPLE}."):
             module = _import_module(place)
-        if not hasattr(module, name):
-            functions = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
-            otherwise = None if functions else "The module has no functions."
-            raise InputError(f"{place} has no {name!r}", suggestion(name, functions, otherwise))
+        functions = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
+        otherwise = None if functions else "The module has no functions."
+        advice = suggestion(name, functions, otherwise)
+        refuse(not hasattr(module, name), f"{place} has no {name!r}", advice)
         with explain_failure(
             f"the factory py:{reference} failed",
             "Check the factory: it is called with --model-kwargs as its only arguments.",
@@ -63,19 +59,12 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
             model = getattr(module, name)(**options.model_kwargs)
     finally:
         sys.path[:] = before
-    if not isinstance(model, nn.Module | ModelSpec):
-        raise InputError(
-            f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",
-            "Return the model itself, not its state dict or a class.",
-        )
+    refuse(
+        not isinstance(model, nn.Module | ModelSpec),
+        f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",
+        "Return the model itself, not its state dict or a class.",
+    )
     spec = describe(model, options)
-    if spec is None:
-        raise UnknownInputError(
-            f"py:{reference} returned a {type(model).__name__}, and the shape of its input is "
-            "unknown",
-            "Give --data whose samples have one shape, or --input-size 224 (or 1,28,28). Or "
-            "return a lipaudit.ModelSpec: `lipaudit init py` writes an example.",
-        )
     if spec.kind != "image" or options.input_size is None:
         return spec
     channels, height, width = spec.input_shape
@@ -89,8 +78,8 @@ def load_file(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
         UsageError: as in `load_factory`.
         InputError: as in `load_factory`, or the weights do not fit.
     """
-    if options.classes is not None:
-        raise UsageError(f"{reference} has a fixed number of classes", "Leave --classes out.")
+    text = f"{reference} has a fixed number of classes"
+    refuse(options.classes is not None, text, "Leave --classes out.", UsageError)
     spec = load_factory(reference.removeprefix("py:"), options)
     state, notes = read_weights(path)
     load_strictly(spec.module, strip_prefix(state, spec.module), origin=str(path))
@@ -102,28 +91,25 @@ def _import_module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+    path.stat()  # a missing file is an error before an empty module takes its name
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not Python")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look up their module
     spec.loader.exec_module(module)
     return module
 
 
-def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec | None:
+def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec:
     """Return the input description of a user's model.
 
     A `ModelSpec` describes itself. Modules of timm and transformers are recognised. Any other
     module takes images of --input-size, or else samples of the shape of the data.
 
-    Returns:
-        The description, or None if the input is unknown.
-
     Raises:
-        UsageError: the shape of the data has several readings, and the values fit each.
+        UsageError: the input is unknown, or the shape of the data has several readings, and the
+            values fit each.
     """
     if isinstance(model, ModelSpec):
         return replace(model, module=unwrap(model.module))
@@ -145,16 +131,23 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec | 
     if all(form.kind == "image" for form in possible):
         # Pictures have 1 or 3 channels, first or last.
         possible = [form for form in possible if form.shape[0] in (1, 3)] or possible
-    if len(possible) > 1:
-        sizes = [",".join(map(str, form.shape)) for form in possible if form.kind == "image"]
-        raise UsageError(
-            f"each sample may be {' or '.join(map(str, possible))}",
-            f"Give --input-size {' or '.join(sizes)} for an image, or in Python input_shape="
-            f"{' or '.join(str(form.shape) for form in possible)}. A py: factory may return "
-            "lipaudit.ModelSpec(model, SHAPE).",
-        )
-    if not possible:
-        return None
+    refuse(
+        not possible,
+        f"the input shape of {type(module).__name__} is unknown",
+        "Give --data whose samples have one shape, or --input-size 224 (or 1,28,28); in Python "
+        "data as arrays, or input_shape=(3, 32, 32). Or return a lipaudit.ModelSpec, which "
+        "defines the input: `lipaudit init py` writes an example.",
+        UsageError,
+    )
+    sizes = [",".join(map(str, form.shape)) for form in possible if form.kind == "image"]
+    refuse(
+        len(possible) > 1,
+        f"each sample may be {' or '.join(map(str, possible))}",
+        f"Give --input-size {' or '.join(sizes)} for an image, or in Python input_shape="
+        f"{' or '.join(str(form.shape) for form in possible)}. A py: factory may return "
+        "lipaudit.ModelSpec(model, SHAPE).",
+        UsageError,
+    )
     form = possible[0]
     notes = (Note.warn("read-as", f"each sample is read as {form}"),) if len(forms) > 1 else ()
     return ModelSpec(module, form.shape, kind=form.kind, notes=notes)

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipaudit.data.hub import Repository, explain_refusal, find_commit
+from lipaudit.data.hub import Repository, explain_refusals, find_commit
 from lipaudit.data.images import resize
-from lipaudit.errors import InputError, UsageError, of_machine, out_of_memory, suggestion
+from lipaudit.errors import InputError, UsageError, of_machine, refuse, suggestion
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources import DEMOS, timm_names
 from lipaudit.models.sources.weights import (
@@ -62,32 +62,28 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     advice = f"Or give a weights file with --arch timm:{name.partition('.')[0]}"
     advice += f" (of {hub_id})" if hub_id else f" ({config.url})" if config and config.url else ""
     advice += ". --model-kwargs pretrained=false uses random weights (to check memory and time)."
-    if not hub_id:
-        raise InputError(f"the Hub has no weights of timm for {name}", advice.removeprefix("Or "))
-    repository = Repository(hub_id)
+    refuse(not hub_id, f"the Hub has no weights of timm for {name}", advice.removeprefix("Or "))
+    repository = Repository(str(hub_id))
     try:
-        commit = find_commit(repository, offline=options.offline)
-        at = {"hf_hub_id": f"{hub_id}@{commit.sha}", "custom_load": config.custom_load}
-        module = _create(name, options.building, pretrained=True, pretrained_cfg_overlay=at)
-    except UsageError:
-        raise
-    except Exception as error:  # every HTTP library has its own exceptions
-        if out_of_memory(error):
-            raise
-        refused = error if isinstance(error, InputError) else explain_refusal(error, repository)
+        with explain_refusals(repository):
+            commit = find_commit(repository, offline=options.offline)
+            at = {"hf_hub_id": f"{hub_id}@{commit.sha}", "custom_load": config.custom_load}
+            module = _create(name, options.building, pretrained=True, pretrained_cfg_overlay=at)
+    except InputError as error:
         raise InputError(
-            f"the pretrained weights of {name} cannot be loaded: {refused.message}",
-            f"{refused.advice} {advice}",
+            f"the pretrained weights of {name} cannot be loaded: {error.message}",
+            f"{error.advice} {advice}",
         ) from error
     commit.remember()
     classes, trained = module.num_classes, module.pretrained_cfg["num_classes"]
-    if classes not in (0, trained):
-        raise UsageError(
-            f"num_classes={classes} would replace the classifier of {name} ({trained} "
-            "classes) by a random one",
-            "Leave num_classes out, train a new classifier with `lipaudit train --classes`, "
-            "or give your own weights file with --arch.",
-        )
+    refuse(
+        classes not in (0, trained),
+        f"num_classes={classes} would replace the classifier of {name} ({trained} classes) by a "
+        "random one",
+        "Leave num_classes out, train a new classifier with `lipaudit train --classes`, or give "
+        "your own weights file with --arch.",
+        UsageError,
+    )
     return replace(describe_timm(module, options), commit=commit)
 
 
@@ -101,11 +97,11 @@ def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     if not options.pretrained:
         return describe_timm(module, options, notes=(RANDOM,))
     files = list_weight_files(file.name for file in path.iterdir())
-    if len(files) != 1:
-        raise InputError(
-            f"{path} has no unique weights file (found: {', '.join(files) or 'none'})",
-            f"Rename one of them to {PREFERRED[0]}, or give the file with --arch.",
-        )
+    refuse(
+        len(files) != 1,
+        f"{path} has no unique weights file (found: {', '.join(files) or 'none'})",
+        f"Rename one of them to {PREFERRED[0]}, or give the file with --arch.",
+    )
     weights = path / files[0]
     state, notes = read_weights(weights)
     return describe_timm(module, options, notes=notes + _load(module, state, weights))
@@ -355,8 +351,7 @@ def load_demo(name: str = "standard") -> ModelSpec:
     Raises:
         InputError: no demo has this name.
     """
-    if name not in DEMOS:
-        raise InputError(f"there is no demo {name!r}", suggestion(name, DEMOS))
+    refuse(name not in DEMOS, f"there is no demo {name!r}", suggestion(name, DEMOS))
     module = DigitsViT()
     with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
         module.load_state_dict(read_weights(path)[0])

@@ -15,8 +15,9 @@ import torch
 from pydantic_core import from_json
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from lipaudit.errors import InputError, explain_failure, first_line, out_of_memory
+from lipaudit.errors import InputError, explain_failure, first_line, out_of_memory, refuse
 from lipaudit.tables import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -55,8 +56,7 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
         content = content[inside]
         notes = (Note.info("checkpoint", f"weights were taken from {inside!r} of the checkpoint"),)
     state = {k: v for k, v in content.items() if isinstance(v, Tensor)}
-    if not state:
-        raise InputError(f"{path} holds no named tensors", "Save only the model's state_dict().")
+    refuse(not state, f"{path} holds no named tensors", "Save only the model's state_dict().")
     return state, notes + note_half_precision(v.dtype for v in state.values())
 
 
@@ -133,11 +133,12 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
     Raises:
         InputError: names or shapes differ.
     """
-    if wrong := find_misfit(module, state):
-        raise InputError(
-            f"the weights of {origin} do not fit {type(module).__name__}: {wrong}",
-            "Check --arch and --model-kwargs (num_classes, img_size, patch_size, in_chans).",
-        )
+    wrong = find_misfit(module, state)
+    refuse(
+        wrong,
+        f"the weights of {origin} do not fit {type(module).__name__}: {wrong}",
+        "Check --arch and --model-kwargs (num_classes, img_size, patch_size, in_chans).",
+    )
     module.load_state_dict(dict(state))
 
 
@@ -166,31 +167,38 @@ def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
     return (Note.info("half-precision", text),) if names else ()
 
 
-def require_finite_weights(module: nn.Module, origin: str) -> None:
-    """Refuse weights that are NaN, infinite, quantised or sparse, and a model without weights.
+def require_weights(module: nn.Module, origin: str) -> None:
+    """Refuse a model without weights, or with weights that cannot be measured.
 
     Raises:
-        InputError: the message names the first such tensors.
+        InputError: TorchScript; no parameters; tensors without values (on the meta device, or of a
+            lazy module), quantised, sparse, NaN or infinite. The message names the first ones.
     """
-    if next(module.parameters(), None) is None:
-        raise InputError(f"{origin} has no parameters", "Give a model with parameters.")
+    original = "Give the original module, with its weights loaded (run a lazy module once)."
+    script = isinstance(module, torch.jit.ScriptModule)
+    refuse(script, f"{origin} is TorchScript, whose modules cannot be read", original)
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    empty = next((name for name, t in tensors if is_lazy(t) or t.is_meta), None)
+    refuse(empty, f"{empty} of {origin} has no values", original)
+    none = next(module.parameters(), None) is None
+    refuse(none, f"{origin} has no parameters", "Give a model with parameters.")
     odd = [
         name
         for name, value in _list_state(module)
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized
     ]
-    if odd:
-        raise InputError(
-            f"{origin} has weights that are quantised or sparse: {few(odd)}",
-            "Load the model before it was quantised, or make its weights dense (to_dense()).",
-        )
+    refuse(
+        odd,
+        f"{origin} has weights that are quantised or sparse: {few(odd)}",
+        "Load the model before it was quantised, or make its weights dense (to_dense()).",
+    )
     bad = [n for n, p in module.named_parameters() if not bool(torch.isfinite(p).all())]
     bad += [n for n, b in module.named_buffers() if bool(torch.isnan(b).any())]
-    if bad:
-        raise InputError(
-            f"{origin} has weights that are not finite: {few(bad)}",
-            "Use an earlier checkpoint: the training diverged or the file is damaged.",
-        )
+    refuse(
+        bad,
+        f"{origin} has weights that are not finite: {few(bad)}",
+        "Use an earlier checkpoint: the training diverged or the file is damaged.",
+    )
 
 
 def _list_state(module: nn.Module) -> list[tuple[str, Any]]:
@@ -218,7 +226,6 @@ def read_json(path: Path) -> Any:
     Raises:
         InputError: the file is unreadable, not JSON, or nested too deeply.
     """
-    try:
+    advice = "Copy or download it again."
+    with explain_failure(f"{path} is not JSON", advice, OSError, ValueError):
         return from_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is not JSON ({error})", "Copy or download it again.") from error

@@ -18,7 +18,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, UsageError
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.loading import LoadOptions, ModelSpec, assemble, load_net
-from lipaudit.models.sources.own import UnknownInputError, describe
+from lipaudit.models.sources.own import describe
 from tests.models.sources.cases import refused
 
 PLAIN = """
@@ -208,7 +208,7 @@ def test_a_factory_in_an_importable_module():
         ("py:{file}.none.py:build", {}, InputError, "FileNotFoundError"),
         ("py:no.such.module:build", {}, InputError, "ModuleNotFoundError"),
         ("py:build", {}, UsageError, "has no factory name"),
-        ("py:{file}:plain", {}, UnknownInputError, "--input-size"),
+        ("py:{file}:plain", {}, UsageError, "--input-size"),
         ("py:{file}:plain", {"input_size": (5, 5)}, InputError, "cannot be run on one sample"),
         ("py:{file}:plain", {"input_size": (1, 2, 3, 4)}, UsageError, "is not a shape"),
         ("py:{file}:sequence", {"std": (1.0,)}, UsageError, "takes tokens"),

@@ -1,4 +1,4 @@
-"""Inputs of a model of transformers other than text, and which output is measured.
+"""Texts for models of transformers: tokens, pairs, padding; and which output is measured.
 
 The output:
 
@@ -10,7 +10,6 @@ names, as `get_image_features` and `get_text_features` return them.
 * All others, mostly encoders: features, the mean of the last hidden state over the real tokens
 (for sentence encoders the pooling and normalisation of their own files). A note names heads in the
 file that are not used.
-Texts for models of transformers: vocabulary, pairs, padding, and the call of the model.
 
 Many classifiers find the last token of a text by its id: the last one that is not
 `config.pad_token_id`. A text in a batch has to give the same output as alone. If the configuration
@@ -25,7 +24,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
-from lipaudit.data.images import resize
-from lipaudit.errors import InputError, explain_failure
-from lipaudit.models.net import NO_DECISION, LoadOptions, ModelSpec, NextToken
-from lipaudit.models.sources.timm import list_synsets
+from lipaudit.errors import InputError, explain_failure, refuse
+from lipaudit.models.net import NO_DECISION, ModelSpec, NextToken
 from lipaudit.models.sources.weights import read_json
 from lipaudit.tables import Note
 
@@ -63,8 +60,6 @@ UNDECIDED = {
 """Problem types of classifiers that make no single decision, with a description."""
 TOWERS = {"image": "pixel_values", "text": "input_ids"}
 """Input of each tower."""
-
-
 SWITCH = re.compile(r"pooling_mode_(.*?)(_tokens?)?")
 
 
@@ -100,22 +95,6 @@ def describe_classes(module: Any) -> dict[str, Any]:
     return facts
 
 
-def read_tower(result: Any) -> Tensor:
-    """Return the projected features in the result of a tower, not normalised."""
-    if isinstance(result, Tensor):
-        return result
-    pooled: Tensor | None = getattr(result, "pooler_output", None)
-    return mean_pooling(result, None) if pooled is None else pooled
-
-
-def _choose_features(module: Any, tower: str | None) -> Callable[[Any], Tensor] | None:
-    """Return a function from a result without a mask to features; None for models with a head."""
-    if tower is not None:
-        return read_tower
-    # `read` finds the logits of a head itself.
-    return None if has_head(module) else lambda out: mean_pooling(out, None)
-
-
 def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
     """Average the last hidden state over the real tokens, or over space for feature maps.
 
@@ -133,14 +112,44 @@ def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
         hidden = hidden.flatten(1, 2) if channels_last else hidden.flatten(2).transpose(1, 2)
     if mask is None:
         return hidden.mean(1)
-    if mask.shape[1] != hidden.shape[1]:
-        raise InputError(
-            f"the last hidden state has {hidden.shape[1]} tokens for texts of "
-            f"{mask.shape[1]}, so padding cannot be recognised",
-            "Give texts of one length, as token ids in an .npz file.",
-        )
+    refuse(
+        mask.shape[1] != hidden.shape[1],
+        f"the last hidden state has {hidden.shape[1]} tokens for texts of {mask.shape[1]}, so "
+        "padding cannot be recognised",
+        "Give texts of one length, as token ids in an .npz file.",
+    )
     weight = mask.to(hidden.dtype)[:, :, None]
     return (hidden * weight).sum(1) / weight.sum(1)
+
+
+def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
+    logits: Tensor = result.logits
+    if mask is None:
+        return logits[:, -1]
+    return logits[torch.arange(len(logits), device=logits.device), mask.long().sum(1) - 1]
+
+
+def _read_tower(result: Any, mask: Tensor | None) -> Tensor:
+    """Return the projected features in the result of a tower, not normalised."""
+    if isinstance(result, Tensor):
+        return result
+    pooled: Tensor | None = getattr(result, "pooler_output", None)
+    return mean_pooling(result, None) if pooled is None else pooled
+
+
+def choose_output(
+    module: Any, tower: str | None, pooling: Pooling = mean_pooling
+) -> Callable[[Any], Tensor]:
+    """Return the function from a pair of a result and its mask to the measured output."""
+    read = pooling
+    if tower is not None:
+        read = _read_tower
+    elif is_classifier(module):
+        # A configuration may ask for tuples (return_dict) instead of named outputs.
+        read = lambda out, _: out.logits if hasattr(out, "logits") else out[0]  # noqa: E731
+    elif has_head(module):
+        read = _read_next_token
+    return lambda pair: read(*pair)
 
 
 def choose_pooling(path: Path | None) -> Pooling:
@@ -163,152 +172,15 @@ def choose_pooling(path: Path | None) -> Pooling:
         "cls": lambda result, _mask: result.last_hidden_state[:, 0],
     }
     unknown = steps - {"Transformer", "Pooling", "Normalize"}
-    if unknown or mode not in poolings:
-        raise InputError(
-            f"{path} pools its tokens in a way that is not supported: {unknown or mode}",
-            "Remove modules.json to read the mean over tokens, or write a py: factory.",
-        )
+    refuse(
+        unknown or mode not in poolings,
+        f"{path} pools its tokens in a way that is not supported: {unknown or mode}",
+        "Remove modules.json to read the mean over tokens, or write a py: factory.",
+    )
     pooling = poolings[mode]
     if "Normalize" not in steps:
         return pooling
     return lambda result, mask: F.normalize(pooling(result, mask), dim=1)
-
-
-SECOND = 16_000
-"""Number of audio samples in one second at the usual 16 kHz."""
-FRAMES = 100
-"""Number of spectrogram frames in one second, for models without a fixed length."""
-
-
-def describe_sounds(module: Any) -> ModelSpec:
-    """Describe the input of a model of waveforms or spectrograms.
-
-    Raises:
-        InputError: the configuration does not give their shape.
-    """
-    config, takes = module.config, module.main_input_name
-
-    def size(name: str) -> int:
-        value = getattr(config, name, None)
-        return value if isinstance(value, int) and value > 0 else 0
-
-    bands, positions = size("num_mel_bins"), size("max_source_positions")
-    width = size("feature_projection_input_dim")
-    width = width or size("input_feat_per_channel") * (size("input_channels") or 1) or bands
-    shape: tuple[int, ...]
-    if takes == "input_values" and hasattr(config, "frequency_stride"):  # patches of a spectrogram
-        shape = config.max_length, config.num_mel_bins
-    elif takes == "input_values":
-        shape = (SECOND,)
-    elif bands and positions:  # like Whisper: bands first, two frames per position
-        shape = bands, 2 * positions
-    elif width:
-        shape = FRAMES, width
-    else:
-        raise InputError(
-            f"{type(module).__name__} takes {takes}, and its configuration does not give their "
-            "shape",
-            "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
-        )
-    whole = has_head(module) or not config.is_encoder_decoder
-    call = module if whole else module.get_encoder()
-    return ModelSpec(
-        module,
-        shape,
-        kind="tokens",
-        call=lambda x, _mask: call(**{takes: x}),
-        read=_choose_features(module, None),
-        **describe_classes(module),
-    )
-
-
-RAW_PIXELS = Note.warn(
-    "raw-pixels",
-    "no preprocessor_config.json: pixels in [0, 1] are not normalised. If the model was "
-    "trained otherwise, give --mean and --std",
-)
-
-
-def describe_images(
-    module: Any, options: LoadOptions, path: Path | None, tower: str | None
-) -> ModelSpec:
-    """Describe the image input of a model; its processor is read from `path`.
-
-    Raises:
-        InputError: the processor cannot be loaded, or cuts patches.
-    """
-    processor: Any = None
-    if path is not None and (path / "preprocessor_config.json").is_file():
-        from transformers import AutoImageProcessor
-
-        with explain_failure(
-            f"the image processor in {path} cannot be loaded",
-            "Install the missing library, or update transformers. Or remove "
-            "preprocessor_config.json and give --mean and --std.",
-        ):
-            processor = AutoImageProcessor.from_pretrained(
-                path, trust_remote_code=False, local_files_only=True
-            )
-    shape = options.image_shape(_image_shape(module, processor))
-    normalisation: dict[str, Any] = {}
-    if processor is not None:
-        # Steps of the processor on pixels in [0, 1]: 255 x factor, then mean and std.
-        # Nearly always 1: the factor is 1/255.
-        scale = 255 * processor.rescale_factor if processor.do_rescale else 255.0
-        for name, neutral in (("mean", 0.0), ("std", 1.0)):
-            values = getattr(processor, f"image_{name}") if processor.do_normalize else (neutral,)
-            normalisation[name] = tuple(value / scale for value in values)
-
-    def prepare(image: Any) -> Tensor:
-        return resize(image, shape, [lambda i: _process(processor, i).clamp(0, 1)])
-
-    call = module if tower is None else getattr(module, f"get_{tower}_features")
-    facts = describe_classes(module)
-    if processor is None and not (options.mean and options.std):
-        facts["notes"] = (RAW_PIXELS, *facts.get("notes", ()))
-    labels = facts.get("labels", ("",))
-    # A model with ImageNet's 1000 classes is recognised by the first one.
-    if len(labels) == 1000 and labels[0].startswith("tench"):
-        facts["aliases"] = list_synsets()
-    return ModelSpec(
-        module,
-        shape,
-        prepare=None if processor is None or options.input_size else prepare,
-        call=lambda x, _mask: call(pixel_values=x),
-        read=_choose_features(module, tower),
-        **normalisation,
-        **facts,
-    )
-
-
-def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
-    if processor is not None and processor.do_resize:
-        from PIL import Image
-
-        shape = tuple(_process(processor, Image.new("RGB", (256, 256))).shape)
-        if len(shape) != 3:
-            raise InputError(
-                f"the processor of {type(module).__name__} makes patches of shape {shape}, "
-                "not pixels",
-                "Write a py: factory that returns a ModelSpec of kind tokens.",
-            )
-        return shape
-    parts = ("vision_config", "backbone_config")  # the configuration of the vision part
-    configs = [module.config, *(getattr(module.config, part, None) for part in parts)]
-
-    def setting(*names: str, default: Any) -> Any:
-        values = (getattr(config, name, None) for config in configs for name in names)
-        return next(filter(None, values), default)
-
-    size = setting("image_size", default=224)
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    return setting("num_channels", "in_channels", default=3), height, width
-
-
-def _process(processor: Any, image: Any) -> Tensor:
-    return processor(
-        image, return_tensors="pt", do_rescale=True, rescale_factor=1 / 255, do_normalize=False
-    )["pixel_values"][0]
 
 
 READINGS = 2**14
@@ -444,14 +316,15 @@ class Feed:
             InputError: the model has no embedding for one of the ids.
         """
         ids = list(self.encode(texts, most)["input_ids"])
-        if ids and max(ids) >= self.size:
-            token = self.tokenizer.convert_ids_to_tokens(max(ids))
-            raise InputError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, but the model has embeddings "
-                f"for only {self.size}: {texts[0][:40]!r} holds {token!r}, id {max(ids)}",
-                "Use the tokenizer that the model was trained with, or train the model with a "
-                "larger embedding (resize_token_embeddings).",
-            )
+        largest = max(ids, default=0)
+        refuse(
+            largest >= self.size,
+            f"the tokenizer has {len(self.tokenizer)} tokens, but the model has embeddings for "
+            f"only {self.size}: {texts[0][:40]!r} holds "
+            f"{self.tokenizer.convert_ids_to_tokens(largest)!r}, id {largest}",
+            "Use the tokenizer that the model was trained with, or train the model with a larger "
+            "embedding (resize_token_embeddings).",
+        )
         return ids
 
     def encode(self, texts: Sequence[str], most: int, **more: bool) -> Mapping[str, Any]:
@@ -463,12 +336,12 @@ class Feed:
         encoded = self.tokenizer(*texts, truncation=True, max_length=most, **more)
         ids = list(encoded["input_ids"])
         usual = self.types(torch.tensor([ids], dtype=torch.long)).get("token_type_ids")
-        if usual is not None and usual[0].tolist() != list(encoded["token_type_ids"]):
-            raise InputError(
-                f"the token types of {texts[0][:40]!r} do not follow from its token ids",
-                "Remove special tokens, such as [SEP], from the texts. For a tokenizer with other "
-                "types, write a py: factory that returns a ModelSpec with its own `call`.",
-            )
+        refuse(
+            usual is not None and usual[0].tolist() != list(encoded["token_type_ids"]),
+            f"the token types of {texts[0][:40]!r} do not follow from its token ids",
+            "Remove special tokens, such as [SEP], from the texts. For a tokenizer with other "
+            "types, write a py: factory that returns a ModelSpec with its own `call`.",
+        )
         return encoded
 
 
@@ -515,20 +388,16 @@ def pad_inputs(
         used = set() if last is None else {*x.gather(1, last[:, None]).flatten().tolist(), end}
         fill = size if last is None else next((i for i in range(size) if i not in used), None)
     if fill is None:
-        raise InputError(
-            "no token id is free for padding: every id ends some text of the batch",
-            "Use a smaller --batch-size.",
-        )
-
+        taken = "no token id is free for padding: every id ends some text of the batch"
+        raise InputError(taken, "Use a smaller --batch-size.")
     with ExitStack() as undo:
         if pad is None and is_classifier(module):
             undo.callback(setattr, config, "pad_token_id", config.pad_token_id)
             config.pad_token_id = fill
         if mask is None:
-            ones = torch.ones_like(x) if module.config.model_type in READS_IDS else None
-            yield x, ones
-            return
-        yield x.masked_fill(~mask, fill), mask.long()
+            yield x, torch.ones_like(x) if module.config.model_type in READS_IDS else None
+        else:
+            yield x.masked_fill(~mask, fill), mask.long()
 
 
 MOST_TOKENS = 512
@@ -543,21 +412,16 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         InputError: the model has no vocabulary, or pools its tokens in an unsupported way.
     """
     config = find_text_config(module.config)
-    if not getattr(config, "vocab_size", None):
-        raise InputError(
-            f"{type(module).__name__} has no embedding table for token ids that could be "
-            "perturbed",
-            "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
-        )
-    try:
+    refuse(
+        not getattr(config, "vocab_size", None),
+        f"{type(module).__name__} has no embedding table for token ids that could be perturbed",
+        "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
+    )
+    size, table = int(config.vocab_size), None
+    with suppress(NotImplementedError):  # a model with two towers
         table = getattr(module.get_input_embeddings(), "weight", None)
-    except NotImplementedError:  # for a model with two towers
-        table = None
-    size: int = config.vocab_size
     if isinstance(table, Tensor) and table.ndim == 2:
         size = min(len(table), size)
-    tokenizer = _load_tokenizer(path)
-    feed = None if tokenizer is None else Feed(module, tokenizer, size)
     # The id whose state the model reads, if it does that: every text must end with it.
     end = None
     if tower is not None or (is_classifier(module) and module.config.is_encoder_decoder):
@@ -568,12 +432,14 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     if tower is None and module.config.is_encoder_decoder:
         text = "only the encoder's embeddings are perturbed; the decoder reads the unchanged text"
         facts["notes"] = (Note.info("encoder-moves", text), *facts.get("notes", ()))
-    if feed is not None:
+    tokenizer, feed = _load_tokenizer(path), None
+    if tokenizer is not None:
+        feed = Feed(module, tokenizer, size)
         facts["tokenize"] = lambda text, most: feed.ids(text, most=most)
         facts["tokenize_pair"] = lambda first, second, most: feed.ids(first, second, most=most)
         facts["unknown_id"] = feed.unknown
-    if feed is not None and getattr(tokenizer, "is_fast", False):
-        facts["lexicon"] = partial(read_lexicon, tokenizer, size, feed.encode)
+        if getattr(tokenizer, "is_fast", False):
+            facts["lexicon"] = partial(read_lexicon, tokenizer, size, feed.encode)
     if tower is None and type(module).__name__.endswith(tuple(LANGUAGE_MODELS)):
         if "inputs_embeds" in inspect.signature(module.forward).parameters:
             facts["next_logits"] = partial(_score_next, module, feed)
@@ -587,7 +453,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
         pad_id=find_pad(config) or 0,
         end_id=end,
         call=_make_call(module, tower, feed, end),
-        read=_make_read(module, tower, choose_pooling(path)),
+        read=choose_output(module, tower, choose_pooling(path)),
         **facts,
     )
 
@@ -612,22 +478,6 @@ def _make_call(
             return run(attention_mask=attention, input_ids=ids, **inputs), mask
 
     return call
-
-
-def _make_read(module: Any, tower: str | None, pooling: Pooling) -> Callable[[Any], Tensor]:
-    """Return a function from a result and its mask to the output."""
-
-    def read_next_token(out: Any) -> Tensor:
-        logits, mask = out[0].logits, out[1]
-        if mask is None:
-            return logits[:, -1]
-        return logits[torch.arange(len(logits), device=logits.device), mask.long().sum(1) - 1]
-
-    if tower is not None:
-        return lambda out: read_tower(out[0])
-    if not has_head(module):
-        return lambda out: pooling(*out)
-    return (lambda out: out[0].logits) if is_classifier(module) else read_next_token
 
 
 def _score_next(module: Any, feed: Feed | None, z: Tensor, first: int) -> Tensor:

@@ -69,16 +69,16 @@ def test_what_a_commit_lacks_is_left_out_and_named():
 
 def test_a_profile_leaves_out_what_other_watched_functions_take(monkeypatch):
     ticks = iter(range(100))
-    inner = spectral.times_power
+    inner = spectral.shift_exponent
     monkeypatch.setattr(
-        spectral, "outer", lambda *given: spectral.times_power(*given), raising=False
+        spectral, "outer", lambda *given: spectral.shift_exponent(*given), raising=False
     )
     spectral.outer.__module__ = spectral.__name__
-    functions = {"inner": ["times_power"], "outer": ["outer"], "none": ["no_such_name"]}
+    functions = {"inner": ["shift_exponent"], "outer": ["outer"], "none": ["no_such_name"]}
     profile = Profile(functions, lambda: next(ticks))
     with profile.watching():
         spectral.outer(torch.ones(1), torch.zeros(1, dtype=torch.int64))
-    assert spectral.times_power is inner
+    assert spectral.shift_exponent is inner
     # The clock ticks at the start of both and at the end of both: 3 in all, 1 of them inside.
     assert profile.seconds == {"inner": 1, "outer": 2}
 
@@ -121,7 +121,7 @@ def test_operations_are_counted_by_precision_in_every_mode(mode):
     with mode(), Flops() as flops:
         a @ a.mT
         b @ b.mT
-        spectral.times_power(b[0] @ b.mT, torch.zeros(6, dtype=torch.int64))
+        spectral.shift_exponent(b[0] @ b.mT, torch.zeros(6, dtype=torch.int64))
     assert flops.counts == {"float32": 2 * 3 * 4 * 5 * 4, "float64": 2 * 6 * 7 * 6 + 2 * 7 * 6}
 
 

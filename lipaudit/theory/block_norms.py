@@ -14,7 +14,7 @@ rounding error. u in comments on rounding is the unit roundoff, eps / 2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -356,13 +356,9 @@ def value_key_norm(
 def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     """Return B, where queries and keys read one input (`joint`) or two."""
     # What the largest entry of each row contributes, some queries at a time.
-    sink = heads.sink_share()
-    largest = products.join_rows(
-        [
-            products.anchor_outputs(at.p[:, :, i], at.v, None if sink is None else sink[:, :, i])
-            for i in heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())
-        ]
-    )
+    some = heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())
+    maps = ((at.p[:, :, i], i, slice(None)) for i in some)
+    largest = products.anchor_blocks(maps, at.v, heads.sink_share())
     blocks = _local_beta(heads, at, largest).mul_(at.p)
     t = _local_query_term(heads, at, largest)
     if not joint:
@@ -386,11 +382,8 @@ def _local_beta(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
     per_key = at.p[..., 0].numel() * (root.shape[-2] + 3 * mixed.shape[-2])
     for j in heads.policy.chunks(at.p.shape[-1], per_key):
         along, turn = root @ _some(keys, j).mT, _some(values, j) @ mixed @ _some(keys, j).mT
-        if heads.pairs is None:
-            u, a = (at.s[..., None] * _images(m, heads.q) for m in (along, turn))
-        else:
-            b = products.query_gradients(heads, j).mT
-            u, a = (m @ b for m in (along, turn))
+        b = products.logit_gradients(heads, "k", j).mT
+        u, a = (m @ b for m in (along, turn))
         # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
         anchored = rows.key.mT == torch.arange(at.v.shape[2], device=at.v.device)[j, None]
         w = at.v[..., j, :, None] - rows.o.mT[:, :, None]
@@ -405,39 +398,22 @@ def _local_beta(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
     return beta
 
 
-def _images(stack: Tensor, q: Tensor) -> Tensor:
-    """Apply the matrix of every token to every query: (..., tokens, r, n)."""
-    flat = stack.flatten(2, 3) @ q.mT
-    return flat.reshape(*flat.shape[:2], *stack.shape[2:4], -1)
-
-
 def _local_query_term(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
     to_q = projections(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
     (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
+    # No constant in k_j matters where the logits are plain: less cancels in the keys of `at`.
+    centred = heads if heads.pairs is not None else replace(heads, k=at.k)
     t = torch.empty_like(at.p[..., 0])
-    if heads.pairs is not None:  # the vectors a_ij of one query are its own
-        for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
-            c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
-            largest = rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv)
-            c.scatter_(3, largest, rows.c[:, :, i, None])
-            images = c.mT @ products.key_gradients(heads, i) @ _some(phi, i)
-            t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
-        return t
-    # T_i = sum_j P_ij (v_j - o_i) k_j^T = c_ia k_a^T + sum_{j != a} P_ij v_j k_j^T
-    # - o_i (sum_{j != a} P_ij k_j)^T.
-    outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
-    anchor_keys = at.k.gather(2, rows.key.expand(-1, -1, -1, d))
-    for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * max(2 * outer.shape[-1], m)):
-        others = at.p[:, :, i].scatter(-1, rows.key[:, :, i], 0.0)
-        offset = rows.o[..., i, :, None] * (others @ at.k)[..., None, :]
-        offset -= rows.c[..., i, :, None] * anchor_keys[..., i, None, :]
-        sums = (others @ outer).reshape(offset.shape) - offset
-        images = sums @ _some(phi, i)
+    for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
+        c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
+        largest = rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv)
+        c.scatter_(3, largest, rows.c[:, :, i, None])
+        images = c.mT @ products.logit_gradients(centred, "q", i) @ _some(phi, i)
         # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
         t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
-    return at.s[..., 0] * t
+    return t
 
 
 def _some(per_token: Tensor, chunk: slice) -> Tensor:

@@ -9,6 +9,12 @@ S_ij(q_i, k_j) with dS_ij = <a_ij, dq_i> + <b_ij, dk_j>, b_ij stands for s q_i a
 A sink has dS = 0 and the value 0: it drops out, with P its part on the keys. Only
 `products.dense_jacobian` forms J.
 
+For any u, ||J^T u|| / ||u|| <= ||J||, with equality at the leading vector, near which it is flat:
+an error of e in u costs e^2. So one product in double precision with the vector of an iteration in
+single gives the norm to nearly the digits of double, and never above it: no proven bound can lie
+below. Where the two precisions do not agree, the logits are too large for single precision to tell
+P, and the whole iteration is made again.
+
 Rounding. A norm and its bounds are computed from the same q, k, v and P, in float64. Rounding in
 the forward pass changes both alike (`forward_error`), so it cannot explain a bound below its norm.
 Only `bound_error` can: the rounding of the products with J, and of bounds.
@@ -35,8 +41,9 @@ rounding (`head_bounds`), but not by the error E of the blocks of J that they ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,14 +53,10 @@ from torch import Tensor
 from lipaudit.theory import products
 from lipaudit.theory.heads import Heads, Pairs, local_map, projections, unit_values
 from lipaudit.theory.policy import LAYER_WITHIN, TOL, WITHIN
-from lipaudit.theory.spectral import (
-    Norms,
-    norms_in_double,
-    random_starts,
-    shift_exponent,
-    spectral_norms,
-)
+from lipaudit.theory.spectral import Norms, random_starts, shift_exponent, spectral_norms
 
+SINGLE_ERROR = 1e-5
+"""Relative error of a norm in single precision, if it resolves P; measured: at most 3e-6."""
 _SCREEN = 6
 """Products after which most heads are known to gain nothing from splitting tokens."""
 _PLAIN = "donot_use_mm_for_euclid_dist"
@@ -105,14 +108,7 @@ def head_norms(
     parts = []
     for some in _split_problems(heads):
         unit, size = unit_values(some)
-        family = products.head_products(unit)
-        start = _draw_starts(some, seeds, some.v.shape[3]).repeat_interleave(some.q.shape[1], 0)
-
-        # The rescaled values are computed in float64, as for the bounds.
-        def double(some: Heads = some) -> products.HeadProducts:
-            return products.head_products(unit_values(some.to(torch.float64))[0])
-
-        norms = norms_in_double(family, double, start, products.head_guess(family), **rule)
+        norms = _solve(some, unit, products.head_products, seeds, rule)
         parts.append(norms.times(size.repeat(len(some.q))))
     return _join_norms(parts, heads.q.shape[:2])
 
@@ -141,23 +137,18 @@ def layer_norms(
     together = len(heads.row_blocks()) == 1
     for some in [heads] if together else [heads.row(b) for b in range(len(heads.q))]:
         unit, size = unit_values(some)
-        cases: list[tuple[list[Norms], Tensor | None, Tensor, float]] = []
         if concat or heads.out is None:
             # All values have size about one: each head keeps its size relative to the largest.
-            cases.append((before, None, size / size.amax(), float(size.amax())))
+            linearize = partial(products.layer_products, out=None, gains=size / size.amax())
+            norms = _solve(some, unit, linearize, seeds, rule)
+            before.append(norms.times(float(size.amax())))
         if heads.out is not None:
-            wo = heads.out.double() * size.to(heads.out.device)[:, None, None]
-            exponent = torch.frexp(wo.abs().amax().cpu()).exponent
-            cases.append((after, shift_exponent(wo, -exponent), size, 2.0 ** int(exponent)))
-        for found, out, gains, length in cases:
-
-            def double(some: Heads = some, end: Any = (out, gains)) -> products.LayerProducts:
-                return products.layer_products(unit_values(some.to(torch.float64))[0], *end)
-
-            family = products.layer_products(unit, out, gains)
-            start = _draw_starts(some, seeds, family.channels)
-            norms = norms_in_double(family, double, start, products.layer_guess(family), **rule)
-            found.append(norms.times(length))
+            out = heads.out.double() * size.to(heads.out.device)[:, None, None]
+            exponent = torch.frexp(out.abs().amax().cpu()).exponent
+            out = shift_exponent(out, -exponent)
+            linearize = partial(products.layer_products, out=out, gains=size)
+            norms = _solve(some, unit, linearize, seeds, rule)
+            after.append(norms.times(2.0 ** int(exponent)))
     rows = (len(heads.q),)
     return LayerNorms(*(_join_norms(each, rows) if each else None for each in (before, after)))
 
@@ -170,13 +161,54 @@ def _split_problems(heads: Heads) -> list[Heads]:
     return [row.pick(slice(h, h + 1)) for row in rows for h in range(heads.q.shape[1])]
 
 
-def _draw_starts(heads: Heads, seeds: Sequence[int], channels: int) -> Tensor:
-    """Return one start per batch row, (batch, n channels), zero at padded queries."""
-    n = heads.q.shape[2]
-    start = random_starts(seeds, n * channels).to(heads.q)[heads.sample]
-    if heads.valid is None:
-        return start
-    return (start.view(-1, n, channels) * heads.valid[..., None]).flatten(1)
+def _solve(
+    heads: Heads,
+    unit: Heads,
+    linearize: Callable[[Heads], products.HeadProducts | products.LayerProducts],
+    seeds: Sequence[int],
+    rule: Mapping[str, Any],
+) -> Norms:
+    """Return norms of `unit`, never above the truth, apart from rounding in float64.
+
+    Args:
+        heads: the heads, in the precision of the iteration.
+        unit: the same with values of size one.
+        linearize: returns the products with J of heads like `unit`.
+        seeds: one per sample.
+        rule: tol, max_steps and within of `spectral_norms`.
+    """
+    family = linearize(unit)
+    guess = family.guess()
+    start = _draw_starts(heads, seeds, guess)
+    norms = spectral_norms(family.select, start, guess=guess, vectors=True, **rule)
+    if start.dtype == torch.float64:
+        return replace(norms, vector=None)
+    # The rescaled values are computed in float64, as for the bounds.
+    double, vector = linearize(unit_values(heads.to(torch.float64))[0]), norms.vector
+    assert vector is not None
+    # At an angle e from the leading vector ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2.
+    # No u gives more than ||J||: what single precision left in the vector cannot raise the norm.
+    length = torch.linalg.vector_norm(vector.double(), dim=1).clamp_min(1e-300)
+    rough, norm = norms.norm, (double.pulled_norm(vector.double()) / length).cpu()
+    norms = replace(norms, norm=norm, upper=torch.maximum(norms.upper, norm), vector=None)
+    # P of large logits differs between the precisions, and so does the leading vector.
+    again = ((rough - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
+    if len(again):
+        start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))
+        repeats = spectral_norms(double.select(again).select, start, guess=guess, **rule)
+        norms.products[again] += repeats.products
+        for name in ("norm", "upper", "converged"):
+            getattr(norms, name)[again] = getattr(repeats, name)
+    return norms
+
+
+def _draw_starts(heads: Heads, seeds: Sequence[int], like: Tensor) -> Tensor:
+    """Return a start per problem, (problems, n channels), zero at padded queries."""
+    start = random_starts(seeds, like.shape[1]).to(heads.q)[heads.sample]
+    if heads.valid is not None:
+        rows = start.view(len(start), heads.q.shape[2], -1)
+        start = (rows * heads.valid[..., None]).flatten(1)
+    return start.repeat_interleave(len(like) // len(start), 0)
 
 
 def _join_norms(parts: Sequence[Norms], shape: tuple[int, ...]) -> Norms:
@@ -227,7 +259,7 @@ def splitting_gain(
     blocks, parts = [], _split_problems(heads)
     for some, limit in zip(parts, exact.flatten().chunk(len(parts)), strict=True):
         family = products.head_products(some.with_same_map(to_k=None, to_v=None))
-        start = _draw_starts(some, seeds, some.v.shape[3]).repeat_interleave(some.q.shape[1], 0)
+        start = _draw_starts(some, seeds, family.attend.o.flatten(1))
         first = spectral_norms(family.select, start, tol=tol, max_steps=_SCREEN)
         # A limit below ||J|| ends it: the gain is then 1, for any value of the block norm.
         left = (~first.converged & (first.upper > limit)).nonzero()[:, 0]

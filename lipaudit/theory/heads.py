@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from lipaudit.theory.policy import POLICY, Policy
-from lipaudit.theory.spectral import powers_of_two, shift_exponent
+from lipaudit.theory.spectral import shift_exponent
 
 MASK = 9e3
 """A bias entry this far below the largest of its row hides the key. Common masks are -inf, the
@@ -41,11 +41,6 @@ class Projection:
     bias: Float[Tensor, "heads e"] | None
     local: Float[Tensor, "#batch #heads tokens d e"] | None
     kind: str
-
-    def to(self, dtype: torch.dtype) -> Projection:
-        """Return the same projection in another precision."""
-        cast: Projection = _cast(self, dtype)
-        return cast
 
 
 @dataclass(frozen=True)
@@ -234,7 +229,7 @@ class Heads:
 
     def to(self, dtype: torch.dtype) -> Heads:
         """Return the same heads with every floating-point tensor in another precision."""
-        heads: Heads = _cast(self, dtype)
+        heads: Heads = cast_floats(self, dtype)
         # A cast to higher precision keeps the logits; a cast to lower precision changes them.
         same = torch.promote_types(self.q.dtype, dtype) == dtype
         return heads._share_maps(self._maps) if same else heads
@@ -277,7 +272,7 @@ class Heads:
         return self
 
 
-_BESIDE_MAP = frozenset(("v", "to_q", "to_k", "to_v", "out"))
+_BESIDE_MAP = frozenset(("v", "to_q", "to_k", "to_v", "out", "policy"))
 """Arguments that do not change P."""
 
 
@@ -301,10 +296,11 @@ def affine_heads(
     return Heads(x=x, q=q, k=k, v=v, scale=scale, causal=False, sample=sample, **maps, **absent)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value, or a record, with every floating-point tensor in another precision."""
     if isinstance(value, (Heads, Projection, Pairs)):
         changes: dict[str, Any] = {
-            f.name: _cast(getattr(value, f.name), dtype) for f in fields(value)
+            f.name: cast_floats(getattr(value, f.name), dtype) for f in fields(value)
         }
         return replace(value, **changes)
     floating = isinstance(value, Tensor) and value.is_floating_point()
@@ -413,7 +409,9 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     if to_v is None:
         exponents = _exponents(heads.v.abs().amax((0, 2, 3)))
         v = shift_exponent(heads.v, -exponents[:, None, None])
-        return heads.with_same_map(v=v), powers_of_two(exponents)
+        return heads.with_same_map(v=v), shift_exponent(
+            torch.ones_like(exponents).double(), exponents
+        )
     # An expanded weight stays expanded: heads that are normalised together share it.
     weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
     by_weight = _exponents(weight.abs().amax((1, 2)))
@@ -431,7 +429,9 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
         if not (shift.abs().amax((1, 2)) <= _SWAMPED * apart).all():
             source = heads.x if heads.x_kv is None else heads.x_kv
             v = source[:, None] @ unit.weight
-    return heads.with_same_map(v=v, to_v=unit), powers_of_two(exponents)
+    return heads.with_same_map(v=v, to_v=unit), shift_exponent(
+        torch.ones_like(exponents).double(), exponents
+    )
 
 
 def _exponents(largest: Float[Tensor, "*heads"]) -> Int[Tensor, "*heads"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -19,12 +19,13 @@ from lipaudit.theory.heads import (
     Projection,
     are_affine,
     are_affine_everywhere,
+    cast_floats,
     factor,
     local_map,
     projections,
 )
 from lipaudit.theory.policy import POLICY, Policy, cut
-from lipaudit.theory.products import key_gradients, query_gradients
+from lipaudit.theory.products import logit_gradients
 from lipaudit.theory.softmax import row_maxima
 from lipaudit.theory.spectral import gram_root, keeps_single, map_norm, spectral_norm
 
@@ -167,7 +168,7 @@ class Weights(Stack):
 
 def weights_of(heads: Heads) -> Weights:
     """Meet the weights of affine heads, in float64, once for all samples."""
-    to_q, to_k, to_v = (projection.to(torch.float64) for projection in projections(heads))
+    to_q, to_k, to_v = (cast_floats(to, torch.float64) for to in projections(heads))
     q, k, v = (
         p.weight if p.bias is None else torch.cat([p.weight, p.bias[:, None]], 1)  # [W; b^T]
         for p in (to_q, to_k, to_v)
@@ -340,23 +341,18 @@ def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
         reach = _largest_image(heads.q * queries[..., None], to_k, keys, policy)
         reach = heads.scale.abs() * (reach + _largest_image(at.k, to_q, queries, policy))
         return values, spectral_norm(at.v) * reach
-    p, d = at.p, heads.q.shape[-1]
-    by_query, by_key = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0, :])
-    for i in policy.chunks(p.shape[2], 2 * by_key.numel() * d):  # unseen pairs do not count
-        rows = (p[:, :, i] > 0)[..., None] * key_gradients(heads, i)
-        by_query[..., i] = _images_norm(rows, to_q, i)
-    for j in policy.chunks(p.shape[3], 2 * by_query.numel() * d):
-        rows = (p[..., j] > 0).mT[..., None] * query_gradients(heads, j)
-        by_key[..., j] = _images_norm(rows, to_k, j)
-    reach = (by_query * queries).amax(-1) + (by_key * keys).amax(-1)
+    reach = torch.zeros_like(values)
+    sides: tuple[tuple[Literal["q", "k"], Projection, Tensor, Tensor], ...]
+    sides = ("q", to_q, queries, at.p), ("k", to_k, keys, at.p.mT)
+    for name, to, used, p in sides:
+        norms, local, weight = torch.zeros_like(p[..., 0]), local_map(to), factor(to).mT
+        for i in policy.chunks(p.shape[2], 2 * p[:, :, 0].numel() * heads.q.shape[-1]):
+            # Unseen pairs do not count.
+            rows = (p[:, :, i] > 0)[..., None] * logit_gradients(heads, name, i)
+            phi = (local if local.shape[2] == 1 else local[:, :, i]) @ weight
+            norms[..., i] = spectral_norm(rows @ phi)
+        reach = reach + (norms * used).amax(-1)
     return values, spectral_norm(at.v) * reach
-
-
-def _images_norm(rows: Tensor, projection: Projection, tokens: slice) -> Tensor:
-    """Return ||rows_i Phi_i|| of some tokens i, each with its own rows."""
-    local = local_map(projection)
-    local = local if local.shape[2] == 1 else local[:, :, tokens]
-    return spectral_norm(rows @ (local @ factor(projection).mT))
 
 
 def sum_spread(

@@ -26,18 +26,18 @@ product with J.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lipaudit.theory.heads import Heads, Pairs, local_map, projections, rows_in_reach
-from lipaudit.theory.policy import cut
+from lipaudit.theory.heads import Heads, Pairs, rows_in_reach
+from lipaudit.theory.policy import POLICY, cut
 from lipaudit.theory.spectral import random_starts, spectral_norms
 
 _DEAD = 1e-30
@@ -48,24 +48,21 @@ _CHANNEL_STEPS = 12
 """Lanczos steps to its channels: singular values of weights are close together."""
 
 
-def key_gradients(heads: Heads, queries: slice) -> Float[Tensor, "batch heads rows m d"]:
-    """Return a_ij = dS_ij / dq_i for some queries i and all keys j."""
+def logit_gradients(
+    heads: Heads, name: Literal["q", "k"], some: slice
+) -> Float[Tensor, "batch heads some others d"]:
+    """Return a_ij = dS_ij / dq_i of some queries i, by query; or b_ij = dS_ij / dk_j, by key."""
     pairs = heads.pairs or Pairs()
-    a = heads.scale[..., None, None, None] * heads.k[:, :, None]
-    a = a if pairs.slope is None else pairs.slope[:, :, queries, :, None] * a
-    if pairs.with_q is not None:
-        return a + pairs.with_q[:, :, queries]
-    return a.expand(-1, -1, len(range(heads.q.shape[2])[queries]), -1, -1)
-
-
-def query_gradients(heads: Heads, keys: slice) -> Float[Tensor, "batch heads columns n d"]:
-    """Return b_ij = dS_ij / dk_j for some keys j and all queries i, by key."""
-    pairs = heads.pairs or Pairs()
-    b = heads.scale[..., None, None, None] * heads.q[:, :, None]
-    b = b if pairs.slope is None else pairs.slope[..., keys].mT[..., None] * b
-    if pairs.with_k is not None:
-        return b + pairs.with_k[:, :, :, keys].transpose(2, 3)
-    return b.expand(-1, -1, len(range(heads.k.shape[2])[keys]), -1, -1)
+    rows, others, more = heads.q, heads.k, pairs.with_q
+    slope = None if pairs.slope is None else pairs.slope[..., None]
+    if name == "k":
+        rows, others = others, rows
+        more = None if pairs.with_k is None else pairs.with_k.transpose(2, 3)
+        slope = None if slope is None else slope.transpose(2, 3)
+    gradients = heads.scale[..., None, None, None] * others[:, :, None]
+    gradients = gradients if slope is None else slope[:, :, some] * gradients
+    gradients = gradients if more is None else gradients + more[:, :, some]
+    return gradients.expand(-1, -1, len(range(rows.shape[2])[some]), -1, -1)
 
 
 class Anchored(NamedTuple):
@@ -127,11 +124,17 @@ def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored
     return Anchored(o, key, gap, largest * gap, share)
 
 
-def join_rows(blocks: Sequence[Anchored]) -> Anchored:
-    """Return the outputs of several blocks of queries as one."""
-    if len(blocks) == 1:
-        return blocks[0]
-    return Anchored(*(torch.cat(rows, -2) for rows in zip(*blocks, strict=True)))
+def anchor_blocks(
+    blocks: Iterable[tuple[Tensor, slice, slice]], v: Tensor, sink: Tensor | None
+) -> Anchored:
+    """Return `anchor_outputs` of all queries, given some rows of P, queries and keys at a time."""
+    parts = []
+    for p, i, keys in blocks:
+        rows = anchor_outputs(p, v[..., keys, :], None if sink is None else sink[..., i, :])
+        parts.append(rows._replace(key=rows.key + (keys.start or 0)))
+    if len(parts) == 1:
+        return parts[0]
+    return Anchored(*(torch.cat(rows, -2) for rows in zip(*parts, strict=True)))
 
 
 class InputSide(NamedTuple):
@@ -251,6 +254,14 @@ class Attend:
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    @property
+    def value_weight(self) -> Tensor | None:
+        """Return W_V, (heads, D, d_v); None if v is constant or not an affine map of its token."""
+        side = self.sides[-1] if self.sides else None
+        if side is None or "v" not in side.names or "v" in self.local:
+            return None
+        return side.weight[..., -self.v.shape[2] :]
+
     def select(self, index: Tensor | slice) -> Attend:
         """Return the derivative for some problems; maps must be kept."""
         assert self.p is not None
@@ -286,12 +297,8 @@ def linearize_attention(heads: Heads) -> Attend:
     if sink is None:  # else P_i sums to less than 1, and o_i would change by less than v_j
         some, _, keys = next(_map_rows(heads, p))
         v = v - mean_value(some, v[:, keys])
-    blocks = []
-    for some, i, keys in _map_rows(heads, p):
-        share = None if sink is None else sink.flatten(0, 1)[:, i]
-        rows = anchor_outputs(some, v[:, keys], share)
-        blocks.append(rows._replace(key=rows.key + (keys.start or 0)))
-    rows, extra, slope = join_rows(blocks), {}, None
+    sink = None if sink is None else sink.flatten(0, 1)
+    rows, extra, slope = anchor_blocks(_map_rows(heads, p), v, sink), {}, None
     if pairs is not None:
         slope = None if pairs.slope is None else pairs.slope.expand(*shape, -1, -1).flatten(0, 1)
         for name, term in (("q", pairs.with_q), ("k", pairs.with_k)):
@@ -365,6 +372,17 @@ class HeadProducts:
         index = index.to(self.attend.q.device)
         return HeadProducts(self.attend.select(index), [gram[index] for gram in self.grams])
 
+    def guess(self) -> Tensor:
+        """Return the leading left vector of P kron W_V^T, (problems, n dv), or 0."""
+        attend, weight = self.attend, self.attend.value_weight
+        if weight is None:
+            return torch.zeros_like(attend.o).flatten(1)
+        # The norm and left vector of a Kronecker product are those of its factors.
+        tokens = _token_images(attend, attend.v.new_ones(1))
+        values, vectors = torch.linalg.eigh(weight.mT @ weight)
+        channels = values[:, -1:].clamp_min(0.0).sqrt() * vectors[..., -1]
+        return (tokens.mT * channels.repeat(len(tokens) // len(channels), 1)[:, None]).flatten(1)
+
 
 @dataclass(frozen=True)
 class LayerProducts:
@@ -381,11 +399,6 @@ class LayerProducts:
     weights: list[Tensor]
     out: Tensor | None
     gains: Tensor
-
-    @property
-    def channels(self) -> int:
-        """Return the number of channels of one token's output."""
-        return len(self.gains) * self.attend.v.shape[2] if self.out is None else self.out.shape[2]
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem, (rows, n channels)."""
@@ -422,6 +435,37 @@ class LayerProducts:
         index = (rows[:, None] * count + torch.arange(count)).flatten()
         return replace(self, attend=self.attend.select(index.to(self.attend.q.device)))
 
+    def guess(self) -> Tensor:
+        """Return the image under all values of the b kron y that they stretch most, or 0."""
+        attend, out, weight = self.attend, self.out, self.attend.value_weight
+        count, (problems, n, dv) = len(self.gains), attend.o.shape
+        if weight is None:
+            channels = count * dv if out is None else out.shape[2]
+            return attend.o.new_zeros(problems // count, n * channels)
+        # b by ||W_O||_F^2 of each head; a_h = P_h b are its images, `inner` all <a_h, a_g>.
+        sizes = attend.v.new_ones(count) if out is None else out.square().sum((1, 2))
+        a = _token_images(attend, sizes).view(-1, count, n)
+        weight = self.gains[:, None, None] * weight if out is None else weight
+        flat, inner = weight.transpose(0, 1).flatten(1), a @ a.mT
+
+        def products(y: Tensor) -> Tensor:
+            # t = W_V^T y goes to sum_h a_h kron W_O,h^T t_h; this is what returns of that to each.
+            t = (y @ flat).view(-1, count, dv)
+            if out is None:
+                t = inner.diagonal(0, 1, 2)[..., None] * t
+            else:
+                t = torch.einsum("bho,hdo->bhd", inner @ torch.einsum("bhd,hdo->bho", t, out), out)
+            return t.flatten(1) @ flat.mT
+
+        start = random_starts([0], len(flat)).to(flat).expand(len(inner), -1)
+        rule = {"tol": 1e-3, "max_steps": _CHANNEL_STEPS, "within": math.inf, "rebuild": 2.0}
+        y = spectral_norms(lambda _: products, start, vectors=True, **rule).vector  # type: ignore[arg-type]
+        assert y is not None
+        t = (y @ flat).view(-1, count, dv)
+        if out is None:
+            return (a.mT[..., None] * t[:, None]).flatten(1)
+        return (a.mT @ torch.einsum("bhd,hdo->bho", t, out)).flatten(1)
+
 
 def head_products(heads: Heads) -> HeadProducts:
     """Linearise every head of a layer separately."""
@@ -438,56 +482,6 @@ def layer_products(
     weights = [side.weight.transpose(0, 1).flatten(1) for side in attend.sides]
     out = None if out is None else out.to(heads.v)
     return LayerProducts(attend, weights, out, gains.to(heads.v))
-
-
-def value_weight(attend: Attend) -> Tensor | None:
-    """Return W_V, (heads, D, d_v); None if v is constant or not an affine map of its token."""
-    side = attend.sides[-1]
-    affine = "v" in side.names and "v" not in attend.local
-    return side.weight[..., -attend.v.shape[2] :] if affine else None
-
-
-def head_guess(products: HeadProducts) -> Tensor:
-    """Return the leading left vector of P kron W_V^T of every problem, (problems, n dv), or 0."""
-    attend, weight = products.attend, value_weight(products.attend)
-    if weight is None:
-        return torch.zeros_like(attend.o).flatten(1)
-    # The norm and left vector of a Kronecker product are those of its factors.
-    tokens = _token_images(attend, attend.v.new_ones(1))
-    values, vectors = torch.linalg.eigh(weight.mT @ weight)
-    channels = values[:, -1:].clamp_min(0.0).sqrt() * vectors[..., -1]
-    return (tokens.mT * channels.repeat(len(tokens) // len(channels), 1)[:, None]).flatten(1)
-
-
-def layer_guess(layer: LayerProducts) -> Tensor:
-    """Return the image under all values of the b kron y that they stretch most, per row, or 0."""
-    attend, out, weight = layer.attend, layer.out, value_weight(layer.attend)
-    count, (problems, n, dv) = len(layer.gains), attend.o.shape
-    if weight is None:
-        return attend.o.new_zeros(problems // count, n * layer.channels)
-    # b by ||W_O||_F^2 of each head; a_h = P_h b are its images, `inner` all <a_h, a_g>.
-    sizes = attend.v.new_ones(count) if out is None else out.square().sum((1, 2))
-    a = _token_images(attend, sizes).view(-1, count, n)
-    weight = layer.gains[:, None, None] * weight if out is None else weight
-    flat, inner = weight.transpose(0, 1).flatten(1), a @ a.mT
-
-    def products(y: Tensor) -> Tensor:
-        # t = W_V^T y goes to sum_h a_h kron W_O,h^T t_h; this is what returns of that to each t.
-        t = (y @ flat).view(-1, count, dv)
-        if out is None:
-            t = inner.diagonal(0, 1, 2)[..., None] * t
-        else:
-            t = torch.einsum("bho,hdo->bhd", inner @ torch.einsum("bhd,hdo->bho", t, out), out)
-        return t.flatten(1) @ flat.mT
-
-    start = random_starts([0], len(flat)).to(flat).expand(len(inner), -1)
-    rule = {"tol": 1e-3, "max_steps": _CHANNEL_STEPS, "within": math.inf, "rebuild": 2.0}
-    y = spectral_norms(lambda _: products, start, vectors=True, **rule).vector  # type: ignore[arg-type]
-    assert y is not None
-    t = (y @ flat).view(-1, count, dv)
-    if out is None:
-        return (a.mT[..., None] * t[:, None]).flatten(1)
-    return (a.mT @ torch.einsum("bhd,hdo->bho", t, out)).flatten(1)
 
 
 def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
@@ -550,22 +544,16 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     tensor([[[[2., 0.],
               [0., 2.]]]])
     """
-    # J_ij = P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j) + delta_ij T_i Phi^q_i, term by term; b and a are
-    # s q and s k where the logits are plain, and dP_ij = P_ij (dS_ij - sum_l P_il dS_il) gives c.
-    p, v = heads.attention(), heads.v
-    v = v - mean_value(p, v) if heads.sink is None else v
-    rows = anchor_outputs(p, v, heads.sink_share())
-    c = p[..., None] * (v[:, :, None] - rows.o[:, :, :, None])
-    anchors = rows.key[..., None].expand(*rows.key.shape, v.shape[-1])
-    c = c.scatter(3, anchors, rows.c[:, :, :, None])
-    # Phi^q, Phi^k, Phi^v, each (#batch, heads, #tokens, d, D); zero for a constant.
-    phi = [local_map(to) @ to.weight.mT[:, None] for to in projections(heads)]
-    over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi[2])
-    u = torch.einsum("bhjid,bhjdx->bhijx", query_gradients(heads, slice(None)), phi[1])
-    over_keys += torch.einsum("bhija,bhijx->bhiajx", c, u)
-    t = torch.einsum("bhija,bhijd->bhiad", c, key_gradients(heads, slice(None)))
-    diagonal = torch.einsum("bhiad,bhidx->bhaxi", t, phi[0])
-    over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)
-    if heads.x_kv is None:
-        return (over_keys + over_queries).flatten(4).flatten(2, 3)
-    return torch.cat([over_queries.flatten(4), over_keys.flatten(4)], 4).flatten(2, 3)
+    # Row by row: each unit cotangent of O, pulled back. P of a small case is kept, whatever the
+    # policy of the heads; an input that no projection reads has the derivative 0.
+    attend = linearize_attention(heads.with_same_map(policy=POLICY))
+    count, n, dv = attend.o.shape
+    shape = (*heads.q.shape[:2], n * dv)
+    units = torch.eye(n * dv).to(attend.o).view(-1, n, dv).repeat(count, 1, 1)
+    problems = torch.arange(count, device=units.device).repeat_interleave(n * dv)
+    inputs = {"x": heads.x} if heads.x_kv is None else {"x": heads.x, "x_kv": heads.x_kv}
+    rows = {name: x.new_zeros(*shape, x[0].numel()) for name, x in inputs.items()}
+    for side, y in zip(attend.sides, attend.select(problems).pull(units), strict=True):
+        pulled = y.view(*shape, *y.shape[1:]) @ side.weight.mT[:, None]
+        rows[side.source] = pulled.flatten(3)
+    return torch.cat([*rows.values()], 3)

@@ -26,45 +26,6 @@ _ROUNDING = 1e-12
 _SECULAR_STEPS = 4
 
 
-def g(p: Float[Tensor, "*rows n"], k: int = 1) -> Float[Tensor, "*rows"]:
-    """Return g_k(p) = p_(k) (1 - p_(k) + p_(k+1)), [Y25] Definition 1.
-
-    sigma_k(M) <= g_k <= p_(k) and sigma_{k-1}(M) >= p_(k) ([Y25] Theorem 4); g_1 >= ||M||, and
-    g_1 <= 1/2. Differentiable almost everywhere.
-
-    Args:
-        p: rows of probabilities.
-        k: 1 <= k; rows with fewer than k entries have g_k = 0.
-
-    Examples:
-        >>> g(torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.25, 0.5, 0.25]]))
-        tensor([0.5000, 0.0000, 0.3750])
-    """
-    if k < 1:
-        raise UsageError(f"g_k is defined for k >= 1, not k = {k}")
-    if k > p.shape[-1]:
-        return p.new_zeros(p.shape[:-1])
-    top, index = p.topk(min(k + 1, p.shape[-1]), -1)
-    others = p.scatter(-1, index[..., k - 1 : k], 0.0).sum(-1)
-    following = top[..., k] if k < p.shape[-1] else torch.zeros_like(others)
-    return _g(top[..., k - 1], others, following)
-
-
-def softmax_norm(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
-    """Return ||M(p)|| (spectral), exact to 5e-13 relative, in O(n) per row.
-
-    ||M|| is the root in [p_(2), g_1] of the secular equation sum_j p_j / (p_j - lambda) = 0.
-    Rational steps from g_1 fall to it, the first ones in single precision. Ties p_(1) = p_(2) give
-    p_(1), one-hot rows 0.
-
-    Examples:
-        >>> p = torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]], dtype=torch.float64)
-        >>> softmax_norm(p)
-        tensor([0.3344, 0.0000], dtype=torch.float64)
-    """
-    return _secular_root(_sort_rows(p))
-
-
 def row_maxima(
     p: Float[Tensor, "*maps n m"],
 ) -> tuple[Float[Tensor, "*maps"], Float[Tensor, "*maps"]]:
@@ -208,9 +169,10 @@ def _where(counts: Tensor, value: Tensor) -> Tensor:
 
 
 def _g(kth: Tensor, others: Tensor, following: Tensor) -> Tensor:
-    """p_(k) (1 - p_(k) + p_(k+1)), and p_(k+1) where rounding would put it below.
+    """g_k = p_(k) (1 - p_(k) + p_(k+1)) ([Y25] Definition 1), and p_(k+1) where rounding is below.
 
-    g_k >= sigma_k >= p_(k+1), with equality on a tie: there the product may lack its last digit.
+    sigma_k(M) <= g_k <= p_(k) and sigma_{k-1}(M) >= p_(k) ([Y25] Theorem 4); g_1 >= ||M||, and
+    g_1 <= 1/2. On a tie g_k = p_(k+1): there the product may lack its last digit.
     """
     return torch.maximum(kth * (others + following), following)
 
@@ -237,11 +199,13 @@ def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
 
 
 def _secular_root(rows: _Ordered) -> Tensor:
-    """Solve the secular equation in t = lambda - p_(2), from g_1 = p_(2) + (1 - p_(1)) gap down.
+    """Return ||M(p)||, exact to 5e-13 relative, in O(n) per row.
 
-    With r_j = p_j / (lambda - p_j), gap = p_(1) - p_(2) it is sum_{j>1} r_j = p_(1) / (gap - t).
-    Single precision is enough for the first steps; the last ones, each of which squares the
-    error, are taken in that of the rows.
+    ||M|| is the root in [p_(2), g_1] of the secular equation sum_j p_j / (p_j - lambda) = 0. It is
+    solved for t = lambda - p_(2), from g_1 = p_(2) + (1 - p_(1)) gap down. Ties p_(1) = p_(2) give
+    p_(1), one-hot rows 0. With r_j = p_j / (lambda - p_j) and gap = p_(1) - p_(2) it is
+    sum_{j>1} r_j = p_(1) / (gap - t). Single precision is enough for the first steps; the last
+    ones, each of which squares the error, are taken in that of the rows.
     """
     tail, gap = rows.p[..., :-1], rows.first - rows.second
     terms = tail, rows.second[..., None] - tail, rows.first, rows.second, gap

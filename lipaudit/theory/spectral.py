@@ -31,12 +31,6 @@ A norm is always a lower estimate. A problem ends when the estimate of its error
 and what can be proven, that with probability 1 - ETA the truth is at most `upper`, is at most
 `within` above it; or once `tol` itself is proven. Both are derived above (`kato_temple` and
 `probabilistic_limit`), and why the first is no proof.
-
-For any u, ||J^T u|| / ||u|| <= ||J||, with equality at the leading vector, near which it is flat:
-an error of e in u costs e^2. So one product in double precision with the vector of an iteration in
-single gives the norm to nearly the digits of double, and never above it: no proven bound can lie
-below. Where the two precisions do not agree, the logits are too large for single precision to tell
-P, and the whole iteration is made again.
 """
 
 from __future__ import annotations
@@ -44,8 +38,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -53,16 +47,6 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.policy import POLICY, TOL, WITHIN, Policy
-
-
-def powers_of_two(exponent: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return 2^exponent without rounding, on the CPU (`torch.ldexp` computes in float32).
-
-    >>> powers_of_two(torch.tensor([1, -2]))
-    tensor([2.0000, 0.2500], dtype=torch.float64)
-    """
-    powers = [math.ldexp(1.0, k) for k in exponent.flatten().tolist()]
-    return torch.tensor(powers, dtype=torch.float64).view(exponent.shape)
 
 
 def shift_exponent(
@@ -73,22 +57,11 @@ def shift_exponent(
     >>> shift_exponent(torch.tensor([3.0, 2.0**-140]), torch.tensor([1, 139]))
     tensor([6.0000, 0.5000])
     """
-    exponent = exponent.cpu()
-    half = exponent // 2
-    first, second = powers_of_two(torch.stack([half, exponent - half])).to(t)
-    return t * first * second
-
-
-def times_power(
-    z: Float[Tensor, "problems ..."], exponent: Int[Tensor, " problems"]
-) -> Float[Tensor, "problems ..."]:
-    """Return z 2^exponent, with one exponent per problem.
-
-    >>> times_power(torch.tensor([[3.0], [3.0]]), torch.tensor([1, -2]))
-    tensor([[6.0000],
-            [0.7500]])
-    """
-    return shift_exponent(z, exponent.view(-1, *[1] * (z.ndim - 1)))
+    whole = exponent.cpu().numpy()
+    # By NumPy: `torch.ldexp` computes its power in float32.
+    for part in (whole // 2, whole - whole // 2):
+        t = t * torch.as_tensor(np.ldexp(1.0, part)).to(t)
+    return t
 
 
 _LONG_STEPS = 60  # of maps whose Gram matrix is not formed
@@ -451,8 +424,8 @@ class _Krylov:
             # What a vector cannot carry of the scale of A goes to its image.
             if self.exponent.any():
                 before = self.exponent.clamp(-_ROOM, _ROOM)
-                image = products(times_power(last, before))
-                image = times_power(image, self.exponent - before)
+                image = products(shift_exponent(last, before[:, None]))
+                image = shift_exponent(image, (self.exponent - before)[:, None])
             else:
                 image = products(last)
             if self.steps:
@@ -473,7 +446,7 @@ class _Krylov:
             self.exponent[size == 0] = 0
             change[size == 0] = 0
         self.exponent += change
-        return times_power(image, change)
+        return shift_exponent(image, change[:, None])
 
     def advance(self, product: Tensor) -> None:
         """Extend basis and T, given A times the newest basis vector."""
@@ -529,8 +502,8 @@ class _Krylov:
         top = ritz[:, -1].clamp_min(0.0)
         limit = probabilistic_limit(ritz, self.level[mask])
         limit = torch.where(self.is_exhausted()[mask], top, limit)
-        norms.norm[which] = times_power(top.sqrt(), -exponent // 2)
-        norms.upper[which] = times_power(limit.sqrt(), -exponent // 2)
+        norms.norm[which] = shift_exponent(top.sqrt(), -exponent // 2)
+        norms.upper[which] = shift_exponent(limit.sqrt(), -exponent // 2)
         norms.products[which] = self.steps + self.repeated[mask]
         if norms.vector is not None and len(which):
             weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.basis[0])
@@ -554,60 +527,4 @@ class _Krylov:
 def _normalize(vectors: Tensor) -> Tensor:
     """Return unit vectors; 0 stays 0. Squares may underflow: first divide by a power of two."""
     exponent = torch.frexp(vectors.abs().amax(1).to("cpu", torch.float64))[1]
-    return F.normalize(times_power(vectors, -exponent), dim=1)
-
-
-SINGLE_ERROR = 1e-5
-"""Relative error of a norm in single precision, if it resolves P; measured: at most 3e-6."""
-
-
-@runtime_checkable
-class Family(Protocol):
-    """The Jacobians of some problems."""
-
-    def __call__(self, u: Float[Tensor, "problems size"]) -> Float[Tensor, "problems size"]:
-        """Return J J^T u of every problem."""
-
-    def select(self, index: Tensor) -> Family:
-        """Return these problems alone."""
-
-    def pulled_norm(self, u: Float[Tensor, "problems size"]) -> Float[Tensor, " problems"]:
-        """Return ||J^T u|| of every problem."""
-
-
-def norms_in_double(
-    single: Family,
-    double: Callable[[], Family],
-    start: Float[Tensor, "problems size"],
-    guess: Float[Tensor, "problems size"],
-    **rule: Any,
-) -> Norms:
-    """Return norms that are never above the true norm, apart from float64 rounding.
-
-    Args:
-        single: the problems in the precision of `start`.
-        double: creates the same problems in float64.
-        start: as in `spectral_norms`.
-        guess: as in `spectral_norms`.
-        rule: tol, max_steps and within of `spectral_norms`.
-    """
-    norms = spectral_norms(single.select, start, guess=guess, vectors=True, **rule)
-    if start.dtype == torch.float64:
-        return replace(norms, vector=None)
-    family, vector = double(), norms.vector
-    assert vector is not None
-    # At an angle e from the leading vector ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2.
-    # No u gives more than ||J||: what single precision left in the vector cannot raise the norm.
-    length = torch.linalg.vector_norm(vector.double(), dim=1).clamp_min(1e-300)
-    rough, norm = norms.norm, (family.pulled_norm(vector.double()) / length).cpu()
-    norms = replace(norms, norm=norm, upper=torch.maximum(norms.upper, norm), vector=None)
-    # P of large logits differs between the precisions, and so does the leading vector.
-    again = ((rough - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
-    if not len(again):
-        return norms
-    start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))
-    repeats = spectral_norms(family.select(again).select, start, guess=guess, **rule)
-    norms.products[again] += repeats.products
-    for name in ("norm", "upper", "converged"):
-        getattr(norms, name)[again] = getattr(repeats, name)
-    return norms
+    return F.normalize(shift_exponent(vectors, -exponent[:, None]), dim=1)

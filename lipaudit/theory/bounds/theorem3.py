@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lipaudit.theory.bounds.record import Bound
+from lipaudit.theory.bounds.record import AT_X, Bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 def theorem3(known: Ingredients) -> Tensor:
     """Return ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), or the form for all heads."""
-    return scale_softmax(known, known.softmax_norm_max)
+    return bound_by_softmax(known, known.softmax_norm_max)
 
 
-def scale_softmax(known: Ingredients, m: Tensor) -> Tensor:
-    """Return Theorem 3 with m for max_i ||M(P_i)||."""
+def bound_by_softmax(known: Ingredients, m: Tensor) -> Tensor:
+    """Return Theorem 3, given m, which is max_i ||M(P_i)|| or more: [Y25]'s form, or ours."""
     from lipaudit.theory.ingredients import value_and_growth
 
     if known.affine:
@@ -47,10 +47,13 @@ THEOREM3 = Bound(
     name="theorem3",
     label="theorem 3",
     meaning="Yudin et al. 2025, Theorem 3, exact ||M(P_i)||.",
-    formula="||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
+    formula="||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||); of heads that are not affine "
+    "max_j ||Phi^v_j|| ||P|| + ||V_c|| (max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||) "
+    "max_i ||M(P_i)||",
     source="Yudin et al. 2025 Theorem 3; a general form of ours where heads are not affine",
     explanation="Multiplies the sensitivity of the softmax by the norms of tokens and weights.",
     compute=theorem3,
+    domain=AT_X,
     scaling=True,
     place=30,
 )

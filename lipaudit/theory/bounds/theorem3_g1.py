@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lipaudit.theory.bounds.record import Bound
-from lipaudit.theory.bounds.theorem3 import scale_softmax
+from lipaudit.theory.bounds.record import AT_X, Bound
+from lipaudit.theory.bounds.theorem3 import bound_by_softmax
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ def theorem3_g1(known: Ingredients) -> Tensor:
     # For with p_(1) - g_1 = p_(1) (p_(1) - p_(2)) and, for j >= 2, g_1 - p_(j) >= g_1 - p_(2)
     # = (1 - p_(1)) (p_(1) - p_(2)): sum_(j>=2) p_(j)^2 / (g_1 - p_(j)) <= p_(2) / (p_(1) - p_(2))
     # = p_(1)^2 / (p_(1) - g_1) - 1.
-    return scale_softmax(known, known.g1_max)
+    return bound_by_softmax(known, known.g1_max)
 
 
 THEOREM3_G1 = Bound(
@@ -31,5 +31,6 @@ THEOREM3_G1 = Bound(
     source="Yudin et al. 2025 equation 7",
     explanation="theorem3, computed from the two largest entries of each attention row.",
     compute=theorem3_g1,
+    domain=AT_X,
     place=40,
 )

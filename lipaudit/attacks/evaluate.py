@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -75,10 +76,7 @@ class Checks:
     nonfinite: int = 0
 
     def __add__(self, other: Checks) -> Checks:
-        counts = [
-            one + more for one, more in zip(astuple(self)[1:], astuple(other)[1:], strict=True)
-        ]
-        return Checks(self.classes, *counts)
+        return Checks(self.classes, *map(operator.add, astuple(self)[1:], astuple(other)[1:]))
 
 
 @dataclass(frozen=True)
@@ -401,40 +399,35 @@ def note_signs(
     # Two standard deviations above the expected number of lucky guesses.
     mean = checks.samples / checks.classes
     lucky = mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
-    signs = (
-        (
-            "zero-gradients",
+    signs = {
+        "zero-gradients": (
             checks.zero_gradients > 0,
             f"{checks.zero_gradients} of {checks.correct} correct samples have a cross-entropy "
             "gradient of exactly 0. FGSM, PGD and APGD-CE cannot attack them",
         ),
-        (
-            "gradients-not-finite",
+        "gradients-not-finite": (
             checks.nonfinite > 0 or nonfinite > 0,
             f"the gradient is not finite at {checks.nonfinite} of {checks.samples} samples and in "
             f"{100 * nonfinite:.2g} % of the gradients that attacks took. Attacks ignore NaN, so "
             "they are weaker than they could be",
         ),
-        (
-            "randomised",
+        "randomised": (
             checks.random > 0,
             f"{checks.random} of {checks.samples} samples get different logits in a second "
             "forward pass. Attacks need a deterministic model: switch dropout and noise off",
         ),
-        (
-            "probabilities",
+        "probabilities": (
             checks.samples > 0 and checks.probabilities == checks.samples,
             "the outputs look like probabilities. Remove the final softmax: attacks on logits are "
             "stronger",
         ),
-        (
-            "clean-accuracy-at-chance",
+        "clean-accuracy-at-chance": (
             guessing and checks.correct < min(lucky, checks.samples),
             f"{checks.correct} of {checks.samples} samples are correct without an attack, no "
             f"better than guessing among {checks.classes} classes. Check labels and preprocessing",
         ),
-    )
-    return tuple(_make_warning(code, text) for code, present, text in signs if present)
+    }
+    return tuple(Note.warn(code, text) for code, (present, text) in signs.items() if present)
 
 
 def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
@@ -451,7 +444,7 @@ def note_square(before: int, after: int, samples: int) -> tuple[Note, ...]:
         f"Square broke {before - after} samples that the gradient attacks did not break. "
         "Gradients may be masked, so the true robust accuracy may be lower"
     )
-    return (_make_warning("square-beats-gradients", text),)
+    return (Note.warn("square-beats-gradients", text),)
 
 
 def note_resolution(
@@ -472,8 +465,4 @@ def note_resolution(
         f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at the size of these "
         f"data. Attacks miss part of the ball and robust accuracy may be too high: {advice}"
     )
-    return (_make_warning("ball-below-resolution", text),)
-
-
-def _make_warning(code: str, text: str) -> Note:
-    return Note(level="warning", code=code, text=text)
+    return (Note.warn("ball-below-resolution", text),)

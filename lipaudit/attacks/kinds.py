@@ -280,7 +280,7 @@ def read_plan(
         if changes and preset in PRESETS:
             settings = ", ".join(f"{key} = {value}" for key, value in changes.items())
             text = f"the preset {preset} was changed: {settings}"
-            notes = (_make_note("preset-changed", text),)
+            notes = (Note.info("preset-changed", text),)
             trials = [replace(trial, notes=trial.notes + notes) for trial in trials]
         for trial in trials:
             changed = tuple(replace(attack, **changes) for attack in trial.attacks)
@@ -358,12 +358,12 @@ def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
     two, four = parse_radius("2/255"), parse_radius("4/255")
     fgsm, pgd = (Attack("fgsm"),), (Attack("pgd", steps=4),)
     auto = tuple(replace(attack, steps=10) for attack in STANDARD)
-    own_step = _make_note(
+    own_step = Note.info(
         "own-step-size",
         "PGD: the paper gives 4 steps, but no step size and no start. lipaudit uses steps of 2.5 "
         "eps / steps from a random point and keeps the best iterate",
     )
-    own_queries = _make_note(
+    own_queries = Note.info(
         "own-queries",
         "AutoAttack: the paper gives 10 iterations. 9 targets and 5000 Square queries are "
         "lipaudit's choice",
@@ -373,10 +373,6 @@ def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
         *(Trial("pgd", "linf", radius, pgd, (own_step,)) for radius in (two, four)),
         Trial("autoattack", "linf", two, auto, (own_queries,)),
     ]
-
-
-def _make_note(code: str, text: str) -> Note:
-    return Note(level="info", code=code, text=text)
 
 
 def require_suitable(
@@ -432,17 +428,17 @@ def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
     """
     if attack.name in ("apgd-t", "apgd-dlr") and classes == 2:
         text = f"{attack.name} did not run: its DLR loss needs 3 classes, and the model has 2"
-        return replace(attack, restarts=0), (_make_note("attack-skipped", text),)
+        return replace(attack, restarts=0), (Note.info("attack-skipped", text),)
     if attack.name == "apgd-t" and classes == 3:
         text = (
             "apgd-t used the untargeted DLR loss: the targeted one needs 4 classes, and "
             "the model has 3"
         )
-        return replace(attack, name="apgd-dlr"), (_make_note("attack-replaced", text),)
+        return replace(attack, name="apgd-dlr"), (Note.info("attack-replaced", text),)
     if attack.kind.targeted and attack.targets > classes - 1:
         text = (
             f"{attack.name} targets all {classes - 1} other classes, fewer than the "
             f"{attack.targets} requested"
         )
-        return replace(attack, targets=classes - 1), (_make_note("fewer-targets", text),)
+        return replace(attack, targets=classes - 1), (Note.info("fewer-targets", text),)
     return attack, ()

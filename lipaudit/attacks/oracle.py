@@ -281,7 +281,7 @@ def pgd(
     *,
     start: Float[Tensor, " batch *sample"],
     steps: int,
-    step_size: float,
+    step_size: float | None = None,
 ) -> Float[Tensor, " batch *sample"]:
     """Increase the cross-entropy from `start`; return the iterate closest to success.
 
@@ -298,8 +298,10 @@ def pgd(
         ball: norm, eps, box and mask.
         start: first iterates, inside the ball (for example x).
         steps: number of steps; steps + 1 forward and steps backward passes.
-        step_size: length of a step in the norm of the ball (see `usual_step`).
+        step_size: length of a step in the norm of the ball; None: 2.5 eps / steps, with which a
+            path can reach any point of the ball and return.
     """
+    step_size = 2.5 * ball.eps / steps if step_size is None else step_size
     z, best, lowest = start, start, x.new_full((len(x),), torch.inf)
     for _ in range(steps):
         logits, gradient = logits_and_gradient(f, z, y)
@@ -310,14 +312,7 @@ def pgd(
 
 def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     """Run `pgd` as an attack of a plan: from a random start, with the usual step."""
-    steps = turn.attack.steps
-    size = usual_step(ball.eps, steps)
-    return pgd(f, x, y, ball, start=turn.start(), steps=steps, step_size=size)
-
-
-def usual_step(eps: float, steps: int) -> float:
-    """Return 2.5 eps / steps, with which a path can reach any point of the ball and return."""
-    return 2.5 * eps / steps
+    return pgd(f, x, y, ball, start=turn.start(), steps=turn.attack.steps)
 
 
 def _closer(z: Tensor, margin: Tensor, best: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from lipaudit import __version__
 from lipaudit.attacks.balls import Ball, random_start
-from lipaudit.attacks.oracle import pgd, usual_step
+from lipaudit.attacks.oracle import pgd
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import Samples
 from lipaudit.engine.files import ordinary_mode, require_folder, write
@@ -245,11 +245,11 @@ class Training:
         """Return adversarial examples for the model in eval mode."""
         net, steps = self.net, self.recipe.steps
         ball = Ball("linf", float(self.recipe.eps), net.box)
-        start, size = random_start(x, ball, self.rng), usual_step(ball.eps, steps)
+        start = random_start(x, ball, self.rng)
         net.module.eval()  # dropout would make gradients noisy
         try:
             f = lambda z: net.read(net.call(z, None))  # noqa: E731
-            return pgd(f, x, y, ball, start=start, steps=steps, step_size=size)
+            return pgd(f, x, y, ball, start=start, steps=steps)
         finally:
             net.module.train()
 

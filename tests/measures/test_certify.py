@@ -13,7 +13,7 @@ from torch import nn
 import lipaudit
 from lipaudit import ModelSpec
 from lipaudit.attacks.balls import Ball
-from lipaudit.attacks.oracle import pgd, usual_step
+from lipaudit.attacks.oracle import pgd
 from lipaudit.certify.form import NoRuleError
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import InputError, UsageError
@@ -160,7 +160,7 @@ def _broken(model, x, y, ball):
     exact = copy.deepcopy(model).double()
     start = _starts(x[None].double(), ball)
     at, labels = x.double().expand_as(start), y.expand(len(start))
-    z = pgd(exact, at, labels, ball, start=start, steps=30, step_size=usual_step(ball.eps, 30))
+    z = pgd(exact, at, labels, ball, start=start, steps=30)
     with torch.no_grad():
         return bool((exact(z).argmax(1) != labels).any())
 

@@ -56,7 +56,7 @@ MUTATIONS = (
         "theory/head_norms.py",
         "norms = replace(norms, norm=norm,",
         "norms = replace(norms, norm=rough,",
-        "tests/theory/bounds/test_corners.py",
+        "tests/theory/bounds/test_every_bound.py",
     ),
     Mutation(
         "where the two precisions disagree the norm is met again",

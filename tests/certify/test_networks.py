@@ -212,8 +212,8 @@ def test_a_product_that_waits_for_weights_is_closer_and_holds(points, excess):
         assert widths[0] < 0.99 * widths[1]
 
 
-TIMM = ("vit", "deit3", "beit", "eva02", "swin", "convnext", "mlp_mixer", "resnet", "vit-relpos")
-TRANSFORMERS = ("bert", "distilbert", "roberta", "gpt2", "llama", "qwen2", "bart", "deberta-v2")
+TIMM = ("vit", "beit", "eva02", "swin", "convnext", "mlp_mixer", "resnet", "vit-relpos")
+TRANSFORMERS = ("bert", "gpt2", "llama", "bart", "deberta-v2")
 
 
 @pytest.mark.parametrize("name", TIMM)

@@ -8,18 +8,13 @@ import torch
 
 from lipaudit.theory import ascent
 from lipaudit.theory.ascent import ball_norm, climb, steepest_tokens
-from lipaudit.theory.heads import Projection, affine_heads
 from lipaudit.theory.products import dense_jacobian
 from lipaudit.theory.worst_tokens import move_heads, power_law
+from tests.theory.cases import growing_head
 
 
-def random_head(seed, *, width=6, d=3, gain=1.5, bias=True):
-    gen = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)  # noqa: E731
-    weights = [gain * draw(1, width, d) / width**0.5 for _ in "qkv"]
-    heads = affine_heads(draw(1, 4, width), *weights)
-    to_q = Projection(weights[0], draw(1, d) if bias else None, None, "affine")
-    return move_heads(replace(heads, to_q=to_q), heads.x)
+def random_head(seed, *, bias=True):
+    return growing_head(seed, biased="q" if bias else "")
 
 
 def norm(heads, x, causal):
@@ -34,7 +29,7 @@ def searched(heads, radius, lengths, *, seed=0, causal=False):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_norms_are_those_of_whole_tokens_within_the_radius(causal):
-    heads, radius, lengths = random_head(1), 2.0, (1, 2, 4, 9)
+    heads, radius, lengths = random_head(1), 2.0, (1, 2, 9)
     ends = steepest_tokens(heads, radius, lengths, seed=0, causal=causal)
     for n, end in zip(lengths, ends, strict=True):
         assert len(end.norm) == ascent.SEARCHES
@@ -60,7 +55,7 @@ def free(heads, radius, n, starts=12):
     return float(climb(heights, start, steps=60).height.max())
 
 
-@pytest.mark.parametrize("seed", [0, 3, 4])
+@pytest.mark.parametrize("seed", [0, 3])
 @pytest.mark.parametrize("radius", [0.5, 1.5])
 def test_no_search_over_all_tokens_ends_higher(seed, radius):
     heads = random_head(seed, bias=seed % 2 == 1)
@@ -71,7 +66,6 @@ def test_no_search_over_all_tokens_ends_higher(seed, radius):
 def test_the_norm_repeats_whatever_the_seed_and_the_rounding(causal):
     heads, lengths = random_head(2), (8,)
     norms = searched(heads, 4.0, lengths, causal=causal)
-    assert searched(heads, 4.0, lengths, seed=1, causal=causal) == pytest.approx(norms, rel=1e-3)
     noise = torch.Generator().manual_seed(0)
 
     def rounded(projection):
@@ -81,12 +75,13 @@ def test_the_norm_repeats_whatever_the_seed_and_the_rounding(causal):
 
     maps = {name: rounded(getattr(heads, name)) for name in ("to_q", "to_k", "to_v")}
     other = replace(heads, **maps)
-    assert searched(other, 4.0, lengths, causal=causal) == pytest.approx(norms, rel=1e-3)
+    again = searched(other, 4.0, lengths, seed=1, causal=causal)
+    assert again == pytest.approx(norms, rel=1e-3)
 
 
 def test_the_worst_case_grows_like_root_n_under_the_published_bound():
     heads, radius = random_head(5, bias=False), 6.0
-    lengths = (64, 512, 4096)
+    lengths = (64, 4096)
     norms = torch.tensor(searched(heads, radius, lengths), dtype=torch.float64)
     n = torch.tensor(lengths, dtype=torch.float64)
     assert power_law(n, norms).exponent == pytest.approx(0.5, abs=0.02)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipaudit.theory.heads import Projection, affine_heads
 from lipaudit.theory.products import dense_jacobian
 from lipaudit.theory.worst_tokens import (
     adversary,
@@ -19,23 +18,11 @@ from lipaudit.theory.worst_tokens import (
     power_law,
     weighted_norm,
 )
+from tests.theory.cases import growing_head
 
 
-def random_head(seed, *, n=4, width=5, d=3, dv=2, gain=1.5, biases=True):
-    gen = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=gen, dtype=torch.float64)
-
-    weights = [gain * draw(1, width, e) / width**0.5 for e in (d, d, dv)]
-    heads = affine_heads(draw(1, n, width), *weights)
-    if not biases:
-        return heads
-    maps = {
-        f"to_{name}": Projection(w, draw(1, w.shape[2]), None, "affine")
-        for name, w in zip("qkv", weights, strict=True)
-    }
-    return move_heads(replace(heads, **maps), heads.x)
+def random_head(seed, *, biases=True, **how):
+    return growing_head(seed, **({"width": 5, "dv": 2} | how), biased="qkv" if biases else "")
 
 
 def jacobian(heads, x):

@@ -311,9 +311,8 @@ LEGEND = """
 casts to float32. Attacks run the model with its casts, so their losses have seven digits.
 
 Experts, and keys chosen by their scores, come from a top-k. The Jacobian is that of the choice
-made at each sample; where two scores tie, the model jumps. `lipaudit jacobian` names the modules
-that choose (`routed`) and warns of ties (`routed-tie`). Routers behind the attention do not change
-its heads and bounds.
+made at each sample; where two scores tie, the model jumps and has no derivative. Routers behind
+the attention do not change its heads and bounds.
 
 lipaudit refuses by name (exit code 4):
 

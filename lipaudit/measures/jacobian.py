@@ -190,15 +190,12 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     from lipaudit.data.batch import find_first
     from lipaudit.models.attention.numeric import compute_residual_norms, find_residuals
     from lipaudit.models.attention.survey import find_layers
-    from lipaudit.models.attention.uses import Routing
 
     blocks: tuple[Residual, ...] | None = None
     remarks: tuple[Note, ...] = ()
-    routing = Routing()
     # Texts of one length have the same positions; those of a run come in such batches already.
     for batch in (piece for whole in batches for piece in whole.by_length(len(whole))):
-        with routing.watching(net.module):
-            values, facts = _measure_batch(net, batch, options)
+        values, facts = _measure_batch(net, batch, options)
         if options.per_layer:
             if blocks is None:
                 first = find_first(batches, batch)
@@ -218,7 +215,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
                     values[f"block_{name}"] = of_blocks.numpy()
                 lanczos = [norm.method == "lanczos" for norm in norms]
                 values["block_lanczos"] = np.array([lanczos] * len(batch))
-        yield Part(batch.ids, values, facts, remarks + routing.notes())
+        yield Part(batch.ids, values, facts, remarks)
 
 
 def _find_place(net: Net, batch: Batch, end: Target) -> Tensor | None:

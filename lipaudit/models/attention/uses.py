@@ -1,6 +1,4 @@
-"""Watch a model for what its graph does not show: uses of products, and choices of experts.
-
-`Uses` counts the places where a model weights values by products of activations, in any code.
+"""Count the places where a model weights values by products of activations, in any code.
 
 `events` reads attention by the functions that a model calls. The mode below finds the rest: it
 follows torch's ops, below autograd, `vmap`, TorchScript and `no_grad`.
@@ -17,22 +15,18 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lipaudit.models.attention.trace import CallStack
-from lipaudit.tables import Note
-
 _SAMPLE, _OUTER, _PAIR = 1, 2, 4  # depends on the sample; on all pairs of entries; is a pair
+# Of a product of two tensors: the place of the first of them among the arguments of the op.
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "convolution": 0, "_cdist_forward": 0}
 _PRODUCTS |= {"addmm": 1, "baddbmm": 1, "addmv": 1}
 _ENTRYWISE = {"mul", "add", "sub", "div"}
@@ -154,69 +148,3 @@ def line_of_code() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-_TOP_K = (torch.topk, Tensor.topk)
-_LARGEST = (torch.argmax, Tensor.argmax)
-
-
-class Routing(TorchFunctionMode):
-    """Watches a model under differentiation for choices by scores that depend on its input.
-
-    Attributes:
-        modules: the modules that choose, in order, each with whether scores were equal.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.modules: dict[str, bool] = {}
-        self._place = CallStack()
-
-    @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Watch while the block runs and differentiates `module`."""
-        with self._place.following(module), self:
-            yield
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a choice."""
-        kwargs = kwargs or {}
-        if func in _TOP_K:
-            self._note(*args, **kwargs)
-        elif func in _LARGEST:
-            self._note_largest(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _note(self, input: Tensor, k: int, dim: int = -1, largest: bool = True, **_: Any) -> None:
-        if not input.requires_grad or input.shape[dim] <= k:
-            return
-        with torch.no_grad():
-            # The last score that is chosen beside the first one that is not.
-            scores = input.detach().topk(k + 1, dim, largest).values.movedim(dim, -1)
-            tie = bool((scores[..., -1] == scores[..., -2]).any())
-        module = self._place.module()
-        self.modules[module] = tie or self.modules.get(module, False)
-
-    def _note_largest(self, input: Tensor, dim: int | None = None, **_: Any) -> None:
-        if dim is not None:
-            self._note(input, 1, dim)
-
-    def notes(self) -> tuple[Note, ...]:
-        """Note the meaning of the derivative if there are choices."""
-        first = next(iter(self.modules), None)
-        if first is None:
-            return ()
-        text = (
-            f"experts or keys are chosen by the largest scores (first in {first}). The norm "
-            "assumes the choice made at each sample; if two scores are equal, there is no "
-            "derivative"
-        )
-        remarks = (Note(level="info", code="routed", text=text),)
-        tied = next((module for module, tie in self.modules.items() if tie), None)
-        if tied is None:
-            return remarks
-        text = (
-            f"scores are equal at these samples (first in {tied}), so the norm is that of one of "
-            "the choices"
-        )
-        return (*remarks, Note(level="warning", code="routed-tie", text=text))

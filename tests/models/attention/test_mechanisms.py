@@ -11,9 +11,11 @@ from benchmarks.reference import truth
 from benchmarks.reference.loaded import alone
 from benchmarks.reference.mechanisms import MECHANISMS, load, row, texts
 from lipaudit.measures import load_measures, option_types
+from lipaudit.measures.base import in_order, join_parts
 from lipaudit.models.attention.capture import Layer, capture, list_blocks_without_attention
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.survey import survey
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.products import dense_jacobian
@@ -49,6 +51,24 @@ def test_heads_and_bounds_are_those_of_the_model(name, hard):
             torch.testing.assert_close(exact[i], true, rtol=1e-9, atol=1e-12)
             for bound, values in above.items():
                 assert not (values[i] < true * (1 - 1e-12)).any(), bound
+
+
+@pytest.mark.parametrize("name", ["experts", "expert-queries"])
+def test_the_norm_of_a_model_with_experts_is_that_of_their_choice(name):
+    net = load(name)
+    batch, options = texts(net), option_types()["jacobian"](tol=1e-10, within=1e-6)
+    parts = in_order([*load_measures()["jacobian"].parts(net, [batch], options)], batch.ids)
+    for i, norm in enumerate(join_parts(parts, "norm")):
+        assert norm == pytest.approx(truth.norm(truth.whole(net, alone(batch, i))), rel=1e-9)
+
+
+def test_experts_are_measured_in_double_precision(tmp_path):
+    """The grouped products that transformers takes by itself know no float64."""
+    net = load("experts", "float32")
+    net.module.save_pretrained(tmp_path)
+    batch = texts(net)
+    wide = load_net(str(tmp_path), LoadOptions(device="cpu", dtype="float64"))
+    torch.testing.assert_close(wide.output(batch).float(), net.output(batch), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

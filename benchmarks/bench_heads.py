@@ -113,7 +113,7 @@ def figures(values: Any) -> dict[str, list[float]]:
     from lipaudit.measures.bounds import load_bounds  # its place at whatever commit
 
     exact = {"exact norms of heads": "exact", "exact norms of layers before W_O": "layer_exact"}
-    exact["exact norms of layers after W_O"] = "layer_out"
+    exact["exact norms of layers after W_O"] = "layer_exact_out"
     kept = {label: values[name] for label, name in exact.items() if name in values}
     kept |= {f"bound {name} of exact norms of heads": values[name] for name in load_bounds()}
     return {label: array.flatten().tolist() for label, array in kept.items()}

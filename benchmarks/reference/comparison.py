@@ -228,7 +228,7 @@ def _heads(
     names = part.facts["heads"]
     for i, one in enumerate(known):
         for place, (layer, _) in enumerate(part.facts["layers"]):
-            columns = [c for c, head in enumerate(names) if head.layer == layer]
+            columns = [c for c, head in enumerate(names) if head[0] == layer]
             found = {key: part.values[key][i] for key in part.values}
             _layer(outcome, found, columns, place, (layer, one[layer]), precision)
 

@@ -10,33 +10,20 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lipaudit.attacks.evaluate import Checks
 from lipaudit.engine.files import write
 from lipaudit.errors import EvaluationError, out_of_memory
 from lipaudit.measures.base import Part
-from lipaudit.measures.layers import HeadName
 from lipaudit.tables import Note
 
 # Days after which parts of an interrupted run are deleted.
 KEPT_DAYS = 30
-
-# Types that facts of a part may contain besides lists, arrays and plain values.
-MAKERS: dict[str, Callable[..., Any]] = {
-    "tuple": lambda *values: values,
-    "dict": lambda *pairs: dict(pairs),
-    "HeadName": HeadName,
-    "Checks": Checks,
-    "Note": lambda level, code, text: Note(level=level, code=code, text=text),
-}
-
 
 class Journal:
     """The finished parts of one measure on one list of samples, one file each.
@@ -112,18 +99,22 @@ class Journal:
 
 
 def encode_part(part: Part) -> bytes:
-    """Write a part as an .npz file: its arrays, and the rest as JSON in the array `header`."""
-    arrays: list[np.ndarray[Any, Any]] = []
+    """Write a part as an .npz file: its arrays, and everything else as JSON in `header`.
+
+    Raises:
+        TypeError: a fact is no JSON value.
+    """
     header = {
         "ids": part.ids,
-        "values": _pack(dict(part.values), arrays),
-        "facts": _pack(dict(part.facts), arrays),
-        "notes": _pack(list(part.notes), arrays),
+        "names": [*part.values],
+        "facts": dict(part.facts),
+        "notes": [note.model_dump() for note in part.notes],
     }
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     file = io.BytesIO()
-    named: dict[str, Any] = {f"{i}": array for i, array in enumerate(arrays)}
-    np.savez_compressed(file, header=text, **named)
+    # Numbers in place of names: a name may not be one of a file, or of an argument of savez.
+    numbered: dict[str, Any] = {f"{i}": array for i, array in enumerate(part.values.values())}
+    np.savez_compressed(file, header=text, **numbered)
     return file.getvalue()
 
 
@@ -139,10 +130,9 @@ def decode_part(content: bytes) -> Part:
             raise ValueError("a checksum is wrong")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())
-            known = {name: _unpack(header[name], arrays) for name in ("values", "facts", "notes")}
-            return Part(
-                tuple(header["ids"]), known["values"], known["facts"], tuple(known["notes"])
-            )
+            values = {name: arrays[f"{i}"] for i, name in enumerate(header["names"])}
+            remarks = tuple(Note(**note) for note in header["notes"])
+            return Part(tuple(header["ids"]), values, header["facts"], remarks)
     except Exception as error:  # zip, zlib, numpy and json have their own exceptions
         if out_of_memory(error):
             raise
@@ -161,38 +151,3 @@ def unpack_parts(text: str) -> list[Part]:
         ValueError: the text is damaged, or of another kind.
     """
     return [decode_part(base64.b64decode(part, validate=True)) for part in text.split(" ") if part]
-
-
-def _pack(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
-    """Return a value as JSON, with arrays replaced by their numbers."""
-    if isinstance(value, np.ndarray):
-        arrays.append(value)
-        return {"array": len(arrays) - 1}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, list):
-        return [_pack(each, arrays) for each in value]
-    # As pairs: JSON keys are text, but keys of facts may be numbers.
-    if isinstance(value, dict):
-        return {"dict": [_pack([*pair], arrays) for pair in value.items()]}
-    if isinstance(value, tuple):
-        name = type(value).__name__
-        name = name if name in MAKERS else "tuple"
-        return {name: [_pack(each, arrays) for each in value]}
-    if isinstance(value, Note):
-        return {"Note": [value.level, value.code, value.text]}
-    if is_dataclass(value):
-        return {
-            type(value).__name__: [_pack(getattr(value, f.name), arrays) for f in fields(value)]
-        }
-    return value
-
-
-def _unpack(value: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return the value behind the JSON of `_pack`."""
-    if isinstance(value, list):
-        return [_unpack(each, arrays) for each in value]
-    if not isinstance(value, dict):
-        return value
-    ((name, inner),) = value.items()
-    return arrays[f"{inner}"] if name == "array" else MAKERS[name](*_unpack(inner, arrays))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -25,19 +27,21 @@ from lipaudit.measures.base import (
     Part,
     Values,
     class_names,
+    join_facts,
     join_parts,
+    make_rows,
     mark_unique,
-    named_classes,
     notes,
     repeat_notes,
     report_progress,
     sample_ids,
+    share_columns,
 )
 from lipaudit.settings.option import Need, Radii, distinct, option
-from lipaudit.tables import Note, Row, Section
-from lipaudit.tables.columns import ACCURACY, OUTCOMES, Column, text_column, wilson
+from lipaudit.tables import Note, Section
+from lipaudit.tables.columns import ACCURACY, OUTCOMES, Column, text_column
 from lipaudit.tables.report import Display, Layout
-from lipaudit.tables.trials import COSTS, COUNTED, Norm, TrialKey, parse_budget, worst_cases
+from lipaudit.tables.trials import COSTS, COUNTED, Norm, parse_budget, worst_cases
 
 if TYPE_CHECKING:
     from lipaudit.attacks.evaluate import Checks, Chunk, Outcome
@@ -266,9 +270,6 @@ MADE_OF = "made_of"
 # Number of broken samples stored as examples, the worst first.
 DRAWN = 512
 
-# Hint for a binary classifier that returns a single logit.
-ONE_LOGIT = "A model with one logit z, (samples, 1), has to return torch.cat([0 * z, z], 1)."
-
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
     """Yield, for each chunk of samples, the outcome of every trial.
@@ -327,30 +328,33 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     from lipaudit.attacks.evaluate import require_radius
     from lipaudit.models.net import NEEDED
 
-    if (net.classes or 0) < 2:
-        raise InputError(
-            f"{net.architecture} has one class" if net.classes else net.lacks_classes,
-            "Attack a classifier with labels, or the scores of a language model (--score sum). "
-            + ONE_LOGIT,
-        )
+    require_decision(
+        net, "Attack a classifier with labels, or the scores of a language model (--score sum)."
+    )
     if batch.y is None or bool((batch.y < 0).any()):
         raise InputError(
             "an attack needs a label for every sample",
             "Give labelled samples with --data (a folder, .npz, .csv...).",
         )
-    require_entry(net)
     trials = options.trials()
     require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
         require_radius(trial, net.box, net.input_shape)
 
 
-def require_entry(net: Net) -> None:
-    """Refuse a text model whose token embeddings cannot be perturbed.
+def require_decision(net: Net, advice: str) -> None:
+    """Refuse a model without a decision between classes, or whose tokens cannot be perturbed.
 
     Raises:
-        InputError: the embedding table of the token ids was not found.
+        InputError: it has fewer than two classes, or its embedding table was not found.
     """
+    if (net.classes or 0) < 2:
+        lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
+        raise InputError(
+            f"{lacks}, so there is no decision to attack or certify",
+            f"{advice} A model with one logit z, (samples, 1), has to return "
+            "torch.cat([0 * z, z], 1).",
+        )
     if net.kind == "text" and net.entry is None:
         raise InputError(
             f"the embedding layer of {net.architecture} was not found",
@@ -375,6 +379,7 @@ def _make_part(
     # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
     ends = [each[-1] for each in by_trial]
     assert batch.y is not None
+    assert clean.checks is not None
     with torch.no_grad():
         pieces = [net.output(piece).argmax(1) for piece in batch.split(options.batch_size)]
     values = {
@@ -392,7 +397,7 @@ def _make_part(
     # The samples robust before and after Square, if gradient attacks ran before it.
     squares = [each[-1] for each in by_trial if len(each) > 1 and each[-1].attack == "square"]
     facts: dict[str, Any] = {
-        "checks": clean.checks,
+        "checks": [asdict(clean.checks)],
         "cost": [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial],
         "square": [(int(o.tried.sum()), int(o.robust.sum())) for o in squares] or [(0, 0)],
         "nonfinite": sum(o.nonfinite for o in outcomes[1:]),
@@ -473,64 +478,52 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
 
     from lipaudit.measures import texts
 
-    trials = options.trials()
-    robust, correct = (join_parts(parts, name) for name in ("robust", "correct"))
-    cost = np.sum([part.facts["cost"] for part in parts], axis=0)
-    once = mark_unique(parts)  # a repeated sample counts once in every share
-    rows = [
-        _make_row(trial.key, correct[once], robust[once, i], cost[i])
-        for i, trial in enumerate(trials)
-    ]
+    keys = [trial.key for trial in options.trials()]
     columns: dict[str, Any] = {"ids": sample_ids(parts)}
-    for name in ("label", "predicted", "correct"):
-        columns[name] = join_parts(parts, name).astype(int)
-    distance = join_parts(parts, "distance")
-    for i, trial in enumerate(trials):
-        columns[trial.key.column("robust")] = robust[:, i].astype(int)
-        columns[trial.key.column("distance")] = distance[:, i]
+    columns |= {name: join_parts(parts, name) for name in ("label", "predicted", "correct")}
+    distance = dict(zip(keys, join_parts(parts, "distance").T, strict=True))
+    robust = dict(zip(keys, join_parts(parts, "robust").T, strict=True))
+    cost = dict(zip(keys, np.sum([part.facts["cost"] for part in parts], axis=0), strict=True))
+    balls = worst_cases(keys)
+    for ball, inside in balls.items():
+        # Robust in a ball: no attack within it broke the sample. Its cost is of its own trials.
+        robust[ball] = np.all([robust[key] for key in inside], axis=0)
+        cost[ball] = np.sum([cost[key] for key in inside if key.radius == ball.radius], axis=0)
+    for key in (*keys, *balls):
+        columns[key.column("robust")] = robust[key]
+        columns |= {key.column("distance"): distance[key]} if key in distance else {}
     raised: dict[str, Values] = {}
     if "losses" in parts[0].values:  # attacks on continuations
-        losses = join_parts(parts, "losses").astype(float)
-        names = ["loss", *(trial.key.column("loss") for trial in trials)]
-        raised = {name: losses[:, i] for i, name in enumerate(names)}
-    worst = []
-    for ball, keys in worst_cases(trial.key for trial in trials).items():
-        # Robust in a ball: no attack within it broke the sample. Its cost is of its own trials.
-        inside = [i for i, trial in enumerate(trials) if trial.key in keys]
-        same = [i for i in inside if trials[i].key.radius == ball.radius]
-        unbroken = np.asarray(robust[:, inside].all(1))
-        worst.append(_make_row(ball, correct[once], unbroken[once], cost[same].sum(0)))
-        columns[ball.column("robust")] = unbroken.astype(int)
-    columns |= raised
+        names = ["loss", *(key.column("loss") for key in keys)]
+        raised = dict(zip(names, join_parts(parts, "losses").astype(float).T, strict=True))
+    order, once = [*balls, *keys], mark_unique(parts)  # a repeated sample counts once in a share
+    costs = np.array([cost[key] for key in order])
+    rows = make_rows(
+        ATTACK_TABLE,
+        attack=[key.attack for key in order],
+        norm=[key.norm for key in order],
+        eps=[float(key.radius) for key in order],
+        eps_text=[key.radius.text for key in order],
+        samples=int(once.sum()),
+        clean=columns["correct"][once].mean(),
+        **share_columns("robust", np.stack([robust[key][once] for key in order], 1)),
+        seconds=costs[:, 0].round(3),
+        forwards=costs[:, 1].astype(int),
+        backwards=costs[:, 2].astype(int),
+    )
+    # Flags are 0 and 1 in a report.
+    cells = {n: v * 1 if n != "ids" else v for n, v in (columns | raised).items()}
     return [
         ATTACK_TABLE.section(
             settings=options.model_dump(),
-            rows=(*worst, *rows),
-            samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},
-            notes=_write_notes(parts, trials, len(correct))
+            rows=rows,
+            samples={name: tuple(np.asarray(v).tolist()) for name, v in cells.items()},
+            notes=_write_notes(parts, options.trials(), len(once))
             + ((texts.note_losses(raised),) if raised else ()),
-            examples={n: e for part in parts for n, e in part.facts.get("examples", {}).items()},
-            classes=named_classes(parts),
+            examples=join_facts(parts, "examples"),
+            classes=join_facts(parts, "classes"),
         )
     ]
-
-
-def _make_row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> Row:
-    low, high = wilson(int(robust.sum()), len(robust))
-    return ATTACK_TABLE.row(
-        attack=key.attack,
-        norm=key.norm,
-        eps=float(key.radius),
-        eps_text=key.radius.text,
-        samples=len(robust),
-        clean=float(correct.mean()),
-        robust=float(robust.mean()),
-        robust_low=low,
-        robust_high=high,
-        seconds=round(float(cost[0]), 3),
-        forwards=int(cost[1]),
-        backwards=int(cost[2]),
-    )
 
 
 def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:
@@ -539,13 +532,10 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     from lipaudit.attacks.evaluate import note_signs, note_square
     from lipaudit.measures import texts
 
-    checks: Checks = parts[0].facts["checks"]
-    for part in parts[1:]:
-        checks = checks + part.facts["checks"]
     # A continuation and its rival are not two classes: the task is as hard as choosing a text.
     taken = sum(cost[-1] for part in parts for cost in part.facts["cost"])
     remarks = note_signs(
-        checks,
+        sum_checks(parts),
         guessing="losses" not in parts[0].values,
         nonfinite=sum(part.facts["nonfinite"] for part in parts) / max(taken, 1),
     )
@@ -555,6 +545,14 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     remarks += repeat_notes(parts)
     planned = tuple(note for trial in trials for note in trial.notes)
     return tuple(dict.fromkeys(remarks + planned + notes(parts)))
+
+
+def sum_checks(parts: Sequence[Part]) -> Checks:
+    """Return the signs of weak attacks, counted over all clean samples."""
+    from lipaudit.attacks.evaluate import Checks
+
+    each = (Checks(**checks) for part in parts for checks in part.facts["checks"])
+    return reduce(Checks.__add__, each)
 
 
 def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes]:

@@ -15,14 +15,15 @@ from lipaudit.measures.base import (
     Measure,
     MeasureOptions,
     Part,
+    Values,
     join_parts,
+    make_rows,
     notes,
-    number_or_none,
     sample_ids,
 )
 from lipaudit.settings.option import Layers, OneHead, option, read_head
 from lipaudit.tables import Array, Note, Section
-from lipaudit.tables.columns import HEAD, Column, Reduction, count_column
+from lipaudit.tables.columns import HEAD, SHAPES, Column, Reduction, count_column
 from lipaudit.tables.report import Attended, Display, Layout
 from lipaudit.tables.summary import steepest
 
@@ -194,17 +195,18 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     """
     import torch
 
-    from lipaudit.measures import drawings
+    from lipaudit.measures.drawings import draw_map
     from lipaudit.measures.layers import by_layer
     from lipaudit.models.sources.weights import few
 
     asked = None if options.map is None else read_head(options.map)
-    drawn: dict[str, Any] = {}  # the map of that head, on the first sample
+    drawn: dict[str, Values] = {}  # the map of that head, on the first sample
+    tokens: list[str] = []  # and its tokens
     windowed: dict[int, None] = {}  # layers whose attention is limited to windows of a sample
 
     def reduce_layer(layer: Layer) -> Reduced:
         if asked is not None and not drawn and layer.site.index == asked[0]:
-            drawn.update(drawings.draw_map(net, layer, asked[1]))
+            drawn["map"], drawn["map_tokens"], tokens[:] = draw_map(net, layer, asked[1])
         if len(layer.attention.q) > layer.samples:
             windowed[layer.site.index] = None
         with torch.inference_mode():
@@ -215,7 +217,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
         if asked is not None and not drawn:
             raise UsageError(
                 f"layer {asked[0]} is not measured, so there is no map of it",
-                f"Give a layer from 0 to {part.facts['heads'][-1].layer} (see --layers).",
+                f"Give a layer from 0 to {part.facts['heads'][-1][0]} (see --layers).",
             )
         remarks = part.notes
         if windowed:
@@ -225,8 +227,10 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
                 "window"
             )
             remarks += (Note.info("windows", text),)
-        facts = {**part.facts, "map": drawn} if drawn and number == 0 else part.facts
-        yield replace(part, facts=facts, notes=remarks)
+        if drawn and number == 0:  # arrays of the whole part
+            values = {**part.values, **{name: array[None] for name, array in drawn.items()}}
+            part = replace(part, values=values, facts={**part.facts, "tokens": tokens})
+        yield replace(part, notes=remarks)
 
 
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
@@ -328,29 +332,26 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     sink, token = join_parts(parts, "sink").mean(0), join_parts(parts, "sink_token")
     short, p_norm = join_parts(parts, "short").sum(0), join_parts(parts, "p_norm").mean(0)
     longest = join_parts(parts, "tokens").max(0)
-    rows = tuple(
-        ATTENTION_TABLE.row(
-            **head._asdict(),
-            tokens=int(longest[i]),
-            **{name: number_or_none(means[i, j]) for j, name in enumerate(MEANS)},
-            g1_max=number_or_none(largest[i, 0]),
-            softmax_norm_max=number_or_none(largest[i, 1]),
-            sink_first=number_or_none(sink[i, 0]),
-            sink_max=number_or_none(sink[i, 1]),
-            sink_token=int(np.bincount(token[:, i]).argmax()),
-            short_rows=int(short[i]),
-            p_norm=number_or_none(p_norm[i]),
-        )
-        for i, head in enumerate(parts[0].facts["heads"])
+    rows = make_rows(
+        ATTENTION_TABLE,
+        **dict(zip(HEAD, zip(*parts[0].facts["heads"], strict=True), strict=True)),
+        **dict(zip(MEANS, means.T, strict=True)),
+        tokens=longest,
+        g1_max=largest[:, 0],
+        softmax_norm_max=largest[:, 1],
+        sink_first=sink[:, 0],
+        sink_max=sink[:, 1],
+        sink_token=[int(np.bincount(places).argmax()) for places in token.T],
+        short_rows=short.astype(int),
+        p_norm=p_norm,
     )
     arrays = _average_samples(parts)
     attended: dict[str, Attended] = {}
     if options.map is not None:
-        drawn = parts[0].facts["map"]
-        arrays |= {f"{n}@{options.map}": Array.of(drawn[n]) for n in ("map", "map_tokens")}
-        if drawn["tokens"]:
-            sample = Attended(sample=parts[0].ids[0], tokens=drawn["tokens"])
-            attended[f"map@{options.map}"] = sample
+        first = parts[0]
+        arrays |= {f"{n}@{options.map}": Array.of(first.values[n][0]) for n in SHAPES}
+        if tokens := first.facts["tokens"]:
+            attended[f"map@{options.map}"] = Attended(sample=first.ids[0], tokens=tokens)
     return [
         ATTENTION_TABLE.section(
             settings=options.model_dump(),

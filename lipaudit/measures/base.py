@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from lipaudit.settings.option import Layers, Settings, option
-from lipaudit.tables import Note, Section
+from lipaudit.tables import Note, Row, Section
+from lipaudit.tables.columns import make_row, wilson
 from lipaudit.tables.report import Layout
 from lipaudit.tables.trials import COUNTED, Norm, is_repeat
 from lipaudit.theory.policy import TOL
@@ -120,7 +121,8 @@ class Part:
     Attributes:
         ids: ids of the samples of the chunk.
         values: arrays whose first axis is the sample; of length 1 for figures of the whole chunk.
-        facts: plain values that do not depend on the sample (names of layers, reasons).
+        facts: values that JSON can hold (names of layers, reasons): lists, dicts with text as
+            keys, numbers, text. Facts that were stored come back with lists in place of tuples.
         notes: remarks on this chunk.
     """
 
@@ -193,6 +195,28 @@ def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
     return tuple(i for part in parts for i in part.ids)
 
 
+def make_rows(layout: Layout, **columns: Any) -> tuple[Row, ...]:
+    """Return the rows of a table from its columns: one value per row, or one for all rows.
+
+    Values are plain or of numpy. NaN means not computed: it becomes None.
+    """
+    known = layout.columns
+    plain = [v.tolist() if hasattr(v, "tolist") else v for v in columns.values()]
+    count = max(len(v) for v in plain if isinstance(v, list | tuple))
+    cells = [v if isinstance(v, list | tuple) else [v] * count for v in plain]
+    return tuple(
+        make_row(known, {n: None if v != v else v for n, v in zip(columns, row, strict=True)})
+        for row in zip(*cells, strict=True)
+    )
+
+
+def share_columns(name: str, flags: Values) -> dict[str, Any]:
+    """Return the columns of a share with its 95 % limits, from flags (samples, rows)."""
+    limits = [wilson(int(each.sum()), len(each)) for each in flags.T]
+    low, high = ([pair[end] for pair in limits] for end in (0, 1))
+    return {name: flags.mean(0), f"{name}_low": low, f"{name}_high": high}
+
+
 def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
     """Return parts in the order of the samples; split a part if its samples are no neighbours.
 
@@ -232,16 +256,17 @@ def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
     return () if first.all() else (Note.warn("repeated-samples", text),)
 
 
-def class_names(net: Net, *columns: Values) -> dict[int, str]:
+def class_names(net: Net, *columns: Values) -> dict[str, str]:
     """Return the names of the classes whose numbers occur, where the model has any."""
     known = dict(enumerate(net.labels or ()))
     numbers = sorted({int(number) for column in columns for number in column})
-    return {number: known[number] for number in numbers if number in known}
+    # Facts have text as keys.
+    return {str(number): known[number] for number in numbers if number in known}
 
 
-def named_classes(parts: Sequence[Part]) -> dict[int, str]:
-    """Return the class names that occur in all parts."""
-    return {n: name for part in parts for n, name in part.facts.get("classes", {}).items()}
+def join_facts(parts: Sequence[Part], name: str) -> dict[Any, Any]:
+    """Return the entries of a dict that parts may have among their facts."""
+    return {key: value for part in parts for key, value in part.facts.get(name, {}).items()}
 
 
 def seed_of(sample: str, seed: int) -> int:
@@ -270,15 +295,3 @@ def reduce_known(values: Values, statistic: Callable[[Values], Any]) -> float | 
     """Return a statistic of the values that are not NaN, None if all are."""
     known = values[values == values]  # NaN differs from itself
     return float(statistic(known)) if len(known) else None
-
-
-def reduce_columns(
-    columns: Mapping[str, Values], maxima: Sequence[str] = ()
-) -> dict[str, float | None]:
-    """Return the cells of a row: medians over the samples, or maxima of the columns named."""
-    import numpy as np
-
-    return {
-        name: reduce_known(values, np.max if name in maxima else np.median)
-        for name, values in columns.items()
-    }

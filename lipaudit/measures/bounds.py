@@ -13,8 +13,9 @@ from lipaudit.measures.base import (
     Values,
     join_parts,
     lower_estimates,
+    make_rows,
     notes,
-    reduce_columns,
+    reduce_known,
     sample_ids,
     seed_of,
 )
@@ -36,8 +37,6 @@ from lipaudit.theory.policy import LAYER_WITHIN, POLICY
 from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lipaudit.data.batch import Batch
     from lipaudit.measures.layers import Facts, Reduced
     from lipaudit.models.attention.capture import Layer, Site
@@ -99,11 +98,6 @@ class BoundsOptions(NormOptions):
         gt=0,
         allow_inf_nan=False,
     )
-
-    @property
-    def layer_accuracy(self) -> dict[str, Any]:
-        """What the solver is asked for where a norm is that of a layer."""
-        return self.accuracy | {"within": self.layer_within}
 
 
 def _list_bounds() -> dict[str, Column]:
@@ -240,8 +234,8 @@ LOOSE = 10
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 # Columns of heads besides the bounds.
 OF_HEADS = ("exact", "upper", "within", "splitting_gain", "forward_error")
-# Columns with the largest value over the samples; the others have the median.
-MAXIMA = ("exact_max", "sharp_ratio_max", "softmax_norm_max", "within", "forward_error")
+# Values of layers: the columns of their table, with a prefix.
+OF_LAYERS = tuple(f"layer_{name}" for name in LAYERS_TABLE.fixed if name not in HEAD)
 # Relative effect of rounding on a norm above which a warning is given.
 NOTABLE = 1e-4
 # The kind of heads without a closed form.
@@ -250,14 +244,14 @@ NUMERICAL = "numerical"
 
 def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
     """Yield the norms and bounds of every head, per sample."""
-    from lipaudit.measures.layers import by_layer
+    from lipaudit.measures import layers
     from lipaudit.theory.ingredients import KnownWeights
 
     # What depends on weights alone is computed once for each layer.
     known: dict[str, Any] = {"weights": KnownWeights(), "out_norms": {}}
     reduce = partial(_measure_layer, options=options, **known)
     describe = partial(_describe_layers, options=options)
-    yield from by_layer(net, batches, reduce, layers=options.layers, describe=describe)
+    yield from layers.by_layer(net, batches, reduce, layers=options.layers, describe=describe)
 
 
 def _has_bounds(site: Site, options: BoundsOptions) -> bool:
@@ -290,45 +284,81 @@ def _measure_layer(
     import torch
 
     from lipaudit.measures.layers import per_sample, require_bounds_hold
-    from lipaudit.theory.head_bounds import head_bounds
-    from lipaudit.theory.head_norms import forward_error, head_norms, layer_norms, splitting_gain
+    from lipaudit.models.attention.numeric import compute_numeric_norms
+    from lipaudit.theory.head_norms import forward_error
     from lipaudit.theory.spectral import spectral_norm
 
     site, ids = layer.site, layer.batch.ids
     seeds = [seed_of(sample, options.seed) for sample in ids]
-    if not _has_bounds(site, options):
-        return _measure_numerically(layer, seeds, options)
-    heads = layer.heads()
-    known = weights.of(site.index, heads)
+    closed = _has_bounds(site, options)
+    if closed:
+        heads = layer.heads()
+        known = weights.of(site.index, heads)
+        reduced = _measure_heads(heads, seeds, options, known)
+        if site.index not in out_norms:  # ||W_O||, NaN without an output projection
+            out = heads.out
+            norm = torch.nan if out is None else spectral_norm(out.double().flatten(0, 1))
+            out_norms[site.index] = float(norm)
+        reduced["out_norm"] = torch.full_like(reduced["layer_exact_out"], out_norms[site.index])
+        sample = heads.sample.cpu()
+        values = {name: per_sample(each.cpu(), sample) for name, each in reduced.items()}
+        # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side, which is
+        # at most the root of the sum of their squares (rss), and that at most the sum.
+        for name in ("sharp", "theorem3"):
+            values[f"layer_{name}_sum"] = values["out_norm"] * values[name].sum(1, keepdim=True)
+        rss = values["sharp"].square().sum(1, keepdim=True).sqrt()
+        values["layer_sharp_rss"] = values["out_norm"] * rss
+    else:  # NaN if the survey found a closed form and the module cannot run on its own
+        heads = layer.attention
+        values = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
+    nothing = torch.full_like(values["exact"], torch.nan)
+    of_heads = (*load_bounds(), *INGREDIENTS, "g1_max", "splitting_gain")
+    of_layers = (*OF_LAYERS, "out_norm")
+    balls = nothing.double()[..., None].expand(-1, -1, len(options.radius))
+    values = {
+        **dict.fromkeys(of_heads, nothing),
+        **dict.fromkeys(of_layers, nothing[:, :1]),
+        "layer_missed": torch.zeros_like(nothing[:, :1]),
+        **{f"at_r_{name}": balls for name in COLUMNS if options.radius},
+        **values,
+    }
+    queries, keys = heads.q.shape[2], heads.k.shape[2]
+    values["tokens"] = torch.full_like(nothing, keys)
+    long = closed and queries * keys > POLICY.map_limit
+    values["limited"] = torch.full_like(nothing, float(long))
+    values["numerical"] = torch.full_like(nothing, float(not closed))
+    values["forward_error"] = per_sample(forward_error(heads).cpu(), heads.sample.cpu())
+    if closed:
+        require_bounds_hold(site, ids, values, heads, options.radius)
+    return values
+
+
+def _measure_heads(
+    heads: Heads, seeds: Sequence[int], options: BoundsOptions, weights: Weights | None
+) -> Reduced:
+    """Return norms and bounds in closed form, per batch row and head, or per row and layer."""
+    import torch
+
+    from lipaudit.theory.head_bounds import head_bounds
+    from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
+
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
-    reduced = head_bounds(heads, weights=known) | _read_norms(exact)
-    nothing = torch.full_like(exact.norm, torch.nan)
-    reduced["splitting_gain"] = nothing
+    reduced = head_bounds(heads, weights=weights) | _read_norms(exact)
     if options.splitting and not heads.is_causal() and heads.sink is None:
         reduced["splitting_gain"] = splitting_gain(heads, exact.norm, seeds=seeds)
-    together = layer_norms(heads, seeds=seeds, concat=options.concat, **options.layer_accuracy)
-    for name, norms in (("layer_exact", together.concat), ("layer_out", together.out)):
-        reduced[name] = nothing[:, :1] if norms is None else norms.norm[:, None]
-    computed = [_read_norms(n) for n in (together.concat, together.out) if n is not None]
-    reduced["layer_within"] = torch.stack([n["within"] for n in computed]).amax(0)[:, None]
-    reduced["layer_missed"] = torch.stack([n["missed"] for n in computed]).sum(0)[:, None]
-    if site.index not in out_norms:  # ||W_O||, NaN without an output projection
-        out = heads.out
-        norm = torch.nan if out is None else spectral_norm(out.double().flatten(0, 1))
-        out_norms[site.index] = float(norm)
-    reduced["out_norm"] = torch.full_like(reduced["layer_out"], out_norms[site.index])
+    how = options.accuracy | {"within": options.layer_within, "concat": options.concat}
+    together = layer_norms(heads, seeds=seeds, **how)
+    named = {"layer_exact": together.concat, "layer_exact_out": together.out}
+    computed = {name: _read_norms(norms) for name, norms in named.items() if norms is not None}
+    nothing = torch.full_like(exact.norm[:, 0], torch.nan)
+    for name in named:
+        reduced[name] = (computed[name]["exact"] if name in computed else nothing)[:, None]
+    within, missed = ([n[each] for n in computed.values()] for each in ("within", "missed"))
+    reduced["layer_within"] = torch.stack(within).amax(0)[:, None]
+    reduced["layer_missed"] = torch.stack(missed).sum(0)[:, None]
     if options.radius:
-        reduced |= measure_balls(heads, seeds, options.radius, known, reduced)
-    queries, keys = heads.q.shape[2], heads.k.shape[2]
-    reduced["tokens"] = torch.full_like(exact.norm, keys)
-    reduced["limited"] = torch.full_like(exact.norm, queries * keys > POLICY.map_limit)
-    reduced["numerical"] = torch.zeros_like(exact.norm)
-    reduced["forward_error"] = forward_error(heads)
-    sample = heads.sample.cpu()
-    values = {name: per_sample(each.cpu(), sample) for name, each in reduced.items()}
-    require_bounds_hold(site, ids, values, heads)
-    require_balls_hold(site, ids, values, options.radius, heads)
-    return values
+        reduced |= _measure_balls(heads, seeds, options.radius, weights, reduced)
+    return reduced
 
 
 def _read_norms(norms: Norms) -> Reduced:
@@ -337,100 +367,84 @@ def _read_norms(norms: Norms) -> Reduced:
     return {"exact": norms.norm, "upper": norms.upper, "within": norms.within, "missed": missed}
 
 
-def _measure_numerically(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
-    """Return the exact norms of a layer without a closed form, by automatic differentiation.
-
-    NaN if the survey found a closed form and the module cannot run on its own.
-    """
-    import torch
-
-    from lipaudit.measures.layers import per_sample
-    from lipaudit.models.attention.numeric import compute_numeric_norms
-    from lipaudit.theory.head_norms import forward_error
-
-    reduced = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
-    open_head = torch.full_like(reduced["exact"], torch.nan)
-    reduced |= dict.fromkeys((*load_bounds(), *INGREDIENTS, "g1_max", "splitting_gain"), open_head)
-    open_layer = open_head[:, :1]
-    reduced |= dict.fromkeys(("layer_exact", "layer_out", "layer_within", "out_norm"), open_layer)
-    reduced["layer_missed"] = torch.zeros_like(open_layer)
-    open_balls = open_head.double()[..., None].expand(-1, -1, len(options.radius))
-    reduced |= {f"at_r_{name}": open_balls for name in COLUMNS if options.radius}
-    attention = layer.attention
-    reduced["tokens"] = torch.full_like(open_head, attention.k.shape[2])
-    reduced["limited"] = torch.zeros_like(open_head)
-    reduced["numerical"] = torch.ones_like(open_head)
-    reduced["forward_error"] = per_sample(forward_error(attention).cpu(), attention.sample.cpu())
-    return reduced
-
-
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     """Make the sections `bounds`, `bounds.layers` and, with radii, `bounds.ball`."""
     import numpy as np
 
-    from lipaudit.measures.layers import below_by_rounding, name_head
+    from lipaudit.measures.layers import below_by_rounding
+    from lipaudit.models.attention.capture import MODULE_INPUT
 
-    facts = parts[0].facts
+    facts, ids = parts[0].facts, sample_ids(parts)
     measured = {name: join_parts(parts, name) for name in parts[0].values}
     # Where a head lost its closed form on some sample, its structure depends on the data. So no
     # bound for all inputs holds, and medians of bounds and norms would be over different samples.
-    lost = measured["numerical"].any(0)
-    measured |= {name: np.where(lost, np.nan, measured[name]) for name in load_bounds()}
-    ids = sample_ids(parts)
-    samples = {"ids": ids, "exact_max": tuple(np.fmax.reduce(measured["exact"], 1).tolist())}
+    lost = np.asarray(measured["numerical"].any(0))
+    layer_of = np.array([layer for layer, _, _ in facts["heads"]])
+    lost_layers = np.array([lost[layer_of == layer].any() for layer, _ in facts["layers"]])
+    for names, where in (
+        (load_bounds(), lost),
+        (("layer_sharp_sum", "layer_sharp_rss", "layer_theorem3_sum"), lost_layers),
+        ([f"at_r_{name}" for name in COLUMNS if options.radius], lost[:, None]),
+    ):
+        measured |= {name: np.where(where, np.nan, measured[name]) for name in names}
+    exact = measured["exact"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(exact > 0, measured["sharp"] / exact, np.nan)
+    columns = {name: measured[name] for name in (*load_bounds(), *INGREDIENTS, *OF_HEADS)}
+    cells = _reduce_columns(columns | {"exact_max": exact, "sharp_ratio_max": ratio})
+    # A bound that may overflow has its logarithm beside it.
+    for name in (name for name, bound in load_bounds().items() if bound.log10_label):
+        cells[f"log10_{name}"] = [float(np.log10(m)) if m else None for m in cells[name]]
+
+    def mark(values: Sequence[str], other: str) -> list[str]:
+        """Name the second kind of a head that lost its closed form on some samples."""
+        pairs = zip(values, lost, strict=True)
+        return [f"{v}, {other}" if changed and v != other else v for v, changed in pairs]
+
+    rows = make_rows(
+        BOUNDS_TABLE,
+        **dict(zip(HEAD, zip(*facts["heads"], strict=True), strict=True)),
+        **cells,
+        kind=mark(facts["kinds"], NUMERICAL),
+        input=mark(facts["inputs"], MODULE_INPUT),
+        tokens=measured["tokens"].max(0).astype(int),
+        converged=~measured["missed"].any(0),
+    )
     stored = [bound.name for bound in load_bounds().values() if bound.stored]
-    arrays = {name: Array.of(measured[name].T) for name in ("exact", *stored)}
+    heads = [f"head {layer}.{head} ({module})" for layer, head, module in facts["heads"]]
+    limits = {name: measured[name] for name in load_bounds()}
     of_heads = BOUNDS_TABLE.section(
         settings=options.model_dump(),
-        rows=tuple(_make_rows(facts, measured)),
-        samples=samples,
-        arrays=arrays,
+        rows=rows,
+        samples={"ids": ids, "exact_max": tuple(np.fmax.reduce(exact, 1).tolist())},
+        arrays={name: Array.of(measured[name].T) for name in ("exact", *stored)},
         notes=notes(parts)
         + _write_notes(measured, facts["apart"], options)
-        + below_by_rounding(
-            [name_head(head) for head in facts["heads"]],
-            ids,
-            measured["exact"],
-            {name: measured[name] for name in load_bounds()},
-        ),
+        + below_by_rounding(heads, ids, exact, limits),
     )
-    sections = [of_heads, _make_layer_section(facts, measured, options, ids)]
+    sections = [of_heads, _make_layer_section(facts["layers"], measured, options, ids)]
     if options.radius:
-        sections.append(make_ball_section(facts, measured, options, ids))
+        sections.append(_make_ball_section(facts["heads"], heads, measured, options, ids))
     return sections
 
 
-def _make_rows(facts: Mapping[str, Any], measured: Mapping[str, Values]) -> Iterator[Row]:
-    """Yield a row per head: medians over the samples, and maxima of the columns named so."""
+def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
+    """Return the cells of each column, from arrays (samples, rows): medians over the samples.
+
+    Errors, and columns called `..._max`, have the largest value.
+    """
     import numpy as np
 
-    from lipaudit.models.attention.capture import MODULE_INPUT
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(measured["exact"] > 0, measured["sharp"] / measured["exact"], np.nan)
-    columns = {n: measured[n] for n in (*load_bounds(), *INGREDIENTS, *OF_HEADS)}
-    columns |= {"exact_max": measured["exact"], "sharp_ratio_max": ratio}
-    # Heads that lost their closed form on some samples.
-    changed = np.asarray(measured["numerical"].any(0))
-    each = zip(facts["heads"], facts["kinds"], facts["inputs"], strict=True)
-    for i, (head, kind, input) in enumerate(each):
-        cells = reduce_columns({name: values[:, i] for name, values in columns.items()}, MAXIMA)
-        # A bound that may overflow has its logarithm beside it.
-        for name in (name for name, bound in load_bounds().items() if bound.log10_label):
-            cells[f"log10_{name}"] = float(np.log10(m)) if (m := cells[name]) else None
-        yield BOUNDS_TABLE.row(
-            **head._asdict(),
-            **cells,
-            kind=f"{kind}, {NUMERICAL}" if kind != NUMERICAL and changed[i] else kind,
-            input=f"{input}, {MODULE_INPUT}" if input != MODULE_INPUT and changed[i] else input,
-            tokens=int(measured["tokens"][:, i].max()),
-            converged=not measured["missed"][:, i].any(),
-        )
+    largest = {n for n in columns if n.endswith("_max") or n in ("within", "forward_error")}
+    return {
+        name: [reduce_known(row, np.max if name in largest else np.median) for row in values.T]
+        for name, values in columns.items()
+    }
 
 
 def _make_layer_section(
-    facts: Mapping[str, Any],
-    measured: dict[str, Values],
+    layers: Sequence[tuple[int, str]],
+    measured: Mapping[str, Values],
     options: BoundsOptions,
     ids: tuple[str, ...],
 ) -> Section:
@@ -438,43 +452,21 @@ def _make_layer_section(
 
     from lipaudit.measures.layers import below_by_rounding
 
-    layer_of = np.array([head.layer for head in facts["heads"]])
-    rows, limits = [], np.full_like(measured["layer_out"], np.nan)
-    for i, (layer, module) in enumerate(facts["layers"]):
-        heads = layer_of == layer
-        sharp, theorem3 = measured["sharp"][:, heads], measured["theorem3"][:, heads]
-        # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side, which is
-        # at most the root of the sum of their squares (rss), and that at most the sum.
-        factor = measured["out_norm"][:, i]
-        limits[:, i] = factor * np.sqrt((sharp**2).sum(1))
-        columns = {
-            "exact": measured["layer_exact"][:, i],
-            "exact_out": measured["layer_out"][:, i],
-            "within": measured["layer_within"][:, i],
-            "sharp_sum": factor * sharp.sum(1),
-            "sharp_rss": limits[:, i],
-            "theorem3_sum": factor * theorem3.sum(1),
-        }
-        cells = reduce_columns(columns, MAXIMA)
-        rows.append(LAYERS_TABLE.row(layer=layer, module=module, **cells))
-    out, concat = measured["layer_out"], measured["layer_exact"]
+    index, module = zip(*layers, strict=True)
+    columns = {name.removeprefix("layer_"): measured[name] for name in OF_LAYERS}
+    out, concat = columns["exact_out"], columns["exact"]
     left_out: tuple[Note, ...] = ()
     if (~np.isnan(out) & np.isnan(concat)).any():
         text = "norms before W_O were not computed; add --concat to get them"
         left_out = (Note.info("left-out", text),)
+    places = [f"layer {layer} ({module})" for layer, module in layers]
     kept = {"exact": concat, "exact_out": out}
     return LAYERS_TABLE.section(
         settings=options.model_dump(),
-        rows=tuple(rows),
+        rows=make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns)),
         samples={"ids": ids},
         arrays={name: Array.of(v.T) for name, v in kept.items() if not np.isnan(v).all()},
-        notes=left_out
-        + below_by_rounding(
-            [f"layer {layer} ({module})" for layer, module in facts["layers"]],
-            ids,
-            out,
-            {"sharp_rss": limits},
-        ),
+        notes=left_out + below_by_rounding(places, ids, out, {"sharp_rss": columns["sharp_rss"]}),
     )
 
 
@@ -511,23 +503,19 @@ def _write_notes(
             f"{lost.max():.1g} (an estimate). For higher accuracy, use --dtype float64"
         )
         remarks.append(Note.warn("forward-error", text))
+    elsewhere = measured["numerical"].all(0) & (options.input == "module")
+    of_module = "bounds the norm with respect to the projections' input, not the module's"
     for name, bound in load_bounds().items():
         absent = np.isnan(measured[name]).all(0)
-        elsewhere = absent & measured["numerical"].all(0) & (options.input == "module")
-        for heads, why in (
-            (absent & ~elsewhere, bound.null or "has no closed form"),
-            (
-                elsewhere,
-                "bounds the norm with respect to the projections' input, not the module's",
-            ),
-        ):
+        open_form = bound.null or "has no closed form"
+        for heads, why in ((absent & ~elsewhere, open_form), (absent & elsewhere, of_module)):
             if heads.any():
                 text = f"{name} was not computed for {heads.sum()} heads: {why}"
                 remarks.append(Note.info("no-bound", text))
     return tuple(remarks)
 
 
-def measure_balls(
+def _measure_balls(
     heads: Heads,
     seeds: Sequence[int],
     radii: Sequence[Radius],
@@ -559,45 +547,9 @@ def measure_balls(
     return {f"at_r_{name}": torch.stack([part[name] for part in parts], -1) for name in COLUMNS}
 
 
-def require_balls_hold(
-    site: Site,
-    ids: Sequence[str],
-    values: Mapping[str, Tensor],
-    radii: Sequence[Radius],
-    heads: Heads,
-) -> None:
-    """Stop the run if a constant of a head on a ball is below a norm found in that ball.
-
-    Args:
-        site: the layer.
-        ids: ids of the samples.
-        values: `exact` and the columns of `measure_balls`, (samples, heads, radii).
-        radii: radii of the balls.
-        heads: the heads behind the values.
-
-    Raises:
-        EvaluationError: a constant is below a norm; the message names head and constant.
-    """
-    import torch
-
-    from lipaudit.measures.layers import per_sample, require_bound
-    from lipaudit.theory.bounds.sharp import SHARP
-    from lipaudit.theory.head_norms import ball_error, bound_error
-
-    def slack(r: float) -> Tensor:
-        double = heads.to(torch.float64)
-        error = ball_error(double, r) + bound_error(double, values["exact"][heads.sample.cpu()])
-        return per_sample(error.cpu(), heads.sample)
-
-    for name in CERTIFIED:
-        for k, radius in enumerate(radii):
-            found, bound = (values[f"at_r_{each}"][..., k] for each in ("ball_norm", name))
-            text, excuse = f"{name} at r = {radius.text}", partial(slack, float(radius))
-            require_bound(text, bound, found, site, ids, advice=SHARP.remedy, slack=excuse)
-
-
-def make_ball_section(
-    facts: Mapping[str, Any],
+def _make_ball_section(
+    names: Sequence[tuple[int, int, str]],
+    heads: Sequence[str],
     measured: Mapping[str, Values],
     options: BoundsOptions,
     ids: tuple[str, ...],
@@ -605,34 +557,31 @@ def make_ball_section(
     """Make the section `bounds.ball`: a row per head and radius."""
     import numpy as np
 
-    from lipaudit.measures.layers import below_by_rounding, name_head
+    from lipaudit.measures.layers import below_by_rounding
 
-    lost = np.any(measured["numerical"], axis=0, keepdims=True)[..., None]
-    columns = {name: np.where(lost, np.nan, measured[f"at_r_{name}"]) for name in COLUMNS}
+    # Arrays (samples, heads, radii) become (samples, rows).
+    columns = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = columns["ball_sharp"] / columns["ball_norm"]
     ratio[~np.isfinite(ratio)] = np.nan
-    rows = []
-    for i, head in enumerate(facts["heads"]):
-        for k, radius in enumerate(options.radius):
-            found = {name: values[:, i, k] for name, values in columns.items()}
-            found |= {"exact": measured["exact"][:, i], "ball_ratio_max": ratio[:, i, k]}
-            cells = reduce_columns(found, ("ball_ratio_max",))
-            rows.append(BALLS_TABLE.row(**head._asdict(), r=float(radius), **cells))
-    kept = ("ball_norm", "ball_sharp")
-    found = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
-    places = [
-        f"{name_head(head)} at r = {radius.text}"
-        for head in facts["heads"]
-        for radius in options.radius
-    ]
+    more = {"exact": measured["exact"].repeat(len(options.radius), 1), "ball_ratio_max": ratio}
+    rows = make_rows(
+        BALLS_TABLE,
+        **dict(
+            zip(HEAD, zip(*(n for n in names for _ in options.radius), strict=True), strict=True)
+        ),
+        r=[float(radius) for _ in names for radius in options.radius],
+        **_reduce_columns(columns | more),
+    )
+    places = [f"{head} at r = {radius.text}" for head in heads for radius in options.radius]
+    limits = {name: columns[name] for name in CERTIFIED}
     return BALLS_TABLE.section(
         settings=options.model_dump(),
-        rows=tuple(rows),
+        rows=rows,
         samples={"ids": ids},
-        arrays={name: Array.of(columns[name].reshape(len(ids), -1).T) for name in kept},
+        arrays={name: Array.of(columns[name].T) for name in ("ball_norm", "ball_sharp")},
         notes=_note_balls(rows, options)
-        + below_by_rounding(places, ids, found.pop("ball_norm"), found, "norm found"),
+        + below_by_rounding(places, ids, columns["ball_norm"], limits, "norm found"),
     )
 
 

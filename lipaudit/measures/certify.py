@@ -6,23 +6,25 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial, reduce
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.attack import ONE_LOGIT, AttackOptions, require_entry
+from lipaudit.measures.attack import AttackOptions, require_decision, sum_checks
 from lipaudit.measures.base import (
     Measure,
     MeasureOptions,
     Part,
     Values,
     class_names,
+    join_facts,
     join_parts,
+    make_rows,
     mark_unique,
-    named_classes,
     notes,
     number_or_none,
     reduce_known,
@@ -30,6 +32,7 @@ from lipaudit.measures.base import (
     report_progress,
     sample_ids,
     seed_of,
+    share_columns,
 )
 from lipaudit.settings.option import Balls, Need, Radii, option
 from lipaudit.tables import Note, Row, Section
@@ -41,7 +44,6 @@ from lipaudit.tables.columns import (
     Column,
     count_column,
     text_column,
-    wilson,
     wilson_limit,
 )
 from lipaudit.tables.report import Display, Layout
@@ -281,7 +283,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
         values = [_read_bracket(bracket, options) for bracket in brackets]
         arrays = {name: np.array([each[name] for each in values]) for name in values[0]}
         facts = {
-            "checks": [bracket.clean.checks for bracket in brackets],
+            "checks": [asdict(b.clean.checks) for b in brackets if b.clean.checks],
             "dtype": str(net.dtype).removeprefix("torch."),
             "classes": class_names(net, arrays["label"], arrays["predicted"]),
         }
@@ -301,12 +303,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     from lipaudit.models.certificate import choose_order, require_room, require_rules
     from lipaudit.models.precision import devices
 
-    if net.classes is None or net.classes < 2:
-        lacks = f"{net.architecture} has one class" if net.classes else net.lacks_classes
-        raise InputError(
-            f"{lacks}, so there is no decision to certify",
-            f"Certify a classifier. {ONE_LOGIT}",
-        )
+    require_decision(net, "Certify a classifier.")
     if net.scored:
         raise InputError(
             f"{net.architecture} scores continuations: certificates need a classifier",
@@ -317,7 +314,6 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
             "certificates are computed on one device, but --device-map uses several",
             "Leave --device-map out, or name one device beside cpu and disk.",
         )
-    require_entry(net)
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box, net.input_shape)
     # At one order the longest sample needs the most memory: check each order in use.
@@ -362,56 +358,47 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     import numpy as np
 
     arrays = {name: join_parts(parts, name) for name in parts[0].values}
+    # A repeated sample counts once in every row.
     once = {name: values[mark_unique(parts)] for name, values in arrays.items()}
-    rows = tuple(_make_row(i, radius, once, options) for i, radius in enumerate(options.eps))
-    settings = options.model_dump()
+    robust, certified, correct = once["robust"], once["certified"], once["correct"]
+    settings, norm = options.model_dump(), options.norm or "linf"
+    rows = make_rows(
+        CERTIFY_TABLE,
+        norm=norm,
+        eps=[float(radius) for radius in options.eps],
+        eps_text=[radius.text for radius in options.eps],
+        samples=len(robust),
+        clean=reduce_known(correct[once["label"] >= 0], np.mean),
+        **share_columns("robust", robust),
+        **share_columns("certified", certified),
+        undecided=(robust > certified).sum(0),
+        order=int(once["order"].max()),
+        nodes=once["nodes"].sum(0),
+        seconds=once["seconds"].sum(0).round(3),
+    )
     first = CERTIFY_TABLE.section(
         settings=settings,
         rows=rows,
         samples={"ids": sample_ids(parts), **_make_columns(arrays, rows)},
         notes=_write_notes(parts, arrays, options) + notes(parts) + repeat_notes(parts),
-        classes=named_classes(parts),
+        classes=join_facts(parts, "classes"),
     )
     if not options.radius:
         return [first]
-    right = once["correct"]
-    radius, nearest = once["radius"][right], once["radius_adversarial"][right]
+    radius, nearest = once["radius"][correct], once["radius_adversarial"][correct]
     broken = np.isfinite(nearest)
     row = RADII_TABLE.row(
-        norm=options.norm or "linf",
-        samples=int(right.sum()),
+        norm=norm,
+        samples=len(radius),
         radius=reduce_known(radius, np.median),
         radius_adversarial=reduce_known(nearest[broken], np.median),
         ratio=reduce_known(radius[broken] / nearest[broken], np.median),
-        smallest=float(radius.min()) if radius.size else None,
-        largest=float(radius.max()) if radius.size else None,
+        smallest=reduce_known(radius, np.min),
+        largest=reduce_known(radius, np.max),
         passes=int(once["passes"].sum()),
         seconds=round(float(once["searching"].sum()), 3),
     )
     return [first, RADII_TABLE.section(settings=settings, rows=(row,))]
-
-
-def _make_row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOptions) -> Row:
-    robust, certified = arrays["robust"][:, i], arrays["certified"][:, i]
-    known = arrays["correct"][arrays["label"] >= 0]
-    ends = [wilson(int(each.sum()), len(each)) for each in (robust, certified)]
-    return CERTIFY_TABLE.row(
-        norm=options.norm or "linf",
-        eps=float(radius),
-        eps_text=radius.text,
-        samples=len(robust),
-        clean=float(known.mean()) if known.size else None,
-        robust=float(robust.mean()),
-        robust_low=ends[0][0],
-        robust_high=ends[0][1],
-        certified=float(certified.mean()),
-        certified_low=ends[1][0],
-        certified_high=ends[1][1],
-        undecided=int((robust & ~certified).sum()),
-        order=int(arrays["order"].max()),
-        nodes=int(arrays["nodes"][:, i].sum()),
-        seconds=round(float(arrays["seconds"][:, i].sum()), 3),
-    )
 
 
 def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, tuple[Any, ...]]:
@@ -446,9 +433,8 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, t
 def _write_notes(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
 ) -> tuple[Note, ...]:
-    from lipaudit.attacks.evaluate import Checks, note_signs
+    from lipaudit.attacks.evaluate import note_signs
 
-    each = [checks for part in parts for checks in part.facts.get("checks", ())]
     dtype = parts[0].facts["dtype"]
     texts = {
         "real-arithmetic": "certificates hold for exact arithmetic with the stored weights. "
@@ -466,7 +452,7 @@ def _write_notes(
             "the machine; for reproducible limits, use --nodes"
         )
     remarks = (Note(level="info", code=code, text=text) for code, text in texts.items())
-    return (*note_signs(reduce(Checks.__add__, each)), *remarks)
+    return (*note_signs(sum_checks(parts)), *remarks)
 
 
 CERTIFY = Measure(

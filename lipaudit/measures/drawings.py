@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
+from lipaudit.measures.base import Values
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.net import Net
 
@@ -90,12 +91,12 @@ def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
 SIDE = 256
 
 
-def draw_map(net: Net, layer: Layer, head: int) -> dict[str, Any]:
+def draw_map(net: Net, layer: Layer, head: int) -> tuple[Values, Values, list[str]]:
     """Return the map of a head for the batch's first sample: of its first window, no padding.
 
     Returns:
-        `map`; `map_tokens`, the number of queries and of keys; and `tokens`, those of a text if
-        queries and keys are its tokens, one by one.
+        The map; the number of queries and of keys; and the tokens of a text if queries and keys
+        are its tokens, one by one.
 
     Raises:
         UsageError: the layer has no such head.
@@ -118,9 +119,8 @@ def draw_map(net: Net, layer: Layer, head: int) -> dict[str, Any]:
         group = real[start : start + size]
         p = heads.rows(int(group[0]), int(group[-1]) + 1)[0, 0][group - group[0]][:, columns]
         pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
-    first, tokens = layer.batch[:1].trim(), tuple[str, ...]()
+    tokens: list[str] = []
     if net.kind == "text" and block == 1 and len(real) == len(columns) <= MOST:
-        names = name_tokens(net, first)[0]
-        tokens = names if len(names) == len(real) else ()
-    sizes = np.array([len(real), len(columns)])
-    return {"map": torch.cat(pooled).cpu().numpy(), "map_tokens": sizes, "tokens": tokens}
+        names = name_tokens(net, layer.batch[:1].trim())[0]
+        tokens = [*names] if len(names) == len(real) else []
+    return torch.cat(pooled).cpu().numpy(), np.array([len(real), len(columns)]), tokens

@@ -135,55 +135,51 @@ class WorstHead:
         else:  # with n_max amid the lengths, norms rise and fall: R, where that is below the own R
             small = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
             radii = [self.own, small] if small < self.own else [self.own]
-        if "adversarial" in options.modes:
-            yield from self._measure_worst("adversarial", [(radius, lengths) for radius in radii])
-        if "radius" in options.modes:
-            # From n_max = 3 to n_max = n^2, evenly in R^2: norms grow until n_max = n.
-            n = lengths[-1]
-            first, last = self.worst.radius(3.0), min(self.own, self.worst.radius(n**2.0))
-            squares = torch.linspace(first**2, last**2, RADII if first < last else 1)
-            steps = squares.double().sqrt().tolist()
-            yield from self._measure_worst("radius", [(radius, (n,)) for radius in steps])
-        if "ascent" in options.modes:
-            yield from self._search(radii)
+        # From n_max = 3 to n_max = n^2, evenly in R^2: norms grow until n_max = n.
+        first, last = self.worst.radius(3.0), min(self.own, self.worst.radius(lengths[-1] ** 2.0))
+        squares = torch.linspace(first**2, last**2, RADII if first < last else 1)
+        steps = squares.double().sqrt().tolist()
+        points = {
+            "adversarial": [(radius, lengths) for radius in radii],
+            "radius": [(radius, lengths[-1:]) for radius in steps],
+            "ascent": [(radius, lengths) for radius in radii],
+        }
+        for mode in (mode for mode in points if mode in options.modes):
+            measure = self._search if mode == "ascent" else self._measure_worst
+            for masked in self.masks:
+                for radius, each in points[mode]:
+                    where = {"mode": mode, "masked": masked, "radius": radius}
+                    where["n_max"] = self.worst.n_max(radius)
+                    for n, norms in measure(radius, each, masked=masked):
+                        yield self.name | where | {"n": n} | norms
 
     def _measure_worst(
-        self, mode: str, points: Sequence[tuple[float, Sequence[int]]]
-    ) -> Iterator[Cells]:
-        """Yield ||J|| at n worst-case tokens, for each radius and its lengths."""
-        for masked in self.masks:
-            for radius, lengths in points:
-                tokens = self.worst.points(radius)
-                at = move_heads(self.head, tokens, causal=False)
-                top = None if masked else mean_field_norm(self.head, self.worst, radius)[0]
-                for n in lengths:
-                    if masked:
-                        at = move_heads(self.head, self.worst.tokens(n, radius), causal=True)
-                        seeds, tol = [self.options.seed], self.options.tol
-                        norm = float(head_norms(at, seeds=seeds, tol=tol).norm)
-                    else:
-                        norm = float(duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0])))
-                    cells = {"norm": norm, "mean_field": top}
-                    yield self._make_row(mode, n, radius, masked) | cells
+        self, radius: float, lengths: Sequence[int], *, masked: bool
+    ) -> Iterator[tuple[int, Cells]]:
+        """Yield ||J|| at n worst-case tokens, for each length n."""
+        at = move_heads(self.head, self.worst.points(radius), causal=False)
+        top = None if masked else mean_field_norm(self.head, self.worst, radius)[0]
+        for n in lengths:
+            if masked:
+                at = move_heads(self.head, self.worst.tokens(n, radius), causal=True)
+                norm = head_norms(at, seeds=[self.options.seed], tol=self.options.tol).norm
+            else:
+                norm = duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0]))
+            yield n, {"norm": float(norm), "mean_field": top}
 
-    def _search(self, radii: Sequence[float]) -> Iterator[Cells]:
+    def _search(
+        self, radius: float, lengths: Sequence[int], *, masked: bool
+    ) -> Iterator[tuple[int, Cells]]:
         """Run independent searches for the tokens with the largest norm, and keep the best."""
         number = 1000 * self.name["layer"] + self.name["head"]
         seed = int(self.options.seed * 10**6 + number)
-        for masked in self.masks:
-            lengths = [n for n in self.options.lengths if not masked or n <= SEARCHED]
-            for radius in radii:
-                ends = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
-                for n, end in zip(lengths, ends, strict=True):
-                    # The upper end is as far above the best search as the worst is below it.
-                    worst, best = float(end.norm.min()), float(end.norm.max())
-                    apart = (best / worst if worst else 1.0) * (1 + REPEATS)
-                    cells = {"norm": best, "norm_low": best / apart, "norm_high": best * apart}
-                    yield self._make_row("ascent", n, radius, masked) | cells
-
-    def _make_row(self, mode: str, n: int, radius: float, masked: bool) -> Cells:
-        where = {"n": n, "radius": radius, "n_max": self.worst.n_max(radius)}
-        return self.name | {"mode": mode, "masked": masked} | where
+        lengths = [n for n in lengths if not masked or n <= SEARCHED]
+        ends = steepest_tokens(self.head, radius, lengths, seed=seed, causal=masked)
+        for n, end in zip(lengths, ends, strict=True):
+            # The upper end is as far above the best search as the worst is below it.
+            worst, best = float(end.norm.min()), float(end.norm.max())
+            apart = (best / worst if worst else 1.0) * (1 + REPEATS)
+            yield n, {"norm": best, "norm_low": best / apart, "norm_high": best * apart}
 
 
 def worst_case(
@@ -202,55 +198,42 @@ def worst_case(
     every = find_layers(net, sample)
     sites = choose_layers(every, options.layers)
     known = {f"{site.index}.{head}" for site in sites for head in range(site.heads)}
-    surplus = set(options.heads or ()) - known - {"all"}
-    if surplus:
+    wanted = set(options.heads or ())
+    if surplus := wanted - known - {"all"}:
         raise UsageError(
             f"there is no head {min(surplus)}", "Give heads as LAYER.HEAD, counted from 0, or all."
         )
     if set(options.modes) == {"real"}:
         return [], ()
     rows: list[Cells] = []
-    without: dict[str, list[str]] = {}
+    without: dict[str, list[str]] = {}  # heads and layers by the reason why they have no rows
 
     def measure_layer(layer: Layer) -> None:
-        for name, head in _find_worst_heads(layer, options):
-            if isinstance(head, WorstHead):
-                rows.extend(head.rows())
-            else:
-                without.setdefault(head, []).append(name)
+        index, heads = layer.site.index, _fit_heads(layer)
+        if isinstance(heads, str):
+            without.setdefault(heads, []).append(f"layer {index}")
+            return
+        own = float(torch.linalg.vector_norm(heads.x, dim=-1).max())
+        masks = {"none": (False,), "causal": (True,), "both": (False, True)}
+        mask = masks.get(options.mask, (heads.is_causal(),))
+        if options.heads is None:  # the head with the largest norm at the sample
+            chosen = [int(head_norms(heads, seeds=[options.seed], tol=1e-2).norm[0].argmax())]
+        else:
+            chosen = [h for h in range(layer.site.heads) if wanted & {"all", f"{index}.{h}"}]
+        for h in chosen:
+            head = heads.pick(slice(h, h + 1))
+            worst = adversary(head)
+            if worst is None:
+                without.setdefault("no real eigenvalue", []).append(f"head {index}.{h}")
+                continue
+            name = {"layer": index, "head": h, "module": layer.site.module}
+            rows.extend(WorstHead(name, head, worst, own, mask, options).rows())
 
     capture(net, every, sample, measure_layer, layers={site.index for site in sites})
     texts = [
         f"{', '.join(who)}: no worst case was computed, {why}" for why, who in without.items()
     ]
     return rows, tuple(Note.info("no-worst-case", text) for text in texts)
-
-
-def _find_worst_heads(
-    layer: Layer, options: ScalingOptions
-) -> Iterator[tuple[str, WorstHead | str]]:
-    """Yield the chosen heads of a layer, or the reason why they have no worst case."""
-    site = layer.site
-    heads = _fit_heads(layer)
-    if isinstance(heads, str):
-        yield f"layer {site.index}", heads
-        return
-    own = float(torch.linalg.vector_norm(heads.x, dim=-1).max())
-    masks = {"none": (False,), "causal": (True,), "both": (False, True)}
-    mask = masks.get(options.mask, (heads.is_causal(),))
-    if options.heads is None:  # the head with the largest norm at the sample
-        chosen = [int(head_norms(heads, seeds=[options.seed], tol=1e-2).norm[0].argmax())]
-    else:
-        wanted = set(options.heads)
-        chosen = [h for h in range(site.heads) if wanted & {"all", f"{site.index}.{h}"}]
-    for h in chosen:
-        head, name = heads.pick(slice(h, h + 1)), f"head {site.index}.{h}"
-        worst = adversary(head)
-        if worst is None:
-            yield name, "no real eigenvalue"
-            continue
-        where = {"layer": site.index, "head": h, "module": site.module}
-        yield name, WorstHead(where, head, worst, own, mask, options)
 
 
 def _fit_heads(layer: Layer) -> Heads | str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,22 +20,15 @@ from lipaudit.models.attention.surveyor import HALF
 from lipaudit.models.net import Net
 from lipaudit.models.sources.weights import few
 from lipaudit.tables import Note
+from lipaudit.tables.trials import Radius
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
-from lipaudit.theory.head_norms import bound_error
+from lipaudit.theory.head_norms import ball_error, bound_error
 from lipaudit.theory.heads import Heads
 
 Facts = dict[str, Any]
 # Values of one layer: axis 0 is the sample, axis 1 the head.
 Reduced = dict[str, Tensor]
-
-
-class HeadName(NamedTuple):
-    """The layer, number and module of a head."""
-
-    layer: int
-    head: int
-    module: str
 
 
 def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[Site, ...]:
@@ -73,7 +66,8 @@ def by_layer(
         reduce: function of a layer, while the model is in the middle of its forward pass.
         layers: indices of the layers to read; None for all.
         projections: whether `reduce` calls `Layer.heads`.
-        describe: facts of the layers that do not depend on the sample, besides the heads' names.
+        describe: facts of the layers that do not depend on the sample, besides `heads`: the layer,
+            number and module of each head.
     """
     sites: tuple[Site, ...] = ()
     for batch in batches:
@@ -81,7 +75,7 @@ def by_layer(
             sites = find_layers(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)
             remarks = _note_layers(net, sites, selected)
-        names = [HeadName(s.index, head, s.module) for s in selected for head in range(s.heads)]
+        names = [(s.index, head, s.module) for s in selected for head in range(s.heads)]
         pieces, changes, queue = list[Reduced](), list[Note](), [(batch, sites)]
         while queue:
             piece, known = queue.pop(0)
@@ -101,15 +95,12 @@ def by_layer(
                 known = (*known[: error.layer], open_form, *known[error.layer + 1 :])
                 queue.insert(0, (piece, known))
                 continue
-            # numpy has no bfloat16, and a sum of halves would be a number of 3 digits.
-            pieces.append({n: torch.cat([_widen(layer[n]) for layer in each], 1) for n in each[0]})
-        values = {name: torch.cat([p[name] for p in pieces]).numpy() for name in pieces[0]}
+            pieces.append({n: torch.cat([layer[n].cpu() for layer in each], 1) for n in each[0]})
+        joined = {name: torch.cat([p[name] for p in pieces]) for name in pieces[0]}
+        # numpy has no bfloat16, and a sum of halves would be a number of 3 digits.
+        values = {n: (v.float() if v.dtype in HALF else v).numpy() for n, v in joined.items()}
         facts = {"heads": names} | describe(selected)
         yield Part(batch.ids, values, facts, remarks + tuple(changes))
-
-
-def _widen(values: Tensor) -> Tensor:
-    return (values.float() if values.dtype in HALF else values).cpu()
 
 
 def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> tuple[Note, ...]:
@@ -188,14 +179,14 @@ def per_sample(values: Tensor, sample: Tensor) -> Tensor:
     return torch.stack([rows.amax(0) for rows in torch.split(values, windows)])
 
 
-# Precision in which norms are confirmed and bounds computed, independent of --dtype.
-DOUBLE = torch.float64
-
-
 def require_bounds_hold(
-    site: Site, ids: Sequence[str], values: Mapping[str, Tensor], heads: Heads
+    site: Site,
+    ids: Sequence[str],
+    values: Mapping[str, Tensor],
+    heads: Heads,
+    radii: Sequence[Radius] = (),
 ) -> None:
-    """Stop the run if a bound of a head or layer is below the exact norm.
+    """Stop the run if a bound of a head, a layer or a ball is below the exact norm.
 
     This checks plug-in bounds, too. A difference that rounding explains passes;
     `below_by_rounding` finds it again in the figures.
@@ -203,40 +194,60 @@ def require_bounds_hold(
     Args:
         site: the layer.
         ids: ids of the samples.
-        values: `exact` and all bounds, (samples, heads); `layer_out`, `out_norm`, (samples, 1).
-            NaN means not computed.
-        heads: the heads behind both.
+        values: `exact` and all bounds, (samples, heads); `layer_exact_out`, `layer_sharp_rss` and
+            `out_norm`, (samples, 1); the norms `at_r_ball_norm` found in balls and constants
+            `at_r_...`, (samples, heads, radii). NaN means not computed.
+        heads: the heads behind the values.
+        radii: radii of the balls.
 
     Raises:
-        EvaluationError: a bound is below the norm; the message names head and bound.
+        EvaluationError: a bound is below a norm; the message names bound, head and sample.
     """
     exact = values["exact"]
 
     @cache
-    def slack() -> Tensor:
-        error = bound_error(heads.to(torch.float64), exact[heads.sample.cpu()])
+    def slack(r: float = 0.0) -> Tensor:
+        """Return what rounding may do to a bound of each head, in the ball of radius r."""
+        double = heads.to(torch.float64)
+        error = bound_error(double, exact[heads.sample.cpu()])
+        error = error + ball_error(double, r) if r else error
         return per_sample(error.cpu(), heads.sample)
-
-    for name, bound in load_bounds().items():
-        require_bound(name, values[name], exact, site, ids, advice=bound.remedy, slack=slack)
-    out_norm, sharp = values["out_norm"], values["sharp"]
 
     def layer_slack() -> Tensor:
         """W_O is linear: an error of a head grows by ||W_O||, and its product has one more."""
         out = heads.out
         assert out is not None
-        share = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * torch.finfo(DOUBLE).eps
-        return out_norm * (root_sum(slack()) + share * root_sum(sharp))
+        eps = torch.finfo(torch.float64).eps
+        share = 2 * (out.shape[2] + 16) * out.shape[0] * out.shape[1] * eps
+        errors = slack().square().sum(1, keepdim=True).sqrt()
+        return values["out_norm"] * errors + share * values["layer_sharp_rss"]
 
-    require_bound(
-        "sharp_rss",
-        out_norm * root_sum(sharp),
-        values["layer_out"],
-        site,
-        ids,
-        advice=SHARP.remedy,
-        slack=layer_slack,
-    )
+    of_layer = values["layer_sharp_rss"], values["layer_exact_out"]
+    known = load_bounds()
+    claims: list[tuple[str, Tensor, Tensor, Callable[[], Tensor], str]] = [
+        *((name, values[name], exact, slack, bound.remedy) for name, bound in known.items()),
+        ("sharp_rss", *of_layer, layer_slack, SHARP.remedy),
+    ]
+    for name in (n for n in values if n.startswith("at_r_") and n != "at_r_ball_norm"):
+        for k, radius in enumerate(radii):
+            text = f"{name.removeprefix('at_r_')} at r = {radius.text}"
+            pair = values[name][..., k], values["at_r_ball_norm"][..., k]
+            claims.append((text, *pair, partial(slack, float(radius)), SHARP.remedy))
+    for name, bound, norm, excuse, advice in claims:
+        if not (bound < norm).any():  # nearly always; rounding is estimated only otherwise
+            continue
+        below = (bound < norm - excuse().nan_to_num(0.0)).nonzero()
+        if not len(below):
+            continue
+        sample, head = below[0].tolist()
+        of_head = bound.shape[1] == site.heads
+        where = f"head {site.index}.{head}" if of_head else f"layer {site.index}"
+        raise EvaluationError(
+            f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
+            f"{ids[sample]}, below the exact norm {float(norm[sample, head]):.9g}. One of them "
+            "is wrong: do not rely on any number of this run",
+            advice,
+        )
 
 
 def below_by_rounding(
@@ -271,43 +282,3 @@ def below_by_rounding(
         f"{bounds[name][where]:.12g} on sample {ids[sample]}, the {norm} {exact[where]:.12g}"
     )
     return (Note.info("within-rounding", text),)
-
-
-def name_head(head: HeadName) -> str:
-    """Name a head and its module."""
-    return f"head {head.layer}.{head.head} ({head.module})"
-
-
-def root_sum(values: Tensor) -> Tensor:
-    """Return the root of the sum of squares over the heads, (samples, 1)."""
-    return values.square().sum(1, keepdim=True).sqrt()
-
-
-def require_bound(
-    name: str,
-    bound: Tensor,
-    exact: Tensor,
-    site: Site,
-    ids: Sequence[str],
-    *,
-    advice: str,
-    slack: Callable[[], Tensor],
-) -> None:
-    """Stop the run if a bound, (samples, heads or 1), is below a norm by more than its slack.
-
-    Raises:
-        EvaluationError: the message names the first such head or layer.
-    """
-    if not (bound < exact).any():  # nearly always; rounding is estimated only otherwise
-        return
-    below = (bound < exact - slack().nan_to_num(0.0)).nonzero()
-    if not len(below):
-        return
-    sample, head = below[0].tolist()
-    where = f"head {site.index}.{head}" if bound.shape[1] == site.heads else f"layer {site.index}"
-    raise EvaluationError(
-        f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
-        f"{ids[sample]}, below the exact norm {float(exact[sample, head]):.9g}. One of them "
-        "is wrong: do not rely on any number of this run",
-        advice,
-    )

@@ -190,7 +190,7 @@ FITS_TABLE = Layout(
 
 # What is kept of the measure bounds, per head and per layer.
 OF_HEADS = ("exact", "radius", "tokens")
-OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
+OF_LAYERS = ("layer_exact", "layer_exact_out", "out_norm")
 # The sqrt n law is fitted for n up to n_max divided by this.
 WELL_UNDER = 10
 # If repeated searches differ by more than this factor, no exponent is fitted.
@@ -332,11 +332,11 @@ def _make_curves(
     import numpy as np
 
     names = facts["heads"]
-    layer_of = np.array([head.layer for head in names])
+    layer_of = np.array([layer for layer, _, _ in names])
     for i, (layer, module) in enumerate(facts["layers"]):
         heads = np.flatnonzero(layer_of == layer)
         # After W_O if the layer has one, else its heads side by side.
-        out, concat = values["layer_out"][:, :, i], values["layer_exact"][:, :, i]
+        out, concat = values["layer_exact_out"][:, :, i], values["layer_exact"][:, :, i]
         has_out = ~np.isnan(out)
         factor = np.where(has_out, values["out_norm"][:, :, i], 1.0)
         yield NormCurve(
@@ -347,10 +347,10 @@ def _make_curves(
             {n: factor * np.sqrt((values[n][:, :, heads] ** 2).sum(2)) for n in _list_followed()},
         )
     wanted = set(options.heads or ())
-    for i, head in enumerate(names):
-        if wanted & {"all", f"{head.layer}.{head.head}"}:
+    for i, (layer, head, module) in enumerate(names):
+        if wanted & {"all", f"{layer}.{head}"}:
             at = {name: values[name][:, :, i] for name in OF_HEADS}
-            of_head = {"mode": "real", **head._asdict()}
+            of_head = {"mode": "real", "layer": layer, "head": head, "module": module}
             limits = {name: values[name][:, :, i] for name in _list_followed()}
             yield NormCurve(of_head, at["tokens"], at["exact"], at["radius"], limits)
     model = values["model"][:, :, 0]

@@ -84,7 +84,7 @@ def test_layer_norms_are_those_of_the_dense_jacobian(demo, found):
     proj = net.module.blocks[1].attn.proj
     out = torch.autograd.functional.jacobian(lambda z: proj(whole(z)), x, vectorize=True)
     values = found[0][0].values
-    for name, jacobian in (("layer_exact", concat), ("layer_out", out)):
+    for name, jacobian in (("layer_exact", concat), ("layer_exact_out", out)):
         dense = torch.linalg.matrix_norm(jacobian.flatten(2).flatten(0, 1), 2)
         assert values[name][0, 1] == pytest.approx(float(dense), rel=1e-6)
 
@@ -173,7 +173,7 @@ def test_a_layer_alone_has_the_norms_that_it_has_among_all():
     batch = own_batch(torch.randn(2, 5, 8, dtype=torch.float64))
     (every,) = measure(net, [batch], BoundsOptions())
     (second,) = measure(net, [batch], BoundsOptions(layers=(1,)))
-    assert [head.layer for head in second.facts["heads"]] == [1]
+    assert [layer for layer, _, _ in second.facts["heads"]] == [1]
     np.testing.assert_array_equal(second.values["exact"][:, 0], every.values["exact"][:, 1])
 
 

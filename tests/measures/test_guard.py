@@ -91,7 +91,7 @@ def test_a_constant_of_a_ball_that_rounding_excuses_is_named(demo, monkeypatch, 
 def test_a_layer_that_rounding_excuses_is_named(demo, monkeypatch, share, passes):
     options = bounds.BoundsOptions(layers=(0,))
     (part,) = bounds.measure(*demo_parts(demo), options)
-    sharp, norms = (torch.as_tensor(part.values[name]) for name in ("sharp", "layer_out"))
+    sharp, norms = (torch.as_tensor(part.values[name]) for name in ("sharp", "layer_exact_out"))
     least = (norms[:, 0] / sharp.square().sum(1).sqrt()).max() * (1 - share)
     replace_output_norm(monkeypatch, least)
     assert_excused(demo, options, passes, "sharp_rss of layer 0 (blocks.0.attn)")

@@ -121,7 +121,7 @@ class Trial:
     def run(self, name: str, batch: Any) -> None:
         """Run a measure."""
         asked = AttackOptions(attack="autoattack", eps=RADIUS) if name == "attack" else None
-        list(load_measures()[name].parts(self.net, [batch], asked or OPTIONS[name]()))
+        list(load_measures()[name].compute(self.net, [batch], asked or OPTIONS[name]()))
 
     def flops(self, name: str) -> Line:
         """Operations of a sample by precision, and those of float64 by file, counted on a few."""

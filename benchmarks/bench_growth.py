@@ -119,7 +119,7 @@ def of_attack(net: Any, batch: Any) -> Seconds:
 
 def cost(measure: str, net: Any, batch: Any, asked: Any) -> float:
     """CPU seconds of a measure."""
-    return cpu_seconds(lambda: list(load_measures()[measure].parts(net, [batch], asked)))
+    return cpu_seconds(lambda: list(load_measures()[measure].compute(net, [batch], asked)))
 
 
 COSTS: dict[str, Callable[[Any, Any], Seconds]] = {

@@ -99,7 +99,7 @@ def profiled(
     from lipaudit.measures.bounds import BoundsOptions
 
     asked = {"bounds": BoundsOptions, "attention": AttentionOptions}[measure]()
-    run = partial(load_measures()[measure].parts, net, list(batch.split(len(batch))), asked)
+    run = partial(load_measures()[measure].compute, net, list(batch.split(len(batch))), asked)
     profile = Profile(FUNCTIONS, clock)
     with profile.watching():
         start = clock()

@@ -70,14 +70,14 @@ def read_without_maps(report: Report | str | Path) -> dict[str, Any]:
 
 def replace_parts(monkeypatch: pytest.MonkeyPatch, name: str, parts: Any) -> None:
     """Let a measure compute its parts by a function of the test's own."""
-    monkeypatch.setitem(load_measures(), name, replace(load_measures()[name], parts=parts))
+    monkeypatch.setitem(load_measures(), name, replace(load_measures()[name], compute=parts))
 
 
 def break_measure(
     monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException, model: str | None = None
 ) -> list[str]:
     """Let a measure fail on a model (None: on all); the list gets the models that it measures."""
-    compute, seen = load_measures()[name].parts, []
+    compute, seen = load_measures()[name].compute, []
 
     def parts(net, batches, options):
         seen.append(net.name)

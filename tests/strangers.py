@@ -45,7 +45,7 @@ def register(monkeypatch: pytest.MonkeyPatch, table: Layout) -> None:
         name=table.name,
         tables=(table,),
         options=MeasureOptions,
-        parts=lambda _net, _batches, _options: iter(()),
+        compute=lambda _net, _batches, _options: iter(()),
         summarise=lambda _parts, _options: [],
         batch=8,
     )

@@ -179,7 +179,7 @@ def _truths(
 def _measure(net: Net, batch: Batch, name: str, options: dict[str, Any]) -> Any:
     measure = load_measures()[name]
     given = option_types()[name].parse(options)
-    parts = list(measure.parts(net, [batch], given))
+    parts = list(measure.compute(net, [batch], given))
     measure.summarise(parts, given)
     return parts[0]
 
@@ -237,7 +237,7 @@ def _rows(net: Net, batch: Batch, options: dict[str, Any]) -> dict[tuple[int, in
     """Return the rows of `attention`, by (layer, head), of the last sample, in its padding."""
     measure = load_measures()["attention"]
     given = option_types()["attention"].parse(options)
-    section = measure.summarise(list(measure.parts(net, [batch[-1:]], given)), given)[0]
+    section = measure.summarise(list(measure.compute(net, [batch[-1:]], given)), given)[0]
     return {(row.layer, row.head): row for row in section.rows}
 
 

@@ -33,7 +33,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 def sections(name: str, options: MeasureOptions, net: Net, batch: Batch) -> list[Section]:
     """Run a measure on some samples."""
     measure = load_measures()[name]
-    parts = list(measure.parts(net, batch.split(measure.batch), options))
+    parts = list(measure.compute(net, batch.split(measure.batch), options))
     return measure.summarise(parts, options)
 
 

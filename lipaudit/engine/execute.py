@@ -85,7 +85,7 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
     journals: list[Journal] = []
     sections: list[Section] = []
     errors: list[Exception] = []
-    measured: dict[str, list[Part]] = {}
+    finished: dict[str, list[Part]] = {}
     with join_processes(place):
         try:
             for name, options in request.measures.items():
@@ -93,8 +93,8 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
                 if request.draws_steepest and not request.run.shard:
                     options = options.draw_steepest(sections)
                 try:
-                    measured[name] = parts = measure(job, name, options, journals, observer)
-                    left = sum(map(len, job.batches(name))) - len(sample_ids(parts))
+                    finished[name] = parts = run_measure(job, name, options, journals, observer)
+                    left = sum(map(len, job.batches(name)[1])) - len(sample_ids(parts))
                     sections += results.summarise(name, parts, options, job.notes, left)
                 except Exception as error:
                     if not request.partial:
@@ -108,8 +108,8 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
                 raise errors[0]
             # A traceback holds the frames of its measure, and with them the model.
             errors.clear()
-            shard = results.make_shard(job, measured) if request.run.shard else None
-            measured.clear()
+            shard = results.make_shard(job, finished) if request.run.shard else None
+            finished.clear()
             origins = results.list_origins(job.samples)
             report: Report | None = results.make_report(
                 results.describe_run(job), sections, origins, shard
@@ -123,9 +123,13 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
                 complete = all(each.status == "complete" for each in shards)
                 report = None if place.rank else results.merge(shards, command=request.command)
             yield report
-        except (Exception, KeyboardInterrupt):
-            if any(journal.paths for journal in journals):
-                text = f"finished batches are kept: {request.continuation}"
+        except (Exception, KeyboardInterrupt) as error:
+            text = f"finished batches are kept: {request.continuation}"
+            # One error may end the jobs of several models: it is noted once.
+            if any(each.paths for each in journals) and text not in getattr(
+                error, "__notes__", ()
+            ):
+                error.add_note(text)
                 observer.note(Note.info("kept", text))
             raise
     # All processes arrive here once rank 0 has written the report.
@@ -133,7 +137,7 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
         journal.clear()
 
 
-def measure(
+def run_measure(
     job: Job, name: str, options: MeasureOptions, journals: list[Journal], observer: Observer
 ) -> list[Part]:
     """Measure the samples of this process batch by batch, and store each part.
@@ -150,8 +154,8 @@ def measure(
     Returns:
         The parts in the order of the samples, with those of a continued run.
     """
-    measured, net, size, end = load_measures()[name], job.net, job.size(name), job.request.end
-    batches, first = job.batches(name), job.first(name)
+    kind, net, size, end = load_measures()[name], job.net, job.size(name), job.request.end
+    first, batches = job.batches(name)
     # The code of a module object is unknown: its runs cannot be recognised, so nothing is stored.
     journal = Journal(results.identify(job, name, options), keeps=net.source != OWN)
     journals.append(journal)
@@ -168,11 +172,11 @@ def measure(
         moved = (batch.to(net.device, net.dtype) for batch in chain(*begun))
         # Layers are surveyed on the first batch, also by a process that does not measure it.
         share = Share(first.to(net.device, net.dtype), moved)
-        if measured.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
+        if kind.chunk is not None:  # the samples of a chunk are fixed, not those of a pass
             options = options.model_copy(update={"batch_size": size})
         try:
             with eager(), exact_arithmetic(net.device), listening(partial(observer.moves, name)):
-                for part in measured.parts(net, share, options):
+                for part in kind.compute(net, share, options):
                     journal.keep(part)
                     parts.append(part)
                     observer.advances(name, len(part.ids))
@@ -180,13 +184,13 @@ def measure(
         except Exception as error:
             left = list_unfinished(batches, parts)
             if not out_of_memory(error):
-                _blame_sample(job, error, [job.first(name), *left[:1]])
+                _blame_sample(job, error, [job.batches(name)[0], *left[:1]])
                 raise
             if size == 1:
                 raise
             # The largest remaining batch may be smaller than the size: halve that one.
             size = max(1, min(size, max(map(len, left))) // 2)
-            if measured.chunk is None:
+            if kind.chunk is None:
                 left = [piece for batch in left for piece in batch.split(size)]
             first = first[:size].trim()
     if journal.refusal:

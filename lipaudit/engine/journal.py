@@ -25,6 +25,7 @@ from lipaudit.tables import Note
 # Days after which parts of an interrupted run are deleted.
 KEPT_DAYS = 30
 
+
 class Journal:
     """The finished parts of one measure on one list of samples, one file each.
 

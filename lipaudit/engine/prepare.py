@@ -105,16 +105,8 @@ class Job:
         """Return the number of samples of a measure that are on the device at a time."""
         return self.request.run.batch_size or load_measures()[name].batch
 
-    def cut(self, name: str) -> int:
-        """Return the number of samples of a measure that make one part."""
-        return load_measures()[name].chunk or self.size(name)
-
-    def first(self, name: str) -> Batch:
-        """Return the first batch of a measure, also if another process measures it."""
-        return self.samples.batch[: min(self.cut(name), self.counts[name])].trim()
-
-    def batches(self, name: str) -> list[Batch]:
-        """Return the batches of a measure for this process: all, or every n-th one.
+    def batches(self, name: str) -> tuple[Batch, list[Batch]]:
+        """Return the first batch of a measure, and those of this process: all, or every n-th one.
 
         A shard has whole batches of the run, so its numbers equal those of a single process. The
         texts of a batch have one length (except for measures with fixed chunks), so no figure
@@ -122,9 +114,10 @@ class Job:
         their parts.
         """
         number, of = self.request.run.shard or (1, 1)
-        whole, size = self.samples.batch[: self.counts[name]], self.cut(name)
-        cut = whole.split(size) if load_measures()[name].chunk else whole.by_length(size)
-        return [*cut][number - 1 :: of]
+        whole, chunk = self.samples.batch[: self.counts[name]], load_measures()[name].chunk
+        size = chunk or self.size(name)
+        cut = whole.split(size) if chunk else whole.by_length(size)
+        return whole[:size].trim(), [*cut][number - 1 :: of]
 
 
 def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:
@@ -241,10 +234,9 @@ def _check(name: str, net: Net, batch: Batch, options: MeasureOptions) -> Measur
     """
     if options.labelled and net.classes is not None and batch.y is None:
         raise _make_label_error(name)
-    load_measures()[name].check(net, batch, options)
-    if (
-        load_measures()[name].chunk and batch.mask is not None
-    ):  # others get texts of one length at a time
+    kind = load_measures()[name]
+    kind.check(net, batch, options)
+    if kind.chunk and batch.mask is not None:  # others get texts of one length at a time
         with eager(), exact_arithmetic(net.device):
             require_padding_is_unread(net, batch)
     return options
@@ -291,8 +283,8 @@ def load_options(run: RunOptions) -> LoadOptions:
 
 def _select_options(kind: type[DataOptions | LoadOptions], run: RunOptions) -> dict[str, Any]:
     """Return the given options of a run that are fields of another record, too."""
-    values = {each.name: getattr(run, each.name, None) for each in fields(kind)}
-    return {name: value for name, value in values.items() if value is not None}
+    values = ((each.name, getattr(run, each.name, None)) for each in fields(kind))
+    return {name: value for name, value in values if value is not None}
 
 
 # Number of samples shown.

@@ -54,13 +54,11 @@ def make_report(
         samples=dict(samples),
         sections=tuple(sections),
     )
-    kept = []
+    names, kept = worst(report), []
     for section in sections:
-        examples, gradients = (
-            {name: each[name] for name in worst(report) if name in each}
-            for each in (section.examples, section.gradients)
-        )
-        shown = {"examples": examples, "gradients": gradients}
+        known: dict[str, Mapping[str, Any]]
+        known = {"examples": section.examples, "gradients": section.gradients}
+        shown = {n: {i: each[i] for i in names if i in each} for n, each in known.items()}
         kept.append(section.model_copy(update=shown))
     return report.model_copy(update={"sections": tuple(kept)})
 
@@ -153,7 +151,7 @@ def versions() -> dict[str, str]:
 MAY_DIFFER = frozenset({"command", "created", "device", "device_map"})
 
 
-def make_shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard:
+def make_shard(job: Job, finished: Mapping[str, Sequence[Part]]) -> Shard:
     """Return the data of a shard for `merge`, if a job measures some of the samples."""
     number, of = job.request.run.shard or (1, 1)
     return Shard(
@@ -163,7 +161,7 @@ def make_shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard:
         counts=dict(job.counts),
         notes=job.notes,
         options={name: o.unkept() for name, o in job.request.measures.items()},
-        parts={name: pack_parts(parts) for name, parts in measured.items()},
+        parts={name: pack_parts(parts) for name, parts in finished.items()},
     )
 
 

@@ -555,7 +555,7 @@ def sum_checks(parts: Sequence[Part]) -> Checks:
     return reduce(Checks.__add__, each)
 
 
-def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes]:
+def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes]:
     """Return the file of `--save-adv`: changed texts, or tensors (not read by `--data`).
 
     `x` holds, for each sample, the first example that broke it, in the order of the trials, else
@@ -591,10 +591,10 @@ ATTACK = Measure(
     "attack",
     (ATTACK_TABLE,),
     AttackOptions,
-    measure,
-    summarise,
+    compute=measure,
+    summarise=summarise,
     batch=CHUNK,
     chunk=CHUNK,
-    encode_files=adversarial_examples,
+    encode_files=encode_examples,
     check=check,
 )

@@ -384,4 +384,11 @@ def _average_samples(parts: Sequence[Part]) -> dict[str, Array]:
     return {name: Array.of(values.T) for name, values in (compared | varying).items()}
 
 
-ATTENTION = Measure("attention", (ATTENTION_TABLE,), AttentionOptions, measure, summarise, batch=8)
+ATTENTION = Measure(
+    "attention",
+    (ATTENTION_TABLE,),
+    AttentionOptions,
+    compute=measure,
+    summarise=summarise,
+    batch=8,
+)

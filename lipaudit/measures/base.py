@@ -140,7 +140,7 @@ class Measure:
         name: name of its command and its section.
         tables: layouts of its sections: first the section NAME, then those called NAME.SOMETHING.
         options: class of its options; the docstring is the help of its command.
-        parts: yields a Part per batch.
+        compute: yields a Part per batch.
         summarise: makes the sections from all parts, without side effects.
         batch: default number of samples at a time.
         chunk: samples per Part, if the result depends on it; the batch size then goes to the
@@ -152,7 +152,7 @@ class Measure:
     name: str
     tables: tuple[Layout, ...]
     options: type[MeasureOptions]
-    parts: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
+    compute: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
     summarise: Callable[[Sequence[Part], Any], list[Section]]
     batch: int
     chunk: int | None = None

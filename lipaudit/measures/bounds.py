@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -263,7 +264,7 @@ def _describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
     """Describe layers by what does not depend on the sample."""
     from lipaudit.models.attention.capture import APART, MODULE_INPUT
 
-    facts: Facts = {"kinds": [], "inputs": [], "layers": [], "apart": []}
+    facts: Facts = {"kinds": [], "inputs": [], "reasons": [], "layers": [], "apart": []}
     for site in sites:
         closed = _has_bounds(site, options)
         kinds = site.kinds if closed else (NUMERICAL,)
@@ -271,6 +272,7 @@ def _describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
         read = site.input if options.input == "projections" else MODULE_INPUT
         facts["kinds"] += [kind] * site.heads
         facts["inputs"] += [read] * site.heads
+        facts["reasons"] += [site.reason or ""] * site.heads
         facts["layers"].append((site.index, site.module))
         if closed and site.input == APART and not site.direct:
             facts["apart"].append(site.index)
@@ -419,7 +421,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         samples={"ids": ids, "exact_max": tuple(np.fmax.reduce(exact, 1).tolist())},
         arrays={name: Array.of(measured[name].T) for name in ("exact", *stored)},
         notes=notes(parts)
-        + _write_notes(measured, facts["apart"], options)
+        + _write_notes(measured, facts["apart"], facts["reasons"])
         + below_by_rounding(heads, ids, exact, limits),
     )
     sections = [of_heads, _make_layer_section(facts["layers"], measured, options, ids)]
@@ -471,7 +473,7 @@ def _make_layer_section(
 
 
 def _write_notes(
-    measured: dict[str, Values], apart: Sequence[int], options: BoundsOptions
+    measured: dict[str, Values], apart: Sequence[int], reasons: Sequence[str]
 ) -> tuple[Note, ...]:
     """Note what is missing, what did not converge, and which norms have another input."""
     import numpy as np
@@ -503,15 +505,19 @@ def _write_notes(
             f"{lost.max():.1g} (an estimate). For higher accuracy, use --dtype float64"
         )
         remarks.append(Note.warn("forward-error", text))
-    elsewhere = measured["numerical"].all(0) & (options.input == "module")
+    always = np.asarray(measured["numerical"].all(0))
+    ever = np.asarray(measured["numerical"].any(0))
     of_module = "bounds the norm with respect to the projections' input, not the module's"
+    causes = []  # of each head; empty: that of the bound itself
+    for reason, numerical, lost in zip(reasons, always, ever & ~always, strict=True):
+        cause = of_module if numerical else "no closed form on some samples" * bool(lost)
+        causes.append(f"no closed form ({reason})" if reason else cause)
     for name, bound in load_bounds().items():
-        absent = np.isnan(measured[name]).all(0)
-        open_form = bound.null or "has no closed form"
-        for heads, why in ((absent & ~elsewhere, open_form), (absent & elsewhere, of_module)):
-            if heads.any():
-                text = f"{name} was not computed for {heads.sum()} heads: {why}"
-                remarks.append(Note.info("no-bound", text))
+        pairs = zip(np.asarray(np.isnan(measured[name]).all(0)), causes, strict=True)
+        counts = Counter(why or bound.null for absent, why in pairs if absent)
+        for why, count in counts.items():
+            text = f"{name} was not computed for {count} heads: {why}"
+            remarks.append(Note.info("no-bound", text))
     return tuple(remarks)
 
 
@@ -589,9 +595,9 @@ def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]
     import numpy as np
 
     remarks = []
-    open_heads = sum(row.ball_sharp is None for row in rows) // len(options.radius)
-    if open_heads:
-        text = f"ball_sharp was not computed for {open_heads} heads: it {AFFINE_PLAIN}"
+    absent = sum(row.ball_sharp is None for row in rows) // len(options.radius)
+    if absent:
+        text = f"ball_sharp was not computed for {absent} heads: it {AFFINE_PLAIN}"
         remarks.append(Note.info("no-bound", text))
     for radius in options.radius:
         shares = [
@@ -609,5 +615,10 @@ def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]
 
 
 BOUNDS = Measure(
-    "bounds", (BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE), BoundsOptions, measure, summarise, batch=4
+    "bounds",
+    (BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE),
+    BoundsOptions,
+    compute=measure,
+    summarise=summarise,
+    batch=4,
 )

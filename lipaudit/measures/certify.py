@@ -459,8 +459,8 @@ CERTIFY = Measure(
     "certify",
     (CERTIFY_TABLE, RADII_TABLE),
     CertifyOptions,
-    measure,
-    summarise,
+    compute=measure,
+    summarise=summarise,
     batch=1,
     check=check,
 )

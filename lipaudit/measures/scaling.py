@@ -466,5 +466,10 @@ def _write_notes(
 
 
 SCALING = Measure(
-    "scaling", (SCALING_TABLE, FITS_TABLE), ScalingOptions, measure, summarise, batch=4
+    "scaling",
+    (SCALING_TABLE, FITS_TABLE),
+    ScalingOptions,
+    compute=measure,
+    summarise=summarise,
+    batch=4,
 )

@@ -147,7 +147,7 @@ def test_memory_of_the_host_that_runs_out_halves_the_batch_too(monkeypatch):
             sizes.append(len(batch))
             if len(batch) > 1:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
-            yield from whole.parts(net, [batch], options)
+            yield from whole.compute(net, [batch], options)
 
     replace_parts(monkeypatch, "jacobian", parts)
     invoke("jacobian", "demo", "-n", "3", "--batch-size", "3")

@@ -101,7 +101,7 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     options = option_types()[name].parse(SMALL.get(name, {}))
     if measure.chunk is not None:
         options = options.model_copy(update={"batch_size": 4})
-    parts = list(measure.parts(net, batch.split(size), options))
+    parts = list(measure.compute(net, batch.split(size), options))
     keep(Journal({"measure": name}, tmp_path), parts)
     found = Journal({"measure": name}, tmp_path).read_parts(batch.ids)
     assert len(parts) == 2

@@ -141,7 +141,7 @@ def test_an_error_of_one_process_ends_all(tmp_path):
 def fail_attention_of_first() -> None:
     """Let a measure fail in rank 0 alone."""
     if os.environ["RANK"] == "0":
-        load_measures()["attention"] = replace(load_measures()["attention"], parts=raise_error)
+        load_measures()["attention"] = replace(load_measures()["attention"], compute=raise_error)
 
 
 def raise_error(*_args):

@@ -33,7 +33,7 @@ def test_batches_are_halved_until_they_fit_and_nothing_is_measured_twice(monkeyp
     measure = load_measures()[name]
 
     def parts(net, batches, options):
-        for part in measure.parts(net, Share(batches.first, fit(batches, options)), options):
+        for part in measure.compute(net, Share(batches.first, fit(batches, options)), options):
             sizes.append(len(part.ids))
             yield part
 

@@ -103,7 +103,7 @@ def test_a_model_is_surveyed_at_the_first_batch_of_the_run(monkeypatch):
         "attention": AttentionOptions(),
         "jacobian": JacobianOptions(per_layer=True),
     }.items():
-        (part,) = load_measures()[name].parts(net, whole, options)
+        (part,) = load_measures()[name].compute(net, whole, options)
         assert part.ids == second.ids
     assert places == [first.ids, first.ids]
 
@@ -281,7 +281,7 @@ def test_what_one_process_does_is_not_shared_out(command, monkeypatch, args):
 
 def test_a_shard_goes_on_where_it_was_stopped_and_not_where_another_was(command, monkeypatch):
     args = ("jacobian", "demo", "-n", "8", "--batch-size", "2", "-o", "a.json")
-    compute, asked = load_measures()["jacobian"].parts, []
+    compute, asked = load_measures()["jacobian"].compute, []
 
     def stop_after_one(net, batches, options):
         yield next(compute(net, batches, options))

@@ -56,7 +56,7 @@ def test_what_is_measured_in_time_is_reported_and_the_rest_is_measured_later(mon
 
 def listed(monkeypatch, name: str) -> list[str]:
     """The samples that a measure is given from now on."""
-    compute, ids = load_measures()[name].parts, list[str]()
+    compute, ids = load_measures()[name].compute, list[str]()
 
     def parts(net, batches, options):
         def taken():

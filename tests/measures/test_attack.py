@@ -13,7 +13,7 @@ from lipaudit.attacks.kinds import CHUNK
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.attack import AttackOptions, adversarial_examples, measure, summarise
+from lipaudit.measures.attack import AttackOptions, encode_examples, measure, summarise
 from lipaudit.measures.base import Part
 from lipaudit.models.sources.loading import load_net
 from lipaudit.tables.columns import wilson
@@ -115,7 +115,7 @@ def test_examples_of_short_and_long_texts_are_written_together(tmp_path):
         return Part((name,), values)
 
     options = AttackOptions(attack="pgd", eps=("0.1",), save_adv=tmp_path / "adv.safetensors")
-    (written,) = adversarial_examples([part("a", 5, 1.0), part("b", 3, 2.0)], options)
+    (written,) = encode_examples([part("a", 5, 1.0), part("b", 3, 2.0)], options)
     x = load(written)["x"]
     assert x.shape == (2, 5, 4)
     assert (x[0] == 1).all()

@@ -100,7 +100,7 @@ def test_texts_of_one_length_fill_batches_and_keep_their_order(tmp_path, kind, n
         return Request(str(tmp_path / "model"), {name: OPTIONS[name]}, run)
 
     job = prepare(request(batch_size=4))
-    batches = job.batches(name)
+    _, batches = job.batches(name)
     alike = job.samples.batch.mask.sum(1).bincount()
     assert len(batches) == sum(-(-count // 4) for count in alike.tolist())  # as few as can be
     assert all(batch.mask is None for batch in batches)
@@ -137,11 +137,11 @@ def test_a_run_goes_on_with_batches_of_another_size(tmp_path, monkeypatch):
     def parts(net, batches, options):
         for batch in batches:
             taken.extend(batch.ids)
-            yield from own.parts(net, Share(batches.first, [batch]), options)
+            yield from own.compute(net, Share(batches.first, [batch]), options)
             if len(taken) == 6:
                 raise KeyboardInterrupt
 
-    monkeypatch.setitem(load_measures(), "jacobian", replace(own, parts=parts))
+    monkeypatch.setitem(load_measures(), "jacobian", replace(own, compute=parts))
     with pytest.raises(KeyboardInterrupt):
         execute(job(2))
     (section,) = execute(job(3)).sections

@@ -79,7 +79,7 @@ def test_blocks_without_attention_are_named(name, left_out):
     net = load(name)
     batch = texts(net)
     assert list_blocks_without_attention(net.module, survey(net, batch).sites) == left_out
-    (part,) = load_measures()["bounds"].parts(net, [batch], option_types()["bounds"]())
+    (part,) = load_measures()["bounds"].compute(net, [batch], option_types()["bounds"]())
     said = [note.text for note in part.notes if note.code == "no-attention"]
     assert len(said) == len(left_out)
     assert all(f"({block})" in text for block, text in zip(left_out, said, strict=True))

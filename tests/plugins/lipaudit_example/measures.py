@@ -59,7 +59,7 @@ CONFIDENCE = Measure(
     name="confidence",
     tables=(TABLE,),
     options=ConfidenceOptions,
-    parts=measure,
+    compute=measure,
     summarise=summarise,
     batch=16,
 )

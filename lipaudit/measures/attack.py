@@ -446,7 +446,9 @@ def _describe_examples(
         after = torch.cat([net.forward(x_adv[i], broken.rows(i)).softmax(1) for i in rows])
         for i, (end, row) in enumerate(zip(first, which.tolist(), strict=True)):
             if end.drafts is not None and chunk.texts is not None:
-                after[i] = texts.score_text(net, chunk.texts.reader, end.drafts[row])
+                reader = chunk.texts.reader
+                ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)
+                after[i] = reader.output(ids, None).softmax(1)[0]
     assert broken.y is not None
     pairs = torch.stack([broken.y, after.argmax(1)], 1)
     scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]

@@ -23,7 +23,7 @@ from lipaudit.measures.base import (
 )
 from lipaudit.settings.option import Layers, OneHead, option, read_head
 from lipaudit.tables import Array, Note, Section
-from lipaudit.tables.columns import HEAD, SHAPES, Column, Reduction, count_column
+from lipaudit.tables.columns import HEAD, Column, Reduction, count_column
 from lipaudit.tables.report import Attended, Display, Layout
 from lipaudit.tables.summary import steepest
 
@@ -183,6 +183,8 @@ MEANS = (
     "intermediate",
     "categorical",
 )
+# Arrays of a map that is drawn: the map, and the number of its queries and keys.
+MAP = ("map", "map_tokens")
 # Number of entries of P processed at a time: 2 MB in float64 fit into the cache.
 ENTRIES = 2**18
 
@@ -349,7 +351,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     attended: dict[str, Attended] = {}
     if options.map is not None:
         first = parts[0]
-        arrays |= {f"{n}@{options.map}": Array.of(first.values[n][0]) for n in SHAPES}
+        arrays |= {f"{n}@{options.map}": Array.of(first.values[n][0]) for n in MAP}
         if tokens := first.facts["tokens"]:
             attended[f"map@{options.map}"] = Attended(sample=first.ids[0], tokens=tokens)
     return [

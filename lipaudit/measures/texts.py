@@ -134,18 +134,9 @@ def _texts(draft: Draft) -> tuple[str, ...]:
     return draft.texts or (" ".join(map(str, draft.ids)),)
 
 
-def score_text(net: Net, how: Reader, draft: Draft) -> Tensor:
-    """Return the class scores of a text; they sum to 1."""
-    ids = torch.tensor([how.read(draft)], device=net.device)
-    return net.output(_batch(ids, None)).softmax(1)[0]
-
-
 def quote(draft: Draft) -> str:
     """Return the beginning of a text."""
-    return _cut(BETWEEN.join(_texts(draft)))
-
-
-def _cut(text: str) -> str:
+    text = BETWEEN.join(_texts(draft))
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 

@@ -44,7 +44,7 @@ def written(folder: str = "run"):
 
 def test_three_models_are_ranked_on_one_screen():
     files = ("-o", "models.csv", "-o", "all.json", "-f", "table")
-    done = audit("-n", "8", "--attack", "pgd", "--run-dir", "run", *files)
+    done = audit("-n", "4", "--attack", "pgd", "--run-dir", "run", *files)
     shown = done.stdout.splitlines()
     assert len(shown) <= 40
     assert max(map(len, shown)) <= 80
@@ -126,7 +126,7 @@ def test_an_audit_that_was_cut_short_goes_on_where_it_stopped(monkeypatch):
         done = audit(*common, code=130)
     (folder,) = Path("lipaudit-runs").glob("*-demo-*")
     text = "finished batches are kept: run the same command with --resume to continue: "
-    assert text in done.stderr
+    assert done.stderr.count(text) == 1
     assert tuple(written(folder)) == PLACES[:1]
     first = load(folder / "1-demo/report.json")
     seen = break_measure(monkeypatch, "jacobian", EvaluationError(""), "")

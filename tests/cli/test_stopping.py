@@ -66,14 +66,14 @@ def test_figures_are_shown_where_a_full_disk_takes_no_file(args, monkeypatch):
 
 
 def small() -> None:
-    """Let files have 20 kB at most: parts and what is said do, a report does not."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    """Let files have 6 kB at most: parts and what is said do, a report does not."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
 
 
 def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_path):
-    code, said = processes.begun(*NORMS, "-o", "a.html", cwd=tmp_path, before=small).ended()
-    assert (code, "cannot write a.html: File too large" in said) == (3, True)
-    assert f"--resume to continue: lipaudit {' '.join(NORMS)} -o a.html --resume" in said
+    code, said = processes.begun(*NORMS, "-o", "a.json", cwd=tmp_path, before=small).ended()
+    assert (code, "cannot write a.json: File too large" in said) == (3, True)
+    assert f"--resume to continue: lipaudit {' '.join(NORMS)} -o a.json --resume" in said
     assert [path.name for path in tmp_path.glob("tmp*")] == []
     assert len(list(tmp_path.rglob("*.npz"))) == 3
     again = invoke(*NORMS, "-o", "a.json", "--resume")

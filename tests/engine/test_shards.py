@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         {"layers": "0", "radius": "0.1", "batch_size": 1, "tol": 1e-2},
     ),
     "attention": ("demo", "attention", 10, {}),
-    "jacobian": ("demo", "jacobian", 20, {"per_layer": True, "batch_size": 4, "tol": 1e-2}),
+    "jacobian": ("demo", "jacobian", 10, {"per_layer": True, "batch_size": 2, "tol": 1e-2}),
     "attack": ("demo", "attack", 2 * CHUNK + 2, {"eps": "0.05", "attack": "pgd", "steps": 3}),
     "random": ("demo", "attack", CHUNK + 2, {"eps": "0.1", "attack": "square", "queries": 9}),
     "certify": ("bert", "certify", 2, {"eps": "0.01", "order": "1", "nodes": 1}),
@@ -85,9 +85,9 @@ def test_every_measure_is_merged_here():
 def test_a_shard_measures_whole_batches_of_its_own():
     parts = [set(r.section("jacobian").samples["ids"]) for r in shards("jacobian", 2)]
     everything = run("jacobian").section("jacobian").samples["ids"]
-    assert [len(part) for part in parts] == [12, 8]
+    assert [len(part) for part in parts] == [6, 4]
     assert parts[0] | parts[1] == set(everything)
-    assert parts[0] == {name for i, name in enumerate(everything) if i // 4 % 2 == 0}
+    assert parts[0] == {name for i, name in enumerate(everything) if i // 2 % 2 == 0}
 
 
 def test_a_model_is_surveyed_at_the_first_batch_of_the_run(monkeypatch):
@@ -151,7 +151,7 @@ def test_a_missing_or_doubled_shard_is_named(three):
         ({"seed": 1}, "differ in seed, data"),
         ({"tol": 1e-1}, "differ in jacobian"),
         ({"dtype": "float64"}, "differ in dtype"),
-        ({"samples": 24}, "differ in data, samples"),
+        ({"samples": 12}, "differ in data, samples"),
         ({"data": "demo:train"}, "differ in data, samples"),
     ],
 )
@@ -184,7 +184,7 @@ def test_other_weights_versions_or_devices_are_refused(three):
 
 
 def test_shards_that_were_cut_differently_are_refused(three):
-    other = run("jacobian", shard="2/3", **{"batch_size": 5})
+    other = run("jacobian", shard="2/3", **{"batch_size": 3})
     error = refused([three[0], other, three[2]])
     assert "batch sizes differ" in error.message
     assert "--batch-size" in error.advice

@@ -140,7 +140,7 @@ def test_verdicts_are_nested_and_add_up(small):
 def test_no_certificate_holds_where_attacks_succeed(small, norm, order):
     """By force: nothing gets through a certified ball; where something does, none is given."""
     model, (x, y), _ = small
-    data, how = (x[2:4], y[2:4]), {"norm": norm, "order": str(order), "tol": 0.5}
+    data, how = (x[2:3], y[2:3]), {"norm": norm, "order": str(order), "tol": 0.5}
     told = measured(model, data, radius=True, **how).section("certify").samples
     x, y = in_order(told, data)
     right = [i for i, correct in enumerate(told["correct"]) if correct]

@@ -57,7 +57,7 @@ def test_heads_and_bounds_are_those_of_the_model(name, hard):
 def test_the_norm_of_a_model_with_experts_is_that_of_their_choice(name):
     net = load(name)
     batch, options = texts(net), option_types()["jacobian"](tol=1e-10, within=1e-6)
-    parts = in_order([*load_measures()["jacobian"].parts(net, [batch], options)], batch.ids)
+    parts = in_order([*load_measures()["jacobian"].compute(net, [batch], options)], batch.ids)
     for i, norm in enumerate(join_parts(parts, "norm")):
         assert norm == pytest.approx(truth.norm(truth.whole(net, alone(batch, i))), rel=1e-9)
 

@@ -56,55 +56,41 @@ RARE = {
     *("flip", "shift", "mixup", "cutmix", "classes", "skip"),
 }
 METAVARS = {int: "N", float: "X", Path: "FILE"}
-OUTPUT = "Output"
 # The default that help shows where a command runs several measures.
 BY_MEASURE = {"samples": "by measure"}
+OTHER_FILE = "A TOML file in place of lipaudit.toml and pyproject.toml."
 Config = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="A TOML file in place of lipaudit.toml and pyproject.toml.",
-        rich_help_panel="Run",
-    ),
+    Path | None, typer.Option(metavar="FILE", help=OTHER_FILE, rich_help_panel="Run")
 ]
-MODEL: Any = typer.Argument(
-    metavar="MODEL", help="demo, timm:NAME, hf:ORG/NAME, a folder, a file, py:FILE:FACTORY."
-)
+NAMES = "demo, timm:NAME, hf:ORG/NAME, a folder, a file, py:FILE:FACTORY."
+MODEL: Any = typer.Argument(metavar="MODEL", help=NAMES)
 ModelArgument = Annotated[str, MODEL]
+output_option = partial(option, panel="Output")
 
 
 class Output(Settings):
     """Where a result goes."""
 
-    format: str | None = option(
-        None,
-        "Format of stdout, such as table, json, csv, markdown or html.",
-        "--format",
-        "-f",
-        panel=OUTPUT,
+    format: str | None = output_option(
+        None, "Format of stdout, such as table, json, csv, markdown or html.", "--format", "-f"
     )
-    output: tuple[Path, ...] = option(
-        (),
-        "Also write FILE: .json, .csv, .md, .tex, .html, .xml or .txt.",
-        "--output",
-        "-o",
-        panel=OUTPUT,
+    output: tuple[Path, ...] = output_option(
+        (), "Also write FILE: .json, .csv, .md, .tex, .html, .xml or .txt.", "--output", "-o"
     )
 
 
 class Extent(Settings):
     """How much of a report stdout gets."""
 
-    details: bool = option(False, "Print all sections, not only the scorecard.", panel=OUTPUT)
+    details: bool = output_option(False, "Print all sections, not only the scorecard.")
 
 
 class Several(Extent):
     """How much of reports stdout gets, and what several of them are ranked by."""
 
-    rank_by: str | None = option(
+    rank_by: str | None = output_option(
         None,
         "Rank several models by METRIC, such as jacobian.norm:p95. `order` keeps the given order.",
-        panel=OUTPUT,
         usual="accuracy under attack, else certified, else the median norm",
     )
 
@@ -127,8 +113,8 @@ class Several(Extent):
 class Terminal(Settings):
     """The messages on stderr."""
 
-    quiet: bool = option(False, "Print no progress and no notes.", "--quiet", "-q", panel=OUTPUT)
-    verbose: bool = option(False, "Print tracebacks and details.", "--verbose", "-v", panel=OUTPUT)
+    quiet: bool = output_option(False, "Print no progress and no notes.", "--quiet", "-q")
+    verbose: bool = output_option(False, "Print tracebacks and details.", "--verbose", "-v")
 
     def tell(self, text: str) -> None:
         """Print lines on stderr, unless the command is quiet."""
@@ -288,14 +274,13 @@ def _show_all_options(ctx: typer.Context, asked: bool) -> None:
         raise typer.Exit
 
 
+EVERY = "Show every option, also those that few people need."
 HelpAll = Annotated[
+    bool, typer.Option("--help-all", is_eager=True, callback=_show_all_options, help=EVERY)
+]
+Version = Annotated[
     bool,
-    typer.Option(
-        "--help-all",
-        is_eager=True,
-        callback=_show_all_options,
-        help="Show every option, also those that few people need.",
-    ),
+    typer.Option("--version", "-V", help="Print the version and exit.", callback=_print_version),
 ]
 # Help without colours and frames: importing rich's takes as long as everything else.
 make_typer = partial(typer.Typer, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -308,14 +293,7 @@ app = make_typer(
 
 
 @app.callback()
-def _describe_all(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", "-V", help="Print the version and exit.", callback=_print_version
-        ),
-    ] = False,
-) -> None:
+def _describe_all(version: Version = False) -> None:
     """Audit how robust a transformer checkpoint is.
 
     Per-head Lipschitz bounds beside exact norms, attention statistics, the exact Jacobian norm of

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SAVED = "A report written with -o X.json."
 Saved = Annotated[Path, typer.Argument(metavar="REPORT", help=SAVED)]
+SavedReports = Annotated[list[Path], typer.Argument(metavar="REPORT", help=SAVED)]
 DEFAULT_BASE = Path("lipaudit-baseline.json")
 
 
@@ -51,12 +52,7 @@ class Remeasure(Settings):
     )
 
 
-def report(
-    reports: Annotated[list[Path], typer.Argument(metavar="REPORT", help=SAVED)],
-    output: Output,
-    extent: Several,
-    terminal: Terminal,
-) -> None:
+def report(reports: SavedReports, output: Output, extent: Several, terminal: Terminal) -> None:
     """Render a saved report again, or several ranked side by side.
 
     It needs no model and no torch: the figures are those of the run.
@@ -73,18 +69,15 @@ def report(
     emit(subject, output, always=False, details=extent.details)
 
 
+ONE_SAMPLE = (
+    "A sample: its id (or the first characters) or its place in the data. Without it: the worst "
+    "samples."
+)
+SampleArgument = Annotated[str | None, typer.Argument(metavar="[SAMPLE]", help=ONE_SAMPLE)]
+
+
 def inspect(
-    report: Saved,
-    output: Output,
-    terminal: Terminal,
-    sample: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[SAMPLE]",
-            help="A sample: its id (or the first characters) or its place in the data. "
-            "Without it: the worst samples.",
-        ),
-    ] = None,
+    report: Saved, output: Output, terminal: Terminal, sample: SampleArgument = None
 ) -> None:
     """All that a report says of one sample, beside what it says of all.
 
@@ -99,15 +92,12 @@ def inspect(
     emit(of_sample(loaded, shlex.quote(str(report)), sample), output, always=False)
 
 
+AFTER = f"{SAVED} After the first also a MODEL."
+Compared = Annotated[list[str], typer.Argument(metavar="REPORT", help=AFTER)]
+
+
 def compare(
-    reports: Annotated[
-        list[str],
-        typer.Argument(metavar="REPORT", help=f"{SAVED} After the first also a MODEL."),
-    ],
-    how: Remeasure,
-    output: Output,
-    extent: Extent,
-    terminal: Terminal,
+    reports: Compared, how: Remeasure, output: Output, extent: Extent, terminal: Terminal
 ) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
@@ -138,27 +128,20 @@ def compare(
     emit(shown, output, always=False, details=extent.details)
 
 
+CURRENT = typer.Argument(metavar="CURRENT", help="A report, or a MODEL to measure now.")
+BASELINE = typer.Option("--baseline", "-b", help="The baseline report.")
+INSTEAD = "Judge this rule in place of the configured ones; repeatable."
+STRICT = typer.Option("--strict", help="Also fail if a rule is not proven to hold (exit code 6).")
+
+
 def gate(
-    current: Annotated[
-        str, typer.Argument(metavar="CURRENT", help="A report, or a MODEL to measure now.")
-    ],
+    current: Annotated[str, CURRENT],
     how: Remeasure,
     output: Output,
     terminal: Terminal,
-    baseline: Annotated[
-        Path, typer.Option("--baseline", "-b", help="The baseline report.")
-    ] = DEFAULT_BASE,
-    fail_on: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RULE",
-            help="Judge this rule in place of the configured ones; repeatable.",
-        ),
-    ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Also fail if a rule is not proven to hold (exit code 6)."),
-    ] = False,
+    baseline: Annotated[Path, BASELINE] = DEFAULT_BASE,
+    fail_on: Annotated[list[str] | None, typer.Option(metavar="RULE", help=INSTEAD)] = None,
+    strict: Annotated[bool, STRICT] = False,
     config: Config = None,
 ) -> None:
     """Fail (exit 1) when a checkpoint is less robust than the baseline.
@@ -235,13 +218,10 @@ def update(
     terminal.tell(f"wrote {output}")
 
 
-def check(
-    output: Output,
-    terminal: Terminal,
-    baseline: Annotated[
-        Path, typer.Argument(metavar="BASELINE", help="The baseline.")
-    ] = DEFAULT_BASE,
-) -> None:
+Kept = Annotated[Path, typer.Argument(metavar="BASELINE", help="The baseline.")]
+
+
+def check(output: Output, terminal: Terminal, baseline: Kept = DEFAULT_BASE) -> None:
     """Check that a baseline can be read and gated against."""
     from lipaudit.gate.conditions import find_problems, load_baseline
 

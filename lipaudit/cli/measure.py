@@ -142,13 +142,11 @@ def audit(
     require_whole(reports, "Run the same command with --resume to measure only what is missing.")
 
 
+SHARD = typer.Argument(metavar="SHARD", help="Reports of commands with --shard.")
+
+
 def merge(
-    reports: Annotated[
-        list[Path], typer.Argument(metavar="SHARD", help="Reports of commands with --shard.")
-    ],
-    output: Output,
-    extent: Extent,
-    terminal: Terminal,
+    reports: Annotated[list[Path], SHARD], output: Output, extent: Extent, terminal: Terminal
 ) -> None:
     """Make one report of all shards of a run: what one process would have written.
 

@@ -41,17 +41,11 @@ def list_explanations() -> tuple[Topic, ...]:
     return (*list_topics(), *list_options(groups))
 
 
-def explain(
-    output: Output,
-    terminal: Terminal,
-    name: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME]",
-            help="A word, such as bounds, theorem 3, g1 or pgd. Without it: a list of all words.",
-        ),
-    ] = None,
-) -> None:
+WORD = "A word, such as bounds, theorem 3, g1 or pgd. Without it: a list of all words."
+Words = Annotated[list[str] | None, typer.Argument(metavar="[NAME]", help=WORD)]
+
+
+def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
     """What a number means, where it holds, and what it does not mean.
 
     NAME is any word of a page, a table or a JSON file. Examples: a bound, a column or its heading,
@@ -195,14 +189,12 @@ def check(
         _emit_facts(preview(request), output)
 
 
+KIND = typer.Argument(help="Kind of file: py, a factory for your own model.")
+Target = Annotated[Path, typer.Option("--output", "-o", help="File to write.")]
+
+
 def init(
-    kind: Annotated[
-        Literal["py"], typer.Argument(help="Kind of file: py, a factory for your own model.")
-    ],
-    terminal: Terminal,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path(
-        "model.py"
-    ),
+    kind: Annotated[Literal["py"], KIND], terminal: Terminal, output: Target = Path("model.py")
 ) -> None:
     """Write a file to start from: a model of your own, which runs as it is.
 

@@ -27,6 +27,12 @@ USUAL = {
     "data": "demo:train for demos",
     "samples": "all",
 }
+OUT = typer.Option(metavar="DIR", help="Folder for the model; -f and -o write its record.")
+CLASSES = (
+    "Number of classes of the data. If the model has another number, its classifier is replaced "
+    "by a new one."
+)
+HELD_OUT = typer.Option(metavar="DATA", help="Data to measure the accuracy on after every epoch.")
 
 
 def train(
@@ -35,25 +41,9 @@ def train(
     run: Annotated[RunOptions, USUAL],
     output: Output,
     terminal: Terminal,
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for the model; -f and -o write its record.",
-        ),
-    ] = Path("trained"),
-    classes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of classes of the data. If the model has another number, "
-            "its classifier is replaced by a new one.",
-        ),
-    ] = None,
-    held_out: Annotated[
-        str | None,
-        typer.Option(metavar="DATA", help="Data to measure the accuracy on after every epoch."),
-    ] = None,
+    out: Annotated[Path, OUT] = Path("trained"),
+    classes: Annotated[int | None, typer.Option(metavar="N", help=CLASSES)] = None,
+    held_out: Annotated[str | None, HELD_OUT] = None,
 ) -> None:
     """Fine-tune a classifier with a penalty on attention, or against attacks.
 
@@ -132,14 +122,13 @@ def _load_samples(spec: str | None, net: Net, run: RunOptions, option: str) -> S
     return replace(samples, notes=kept)
 
 
-FOLDER = "lipaudit-checkpoints"
+# Folder of the reports, inside that of the checkpoints.
+REPORTS = "lipaudit-checkpoints"
+FOLDER = typer.Argument(metavar="DIR", help="Folder with checkpoints whose names contain a step.")
 
 
 def watch(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="Folder with checkpoints whose names contain a step."),
-    ],
+    folder: Annotated[Path, FOLDER],
     options: AuditOptions,
     run: Annotated[RunOptions, BY_MEASURE],
     output: Output,
@@ -169,7 +158,7 @@ def watch(
             f"there is no directory {folder}", "Give a directory that holds checkpoints."
         )
     request = plan_audit("", options, run, demo=False, command=typed_command())
-    where = options.run_dir or folder / FOLDER
+    where = options.run_dir or folder / REPORTS
     watched = CheckpointFolder(folder, request, where)
     pending = watched.list_pending()
     failed: dict[str, LipauditError] = {}

@@ -24,7 +24,8 @@ from lipaudit.settings.option import Settings, option
 
 MEASURING, COMPARE, LEARN = "Measure a checkpoint", "Compare and gate", "Learn"
 # By name: heading in the help, and function in a module of this package. The module is imported
-# when its command is called, so `gate` and `report` load nothing that measures.
+# when its command is called, so `gate` and `report` load nothing that measures. Every measure,
+# also that of a plug-in, is a command, too: `Commands` makes it from the options.
 COMMANDS = {
     "audit": (MEASURING, "measure:audit"),
     "merge": (MEASURING, "measure:merge"),

@@ -212,17 +212,9 @@ def _limit(text: str, rule: str) -> Limit:
     )
 
 
-DEFAULT_RULES = tuple(
-    map(
-        parse_rule,
-        (
-            "jacobian.norm:median <= +5%",
-            "bounds.exact:each <= +20%",
-            "attack.robust >= -2pp",
-            "certify.certified >= -2pp",
-        ),
-    )
-)
+NORMS = ("jacobian.norm:median <= +5%", "bounds.exact:each <= +20%")
+SHARES = ("attack.robust >= -2pp", "certify.certified >= -2pp")
+DEFAULT_RULES = tuple(map(parse_rule, (*NORMS, *SHARES)))
 """Default rules; each keeps its level with any number of samples."""
 
 

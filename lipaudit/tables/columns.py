@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -535,23 +536,20 @@ def wilson_limit(label: str) -> Column:
     return Column(label, "95 % confidence limit (Wilson).", format=".1%", status="estimate")
 
 
+accuracy_column = partial(Column, format=".1%", better="higher")
 # Columns of a ball: radius as typed, and accuracies with and without attack.
 ACCURACY = {
     "eps_text": text_column("eps", "The radius as it was typed."),
     "samples": count_column("samples", "Number of samples."),
-    "clean": Column(
+    "clean": accuracy_column(
         "clean",
         "Accuracy without attack.",
-        format=".1%",
-        better="higher",
         status="empirical",
         reduction=Reduction("mean", "correct"),
     ),
-    "robust": Column(
+    "robust": accuracy_column(
         "robust",
         "Accuracy under attack.",
-        format=".1%",
-        better="higher",
         status="empirical",
         domain="ball",
         reading=ROBUST,
@@ -561,11 +559,9 @@ ACCURACY = {
     "robust_high": wilson_limit("high"),
 }
 
-CERTIFIED_SHARE = Column(
+CERTIFIED_SHARE = accuracy_column(
     "certified",
     "Share of samples that are proven to be classified correctly on their whole ball.",
-    format=".1%",
-    better="higher",
     status="certified",
     domain="ball",
     reading=CERTIFIED,

@@ -26,6 +26,7 @@ COMMANDS = [
     ("bounds demo --layers 9", 2, "no attention layer 9"),
     ("bounds demo --layers a", 2, "--layers"),
     ("bounds demo --layers 2-1", 2, "must be a list of layers"),
+    ("bounds demo --layers '1 2'", 2, "must be a list of layers"),
     ("bounds demo --layers 0-999999999999", 2, "must be a list of layers"),
     ("bounds demo --batch-size many", 2, "--batch-size"),
     ("bounds demo --model-kwargs a=1", 2, "demo does not take"),

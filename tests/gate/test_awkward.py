@@ -48,6 +48,15 @@ NEW_ATTACKED = new(attack(ROBUST))
 STUCK = report(jacobian(NORMS, converged=[False] * 64))
 STUCK_HEADS = report(bounds(EXACT, converged=False))
 BOTH = report(jacobian(NORMS), attack(ROBUST))
+ONE_STUCK = report(jacobian(NORMS, converged=[True] * 63 + [False]))
+ONE, NEXT = report(jacobian([1.0])), new(jacobian([2.0], ids=sample_ids(1, 1)))
+TWO_ATTACKS = report(attack(ROBUST, attacks=("apgd-ce", "square")))
+HEADS_AND_STEEP = report(bounds(EXACT), jacobian(NORMS))
+COARSE, MOVED = (
+    report(jacobian(NORMS), **how)
+    for how in ({"dtype": "bfloat16"}, {"preprocess": {"mean": (0.485,), "std": [0.5]}})
+)
+SUM, MEAN = (report(jacobian(NORMS), options={"score": how}) for how in ("sum", "mean"))
 with np.errstate(all="ignore"):
     NAN, ZERO = report(jacobian(NORMS * math.nan)), report(jacobian(0 * NORMS))
     PAIRS = {  # by exit code: words of the reason, current, baseline, rules
@@ -71,11 +80,7 @@ with np.errstate(all="ignore"):
             ("8 values are not finite", new(bounds(EXACT * math.inf)), HEADS),
             ("64 samples did not converge", STUCK, STUCK),
             ("cut short", report(jacobian(NORMS), status="partial"), STEEP),
-            (
-                "1 samples did not converge",
-                report(jacobian(NORMS, converged=[True] * 63 + [False])),
-                STEEP,
-            ),
+            ("1 samples did not converge", ONE_STUCK, STEEP),
             ("4 rows did not converge", STUCK_HEADS, HEADS),
             ("not finite", NAN, STEEP, "jacobian.norm:max <= 40"),
             # an error outweighs a regression
@@ -84,45 +89,21 @@ with np.errstate(all="ignore"):
         5: [
             ("baseline: ", NEW_STEEP, NAN),
             ("no samples", STEEP, report(jacobian([]))),
-            (
-                "only 0 of the baseline's 1",
-                new(jacobian([2.0], ids=sample_ids(1, 1))),
-                report(jacobian([1.0])),
-            ),
+            ("only 0 of the baseline's 1", NEXT, ONE),
             ("4 rows did not converge", NEW_HEADS, STUCK_HEADS, "bounds.sharp:mean <= +5%"),
             ("only 0 of the baseline's 64", new(jacobian(NORMS, ids=sample_ids(64, 100))), STEEP),
             ("only 60 of the baseline's 64", new(jacobian(NORMS, ids=sample_ids(64, 4))), STEEP),
             ("eps lacks 2/255", new(attack(ROBUST, eps=("4/255",))), ATTACKED),
             ("steps 100 became 10", new(attack(ROBUST, steps=10)), ATTACKED),
-            (
-                "weaker than the baseline: square,linf,2/255",
-                NEW_ATTACKED,
-                report(attack(ROBUST, attacks=("apgd-ce", "square"))),
-            ),
+            ("weaker than the baseline: square,linf,2/255", NEW_ATTACKED, TWO_ATTACKS),
             ("apgd-t ran as apgd-dlr", new(fallback(attack(ROBUST))), ATTACKED),
-            (
-                "current report has no section jacobian",
-                NEW_HEADS,
-                report(bounds(EXACT), jacobian(NORMS)),
-            ),
+            ("current report has no section jacobian", NEW_HEADS, HEADS_AND_STEEP),
             ("baseline has no section jacobian", new(bounds(EXACT), jacobian(NORMS)), HEADS),
             ("only one of the reports has layer 1 head 1", new(bounds(EXACT[:3])), HEADS),
             ("baseline: bounds: 4 rows", NEW_HEADS, STUCK_HEADS),
-            (
-                "dtype: float32 became bfloat16",
-                report(jacobian(NORMS), dtype="bfloat16"),
-                STEEP,
-            ),
-            (
-                "preprocess mean: [0.5] became [0.485]",
-                report(jacobian(NORMS), preprocess={"mean": (0.485,), "std": [0.5]}),
-                STEEP,
-            ),
-            (
-                "score: sum became mean",
-                report(jacobian(NORMS), options={"score": "mean"}),
-                report(jacobian(NORMS), options={"score": "sum"}),
-            ),
+            ("dtype: float32 became bfloat16", COARSE, STEEP),
+            ("preprocess mean: [0.5] became [0.485]", MOVED, STEEP),
+            ("score: sum became mean", MEAN, SUM),
             ("tol 0.0001 became 0.01", new(jacobian(NORMS, tol=0.01)), STEEP),
             # what cannot be compared does, too
             ("steps 100 became 1", new(jacobian(NORMS * 2), attack(ROBUST, steps=1)), BOTH),

@@ -1,6 +1,7 @@
 """The GitHub action and the pre-commit hook, run with a command that records its arguments."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -61,26 +62,10 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
         REPORT="now.json",
     )
     assert code == 6
-    assert arguments == [
-        "gate",
-        "--baseline",
-        "base line.json",
-        "--fail-on",
-        "jacobian.norm:median <= +5%",
-        "--fail-on",
-        "attack.robust >= -2pp",
-        "--strict",
-        "--output",
-        "gate.xml",
-        "--output",
-        "gate.md",
-        "--output",
-        "gate.html",
-        "--report",
-        "now.json",
-        "--",
-        "$(touch /tmp/x); audit.json",
-    ]
+    rules = "--fail-on 'jacobian.norm:median <= +5%' --fail-on 'attack.robust >= -2pp' --strict"
+    files = "--output gate.xml --output gate.md --output gate.html --report now.json"
+    typed = f"gate --baseline 'base line.json' {rules} {files} -- '$(touch /tmp/x); audit.json'"
+    assert arguments == shlex.split(typed)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,9 @@ def test_students_t_is_scipys_far_into_the_tail(n):
         assert exceed_t(-t, n) == pytest.approx(special.stdtr(n, t), rel=1e-12)
         assert invert_t(level, n) == pytest.approx(t, rel=1e-12, abs=1e-12)
         assert invert_t(1 - level, n) == pytest.approx(-t, rel=1e-4, abs=1e-12)
+    assert exceed_t(1e300, n) < 1e-150
+    assert math.isfinite(invert_t(1e-149, n))
+    assert invert_t(1e-300, n) == math.inf
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.engine import results
 from lipaudit.errors import ExitCode
 from lipaudit.measures import GROUP as MEASURES
-from lipaudit.monitor.callbacks import CALLBACKS
+from lipaudit.monitor import CALLBACKS
 from lipaudit.report import RENDERERS
 from lipaudit.theory.bounds.record import GROUP as BOUNDS
 from tests.commands import list_commands

@@ -8,10 +8,15 @@ from __future__ import annotations
 from lipaudit.monitor.watching import Monitor as Monitor
 from lipaudit.monitor.watching import watch as watch
 
+CALLBACKS = ("LightningCallback", "TrainerCallback")
+
 
 def __getattr__(name: str) -> object:
-    if name not in ("LightningCallback", "TrainerCallback"):
+    if name not in CALLBACKS:
         raise AttributeError(f"module 'lipaudit.monitor' has no attribute {name!r}")
     from lipaudit.monitor import callbacks
 
-    return getattr(callbacks, name)
+    lightning = name == "LightningCallback"
+    made = callbacks.make_lightning() if lightning else callbacks.make_trainer()
+    made.__qualname__, made.__module__ = name, __name__  # where pickle finds the class
+    return made

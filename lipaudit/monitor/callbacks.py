@@ -1,7 +1,7 @@
 """Callbacks that watch the Trainers of transformers and of Lightning.
 
-`TrainerCallback` and `LightningCallback` are attributes of this module. Each class is created on
-first use, from the installed packages.
+`TrainerCallback` and `LightningCallback` are attributes of `lipaudit.monitor`. Each class is
+created on first use, from the installed packages.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WatchingCallback:
 
 
 @cache
-def trainer_callback() -> type:
+def make_trainer() -> type:
     """Return the callback of transformers' Trainer."""
     import transformers
 
@@ -79,7 +79,7 @@ def trainer_callback() -> type:
 
 
 @cache
-def lightning_callback() -> type:
+def make_lightning() -> type:
     """Return the callback of Lightning's Trainer."""
     try:
         from lightning.pytorch import Callback
@@ -102,17 +102,3 @@ def lightning_callback() -> type:
             self.finish_watching()
 
     return LightningCallback
-
-
-CALLBACKS: dict[str, Callable[[], type]] = {
-    "LightningCallback": lightning_callback,
-    "TrainerCallback": trainer_callback,
-}
-
-
-def __getattr__(name: str) -> type:
-    if name not in CALLBACKS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = CALLBACKS[name]()
-    made.__qualname__, made.__module__ = name, __name__  # where pickle finds the class
-    return made

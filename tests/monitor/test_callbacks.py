@@ -48,16 +48,16 @@ def bert(rows, folder, *callbacks, steps=4, **arguments):
 
 def test_a_trainer_is_watched_and_trains_as_it_would(texts, tmp_path):
     ids, rows = texts
-    alone = bert(rows, tmp_path / "alone")
+    alone = bert(rows, tmp_path / "alone", steps=2)
     alone.train()
-    callback = lipaudit.monitor.TrainerCallback(data=ids, every=2, strict=True, **CHEAP)
-    watched = bert(rows, tmp_path / "watched", callback)
+    callback = lipaudit.monitor.TrainerCallback(data=ids, strict=True, every=2, **CHEAP)
+    watched = bert(rows, tmp_path / "watched", callback, steps=2)
     watched.train()
     weights = zip(alone.model.parameters(), watched.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in weights)
     known = reports(tmp_path / "watched/lipaudit-watch")
-    assert sorted(known) == [0, 2, 4]
-    assert median(known[0]) != median(known[4])
+    assert sorted(known) == [0, 2]
+    assert median(known[0]) != median(known[2])
 
 
 def test_a_trainer_that_goes_on_from_a_checkpoint_goes_on_in_the_folder(texts, tmp_path):
@@ -66,12 +66,12 @@ def test_a_trainer_that_goes_on_from_a_checkpoint_goes_on_in_the_folder(texts, t
     def callback():
         return lipaudit.monitor.TrainerCallback(data=ids, every=1, strict=True, **CHEAP)
 
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    bert(rows, tmp_path, callback(), steps=3, **saving).train()
-    bert(rows, tmp_path, callback(), steps=4, **saving).train(
-        resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    bert(rows, tmp_path, callback(), steps=1, **saving).train()
+    bert(rows, tmp_path, callback(), steps=2, **saving).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-1")
     )
-    assert sorted(reports(tmp_path / "lipaudit-watch")) == [0, 1, 2, 3, 4]
+    assert sorted(reports(tmp_path / "lipaudit-watch")) == [0, 1, 2]
 
 
 def test_a_part_of_the_model_may_be_watched(texts, tmp_path):

@@ -41,11 +41,6 @@ def test_text_of_a_value(value, how, text):
     assert cells.format_value(value, column(**how)) == text
 
 
-@pytest.mark.parametrize("value", [1.0, -0.00123, 123456.0, 6.02e23, 1.6e-19])
-def test_text_reads_back_as_the_rounded_value(value):
-    assert float(cells.format_value(value, column())) == float(f"{value:.3g}")
-
-
 def test_columns_that_stand_alike_share_one_note():
     marks, notes = cells.list_footnotes(
         [column(format="s"), column(), column(unit="s", domain="")]

@@ -14,7 +14,6 @@ from lipaudit.report import (
     find_format,
     render,
 )
-from lipaudit.report.judgements import COLUMNS
 from tests.commands import invoke
 from tests.report.conftest import keep
 
@@ -109,15 +108,3 @@ def test_nothing_is_written_where_not_all_can_be(folder, command, files, status)
     done = lipaudit(*command, *options)
     assert (done.exit_code, done.stdout) == (status, "")
     assert not (folder / "good.html").exists()
-
-
-def test_a_judgement_is_a_page_like_any_other(folder, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # a narrower one gets the table in parts
-    text = lipaudit(*GATE).stdout
-    table = lipaudit(*GATE, "-f", "table").stdout
-    page = lipaudit(*GATE, "-f", "html").stdout
-    for name in ("layer 0", "layer 2"):
-        assert all(name in shown for shown in (text, table, page))
-    assert "<h2>What is the verdict on each rule? " in page
-    head = next(line for line in table.splitlines() if line.startswith("verdict"))
-    assert head.split() == ["verdict", "rule", "row", *COLUMNS]

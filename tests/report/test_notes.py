@@ -4,7 +4,6 @@ import pytest
 
 from lipaudit.gate import compare, judge
 from lipaudit.report import of_comparison, of_judgement, of_reports, render
-from lipaudit.report.sections import name_chapter
 from lipaudit.tables import Note
 from tests.report.conftest import keep
 
@@ -26,20 +25,6 @@ def spoiled(report):
         return section.model_copy(update={"notes": (RANDOM, FEWER, *section.notes, *own)})
 
     return keep(report, *tuple(map(noted, report.sections)))
-
-
-def only(report, measure):
-    kept = tuple(s for s in report.sections if s.measure == measure)
-    return keep(report, *kept)
-
-
-@pytest.mark.parametrize("format", PAGES)
-@pytest.mark.parametrize("measure", ["bounds", "attention", "jacobian", "attack", "scaling"])
-def test_a_warning_stands_above_the_figures_of_its_section(spoiled, format, measure):
-    text = render(of_reports(only(spoiled, measure)), format).decode()
-    chapter = name_chapter(spoiled.section(measure))
-    assert 0 < text.find(RANDOM.text) < text.rfind(chapter)
-    assert text.count(RANDOM.text) == 1
 
 
 @pytest.mark.parametrize("format", PAGES)

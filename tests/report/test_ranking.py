@@ -78,15 +78,6 @@ def test_a_row_for_every_model_with_its_difference_and_its_scorecard(report, oth
         assert columns(changed, [report, other])["difference"] == [None, text]
 
 
-@pytest.mark.parametrize("name", ["table", "markdown", "html"])
-def test_the_ranking_stands_first(report, other, name):
-    named = ("bounds", "jacobian", "attack")
-    parts = (keep(each, *map(each.section, named)) for each in (report, other))
-    page = render(of_reports(*parts), name).decode()
-    places = [page.index(t) for t in ("Which model is", "Ranked by", "What was audited")]
-    assert places == sorted(places)
-
-
 def test_in_the_order_given_no_report_is_ranked(report, other):
     ranked = [model.model for model in rank([report, other]).models]
     back = [other, report] if ranked[0] == report.run.model.spec else [report, other]

@@ -16,11 +16,12 @@ from lipaudit.tables.report import Example, Gradient
 from lipaudit.tables.summary import worst
 from lipaudit.tables.trials import FLAGS
 from tests.commands import invoke
-from tests.report.conftest import IDS, NORMS, find_chapter, keep, shard_of, swap
+from tests.report.conftest import find_chapter, keep, make_report, shard_of, swap
 
+IDS, NORMS = (make_report().section("jacobian").samples[name] for name in ("ids", "norm"))
 ATTACKS = "Which attacks succeed?"
 BROKEN = {13, 15, 16, 17, 18, 19, 20, 21, 23}
-"""At 2/255; from 5 on at 4/255 (see `conftest`)."""
+"""At 2/255; from 5 on at 4/255 (see the stored report)."""
 
 
 @pytest.fixture

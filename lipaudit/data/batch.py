@@ -264,8 +264,8 @@ def make_samples(
     return Samples(batch, notes, None, tuple(origins), task)
 
 
+# Number of classes listed in a message.
 LISTED = 5
-"""Number of classes listed in a message."""
 
 
 class LabelError(InputError):

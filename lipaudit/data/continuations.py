@@ -28,16 +28,16 @@ from lipaudit.tables import Note
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
+# Usual names of the columns of a prompt and its continuation.
 CONTINUED = (("prompt", "continuation"), ("prompt", "completion"))
-"""Usual names of the columns of a prompt and its continuation."""
 CHOICES = ("choices", "endings", "options")
+# Further names of a prompt column, in addition to those of texts.
 PROMPTS = ("prompt", "ctx")
-"""Further names of a prompt column, in addition to those of texts."""
+# Further names of the column of the right choice, in addition to those of labels.
 ANSWERS = ("answer", "answerKey", "gold")
-"""Further names of the column of the right choice, in addition to those of labels."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# More tokens than any text has: texts are cut later, when the limit is known.
 WHOLE = 2**20
-"""More tokens than any text has: texts are cut later, when the limit is known."""
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Repository:
         )
 
 
+# Message and advice by the name of the client's exception.
 REFUSALS = {
     "GatedRepoError": (
         "{what} is gated: this user has no access",
@@ -83,7 +84,6 @@ REFUSALS = {
         "Fetch it while there is a connection: `hf download{option} {name}`.",
     ),
 }
-"""Message and advice by the name of the client's exception."""
 
 
 def explain_refusal(error: Exception, repository: Repository) -> InputError:

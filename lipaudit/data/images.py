@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+# Longer side of a thumbnail, in pixels.
 SIDE = 64
-"""Longer side of a thumbnail, in pixels."""
 GREY = frozenset({"1", "L", "I", "F", "I;16"})
 COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -150,10 +150,10 @@ def find_common_shape(path: Path) -> tuple[int, int, int] | None:
 ARRAY_FILES = (".npz", ".safetensors")
 INPUTS = ("x", "images", "inputs")
 LABELS = ("y", "labels")
+# Names of files in the IDX format, compressed or not.
 NAME = re.compile(r"[-.]idx\d-ubyte(?:\.gz)?$")
-"""Names of files in the IDX format, compressed or not."""
+# Number types, by the third byte of an IDX file.
 KINDS = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-"""Number types, by the third byte of an IDX file."""
 CHANNELS = (1, 3, 4)
 
 

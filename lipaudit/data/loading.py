@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
+# Standard deviation of the pixels of random images; about that of photographs.
 CONTRAST = 0.2
-"""Standard deviation of the pixels of random images; about that of photographs."""
+# More tokens than the special tokens that a tokenizer adds to a text.
 SOME_TOKENS = 16
-"""More tokens than the special tokens that a tokenizer adds to a text."""
+# Share of unknown tokens that gives a warning. SentencePiece splits an unknown word into two
+# tokens, one of which is the space: if all words are unknown, half of the tokens are.
 MOST_UNKNOWN = 1 / 3
-"""Share of unknown tokens that gives a warning. SentencePiece splits an unknown word into two
-tokens, one of which is the space: if all words are unknown, half of the tokens are."""
 FORMS = (
     "demo, demo:train, random, a folder of images, .npz, .safetensors, an IDX file, .csv, "
     ".tsv, .jsonl, .parquet, .txt, hf:NAME[SPLIT]"

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LETTERS_PER_TOKEN = 16
+# Number of characters of a text that identify it in messages.
 SHOWN = 120
-"""Number of characters of a text that identify it in messages."""
 
 
 def shorten(texts: Sequence[str]) -> str:
@@ -114,6 +114,7 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*SEPARATORS, ".jsonl", ".parquet")
 IMAGES = ("image", "img", "picture")
 TEXTS = ("text", "sentence", "content", "review", "question", "document")
+# Usual names of the columns of a pair of texts.
 PAIRS = (
     ("premise", "hypothesis"),
     ("sentence1", "sentence2"),
@@ -123,10 +124,9 @@ PAIRS = (
     ("text", "text_b"),
     ("text", "text_pair"),
 )
-"""Usual names of the columns of a pair of texts."""
 LABELS = ("label", "labels", "y", "target", "class", "sentiment")
+# Number of characters of an id shown in a place.
 LONGEST = 40
-"""Number of characters of an id shown in a place."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ def read_table(path: Path) -> SampleTable:
     return SampleTable(str(path), columns, places, rows, found)
 
 
+# Place, values and fault of a row.
 _Line = tuple[str, dict[str, Any], str]
-"""Place, values and fault of a row."""
 
 
 def _read_separated(path: Path) -> Iterator[_Line]:

@@ -35,10 +35,10 @@ from lipaudit.theory.policy import NODES
 
 Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded"]
 
+# Number of forms of the widest tensor held at once during a pass.
 TENSORS = 4
-"""Number of forms of the widest tensor held at once during a pass."""
+# Largest number of input pairs for which auto chooses order 2.
 MOST_PAIRS = 10_000
-"""Largest number of input pairs for which auto chooses order 2."""
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,14 @@ def require_rules(net: Net, sample: Batch) -> None:
     )
 
 
+# First radius of the adversarial search, as a share of the input range.
 START = 2.0**-8
-"""First radius of the adversarial search, as a share of the input range."""
+# First radius of the certificate search, as a share of the adversarial radius.
 SHARE = 2.0**-3
-"""First radius of the certificate search, as a share of the adversarial radius."""
+# Number of halvings of the way between a sample and an adversarial example.
 HALVINGS = 8
-"""Number of halvings of the way between a sample and an adversarial example."""
+# A search stops below this share of the largest possible radius.
 LEAST = 2.0**-12
-"""A search stops below this share of the largest possible radius."""
 
 
 class Bracket:

@@ -17,16 +17,16 @@ from lipaudit.theory.spectral import Norms, Products, random_starts, spectral_no
 OutputNorm = Literal["2", "inf"]
 Method = Literal["dense", "lanczos", "rows"]
 
+# Up to this many rows or columns, the whole Jacobian is cheaper than an iteration.
 DENSE = 16
-"""Up to this many rows or columns, the whole Jacobian is cheaper than an iteration."""
 
+# Largest output for --norm inf, whose Jacobian rows are computed one by one.
 MOST_ROWS = 1024
-"""Largest output for --norm inf, whose Jacobian rows are computed one by one."""
 
 
+# Smallest norms whose digits survive: the numbers of float32 end at 1e-38, squares in float64 at
+# 1e-308.
 SMALLEST = {torch.float32: 1e-30, torch.float64: 1e-140}
-"""Smallest norms whose digits survive: the numbers of float32 end at 1e-38, squares in float64 at
-1e-308."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from lipaudit.models.precision import devices, precision
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Norm
 
+# Note on a model with random weights on request.
 RANDOM = Note.warn(
     "random-weights",
     "RANDOM WEIGHTS: no weights were loaded, so the results say nothing about a trained model",
 )
-"""Note on a model with random weights on request."""
 
 
 def new_classifier(classes: int) -> Note:
@@ -196,12 +196,12 @@ class LoadOptions:
         return channels, size[-1] if len(size) == 1 else size[-2], size[-1]
 
 
+# Source of a module object that has no MODEL name.
 OWN = "module"
-"""Source of a module object that has no MODEL name."""
+# Code of the note on a model without a class decision, such as a multi-label model.
 NO_DECISION = "no-decision"
-"""Code of the note on a model without a class decision, such as a multi-label model."""
+# Why attacks cannot change the texts of a model (see `Net.changes`).
 NEEDED = "this needs an embedding table, and a fast tokenizer beside config.json"
-"""Why attacks cannot change the texts of a model (see `Net.changes`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+# Devices that have their own random state.
 SEEDED = ("cuda", "xpu")
-"""Devices that have their own random state."""
 
 
 @contextmanager
@@ -131,13 +131,13 @@ def eager() -> Iterator[None]:
         yield
 
 
+# Copies with at least this many entries get separate memory pages.
 LARGE = 2**16
-"""Copies with at least this many entries get separate memory pages."""
 
+# Converted copy of each stored weight in use; tied weights share one copy.
 _lifted: MutableMapping[Tensor, TensorWeakRef] = WeakTensorKeyDictionary()
-"""Converted copy of each stored weight in use; tied weights share one copy."""
+# Stored weight of each converted copy.
 _stored: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-"""Stored weight of each converted copy."""
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, exact_arithmetic
 from lipaudit.tables import Note
 
+# Largest difference between two equal results, relative to the largest entry (float32 rounding).
 SAME = 1e-5
-"""Largest difference between two equal results, relative to the largest entry (float32
-rounding)."""
+# Largest relative difference between two ways to compute a result, with different rounding.
 AGREES = 1e-4
-"""Largest relative difference between two ways to compute a result, with different rounding."""
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
@@ -207,17 +206,17 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
         ) from error
 
 
+# Lengths of a step, as shares of the length of the sample.
+#
+# A central difference D(h) = (g(h) - g(-h)) / 2h of g(t) = w . f(x + t u) errs by h^2 g''' / 6, by
+# rounding, eps |g| / h, and by the kinks (ReLU, maxima) between x - h u and x + h u, whose number
+# falls with h. Of three steps one is free of all three in float64; a wrong gradient is wrong at
+# all.
 STEPS = (1e-3, 1e-4, 1e-5)
-"""Lengths of a step, as shares of the length of the sample.
-
-A central difference D(h) = (g(h) - g(-h)) / 2h of g(t) = w . f(x + t u) errs by h^2 g''' / 6, by
-rounding, eps |g| / h, and by the kinks (ReLU, maxima) between x - h u and x + h u, whose number
-falls with h. Of three steps one is free of all three in float64; a wrong gradient is wrong at all.
-"""
+# Smallest difference, relative to the derivative, that rounding does not explain.
 DIFFERS = 0.01
-"""Smallest difference, relative to the derivative, that rounding does not explain."""
+# Largest number of parameters of a model that is compared in float64 (the copy takes 2 GB).
 WIDENED = 2**28
-"""Largest number of parameters of a model that is compared in float64 (the copy takes 2 GB)."""
 
 
 def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:

@@ -18,10 +18,10 @@ from lipaudit.tables import Note
 
 Score = Literal["sum", "mean"]
 PER = {"sum": "summed over their tokens", "mean": "the mean of their tokens"}
+# Largest accepted relative difference between two ways to run a model; far above rounding.
 AGREES = 1e-3
-"""Largest accepted relative difference between two ways to run a model; far above rounding."""
+# Number of tokens used for that comparison.
 TRIED = 6
-"""Number of tokens used for that comparison."""
 
 
 def score_continuations(net: Net, task: Task, how: Score) -> Net:

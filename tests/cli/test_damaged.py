@@ -6,101 +6,59 @@ is 0 (of the gate also 1), 4, 5 or 6, and an error is one line with one hint.
 More: DAMAGED=3000 DAMAGED_SEED=7 python -m pytest -m slow -n 0 -s tests/cli/test_damaged.py
 """
 
-import collections
 import json
 import os
 import random
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import lipaudit
 from lipaudit.schema import dumps
 from tests.commands import invoke
 from tests.report.conftest import make_report
 
-MUTATIONS = 80
-MEASURES: dict[str, dict[str, Any]] = {
-    "bounds": {"samples": 1},
-    "attention": {"samples": 1, "map": "0.0"},
-    "jacobian": {"samples": 2, "per_layer": True},
-    "attack": {"samples": 2, "eps": "0.1", "attack": "fgsm"},
-    "certify": {"samples": 1, "eps": "0.01", "data": "demo"},
-    "scaling": {"samples": 1, "modes": "real,radius", "lengths": "4:8:log2", "layers": "0"},
-}
+pytestmark = pytest.mark.usefixtures("_elsewhere", "blank_charts")
+
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 3, 10**400, 1e308, 1e-320, "NaN", "Infinity", "-Infinity"),
     *("x", "", "\x00", "\ud800", "é" * 300, [], {}, [None], [[]], {"a": None}, ["x"], "2/255"),
 )
-CRAFTED: list[tuple[str, str, tuple[str | int, ...], Any]] = [
-    ("bounds", "report", ("sections", 0, "rows"), None),
-    ("attention", "report", ("sections", 0, "settings", "k"), []),
-    ("attention", "report", ("sections", 0, "arrays", "map_tokens@0.0", "data", 0), None),
-    ("jacobian", "report", ("sections", 0, "samples", "norm", 0), ""),
-    ("attack", "report", ("sections", 0, "rows", 0, "robust"), -1),
-    ("attack", "gate", ("sections", 0, "rows", 0, "robust"), 1e308),
-    ("scaling", "report", ("sections", 0, "rows", 0, "n"), -1),
-    ("scaling", "report", ("sections", 0, "rows", 0, "n"), 0),
-    ("everything", "compare", ("sections", 5, "samples", "ids"), ...),
+CRAFTED: list[tuple[str, tuple[str | int, ...], Any]] = [
+    ("report bad.json", (0, "rows"), None),
+    ("report bad.json", (3, "settings", "k"), []),
+    ("report bad.json", (3, "arrays", "map_tokens@1.2", "data", 0), None),
+    ("report bad.json", (4, "samples", "norm", 0), ""),
+    ("report bad.json", (5, "rows", 0, "robust"), -1),
+    ("report bad.json", (8, "rows", 0, "n"), -1),
+    ("report bad.json", (8, "rows", 0, "n"), 0),
+    ("gate bad.json -b whole.json", (5, "rows", 0, "robust"), 1e308),
+    ("compare whole.json bad.json", (5, "samples", "ids"), ...),
+    ("compare bad.json whole.json", (5, "samples", "ids"), ...),
 ]
-"""What once ended in an internal error: a document, a command, a place, a value (...: none)."""
-READERS = {
-    "report": ("report", "compare", "gate", "inspect", "baseline", "promote", "rank"),
-    "shard": ("merge", "report"),
-}
-"""The commands that read each kind of file."""
-JUDGED = ("bounds", "jacobian", "attack", "certify")
-"""Those that the rules of the gate are about."""
-FORMATS = ("table", "markdown", "html", "json", "latex", "csv")
-SHOWS = {
-    "baseline": ("text", "json"),
-    "inspect": FORMATS[:5],
-    "gate": ("text", *FORMATS[:5], "junit"),
-}
+"""What once ended in an internal error: a command, a place in a section, a value (...: none)."""
+READERS = (
+    *("report bad.json", "report bad.json whole.json", "inspect bad.json"),
+    *("compare bad.json whole.json", "compare whole.json bad.json"),
+    *("gate bad.json -b whole.json", "gate whole.json -b bad.json", "baseline check bad.json"),
+    *("baseline update bad.json -o new.json --reason x", "merge bad.json shard2.json"),
+)
+FORMATS = {"gate": ("text", "html", "junit"), "baseline": ("text", "json")}
 FACE = re.compile(r"error: [^\n]+\n(  hint: [^\n]+\n)?")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A damaged file, and the command that reads it.
-
-    Attributes:
-        how: the kinds of change that were made.
-        text: of the file.
-        args: the command line.
-    """
-
-    how: str
-    text: str
-    args: tuple[str, ...]
-
-
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory) -> dict[str, str]:
-    """One document of each kind, as it is written."""
-    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    quick = lipaudit.ModelSpec(linear, (1, 8, 8), classifier=True)
-    texts = {
-        name: dumps(lipaudit.measure(quick if name == "certify" else "demo", name, **options))
-        for name, options in MEASURES.items()
-    }
-    texts["everything"] = dumps(make_report())
-    folder = tmp_path_factory.mktemp("shards")
-    for number in (1, 2):
-        path = folder / f"{number}.json"
-        args = ("attack", "demo", "-n", "4", "--eps", "0.1", "--attack", "fgsm")
-        invoke(*args, "--shard", f"{number}/2", "-o", path)
-        texts[f"shard{number}"] = path.read_text()
-    return texts
+def documents() -> dict[str, str]:
+    """A report of every measure, and two shards."""
+    how: dict[str, Any] = {"samples": 4, "eps": "0.1", "attack": "fgsm"}
+    shards = {f"shard{i}": lipaudit.measure("demo", "attack", shard=f"{i}/2", **how) for i in "12"}
+    return {name: dumps(report) for name, report in ({"whole": make_report()} | shards).items()}
 
 
-def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield every container of a document with each of its keys; of lists the first two items."""
     inner = value.items() if isinstance(value, dict) else enumerate(value[:2])
     for key, each in inner:
@@ -109,11 +67,11 @@ def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]
             yield from places(each)
 
 
-def change(document: Any, chosen: random.Random, others: list[Any]) -> str:
-    """Change a document in one place, and name the kind of change."""
+def change(document: Any, chosen: random.Random, others: list[Any]) -> None:
+    """Change a document in one place."""
     everywhere = list(places(document))
     if not everywhere:
-        return "none"
+        return
     inside, key = chosen.choice(everywhere)
     how = chosen.choice(["value", "value", "remove", "double", "rename", "swap", "shorten"])
     if how == "remove":
@@ -121,122 +79,88 @@ def change(document: Any, chosen: random.Random, others: list[Any]) -> str:
     elif how == "double" and isinstance(inside, list):
         inside.insert(key, deepcopy(inside[key]))
     elif how == "rename" and isinstance(inside, dict):
-        inside[chosen.choice(["x", "ids", "robust@x", "robust@worst,linf,0.1", "1.2"])] = (
-            inside.pop(key)
-        )
+        name = chosen.choice(["x", "ids", "robust@x", "robust@worst,linf,0.1", "1.2"])
+        inside[name] = inside.pop(key)
     elif how == "swap":
         elsewhere, other = chosen.choice(list(places(chosen.choice(others))))
         inside[key] = deepcopy(elsewhere[other])
     elif how == "shorten" and isinstance(inside[key], list | str):
         inside[key] = inside[key][: len(inside[key]) // 2]
     else:
-        how, inside[key] = "value", chosen.choice(VALUES)
-    return how
+        inside[key] = chosen.choice(VALUES)
 
 
-def damage(text: str, chosen: random.Random, others: list[str]) -> tuple[str, str]:
-    """Return a damaged document, and the kinds of damage."""
+def damage(text: str, chosen: random.Random, others: list[str]) -> str:
+    """Return a document that is cut, or changed in one to three places."""
     if chosen.random() < 0.05:
-        return "cut", text[: chosen.randrange(len(text))]
-    document = json.loads(text)
-    loaded = [json.loads(other) for other in others]
-    kinds = {change(document, chosen, loaded) for _ in range(chosen.choice([1, 1, 2, 3]))}
-    return "+".join(sorted(kinds)), json.dumps(document)
+        return text[: chosen.randrange(len(text))]
+    document, loaded = json.loads(text), [json.loads(other) for other in others]
+    for _ in range(chosen.choice([1, 1, 2, 3])):
+        change(document, chosen, loaded)
+    return json.dumps(document)
 
 
-def command(name: str, reader: str, folder: Path, chosen: random.Random) -> tuple[str, ...]:
-    """Return a command that reads the damaged file beside the whole one."""
-    bad, good = str(folder / "bad.json"), str(folder / f"{name}.json")
-    show = ("-f", chosen.choice(SHOWS.get(reader, FORMATS)))
-    first = chosen.random() < 0.5
-    pair = (bad, good) if first else (good, bad)
-    lines = {
-        "report": ("report", bad, *show),
-        "rank": ("report", *pair, *show),
-        "inspect": ("inspect", bad, *show),
-        "compare": ("compare", *pair, *show),
-        "gate": ("gate", pair[0], "-b", pair[1], *show),
-        "baseline": ("baseline", "check", bad, *show) if first else ("baseline", "check", bad),
-        "promote": ("baseline", "update", bad, "-o", str(folder / "new.json"), "--reason", "x"),
-        "merge": ("merge", bad, str(folder / f"shard{3 - int(name[-1:])}.json"), *show)
-        if reader == "merge"
-        else (),
-    }
-    return lines[reader]
-
-
-def outcome(args: tuple[str, ...]) -> tuple[int, str]:
+def find_fault(line: str, *options: str) -> tuple[int, str]:
     """Run a command; return its exit code, and what is wrong with how it ended."""
-    done = invoke(*args, code=None)
+    done = invoke(*line.split(), *options, code=None)
     leaked = done.exception is not None and not isinstance(done.exception, SystemExit)
     # A judgement is no error: its exit code is that of its gravest verdict, whatever that is.
-    judged = args[0] == "gate" and done.stdout and not done.stderr
+    judged = line.startswith("gate") and done.stdout and not done.stderr
     fine = {0, 1, 3, 5, 6} if judged else {0, 4, 5}
     if leaked or done.exit_code not in fine or "internal error" in done.stderr:
-        return done.exit_code, f"exit {done.exit_code}: {done.exception!r} {done.stderr[-500:]}"
-    if done.exit_code in (4, 5) and not judged and not FACE.fullmatch(done.stderr):
-        return done.exit_code, f"not one line: {done.stderr[-500:]}"
-    return done.exit_code, ""
+        fault = f"exit {done.exit_code}: {done.exception!r} {done.stderr[-500:]}"
+    elif done.exit_code in (4, 5) and not judged and not FACE.fullmatch(done.stderr):
+        fault = f"not one line: {done.stderr[-500:]}"
+    else:
+        fault = ""
+    return done.exit_code, fault
 
 
-def run_all(
-    documents, folder: Path, seed: int, count: int
-) -> tuple[list[str], collections.Counter]:
-    """Try so many damaged files; return the faults, and how often each change came to what."""
+def write(name: str, text: str) -> None:
+    with open(f"{name}.json", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(text)
+
+
+def find_faults(documents: dict[str, str], seed: int, count: int) -> tuple[list[str], set[int]]:
+    """Try so many damaged files; return what is wrong, and the exit codes."""
     for name, text in documents.items():
-        (folder / f"{name}.json").write_text(text)
-    chosen, faults, table = random.Random(seed), [], collections.Counter()
-    names = list(documents)
+        write(name, text)
+    chosen, faults, codes = random.Random(seed), [], set()
     for number in range(count):
-        name = chosen.choice(names)
-        others = [documents[chosen.choice(names)]]
-        how, text = damage(documents[name], chosen, others)
-        (folder / "bad.json").write_text(text)
-        readers = READERS["shard" if "shard" in name else "report"]
-        reader = chosen.choice([each for each in readers if each != "gate" or name in JUDGED])
-        args = command(name, reader, folder, chosen)
-        code, fault = outcome(args)
-        for each in how.split("+"):
-            table[each, code] += 1
+        line = chosen.choice(READERS)
+        name = "shard1" if "merge" in line else "whole"
+        write("bad", damage(documents[name], chosen, [chosen.choice([*documents.values()])]))
+        format = chosen.choice(FORMATS.get(line.split()[0], ("table", "markdown", "html", "json")))
+        code, fault = find_fault(line, *([] if "update" in line else ["-f", format]))
+        codes.add(code)
         if fault:
-            faults.append(f"#{number} {name} {how} {args}: {fault}")
+            faults.append(f"#{number} {line}: {fault}")
             print(faults[-1], flush=True)
-            kept = os.environ.get("DAMAGED_KEEP")
-            if kept:
-                Path(kept, f"{seed}-{number}.json").write_text(text)
-    return faults, table
+    return faults, codes
 
 
-def test_damaged_files_are_shown_or_refused_in_one_line(documents, tmp_path):
-    faults, table = run_all(documents, tmp_path, seed=0, count=MUTATIONS)
+def test_damaged_files_are_shown_or_refused_in_one_line(documents):
+    faults, codes = find_faults(documents, seed=0, count=45)
     assert faults == []
-    assert {0, 4} <= {code for _, code in table}
+    assert {0, 4} <= codes
 
 
 @pytest.mark.slow(seconds=300)
-def test_many_damaged_files(documents, tmp_path):
-    count = int(os.environ.get("DAMAGED", "3000"))
-    seed = int(os.environ.get("DAMAGED_SEED", "1"))
-    faults, table = run_all(documents, tmp_path, seed=seed, count=count)
-    for (how, code), times in sorted(table.items()):
-        print(f"{how:10} exit {code}: {times}")
-    assert faults == []
+def test_many_damaged_files(documents):
+    count, seed = (int(os.environ.get(*e)) for e in (("DAMAGED", "3000"), ("DAMAGED_SEED", "1")))
+    assert find_faults(documents, seed, count)[0] == []
 
 
-@pytest.mark.parametrize(("name", "reader", "place", "value"), CRAFTED)
-def test_what_once_was_an_internal_error(documents, tmp_path, name, reader, place, value):
-    (tmp_path / f"{name}.json").write_text(documents[name])
-    document = inner = json.loads(documents[name])
-    for key in place[:-1]:
+@pytest.mark.parametrize(("line", "place", "value"), CRAFTED)
+def test_what_once_was_an_internal_error(documents, line, place, value):
+    write("whole", documents["whole"])
+    document = inner = json.loads(documents["whole"])
+    for key in ("sections", *place[:-1]):
         inner = inner[key]
     if value is ...:
         del inner[place[-1]]
     else:
         inner[place[-1]] = value
-    (tmp_path / "bad.json").write_text(json.dumps(document))
-    good, bad = str(tmp_path / f"{name}.json"), str(tmp_path / "bad.json")
-    lines = {"report": [("report", bad)], "gate": [("gate", bad, "-b", good)]}
-    lines["compare"] = [("compare", good, bad), ("compare", bad, good)]
-    for line in lines[reader]:
-        for format in ("table", "markdown", "html", "json"):
-            assert not outcome((*line, "-f", format))[1]
+    write("bad", json.dumps(document))
+    for format in ("table", "markdown", "html", "json"):
+        assert not find_fault(line, "-f", format)[1]

@@ -26,7 +26,6 @@ ARCH = ("--arch", "timm:vit_tiny_patch16_224")
 FACTORY = """
 import torch
 from torch import nn
-from lipaudit import ModelSpec
 from lipaudit.models.sources.timm import load_demo
 
 def module():
@@ -44,9 +43,6 @@ def inside():
     model = module()
     model.blocks[0] = torch.compile(model.blocks[0])
     return model
-
-def specified():
-    return ModelSpec(torch.compile(module()), (1, 8, 8))
 
 def traced():
     return torch.jit.trace(module(), torch.zeros(1, 1, 8, 8))
@@ -69,10 +65,10 @@ def test_what_torch_compile_wraps_is_measured_as_it_was(monkeypatch):
     how = ("--data", "demo", "-n", "1", "--layers", "0", "-f", "json")
     reports = [
         schema.loads(invoke("bounds", f"py:own.py:{factory}", *how).stdout)
-        for factory in ("module", "outside", "in_place", "inside", "specified")
+        for factory in ("module", "outside", "in_place", "inside")
     ]
     truth, *found = [[row.exact for row in r.section("bounds").rows] for r in reports]
-    assert found == [truth] * 4
+    assert found == [truth] * 3
 
 
 def test_a_compiled_module_is_measured_from_python_and_compiled_again_afterwards():
@@ -109,11 +105,6 @@ def test_torchscript_is_named_as_such():
     torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)).save("scripted.pt")
     refuse(4, "is TorchScript (a program), not a weights file", "bounds", "scripted.pt", *ARCH)
     refuse(4, "is TorchScript", "bounds", "py:own.py:traced", "--data", "demo")
-
-
-@pytest.mark.parametrize("name", ["meta", "cuda:99", "nonsense", "cpu:x"])
-def test_a_device_that_is_none(name):
-    refuse(2, f"device {name!r} is not available", "bounds", "demo", "--device", name)
 
 
 def test_memory_that_runs_out_while_the_model_is_built_or_moved(monkeypatch):
@@ -190,10 +181,8 @@ def test_a_place_that_cannot_be_written_to_is_a_usage_error(place, saved):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-@pytest.mark.parametrize("args", [("report", "SAVED"), ("report", "SAVED", "-fjson"), ("schema",)])
-def test_a_full_disk_behind_stdout(args, saved):
-    typed = [saved if arg == "SAVED" else arg for arg in args]
-    command = [sys.executable, "-m", "lipaudit", *typed]
+def test_a_full_disk_behind_stdout(saved):
+    command = [sys.executable, "-m", "lipaudit", "report", saved]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 3
@@ -202,14 +191,11 @@ def test_a_full_disk_behind_stdout(args, saved):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "locale", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}]
-)
-def test_an_ascii_terminal_gets_every_number(locale, saved):
-    plain, env = invoke("report", saved).stdout, os.environ | locale
+def test_an_ascii_terminal_gets_every_number(saved):
+    plain, env = invoke("report", saved).stdout, os.environ | {"PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "lipaudit", "report", saved]
     done = subprocess.run(command, env=env, capture_output=True, check=True)
-    text = done.stdout.decode("ascii" if "PYTHONIOENCODING" in locale else "utf-8")
+    text = done.stdout.decode("ascii")
     assert text.count("?") == plain.count("?")  # nothing is replaced by one
     numbers = r"\b\d+\.\d+"
     assert re.findall(numbers, text) == re.findall(numbers, plain)

@@ -136,12 +136,6 @@ def test_parts_of_splits(sets, read, says):
     assert "the split 'test[:' cannot be read" in says("hf:org/two/plain[test[:]")
 
 
-def test_without_a_card_the_names_of_files_tell_the_splits(sets, read):
-    sets.add("datasets/org/one", {"train.csv": b"text,label\na,pos\n", "test.csv": ROWS})
-    assert len(read("hf:org/one").batch) == 4
-    assert sets.downloads() == ["test.csv"]
-
-
 def test_unknown_splits_and_configurations(sets, says):
     sets.add("datasets/org/two", FILES)
     text = says("hf:org/two/plain[tset]")
@@ -152,9 +146,9 @@ def test_unknown_splits_and_configurations(sets, says):
     assert "no configuration 'plane' (it has: plain, pairs)" in text
     assert "Did you mean 'plain'?" in text
     assert "org/two has several configurations: plain, pairs" in says("hf:org/two")
-    sets.add("datasets/org/one", {"train.csv": ROWS})
-    assert "no split 'test' (it has: train)" in says("hf:org/one")
     assert sets.downloads() == ["README.md"]
+    sets.add("datasets/org/one", {"train.csv": ROWS})  # without a card, files name the splits
+    assert "no split 'test' (it has: train)" in says("hf:org/one")
 
 
 def test_without_names_in_the_model_the_order_of_the_data_set_counts(sets, text_taker):
@@ -218,8 +212,6 @@ def test_what_the_hub_refuses(sets, says):
     assert "org/two has no revision 'v9'" in says("hf:org/two@v9")
     sets.add("datasets/org/ill", FILES, files_status=503)
     assert "cannot be downloaded" in says("hf:org/ill/plain")
-    sets.add("datasets/org/busy", FILES, status=429)
-    assert "429" in says("hf:org/busy/plain")
 
 
 def test_data_that_cannot_be_read_say_why(sets, says):
@@ -227,13 +219,6 @@ def test_data_that_cannot_be_read_say_why(sets, says):
     text = says("hf:org/bad")
     assert "org/bad cannot be downloaded" in text
     assert "Parquet" in text
-    sets.add("datasets/org/empty", {"notes.md": b""})
-    assert "org/empty" in says("hf:org/empty")
-
-
-def test_a_row_without_a_label_is_named(sets, says):
-    sets.add("datasets/org/gap", {"test.csv": ROWS + b"i j,\n"})
-    assert "index 4 has no 'label'" in says("hf:org/gap")
 
 
 def test_bars_follow_those_of_the_hub(sets, read, capfd):

@@ -120,7 +120,7 @@ def test_rows_of_a_large_output_are_refused():
         )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(classes=st.integers(2, 30), norm=st.sampled_from(["2", "inf"]), seed=st.integers(0, 1000))
 def test_margins_are_those_of_the_rows(classes, norm, seed):
     a, b = matrices(4, classes, 9, seed), matrices(4, classes, 1, seed + 1)[:, :, 0]
@@ -200,7 +200,7 @@ def test_the_nearest_boundary_may_be_that_of_the_last_class(classes, norm):
     assert (few.radius > 0).all()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(norm=st.sampled_from(["2", "inf"]), seed=st.integers(0, 1000), rivals=st.integers(1, 39))
 def test_no_class_that_was_not_looked_at_is_nearer(norm, seed, rivals):
     a, b = matrices(5, 40, 9, seed), 6 * matrices(5, 40, 1, seed + 1)[:, :, 0]

@@ -100,7 +100,7 @@ def test_every_measure_runs_the_model_in_float32(measure):
     seen: list[dict[str, object]] = []
     net.module.register_forward_pre_hook(lambda *_: seen.append(settings()))
     own = {
-        "attack": {"attack": "fgsm,apgd-ce", "eps": "8/255"},
+        "attack": {"attack": "pgd", "steps": 2, "eps": "8/255"},
         "scaling": {"modes": "real", "lengths": "4:8:log2", "layers": "0"},
     }.get(measure, {})
     options = option_types()[measure].parse(own)

@@ -77,20 +77,3 @@ def test_a_step_of_pgd_does_not_wait(simulated, model):
 
     # What transformers asks of a mask in every pass of this decoder is its own.
     assert waits(9) - waits(4) == (5 if model == "llama" else 0)
-
-
-MOST = {
-    ("demo", "bounds"): 850,
-    ("demo", "attention"): 345,
-    ("demo", "jacobian"): 95,
-    ("bert", "bounds"): 560,
-    ("llama", "bounds"): 520,
-}
-"""Of a whole measure on four samples, loading and survey included: a guard against a loop."""
-
-
-@pytest.mark.parametrize(("model", "measure"), MOST)
-def test_measures_wait_no_more_than_they_did(simulated, model, measure):
-    with Waits() as counted:
-        lipaudit.measure(MODELS[model](), measure, device=simulated, **samples(model))
-    assert counted.total <= MOST[model, measure], counted

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from lipaudit.errors import similar
 
+# Demo checkpoints, by name, with a description.
 DEMOS = {
     "standard": "trained without any defence",
     "jasmin": "trained with the JaSMin penalty, k = 10",
     "robust": "trained on adversarial examples, L-inf 0.1",
 }
-"""Demo checkpoints, by name, with a description."""
+# Prefixes of a MODEL argument (before the colon).
 SOURCES = ("demo", "timm", "hf", "hf-hub", "py")
-"""Prefixes of a MODEL argument (before the colon)."""
 FORMS = "demo, timm:NAME, hf:ORG/NAME, a directory, a file of weights with --arch, py:FILE:FACTORY"
 
 _REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n)*def (\w+)", re.MULTILINE)

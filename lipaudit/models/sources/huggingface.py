@@ -160,10 +160,10 @@ def describe_transformers(
     )
 
 
+# Number of audio samples in one second at the usual 16 kHz.
 SECOND = 16_000
-"""Number of audio samples in one second at the usual 16 kHz."""
+# Number of spectrogram frames in one second, for models without a fixed length.
 FRAMES = 100
-"""Number of spectrogram frames in one second, for models without a fixed length."""
 
 
 def describe_sounds(module: Any) -> ModelSpec:

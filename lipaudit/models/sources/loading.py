@@ -47,8 +47,9 @@ from lipaudit.models.sources.weights import (
 )
 from lipaudit.tables import Note
 
+# Seed of random weights, so that they are always the same.
 SEED = 0
-"""Seed of random weights, so that they are always the same."""
+# Options that a source of models reads, beside those that `assemble` reads for all.
 TAKES = {
     "demo": (),
     "timm": ("model_kwargs", "classes"),
@@ -56,7 +57,6 @@ TAKES = {
     "hf": ("model_kwargs", "tower", "classes", "weights"),
     "py": ("model_kwargs", "tower", "weights"),
 }
-"""Options that a source of models reads, beside those that `assemble` reads for all."""
 CHECKED = ("arch", "model_kwargs", "tower", "classes", "weights")
 
 

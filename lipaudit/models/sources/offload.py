@@ -22,8 +22,8 @@ from lipaudit.errors import EvaluationError, UsageError, explain_failure, out_of
 from lipaudit.models.sources.weights import describe_misfit, few, read_json
 from lipaudit.tables import Note
 
+# Plans of Accelerate; today both give the same result.
 PLANNED = ("auto", "balanced")
-"""Plans of Accelerate; today both give the same result."""
 DISK, CPU = "disk", "cpu"
 LISTS = (nn.ModuleList, nn.Sequential)
 

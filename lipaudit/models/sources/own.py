@@ -18,8 +18,8 @@ from lipaudit.models.sources.weights import load_strictly, read_weights, strip_p
 from lipaudit.tables import Note
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
+# Kind of a sample, by its number of axes: waveform, float sequence, image.
 KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
-"""Kind of a sample, by its number of axes: waveform, float sequence, image."""
 
 
 def unwrap(module: Any) -> Any:

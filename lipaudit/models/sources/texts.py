@@ -51,15 +51,15 @@ LANGUAGE_MODELS = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
 }
+# Supported heads by the ending of their class name, with the auto class that loads each.
 HEADS = CLASSIFIERS | LANGUAGE_MODELS
-"""Supported heads by the ending of their class name, with the auto class that loads each."""
+# Problem types of classifiers that make no single decision, with a description.
 UNDECIDED = {
     "multi_label_classification": "is a multi-label model",
     "regression": "predicts numbers, not classes",
 }
-"""Problem types of classifiers that make no single decision, with a description."""
+# Input of each tower.
 TOWERS = {"image": "pixel_values", "text": "input_ids"}
-"""Input of each tower."""
 SWITCH = re.compile(r"pooling_mode_(.*?)(_tokens?)?")
 
 
@@ -183,12 +183,12 @@ def choose_pooling(path: Path | None) -> Pooling:
     return lambda result, mask: F.normalize(pooling(result, mask), dim=1)
 
 
+# Number of texts whose token ids are cached.
 READINGS = 2**14
-"""Number of texts whose token ids are cached."""
+# Prefix of WordPiece tokens that continue a word.
 GOES_ON_MARK = "##"
-"""Prefix of WordPiece tokens that continue a word."""
+# Prefixes of byte-level BPE and SentencePiece tokens that begin a word.
 BEGINS_MARKS = ("\u0120", "\u2581")
-"""Prefixes of byte-level BPE and SentencePiece tokens that begin a word."""
 
 
 def read_lexicon(
@@ -345,8 +345,8 @@ class Feed:
         return encoded
 
 
+# Models that build their mask from token ids if none is given.
 READS_IDS = ("cohere_compass", "dpr", "flaubert", "xlm")
-"""Models that build their mask from token ids if none is given."""
 
 
 def find_text_config(config: Any) -> Any:
@@ -401,8 +401,8 @@ def pad_inputs(
 
 
 MOST_TOKENS = 512
+# Default length limit for models without one.
 ENDLESS = 2**20
-"""Default length limit for models without one."""
 
 
 def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSpec:

@@ -155,7 +155,9 @@ def describe_timm(
     size = getattr(patches, "img_size", None)
     size = size or options.model_kwargs.get("img_size") or config["input_size"][1:]
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    channels = getattr(getattr(patches, "proj", None), "in_channels", None)
+    # Behind a backbone of convolutions, patches are of features, not of pixels.
+    pixels = None if hasattr(patches, "backbone") else getattr(patches, "proj", None)
+    channels = getattr(pixels, "in_channels", None)
     channels = channels or options.model_kwargs.get("in_chans") or config["input_size"][0]
     shape = options.image_shape((channels, height, width))
     # The transform is built for the requested size.
@@ -255,6 +257,7 @@ def list_synsets(subset: str = "imagenet-1k") -> dict[str, int]:
 
 WIDTH, HIDDEN, DEPTH, HEADS, PATCH, SIZE, CLASSES = 48, 96, 3, 4, 2, 8, 10
 MEAN, STD = 0.5, 0.5
+# The architecture of timm that the demos are, with its arguments.
 AS_TIMM = (
     "vit_tiny_patch16_224",
     {
@@ -268,7 +271,6 @@ AS_TIMM = (
         "mlp_ratio": HIDDEN / WIDTH,
     },
 )
-"""The architecture of timm that the demos are, with its arguments."""
 
 
 class Attention(nn.Module):

@@ -22,13 +22,13 @@ from lipaudit.tables import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 PREFERRED = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
+# First parts of the names of files beside a model: states of a training, copies, LoRA.
 BESIDE = re.compile("adapter|training_args|optimizer|scheduler|scaler|rng_state|consolidated")
-"""First parts of the names of files beside a model: states of a training, copies, LoRA."""
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 HALF = {torch.float16, torch.bfloat16}
+# Number of entries of a weight hashed at a time.
 HASHED = 2**20
-"""Number of entries of a weight hashed at a time."""
 
 State = dict[str, Tensor]
 

@@ -180,21 +180,6 @@ def test_positions_behind_the_padding_id_are_not_counted(tmp_path):
     assert torch.isfinite(net.output(full)).all()
 
 
-def test_a_repository_in_the_cache_is_found_offline(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    root = tmp_path / "models--org--tiny"
-    (root / "refs").mkdir(parents=True)
-    (root / "refs" / "main").write_text(commit)
-    save(bert(), root / "snapshots" / commit)
-    net = load_net("hf:org/tiny", LoadOptions(offline=True))
-    assert (net.source, net.classes) == ("hf", 3)
-    assert [n.code for n in net.notes] == ["hub-cache"]
-    assert load_net(f"hf:org/tiny@{commit}").weights_sha256 == net.weights_sha256
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -1,7 +1,6 @@
 """Models of the Hub, through its real clients: what is fetched, what is said, what is refused."""
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from lipaudit.errors import UsageError
@@ -115,7 +114,6 @@ INVALID = {"X-Error-Message": "Invalid credentials in Authorization header"}
         ("hf:org/x", {"status": 429}, ("org/x cannot be downloaded", "429", "HF_ENDPOINT")),
         ("hf:org/x", {"status": 503}, ("503",)),
         ("hf:org/x", {"files_status": 503}, ("503",)),
-        ("hf:org/x", {"status": 418}, ("418",)),
         ("hf:org/x", {"status": 401, "headers": INVALID}, ("401",)),
         ("hf:org/x", {"cut": 100}, ("org/x cannot be downloaded",)),
         ("hf:org/x", {"stall": 60}, ("Timeout",)),
@@ -194,12 +192,6 @@ INDEX = "model.safetensors.index.json"
 )  # fmt: skip
 def test_which_files_hold_the_weights(names, loaded):
     assert list_weight_files(names) == loaded
-
-
-def test_half_precision_beside_the_weights_is_not_reported(tmp_path):
-    save(bert(), tmp_path)
-    save_file({"a": torch.ones(2, dtype=torch.float16)}, tmp_path / "model.fp16.safetensors")
-    assert load_net(str(tmp_path)).notes == ()
 
 
 def test_timm_names_are_of_a_commit_too(hub, timm_model):

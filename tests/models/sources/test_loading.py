@@ -1,7 +1,5 @@
 """Which source a MODEL argument names, what the `Net` promises, and what is refused."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import timm
@@ -16,7 +14,6 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.images import list_forms
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, UsageError
-from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.loading import LoadOptions, ModelSpec, assemble, load_net
 from lipaudit.models.sources.own import describe
 from tests.models.sources.cases import refused
@@ -73,22 +70,6 @@ def test_a_demo_is_as_good_as_its_file_says(name):
         said = stored.metadata()["held_out_accuracy"]
     assert f"{(net.output(batch).argmax(1) == batch.y).double().mean():.4f}" == said
     assert float(said) > 0.95
-
-
-def test_the_robust_demo_stands_what_the_standard_one_does_not():
-    from lipaudit.attacks.evaluate import Chunk, evaluate_chunk
-    from lipaudit.attacks.kinds import read_plan
-    from lipaudit.tables.trials import parse_radius
-
-    left = {}
-    for name in ("standard", "robust"):
-        net = load_net(f"demo:{name}")
-        batch = load_data("demo", net, DataOptions(samples=64)).batch
-        plan = read_plan("custom:pgd", norm="linf", radii=[parse_radius("0.1")], steps=10)
-        chunk = Chunk(0, batch.x, batch.y)
-        outcomes = evaluate_chunk(lambda x, net=net: net.read(net.call(x, None)), chunk, plan)
-        left[name] = float(list(outcomes)[-1].robust.double().mean())
-    assert left["robust"] > left["standard"] + 0.3
 
 
 def test_timm_loads_the_demo_and_agrees():
@@ -326,25 +307,6 @@ def test_a_run_on_the_cpu_leaves_busy_gpus_alone(gpus, source):
     assert net.device == torch.device("cpu")
 
 
-def test_only_the_device_that_is_used_is_seeded(monkeypatch):
-    asked = []
-
-    def seen(name):
-        return lambda *args: asked.append((name, *map(str, args)))
-
-    for name in ("get_rng_state", "manual_seed"):
-        monkeypatch.setattr(torch.cuda, name, seen(name))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_args: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda place: nullcontext(asked.append(str(place))))
-    torch.manual_seed(7)
-    asked.clear()
-    before = torch.get_rng_state()
-    with seed_device(3, torch.device("cuda:1")):
-        assert torch.initial_seed() == 3
-    assert asked == [("get_rng_state", "cuda:1"), "cuda:1", ("manual_seed", "3")]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_device_without_float64_is_refused_before_anything_is_loaded(monkeypatch):
     def empty(*size, dtype=None, **_kwargs):
         if dtype is torch.float64:
@@ -357,7 +319,7 @@ def test_a_device_without_float64_is_refused_before_anything_is_loaded(monkeypat
     assert "no float64" in text
 
 
-@pytest.mark.parametrize("name", ["hpu", "vulkan", "opengl:0", "cuda:999", "lazy", "nonsense", ""])
+@pytest.mark.parametrize("name", ["hpu", "opengl:0", "cuda:999", "meta", "nonsense", "cpu:x", ""])
 def test_a_device_that_is_not_there_is_said_so(name):
     assert "is not available on this machine" in refused("demo", UsageError, device=name)
 

@@ -214,10 +214,11 @@ def _imagenet(weights):
     return dict(weights) | head
 
 
-def test_channels_are_those_of_the_model():
-    kwargs = {"pretrained": False, "img_size": 32, "depth": 1, "in_chans": 1}
-    net = load_net("timm:test_vit", LoadOptions(model_kwargs=kwargs, mean=(0.5,), std=(0.5,)))
-    assert net.input_shape == (1, 32, 32)
+@pytest.mark.parametrize(("name", "channels"), [("test_vit", 1), ("vit_tiny_r_s16_p8_224", 1)])
+def test_channels_are_those_of_the_model(name, channels):
+    kwargs = {"pretrained": False, "img_size": 32, "depth": 1, "in_chans": channels}
+    net = load_net(f"timm:{name}", LoadOptions(model_kwargs=kwargs, mean=(0.5,), std=(0.5,)))
+    assert net.input_shape == (channels, 32, 32)
 
 
 def test_a_size_that_was_asked_for_is_that_of_the_samples():

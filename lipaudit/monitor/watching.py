@@ -19,7 +19,6 @@ from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lipaudit.api import AnyData, audit_request, open_job
-from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request
 from lipaudit.errors import InputError, UsageError, explain_error
@@ -131,18 +130,21 @@ class Monitor:
             raise UsageError(
                 "loggers are functions of figures and a step", "Give [mlflow.log_metrics]."
             )
-        if isinstance(self._model, Net):
-            name = self._model.name
-        else:
-            name = type(_module(self._model)).__name__
-        self._request = replace(request, model=name)
+        inner, module = self._model, _module(self._model)
+        name = inner.name if isinstance(inner, Net) else type(module).__name__
+        self._request = request = replace(request, model=name)
         self._step = self._begin = step
         self._last: int | None = None
         # In a distributed run, the process of rank 0 measures.
         several = distributed.is_available() and distributed.is_initialized()
         self._active = not several or distributed.get_rank() == 0
         if self._active:
-            self._samples = self._draw_samples()
+            # All steps are measured on the same samples; here it shows whether that is possible.
+            with _protect(module, request.run.seed), open_job(inner, request, data) as job:
+                samples = job.samples
+            few = request.run.samples is None
+            notes = tuple(n for n in samples.notes if not (few and n.code == "fewer-samples"))
+            self._samples = replace(samples, notes=notes)
             self._reports = StepReports(self.folder)
 
     report: Report | None
@@ -198,18 +200,6 @@ class Monitor:
             with self._warn_on_failure(self._step):
                 if reports := self._reports.load(self._step):
                     self._reports.draw(reports)
-
-    def _draw_samples(self) -> Samples:
-        """Draw the samples for all steps, and check that they can be measured."""
-        request = self._request
-        with (
-            _protect(_module(self._model), request.run.seed),
-            open_job(self._model, request, self._data) as job,
-        ):
-            samples = job.samples
-        few = request.run.samples is None
-        notes = tuple(n for n in samples.notes if not (few and n.code == "fewer-samples"))
-        return replace(samples, notes=notes)
 
     @contextmanager
     def _warn_on_failure(self, step: int) -> Iterator[None]:

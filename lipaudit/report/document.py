@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lipaudit.report import opening
 from lipaudit.report.blocks import Card, Cells, Chapter, Document, Paragraph, Points, make_table
@@ -45,17 +45,24 @@ def make_page(report: Report, *, short: bool = False) -> Document:
         chapters.append(Chapter("next-steps", "What to do next", (Points(steps),)))
     warnings = [n for s in report.sections for n in s.notes if n.level == "warning"]
     shown = [*opening.list_common_notes(report), *warnings]  # the top of the page shows these
-    first = len(chapters)
-    for section in report.sections:
-        name = section.measure
-        # The enclosing section lists the same settings.
-        blocks = show_section(section, shown, {} if "." in name else section.settings)
-        folded = len(chapters) > first and find_display(section).folded
-        chapters.append(Chapter(name, name_chapter(section), blocks, folded))
+    chapters += list_chapters([report], shown)
     if broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst-samples", title, show_worst(report)))
     return Document(f"lipaudit: {report.run.model.spec}", (*chapters, WORDS))
+
+
+def list_chapters(reports: Sequence[Report], shown: Sequence[Note] = ()) -> Iterator[Chapter]:
+    """Yield the chapters of sections, with notes that the page does not show yet."""
+    names = model_labels(reports) if len(reports) > 1 else [""]
+    measures = dict.fromkeys(s.measure for report in reports for s in report.sections)
+    for number, measure in enumerate(measures):
+        pairs = ((k, r.section(measure)) for k, r in zip(names, reports, strict=True))
+        sections = {name: section for name, section in pairs if section is not None}
+        first = next(iter(sections.values()))
+        blocks = show_section(first, shown) if "" in sections else tuple(show_sections(sections))
+        folded = number > 0 and find_display(first).folded
+        yield Chapter(measure, name_chapter(first), blocks, folded)
 
 
 def make_card(report: Report) -> Document:
@@ -91,20 +98,12 @@ def make_pages(
     title, chapters = f"lipaudit: {len(reports)} models side by side", [*lead]
     if short:
         return Document(title, (*chapters, Chapter("", "", (Paragraph(MORE),))))
-    names = model_labels(reports)
-    for measure in dict.fromkeys(s.measure for report in reports for s in report.sections):
-        pairs = ((k, r.section(measure)) for k, r in zip(names, reports, strict=True))
-        sections = {name: section for name, section in pairs if section is not None}
-        first = next(iter(sections.values()))
-        folded = len(chapters) > len(lead) and find_display(first).folded
-        chapters.append(
-            Chapter(measure, name_chapter(first), tuple(show_sections(sections)), folded)
-        )
+    chapters += list_chapters(reports)
     # The facts that differ are beside each other.
     facts = list(map(opening.list_facts, reports))
     keys = dict.fromkeys(name for each in facts for name in each)
     differing = [key for key in keys if len({each.get(key) for each in facts}) > 1]
-    columns = [Column(name, "", format="s") for name in names]
+    columns = [Column(name, "", format="s") for name in model_labels(reports)]
     audited: list[Cells] = [
         {"fact": key} | {c: each.get(key) for c, each in zip(columns, facts, strict=True)}
         for key in differing

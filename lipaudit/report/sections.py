@@ -58,23 +58,21 @@ def find_display(section: Section) -> Display:
     return Display(about="", maps=maps, histograms=counted)
 
 
-def show_section(
-    section: Section, shown: Collection[Note] = (), settings: dict[str, Any] | None = None
-) -> tuple[Block, ...]:
+def show_section(section: Section, shown: Collection[Note] = ()) -> tuple[Block, ...]:
     """Return the blocks of a section: its tables and pictures, settings and notes.
 
     Args:
         section: the section; a failed one shows its reason.
         shown: notes that the page already shows.
-        settings: settings to show; by default all of the section.
     """
     blocks = tuple(show_sections({"": section}))
     if section.failure is not None:
         return blocks
-    # A switch that is on is shown by its name; what is off or unset is left out.
+    # A switch that is on is shown by its name; what is off or unset is left out. A part of a
+    # measure has the settings of the measure, which are above.
     listed = "; ".join(
         name if value is True else f"{name} {format_setting(value)}"
-        for name, value in (section.settings if settings is None else settings).items()
+        for name, value in ({} if "." in section.measure else section.settings).items()
         if name != SEED and value is not False and value not in (None, [], ())
     )
     about = find_display(section).about

@@ -99,7 +99,7 @@ def train(
         _require_labels(net, held_out, "the held-out data")
     net.module.requires_grad_(True)
     try:
-        run = Training.start(net, data, recipe)
+        run = Training(net, data, recipe)
         first = run.restore(state) if state is not None else 0
         for number in range(first, recipe.epochs):
             # Dropout draws from torch's random state, timm's mixing from numpy's.
@@ -124,48 +124,38 @@ def train(
         net.module.requires_grad_(False).eval()
 
 
-@dataclass(frozen=True)
 class Training:
-    """The state of a training."""
+    """The state of a training, at first before its first step."""
 
-    net: Net
-    recipe: Recipe
-    optimizer: Optimizer
-    schedule: LRScheduler
-    mix: Mix
-    rng: torch.Generator
-    weights: SpecformerPenalty | None
-
-    @classmethod
-    def start(cls, net: Net, data: Batch, recipe: Recipe) -> Training:
-        """Return a training that has not begun."""
+    def __init__(self, net: Net, data: Batch, recipe: Recipe) -> None:
+        self.net, self.recipe = net, recipe
         steps = recipe.epochs * len(split_batches(torch.arange(len(data)), recipe.batch_size))
         weights, decay = net.module.parameters(), recipe.weight_decay
-        optimizer: Optimizer = (
+        self.optimizer: Optimizer = (
             AdamW(weights, lr=recipe.lr, weight_decay=decay)
             if recipe.optimizer == "adamw"
             else SGD(weights, lr=recipe.lr, momentum=recipe.momentum, weight_decay=decay)
         )
-        schedule: LRScheduler = (
-            OneCycleLR(optimizer, recipe.lr, total_steps=steps)
+        self.schedule: LRScheduler = (
+            OneCycleLR(self.optimizer, recipe.lr, total_steps=steps)
             if recipe.schedule == "onecycle"
-            else CosineAnnealingLR(optimizer, steps)
+            else CosineAnnealingLR(self.optimizer, steps)
         )
         mixes = net.kind == "image" and recipe.adversarial is None
-        mix = make_mix(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
-        rng = torch.Generator().manual_seed(recipe.seed)
-        penalty = None
+        self.mix = make_mix(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
+        self.rng = torch.Generator().manual_seed(recipe.seed)
+        self.weights: SpecformerPenalty | None = None
         if recipe.penalty == "specformer":
-            penalty = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
-        return cls(net, recipe, optimizer, schedule, mix, rng, penalty)
+            self.weights = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
+        # What a checkpoint holds besides random states.
+        self.parts: dict[str, Any] = {"model": net.module, "optimizer": self.optimizer}
+        self.parts["schedule"] = self.schedule
 
     def state(self, epochs: int) -> CheckpointState:
         """Return everything needed to continue after a number of epochs."""
         # Copies: the next epoch changes the tensors in place.
         return {
-            "model": deepcopy(self.net.module.state_dict()),
-            "optimizer": deepcopy(self.optimizer.state_dict()),
-            "schedule": deepcopy(self.schedule.state_dict()),
+            **{name: deepcopy(part.state_dict()) for name, part in self.parts.items()},
             "rng": self.rng.get_state(),
             "vectors": [] if self.weights is None else list(self.weights.vectors),
             "epochs": epochs,
@@ -173,9 +163,8 @@ class Training:
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Continue from a state; return the number of epochs done."""
-        self.net.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
         self.rng.set_state(state["rng"])
         if self.weights is not None:
             self.weights.vectors = [vector.to(self.net.device) for vector in state["vectors"]]

@@ -33,6 +33,9 @@ def test_what_is_said_of_all_measures_is_said_once_above_them(spoiled, format):
     for note in (RANDOM, FEWER, STUCK):
         assert text.count(note.text) == 1
         assert 0 < text.find(note.text) < text.find("clean accuracy")
+    alone = render(keep(spoiled, spoiled.section("attack")), format).decode()
+    assert alone.count(RANDOM.text) == 1
+    assert 0 < alone.find(RANDOM.text) < alone.find("clean accuracy")
 
 
 @pytest.mark.parametrize("format", PAGES)

@@ -77,10 +77,10 @@ def test_a_penalty_goes_down_and_is_resumed(name):
     for weight in (0.0, 0.05):
         net = make_demo(0)
         with_weight = recipe.model_copy(update={"weight": weight})
-        runs[weight] = list(train(net, load_shipped("train")[:300], with_weight))
+        runs[weight] = list(train(net, load_shipped("train")[:150], with_weight))
     assert runs[0.05][-1].penalty < runs[0.0][-1].penalty
     again = make_demo(0)
-    rest = list(train(again, load_shipped("train")[:300], recipe, state=runs[0.05][0].state))
+    rest = list(train(again, load_shipped("train")[:150], recipe, state=runs[0.05][0].state))
     assert [e.penalty for e in rest] == [e.penalty for e in runs[0.05][1:]]
     assert same(weights(again), runs[0.05][-1].state["model"])
 
@@ -152,7 +152,7 @@ def test_adversarial_examples_are_in_the_ball_and_worse(digits):
     net = net_with_dropout()
     recipe = QUICK.model_copy(update={"adversarial": "pgd", "eps": "0.1"})
     list(train(net, digits, QUICK))
-    run = Training.start(net, digits, recipe)
+    run = Training(net, digits, recipe)
     net.module.train()
     z = run.attack(digits.x, digits.y)
     assert net.module.training

@@ -46,13 +46,9 @@ def head_bounds(
             fails, or returns anything but floats of shape (batch, heads).
 
     Examples:
-        >>> from lipaudit.theory import heads as attention
+        >>> from lipaudit.theory.heads import affine_heads
         >>> eye, x = torch.eye(2)[None], torch.tensor([[[3.0, 4.0]]])
-        >>> linear = attention.Projection(weight=eye, bias=None, local=None, kind="affine")
-        >>> one = dict(zip("xqkv", (x, *[x[None]] * 3), strict=True), scale=torch.ones(1, 1))
-        >>> one |= dict.fromkeys(("x_kv", "bias", "valid", "out")) | {"causal": False}
-        >>> one |= dict.fromkeys(("to_q", "to_k", "to_v"), linear)
-        >>> head_bounds(Heads(**one, sample=torch.tensor([0])))["sharp"]
+        >>> head_bounds(affine_heads(x, eye, eye, eye))["sharp"]
         tensor([[1.0000]], dtype=torch.float64)
     """
     records = list(load_bounds().values() if bounds is None else bounds)

@@ -62,7 +62,7 @@ class Pairs:
     with_k: Float[Tensor, "#batch #heads n m d"] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Heads:
     """All heads of one attention layer on a batch.
 
@@ -96,18 +96,18 @@ class Heads:
     """
 
     x: Float[Tensor, "batch n D"]
-    x_kv: Float[Tensor, "batch m Dkv"] | None
+    x_kv: Float[Tensor, "batch m Dkv"] | None = None
     q: Float[Tensor, "batch heads n d"]
     k: Float[Tensor, "batch heads m d"]
     v: Float[Tensor, "batch heads m dv"]
     scale: Float[Tensor, "#batch #heads"]
-    bias: Shaped[Tensor, "#batch #heads #n #m"] | None
-    causal: bool
-    valid: Bool[Tensor, "batch n"] | None
+    bias: Shaped[Tensor, "#batch #heads #n #m"] | None = None
+    causal: bool = False
+    valid: Bool[Tensor, "batch n"] | None = None
     to_q: Projection | None
     to_k: Projection | None
     to_v: Projection | None
-    out: Float[Tensor, "heads dv Dout"] | None
+    out: Float[Tensor, "heads dv Dout"] | None = None
     sample: Int[Tensor, " batch"]
     pairs: Pairs | None = None
     sink: Float[Tensor, "#batch #heads #n"] | None = None
@@ -290,10 +290,9 @@ def affine_heads(
     """
     q, k, v = (x[:, None] @ weight for weight in (wq, wk, wv))
     to_q, to_k, to_v = (Projection(weight, None, None, "affine") for weight in (wq, wk, wv))
-    absent: dict[str, Any] = dict.fromkeys(("x_kv", "bias", "valid", "out"))
     scale, sample = x.new_full((1, 1), wq.shape[2] ** -0.5), torch.arange(len(x), device=x.device)
     maps: dict[str, Any] = {"to_q": to_q, "to_k": to_k, "to_v": to_v}
-    return Heads(x=x, q=q, k=k, v=v, scale=scale, causal=False, sample=sample, **maps, **absent)
+    return Heads(x=x, q=q, k=k, v=v, scale=scale, sample=sample, **maps)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -407,19 +406,19 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     """
     to_v = heads.to_v
     if to_v is None:
-        exponents = _exponents(heads.v.abs().amax((0, 2, 3)))
+        exponents = torch.frexp(heads.v.abs().amax((0, 2, 3)).cpu()).exponent  # 0 for 0
         v = shift_exponent(heads.v, -exponents[:, None, None])
         return heads.with_same_map(v=v), shift_exponent(
             torch.ones_like(exponents).double(), exponents
         )
     # An expanded weight stays expanded: heads that are normalised together share it.
     weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
-    by_weight = _exponents(weight.abs().amax((1, 2)))
+    by_weight = torch.frexp(weight.abs().amax((1, 2)).cpu()).exponent
     weight = shift_exponent(weight, -by_weight[:, None, None]).expand_as(to_v.weight)
     bias = None if to_v.bias is None else shift_exponent(to_v.bias, -by_weight[:, None])
     unit, exponents = replace(to_v, weight=weight, bias=bias), by_weight.expand(len(to_v.weight))
     if to_v.local is not None:
-        behind = _exponents(to_v.local.abs().amax((0, 2, 3, 4)))
+        behind = torch.frexp(to_v.local.abs().amax((0, 2, 3, 4)).cpu()).exponent
         unit = replace(unit, local=shift_exponent(to_v.local, -behind[:, None, None, None]))
         exponents = exponents + behind
     v = shift_exponent(heads.v, -exponents[:, None, None])
@@ -432,8 +431,3 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     return heads.with_same_map(v=v, to_v=unit), shift_exponent(
         torch.ones_like(exponents).double(), exponents
     )
-
-
-def _exponents(largest: Float[Tensor, "*heads"]) -> Int[Tensor, "*heads"]:
-    """Return the exponents of positive numbers, on the CPU; 0 for 0."""
-    return torch.frexp(largest.cpu()).exponent

@@ -189,18 +189,6 @@ def keeps_single(device: torch.device) -> bool:
     return precision in ("none", "ieee")
 
 
-def below(ritz: Tensor, level: Tensor, factor: float) -> Tensor:
-    """Whether lambda_1 <= factor theta_1 with the start's probability: p_k there is 1 / delta.
-
-    Args:
-        ritz: eigenvalues of T, ascending.
-        level: log of beta_1 ... beta_k / delta.
-        factor: above 1.
-    """
-    # det(t - T) = prod_i (t - theta_i) at t = factor theta_1; p_k increases beyond theta_1.
-    return (factor * ritz[:, -1:] - ritz).log().sum(1) >= level
-
-
 def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
     """Return the t above theta_1 with log det(t - T) = level.
 
@@ -485,11 +473,14 @@ class _Krylov:
 
     def has_settled(self, tol: float, within: float) -> Tensor:
         """Return which problems fulfil the stop rule."""
-        reached = below(self.ritz, self.level, (1 + within) ** 2)
-        if within > tol and reached.any():
-            proven = below(self.ritz, self.level, (1 + tol) ** 2)
-            error = kato_temple(self.ritz, self.shorter, self.beta)
-            reached &= proven | (error <= (1 + tol) ** 2 - 1)
+        # lambda_1 <= t with the start's probability where p_k(t) >= 1 / delta, and p_k increases
+        # beyond theta_1: det(t - T) = prod_i (t - theta_i) at t = (1 + share)^2 theta_1.
+        reached, proven = (
+            ((1 + share) ** 2 * self.ritz[:, -1:] - self.ritz).log().sum(1) >= self.level
+            for share in (within, tol)
+        )
+        error = kato_temple(self.ritz, self.shorter, self.beta)
+        reached &= proven | (error <= (1 + tol) ** 2 - 1)
         return reached | self.is_exhausted()
 
     def is_exhausted(self) -> Tensor:

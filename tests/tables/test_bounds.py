@@ -15,7 +15,7 @@ from lipaudit.report.blocks import Curve, Table
 from lipaudit.report.cells import STATUS, write_math
 from lipaudit.report.sections import show_section
 from lipaudit.tables import Section
-from lipaudit.theory.bounds.record import AT_X, EVERYWHERE, Bound, load_bounds, read_records
+from lipaudit.theory.bounds.record import AT_X, EVERYWHERE, Bound, load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
 from tests.commands import invoke
 
@@ -71,7 +71,7 @@ PLACES = (
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("bound", read_records(), ids=lambda bound: bound.name)
+@pytest.mark.parametrize("bound", load_bounds().values(), ids=lambda bound: bound.name)
 def test_every_place_says_the_status_and_domain_of_the_record(bound, place):
     said = {(status, write_math(domain)) for status, domain in place(bound)}
     if place is said_over_lengths and not bound.scaling:
@@ -96,7 +96,7 @@ def test_columns_of_bounds_stand_between_those_of_the_type():
     declared = list(BOUNDS_TABLE.declared())
     start = names.index("exact_max") + 1
     assert names[start : start + len(declared)] == declared
-    own = [bound.name for bound in read_records()]
+    own = [*load_bounds()]
     ours = [name for name in declared if name.removeprefix("log10_") in own]
     assert ours == [*own, "log10_castin", "log10_mean_field", "log10_hu"]
     assert list(rows()[0]) == names

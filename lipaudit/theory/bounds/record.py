@@ -155,23 +155,18 @@ class Bound:
 
 
 @cache
-def read_records() -> tuple[Bound, ...]:
-    """Return our bounds in the order of columns, tables and pictures: see `Bound.place`."""
+def load_bounds() -> Mapping[str, Bound]:
+    """Return the record of every bound by its name: ours by `Bound.place`, then those of plug-ins.
+
+    Raises:
+        UsageError: a plug-in cannot be used; the message names its package.
+    """
     # The files of this folder: `castin.py` has its record under the name `CASTIN`. Read on first
     # use: they import this module.
     names = {module.name for module in iter_modules([str(Path(__file__).parent)])} - {"record"}
     modules = {name: import_module(f"{__package__}.{name}") for name in names}
     records: list[Bound] = [getattr(module, name.upper()) for name, module in modules.items()]
-    return tuple(sorted(records, key=lambda bound: bound.place))
-
-
-@cache
-def load_bounds() -> Mapping[str, Bound]:
-    """Return the record of every bound by its name: ours, then those of plug-ins.
-
-    Raises:
-        UsageError: a plug-in cannot be used; the message names its package.
-    """
-    taken = {*HEAD_NORMS, *(name for bound in read_records() for name in bound.columns())}
-    records = {bound.name: bound for bound in read_records()} | entries(GROUP, Bound, taken)
-    return MappingProxyType(records)
+    records.sort(key=lambda bound: bound.place)
+    taken = {*HEAD_NORMS, *(name for bound in records for name in bound.columns())}
+    ours = {bound.name: bound for bound in records}
+    return MappingProxyType(ours | entries(GROUP, Bound, taken))

@@ -34,7 +34,6 @@ class Policy:
         single_blocks: the same for the blocks of `sharp`, where products of maps cost more.
         single_loss: share of a bound that single precision may cost; where it costs more the
             bound is computed anew in double.
-        cache_entries: numbers that fit, about, into a core's cache.
 
     >>> Policy(chunk_entries=10).chunks(5, 4)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -48,7 +47,6 @@ class Policy:
     single_keys: int = 128
     single_blocks: int = 32
     single_loss: float = 0.005
-    cache_entries: int = 2**20
 
     def chunks(self, total: int, entries: int) -> list[slice]:
         """Cut `total` items of `entries` numbers each: `chunk_entries` at a time, or one item."""

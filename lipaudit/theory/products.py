@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lipaudit.theory.heads import Heads, Pairs, rows_in_reach
-from lipaudit.theory.policy import POLICY, cut
+from lipaudit.theory.policy import POLICY
 from lipaudit.theory.spectral import random_starts, spectral_norms
 
 _DEAD = 1e-30
@@ -336,34 +335,14 @@ class HeadProducts:
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem."""
         # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
-        images, parts = [], self._parts
-        some_u = torch.split(u, len(parts[0][0].q))
-        for (attend, grams), some in zip(parts, some_u, strict=True):
-            pulled = attend.pull(some.view_as(attend.o))
-            pushed = [y @ gram for y, gram in zip(pulled, grams, strict=True)]
-            images.append(attend.push(pushed).flatten(1))
-        return images[0] if len(images) == 1 else torch.cat(images)
+        pairs = zip(self.attend.pull(u.view_as(self.attend.o)), self.grams, strict=True)
+        return self.attend.push([y @ gram for y, gram in pairs]).flatten(1)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
         """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
-        norms, parts = [], self._parts
-        some_u = torch.split(u, len(parts[0][0].q))
-        for (attend, grams), some in zip(parts, some_u, strict=True):
-            pairs = zip(attend.pull(some.view_as(attend.o)), grams, strict=True)
-            squares = [(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]
-            norms.append(torch.stack(squares).sum(0).sqrt())
-        return torch.cat(norms)
-
-    @cached_property
-    def _parts(self) -> list[tuple[Attend, list[Tensor]]]:
-        """A few problems at a time that fit a core's cache."""
-        attend, (count, n, d) = self.attend, self.attend.q.shape
-        entries, cache = 2 * n * attend.k.shape[1] + 12 * n * d, attend.heads.policy.cache_entries
-        parts = cut(count, entries, cache)
-        whole = attend.p is None or attend.heads.pairs is not None or attend.q.device.type != "cpu"
-        if whole or len(parts) == 1:
-            return [(attend, self.grams)]
-        return [(attend.select(part), [gram[part] for gram in self.grams]) for part in parts]
+        pairs = zip(self.attend.pull(u.view_as(self.attend.o)), self.grams, strict=True)
+        squares = [(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]
+        return torch.stack(squares).sum(0).sqrt()
 
     def select(self, index: Tensor) -> HeadProducts:
         """Return the products of these problems alone."""

@@ -29,7 +29,6 @@ from lipaudit.theory.ingredients import (
     Weights,
     rounding,
     sum_spread,
-    tiles,
     value_norms,
     weights_of,
 )
@@ -168,26 +167,19 @@ def gram_bound(
     `joint`: queries and keys read one input. Where they read two, C overlaps with neither A nor B.
     """
     if at.p.shape[-1] < policy.single_blocks or not spectral.keeps_single(at.p.device):
-        return _limits(at, rows, joint, policy)[0].sqrt()
-    square, least = _limits(at.single, rows.single, joint, policy)
+        return _limits(at, rows, joint)[0].sqrt()
+    square, least = _limits(at.single, rows.single, joint)
     # ||M|| + 2 ||A B^T|| in exact arithmetic lies between the two: where they are close, so is
     # `square` to it. Negated, so that NaN (an overflow) counts as apart.
     apart = ~((square <= (1 + policy.single_loss) ** 2 * least) & (square > FAINT))
     if apart.any():
         index = (*apart.nonzero(as_tuple=True), None)
-        square[apart] = _limits(at.pick(index), rows.pick(index), joint, policy)[0][:, 0]
+        square[apart] = _limits(at.pick(index), rows.pick(index), joint)[0][:, 0]
     return square.sqrt()
 
 
-def _limits(at: Centred, rows: AffineRows, joint: bool, policy: Policy) -> tuple[Tensor, Tensor]:
+def _limits(at: Centred, rows: AffineRows, joint: bool) -> tuple[Tensor, Tensor]:
     """Return what ||M|| + 2 ||A B^T|| is at most, and at least."""
-    square, least = at.s.new_empty(2, *at.p.shape[:2], dtype=torch.float64)
-    for tile in tiles(at.p, policy):
-        square[tile], least[tile] = _tile_limits(at.pick(tile), rows.pick(tile), joint)
-    return square.nan_to_num(torch.inf), least  # NaN comes of numbers beyond the largest
-
-
-def _tile_limits(at: Centred, rows: AffineRows, joint: bool) -> tuple[Tensor, Tensor]:
     pw = at.w2.sqrt().mul_(at.p)
     (t, less_t), (f, less_f) = query_term(at, rows), row_lengths(at, rows, pw)
     # <u_i, u_l> costs r + 4 roundings in units of ||u_i|| ||u_l||, fewer than rounding() allows.
@@ -205,6 +197,7 @@ def _tile_limits(at: Centred, rows: AffineRows, joint: bool) -> tuple[Tensor, Te
     # Entries of M are sums of m products of numbers >= 0: off by at most (m + 40) u, relatively.
     share = 2 * spectral.product_rounding(at.p)
     square = (1 + share) * (norm * largest).double() + 2 * cross
+    square = square.nan_to_num(torch.inf)  # NaN comes of numbers beyond the largest
     if matrix.dtype == torch.float64:
         return square, square  # where there is nothing to fall back on
     # ||M|| >= <z, M z>, and M is the matrix here less D >= 0, what the limits exceed: D is at most

@@ -5,7 +5,7 @@ Everything holds in any precision: what is returned is raised by its rounding er
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
@@ -24,7 +24,7 @@ from lipaudit.theory.heads import (
     local_map,
     projections,
 )
-from lipaudit.theory.policy import POLICY, Policy, cut
+from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import logit_gradients
 from lipaudit.theory.softmax import row_maxima
 from lipaudit.theory.spectral import gram_root, keeps_single, map_norm, spectral_norm
@@ -119,17 +119,6 @@ def rounding(rows: Float[Tensor, "*batch n d"]) -> float:
     # gamma_n = n u / (1 - n u), u = eps / 2, in any order of the sum (Higham, Accuracy and
     # Stability of Numerical Algorithms, 3.1). This is twice that and 32 u: what callers do beside.
     return (rows.shape[-1] + 16) * torch.finfo(rows.dtype).eps
-
-
-def tiles(
-    maps: Float[Tensor, "batch heads n m"], policy: Policy = POLICY
-) -> Iterator[tuple[slice, slice]]:
-    """Cut the maps of a layer into a few at a time: `tile_bytes`, or one that has more."""
-    batch, heads, n, m = maps.shape
-    size = n * m * maps.element_size()
-    for b in cut(batch, heads * size, policy.tile_bytes):
-        for h in cut(heads, size, policy.tile_bytes):
-            yield b, h
 
 
 @dataclass(frozen=True)
@@ -387,31 +376,28 @@ def bound_token_spread(
     largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
     unit = gram / largest[:, None, None]
     if at.p.shape[-1] < policy.single_keys or not keeps_single(at.p.device):
-        square = squared_spread(at.p, unit, policy)[0]
+        square = squared_spread(at.p, unit)[0]
     else:
-        square, below = squared_spread(at.single.p, unit.float(), policy)
+        square, below = squared_spread(at.single.p, unit.float())
         # Both ends hold: below <= truth <= square. Apart from a share, double precision decides.
         apart = square > (1 + policy.single_loss) ** 2 * below
         if apart.any():
-            square = torch.where(apart, squared_spread(at.p, unit, policy)[0], square)
+            square = torch.where(apart, squared_spread(at.p, unit)[0], square)
     return (square * largest[:, None]).sqrt()
 
 
-def squared_spread(p: Tensor, gram: Tensor, policy: Policy = POLICY) -> tuple[Tensor, Tensor]:
+def squared_spread(p: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Bound the largest root of the power S of `sum_spread` from both sides; gram <= 1.
 
     B^2 <= A W C and R^2 <= W C. Sums of N terms of sums have relative errors of at most e / 2,
     e = 2 (N + 16) eps, so that of S is below 3 e (A + 2 W C); that of c is below e / 2, which
     moves the root of S by at most e W.
     """
-    sums = p.new_empty(5, *p.shape[:3])
-    for tile in tiles(p, policy):
-        flat, g = p[tile].flatten(1, 2), gram[tile[0]]
-        # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
-        c = flat @ g
-        c -= 0.5 * (flat * c).sum(-1, keepdim=True)
-        sums[:, *tile] = sum_spread(flat, g, c).view(5, len(flat), -1, p.shape[2])
-    a, b, q, r, total = sums.double()
+    flat = p.flatten(1, 2)
+    # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
+    c = flat @ gram
+    c -= 0.5 * (flat * c).sum(-1, keepdim=True)
+    a, b, q, r, total = sum_spread(flat, gram, c).view(5, *p.shape[:3]).double()
     # (g - c_j - c_l)^2 = g^2 - 2 g (c_j + c_l) + c_j^2 + c_l^2 + 2 c_j c_l, summed with w_j w_l.
     # |terms| add up to A + 4 |B| + 2 C + 2 R^2 <= 3 (A + 2 C), each off by e / 2 = 2 (N + 16) u 2.
     e = 2 * (p.shape[-1] + 16) * torch.finfo(p.dtype).eps

@@ -22,8 +22,6 @@ class Policy:
     default is tuned on one CPU thread with heads of 16 to 512 tokens.
 
     Attributes:
-        tile_bytes: of attention maps that a chain of operations passes over at once, so that they
-            stay in the cache.
         map_entries: of the attention maps of a layer that are bounded at once: 4 MB in float64.
         map_limit: entries of a sample's attention maps of one layer that are kept; of longer ones
             the rows are computed again wherever they are read: 128 MB in single precision.
@@ -39,7 +37,6 @@ class Policy:
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
 
-    tile_bytes: int = 2**20
     map_entries: int = 2**19
     map_limit: int = 2**25
     chunk_entries: int = 2**22

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +86,8 @@ def promote(report: Report, reason: str) -> Report:
     for section in report.sections:
         # Arrays behind rows stay, so that rows can be computed again for shared samples.
         columns = section.columns
-        behind = (column.reduction.arrays for column in columns.values() if column.reduction)
-        kept = columns.keys() | set(chain.from_iterable(behind))
+        behind = [column.reduction for column in columns.values() if column.reduction]
+        kept = {*columns, *(name for how in behind for name in (how.values, how.per, how.weights))}
         timed = {"seconds": None} if "seconds" in columns else {}
         update = {
             "rows": tuple(row.replace(**timed) for row in section.rows),

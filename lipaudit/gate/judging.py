@@ -99,7 +99,6 @@ def judge(
         advice = "Name a rule with --fail-on; lipaudit explain MEASURE lists what it can name."
         raise UsageError(f"no default rule exists for {named}", advice)
     examinations = [examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
-    verdicts = tuple(_decide(chosen, examinations, alpha))
     notes = [
         f"not judged, because neither report has its section: {rule.text}"
         for rule in DEFAULT_RULES
@@ -109,13 +108,14 @@ def judge(
     for contrast in clean if isinstance(clean, list) else ():
         figures = judge_change(CLEAN, contrast).figures
         notes.append(f"clean accuracy, which never fails: {figures}")
+    notes += (text for _, text in conditions.list_differences(current, baseline))
     return Judgement(
         current=current.run.model.spec,
         baseline=baseline.run.model.spec,
         alpha=alpha,
         strict=strict,
-        verdicts=verdicts,
-        notes=(*notes, *(text for _, text in conditions.list_differences(current, baseline))),
+        verdicts=tuple(_decide(chosen, examinations, alpha)),
+        notes=tuple(notes),
         warnings=tuple(note.text for note in summary(current).warnings),
     )
 
@@ -382,28 +382,18 @@ def _make_verdict(
         elif old is not None and _compare_to_limit(rule, old, new) > 0:
             status = "improved"
         return Verdict(status=status, **known)
-    bound, ends = _compute_margin(rule), _express_limits(rule, evidence, LEVEL)
-    low, high = _express_limits(rule, evidence, level)
-    status, lowest, needed = _read_status(evidence, level, bound), evidence.limits(level)[0], None
+    bound, lowest = _compute_margin(rule), evidence.limits(level)[0]
+    known |= {"p": evidence.p(bound), "p_adjusted": adjusted, "samples": evidence.samples}
+    known["low"], known["high"] = _express_limits(rule, evidence, level)
+    ends = known["change_low"], known["change_high"] = _express_limits(rule, evidence, LEVEL)
+    change = _reword(_read_status(evidence, LEVEL, 0.0), ends, rule.limit.unit)
+    status = _read_status(evidence, level, bound)
     if status == "inconclusive" and math.isfinite(lowest):
         # The distance to the limit shrinks with the root of the number of samples.
         ratio = (evidence.estimate - lowest) / (evidence.estimate - bound)
-        needed = math.ceil(evidence.samples * ratio**2)
-    return Verdict(
-        status=status,
-        paired=_express_change(rule, evidence.estimate),
-        low=low,
-        high=high,
-        p=evidence.p(bound),
-        p_adjusted=adjusted,
-        level=level,
-        change_status=_reword(_read_status(evidence, LEVEL, 0.0), ends, rule.limit.unit),
-        change_low=ends[0],
-        change_high=ends[1],
-        samples=evidence.samples,
-        samples_needed=needed,
-        **known,
-    )
+        known["samples_needed"] = math.ceil(evidence.samples * ratio**2)
+    known |= {"paired": _express_change(rule, evidence.estimate), "level": level}
+    return Verdict(status=status, change_status=change, **known)
 
 
 def _compare_to_limit(rule: Rule, new: float, old: float | None) -> int:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from lipaudit.tables import Report, Row, Section, trials
 from lipaudit.tables.columns import naming, reduce_values
 from lipaudit.tables.trials import WORST, TrialKey
 
+Record = TypeVar("Record", Report, Section)
 Key = TrialKey | str
 """The name of a row or a per-sample column; trials are equal in any notation of their radius."""
 TESTED = ("each", "median")
@@ -335,18 +336,13 @@ def match_samples(
     """
     matched, notes = [reports[0]], dict[str, str]()
     for name, report in zip(names[1:], reports[1:], strict=True):
-        ids = _map_ids(report, reports[0])
-        if ids:
+        if ids := _map_ids(report, reports[0]):
             notes[name] = (
                 f"{name} reads the samples in another form than {names[0]}, so samples are "
                 f"paired by their place in {report.run.data.spec}"
             )
-            sections = [
-                section.model_copy(update={"samples": _rename_ids(section.samples, ids)})
-                for section in report.sections
-            ]
-            update = {"sections": tuple(sections), "samples": _rename_ids(report.samples, ids)}
-            report = report.model_copy(update=update)
+            sections = tuple(_rename_ids(section, ids) for section in report.sections)
+            report = _rename_ids(report.model_copy(update={"sections": sections}), ids)
         matched.append(report)
     return matched, notes
 
@@ -373,6 +369,8 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
     return ids if same else {}
 
 
-def _rename_ids(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    ids = tuple(names.get(str(name), name) for name in columns.get("ids", ()))
-    return columns | ({"ids": ids} if ids else {})
+def _rename_ids(record: Record, names: Mapping[str, str]) -> Record:
+    """Return a report or a section with other ids in its per-sample columns."""
+    ids = tuple(names.get(str(name), name) for name in record.samples.get("ids", ()))
+    samples = record.samples | ({"ids": ids} if ids else {})
+    return record.model_copy(update={"samples": samples})

@@ -77,11 +77,6 @@ class Reduction:
     per: str = ""
     weights: str = ""
 
-    @property
-    def arrays(self) -> frozenset[str]:
-        """Return the names of the arrays that the reduction reads."""
-        return frozenset({self.values, self.per, self.weights} - {""})
-
 
 def reduce_values(stat: str, values: Any, axis: int | None = None) -> Any:
     """Return the median, mean, p95 or max, along an axis or of all; NaN if one is NaN."""

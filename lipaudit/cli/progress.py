@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 import traceback
@@ -40,6 +41,7 @@ class OnStderr(Observer):
         self.said: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Self:
+        gc.enable()  # `main` disabled it, and the garbage of models holds tensors
         self.silence = ExitStack()
         if self.quiet:
             self.silence.enter_context(silence_clients())

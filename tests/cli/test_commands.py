@@ -63,13 +63,14 @@ def test_commands_that_read_reports_never_load_torch(folder):
         ["report", report, "-o", "page.html"],
     )
     code = (
-        "import sys; from lipaudit.cli import main\n"
+        "import gc, sys; from lipaudit.cli import main\n"
         f"for words in {commands!r}:\n"
         "    sys.argv = ['lipaudit', *words]\n"
         "    try: main()\n"
         "    except SystemExit as end: assert not end.code, words\n"
         "    heavy = {'torch', 'timm', 'transformers', 'scipy'} & {*sys.modules}\n"
         "    assert not heavy, (words, heavy)\n"
+        "    assert not gc.isenabled()\n"
         "    assert 'matplotlib' not in sys.modules or 'page.html' in words, words\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

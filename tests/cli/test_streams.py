@@ -1,5 +1,6 @@
 """What is said while a command runs, and what stands for what a terminal must not obey."""
 
+import gc
 import io
 import json
 from contextlib import redirect_stdout
@@ -83,7 +84,9 @@ def test_attacks_move_within_a_chunk():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_quiet_is_quiet(terminal, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
+    gc.disable()  # as in a command, before it measures
     with OnStderr(Terminal(quiet=True)) as observer:
+        assert gc.isenabled()
         observer.begins("attack", 8)
         observer.moves("attack", 3.0)
         observer.note(Note(level="warning", code="a", text="b"))

@@ -189,7 +189,7 @@ def test_equal_models_are_seldom_told_apart(steep):
     At 2.5 % for each comparison with the best it would be about 17 %.
     """
     corrected = single = 0
-    trials, rng = 60, np.random.default_rng(5)
+    trials, rng = 40, np.random.default_rng(5)
     for _ in range(trials):
         logs = rng.normal(size=40) + rng.normal(size=(5, 40))
         ranking = rank([steep(n, np.exp(each)) for n, each in zip("abcde", logs, strict=True)])

@@ -70,7 +70,7 @@ def test_limits_are_exact(number, unit):
 
 
 @given(st.text(max_size=40))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 def test_any_text_is_a_rule_or_a_usage_error(text):
     with suppress(UsageError):
         assert parse_rule(text).text

@@ -17,8 +17,6 @@ from lipaudit.theory.bounds.record import load_bounds
 from tests import tutorials
 from tests.commands import list_commands
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
-
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [

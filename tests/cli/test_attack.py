@@ -19,8 +19,6 @@ from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.texts import read_lexicon
 from tests.commands import invoke, refuse
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
-
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]
 
 

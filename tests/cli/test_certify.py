@@ -12,8 +12,6 @@ from lipaudit.engine.execute import Observer
 from lipaudit.models.sources.loading import load_net
 from tests.commands import invoke
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
-
 FILE = """
 import torch
 from torch import nn

@@ -10,8 +10,6 @@ from lipaudit.measures import load_measures
 from tests.commands import invoke, refuse, replace_parts
 from tests.engine.test_fitting import MODEL
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
-
 
 @pytest.fixture(autouse=True)
 def _nothing_is_measured(monkeypatch):

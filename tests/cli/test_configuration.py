@@ -8,8 +8,6 @@ from click.testing import Result
 
 from tests.commands import invoke
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
-
 BASE = """
 [tool.lipaudit]
 seed = 7

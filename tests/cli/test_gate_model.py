@@ -12,8 +12,6 @@ import pytest
 from lipaudit import schema
 from tests.commands import invoke, refuse
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
-
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):

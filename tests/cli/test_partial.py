@@ -13,8 +13,6 @@ from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
 from tests.commands import break_measure, invoke, refuse
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
-
 AUDIT = ("audit", "demo", "-n", "1", "--run-dir", "run")
 
 

@@ -13,8 +13,6 @@ from lipaudit.schema import load
 from tests.commands import invoke, replace_parts
 from tests.models.conftest import Handwritten
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
-
 FACTORY = """
 from tests.engine.test_failing import spec
 

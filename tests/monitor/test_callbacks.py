@@ -12,8 +12,6 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 import lipaudit
 from tests.monitor.conftest import Classifier, median, reports
 
-pytestmark = pytest.mark.usefixtures("blank_charts")
-
 CHEAP = {"measures": ["jacobian"], "samples": 2}
 
 

@@ -38,7 +38,13 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
     Raises:
         InputError: the logits of a token depend on more than the embeddings up to that token.
     """
-    _require_causal(net)
+    entry = net.entry
+    if entry is None:
+        raise InputError(
+            f"the embedding layer of {net.architecture} was not found",
+            "Write a py: factory that returns a ModelSpec with its `entry`.",
+        )
+    _require_causal(net, entry)
     count = 0 if task.kind == "continuation" else len(task.classes)
     what = f"{task.kind} ({', '.join(task.classes)})"
     note = Note.info("scores", f"scores are log-likelihoods, {PER[how]}, of the {what}")
@@ -46,25 +52,28 @@ def score_continuations(net: Net, task: Task, how: Score) -> Net:
         net,
         labels=task.classes,
         notes=(*net.notes, note),
-        call=lifting(lambda x, mask: _score_rows(net, x, mask, how, count)),
+        call=lifting(lambda x, mask: _score_rows(net, entry, x, mask, how, count)),
         read=lambda scores: scores,
         classes=len(task.classes),
         scored=task.kind,
     )
 
 
-def _score_rows(net: Net, x: Tensor, mask: Tensor | None, how: Score, count: int) -> Tensor:
+def _score_rows(
+    net: Net, entry: nn.Module, x: Tensor, mask: Tensor | None, how: Score, count: int
+) -> Tensor:
     """Return the scores of each sample, (batch, classes).
 
     Args:
         net: the language model.
+        entry: its embedding layer.
         x: packed samples (batch, tokens).
         mask: True at their tokens.
         how: sum or mean over tokens.
         count: number of continuations of a prompt; 0: a single one and its rival.
     """
     assert net.next_logits is not None
-    entry, vocabulary = _require_entry(net), net.vocabulary or 0
+    vocabulary = net.vocabulary or 0
     ids, part = x % vocabulary, x // vocabulary
     part = part if mask is None else part.masked_fill(~mask, -1)
     # The model gets a row for each continuation: the prompt, the continuation, and tokens behind
@@ -96,16 +105,7 @@ def _score_rows(net: Net, x: Tensor, mask: Tensor | None, how: Score, count: int
     return torch.stack([scores, scores - ahead / divisor], 1)
 
 
-def _require_entry(net: Net) -> nn.Module:
-    if net.entry is None:
-        raise InputError(
-            f"the embedding layer of {net.architecture} was not found",
-            "Write a py: factory that returns a ModelSpec with its `entry`.",
-        )
-    return net.entry
-
-
-def _require_causal(net: Net) -> None:
+def _require_causal(net: Net, entry: nn.Module) -> None:
     """Check that a token's logits depend on the embeddings up to that token, and on no others."""
     size = min(TRIED, *net.input_shape)
     ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
@@ -114,7 +114,7 @@ def _require_causal(net: Net) -> None:
     assert next_logits is not None
     score = lifting(lambda z: next_logits(z, 0))
     with eager(), exact_arithmetic(net.device), torch.no_grad():
-        z = lifting(_require_entry(net))(ids)
+        z = lifting(entry)(ids)
         whole, start = score(z), score(z[:, :-1])
         usual = net.output(Batch(ids, None, ("",)))
         with torch.enable_grad():

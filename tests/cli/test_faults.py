@@ -162,9 +162,8 @@ def test_a_report_that_cannot_be_a_baseline(command, saved):
 
 
 def test_one_shard_is_neither_a_baseline_nor_judged():
-    how = ("-n", "2", "--layers", "0")
-    invoke("bounds", "demo", *how, "--shard", "1/2", "-o", "shard.json")
-    invoke("bounds", "demo", *how, "-o", "whole.json")
+    invoke("jacobian", "demo", "-n", "2", "--shard", "1/2", "-o", "shard.json")
+    invoke("jacobian", "demo", "-n", "2", "-o", "whole.json")
     refuse(5, "join all shards with lipaudit merge", "baseline", "save", "shard.json")
     for pair in (("shard.json", "-b", "whole.json"), ("whole.json", "-b", "shard.json")):
         done = invoke("gate", *pair, code=5)

@@ -32,7 +32,7 @@ def tiny(hub, tmp_path) -> str:
 
 def test_the_report_says_which_commits_it_is_of(tiny, sets):
     data = sets.add("datasets/org/two", FILES)
-    done = invoke("bounds", "hf:org/tiny", *DATA, "-f", "json", "-o", "r.md")
+    done = invoke("jacobian", "hf:org/tiny", *DATA, "-f", "json", "-o", "r.md")
     facts = json.loads(done.stdout)["run"]
     assert (facts["model"]["revision"], facts["model"]["commit"]) == ("main", tiny)
     assert (facts["data"]["revision"], facts["data"]["commit"]) == ("main", data)
@@ -44,11 +44,11 @@ def test_the_report_says_which_commits_it_is_of(tiny, sets):
 
 
 def test_a_report_of_nothing_on_the_hub_names_no_commit():
-    facts = json.loads(invoke("bounds", "demo", "-n", "1", "-f", "json", "-q").stdout)["run"]
+    facts = json.loads(invoke("jacobian", "demo", "-n", "1", "-f", "json", "-q").stdout)["run"]
     assert facts["model"]["commit"] == facts["data"]["commit"] == ""
 
 
-@pytest.mark.parametrize("command", ["bounds", "audit", "train"])
+@pytest.mark.parametrize("command", ["bounds", "train"])
 def test_what_cannot_be_had_ends_every_command_alike(hub, command):
     hub.add("org/shut", {"config.json": b"{}", "model.safetensors": b""}, gated=True)
     extra = ("--data", "demo:train") if command == "train" else ()
@@ -63,7 +63,7 @@ def test_quiet_silences_the_clients_of_the_hub(tiny, sets, capfd, quiet):
     """Bars and complaints go past what a runner catches: to the file descriptor."""
     sets.add("datasets/org/two", FILES)
     sets.repositories["org/tiny"].cut = 1
-    done = invoke("bounds", "hf:org/tiny", *DATA, *(["-q"] if quiet else []))
+    done = invoke("jacobian", "hf:org/tiny", *DATA, *(["-q"] if quiet else []))
     said = done.stderr + capfd.readouterr().err
     assert (said == "") == quiet
     assert ("Fetching" in said) != quiet

@@ -107,6 +107,8 @@ def test_labels_that_are_missing_or_unknown_are_errors_with_their_line(
         ("t.jsonl", '{"label": 0}\n{"text": "a", "label": 0}', "line 1 has no 'text'"),
         ("t.jsonl", '{"text": "a"}\n{"text": "b", "label": 0}', "line 1 has no 'label'"),
         ("t.csv", "label,text\n1\n0,a\n", "line 2 has no 'text'"),
+        ("t.csv", 'text,label\n"two\nlines",1\n\nx\ny,0\n', "line 5 has no 'label'"),
+        ("t.jsonl", '{"text": "a", "label": 0}\n\n{broken', "line 3 is not JSON"),
     ],
 )
 def test_rows_that_are_not_what_they_seem_are_errors_with_their_line(

@@ -206,8 +206,6 @@ def test_what_the_hub_refuses(sets, says):
     text = says("hf:org/gated/plain")
     assert "gated" in text.replace("org/gated", "")
     assert f"{sets.url}/datasets/org/gated" in text
-    sets.add("datasets/org/private", FILES, private=True)
-    assert "or it is private" in says("hf:org/private")
     sets.add("datasets/org/two", FILES)
     assert "org/two has no revision 'v9'" in says("hf:org/two@v9")
     sets.add("datasets/org/ill", FILES, files_status=503)

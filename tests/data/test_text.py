@@ -162,21 +162,6 @@ BAD_LINES = [
 BAD_LINES += ['{"text": "c d", "label": 1}', "[1]"]
 
 
-def test_messages_count_the_lines_of_the_file(tmp_path, text_taker, refused):
-    """Whatever order samples are drawn in, and however many lines are empty."""
-    path = tmp_path / "t.jsonl"
-    path.write_text("\n".join(BAD_LINES))
-    assert "line 3 is not JSON" in refused(path, text_taker(classes=2))
-    path.write_text("\n".join([*BAD_LINES[:2], *BAD_LINES[3:6]]))
-    for seed in range(4):
-        assert "line 3 has no 'label'" in refused(path, text_taker(classes=2), seed=seed)
-    table = tmp_path / "t.csv"
-    table.write_text('text,label\n"two\nlines",1\n\nx\ny,0\n')
-    assert "line 5 has no 'label'" in refused(table, text_taker(classes=2))
-    path.write_text("[" * 100_000)
-    assert "line 1 is not JSON" in refused(path, text_taker(classes=2))
-
-
 def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(tmp_path, text_taker, refused):
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(BAD_LINES))

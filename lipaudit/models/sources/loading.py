@@ -202,7 +202,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
     labels = spec.labels or ()
     refuse(
-        labels and classes not in (None, len(labels)),
+        spec.labels is not None and classes not in (None, len(labels)),
         f"{len(labels)} labels ({few(labels)}) for {classes} outputs",
         "Check num_classes and the labels of the model's configuration. Two classes need two "
         "logits: torch.cat([0 * z, z], 1).",

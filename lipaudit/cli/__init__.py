@@ -8,8 +8,8 @@ import sys
 
 def main() -> None:
     """Run the command that the arguments name (entry point `lipaudit`)."""
-    # Collecting garbage takes a tenth of the time of a command that reads reports. Commands that
-    # load a model collect it again: see `OnStderr`.
+    # Collecting garbage takes a tenth of the time of a command that reads reports. It goes on
+    # where a model is loaded (`OnStderr`) or a page is written (`emit`).
     gc.disable()
     try:
         from lipaudit.cli.app import app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -137,6 +138,8 @@ def emit(
     subject = of_reports(result) if isinstance(result, Report) else result
     # A result that took time is shown even where a file cannot be written any more.
     stdout, files = check_outputs(output, subject.forms, writable=not always)
+    if files or output.format:
+        gc.enable()  # `main` disabled it, and pages have pictures, whose garbage is large
     refused: list[EvaluationError] = []
     # Files first: a pipe without a reader must not prevent them.
     for path, format in files.items():

@@ -153,8 +153,8 @@ def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
 
 def _set_axis(
     axes: Axes, which: str, values: Sequence[float], column: Column, *, log: bool = False
-) -> tuple[float, float]:
-    """Scale and label an axis; return its ends, which are slightly beyond the values."""
+) -> None:
+    """Scale and label an axis, whose ends are slightly beyond the values."""
     # Bounds may be infinite or overflow; the other values still need an axis.
     known = [v for v in values if v == 0 or 1 / EXTREME < abs(v) < EXTREME]
     known = [v for v in known if v > 0 or not log] or [1.0]
@@ -169,7 +169,6 @@ def _set_axis(
     scale, ends = "log" if log else "linear", (low, high)
     axes.set(**{f"{which}scale": scale, f"{which}lim": ends, f"{which}label": _label(column)})
     _set_ticks(getattr(axes, f"{which}axis"), column, log=log)
-    return low, high
 
 
 def _label(column: Column) -> str:

@@ -39,13 +39,8 @@ def render(page: blocks.Document) -> bytes:
     script = environment.get_template("page.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = environment.get_template("report.html")
-    text = template.render(page=page, kind=name_kind, script=script, digest=digest)
+    text = template.render(page=page, script=script, digest=digest)
     return visible(text, keep="\n\t").encode()
-
-
-def name_kind(block: blocks.Block) -> str:
-    """Return the template's name of a block."""
-    return "picture" if isinstance(block, blocks.Picture) else type(block).__name__.lower()
 
 
 def _write_number(value: Any) -> str:

@@ -1,8 +1,11 @@
 import base64
 import hashlib
 import itertools
+import json
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from typing import Any
 
@@ -68,6 +71,41 @@ def test_browser_is_told_the_one_script_that_may_run(page, parsed):
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"default-src 'none'; script-src 'sha256-{digest}';" in policy
     assert "\r" not in script
+
+
+DOM = """
+const heading = index => ({ cellIndex: index, state: "none", childNodes: [], append() {},
+  classList: { contains: () => index === 0 },
+  getAttribute() { return this.state; }, setAttribute(name, value) { this.state = value; } });
+const cells = [heading(0), heading(1)], presses = [];
+for (const th of cells) th.parentNode = { cells };
+const rows = ROWS.map(([name, text, v]) => ({ name, cells: [
+  { textContent: name, dataset: {} }, { textContent: text, dataset: v === "" ? {} : { v } }] }));
+let shown = rows;
+const body = { rows, append(...all) { shown = all; } };
+const table = { tHead: { rows: [{ cells }] }, tBodies: [body] };
+const document = { querySelectorAll: () => [table],
+  createElement: () => ({ append() {}, addEventListener: (_, press) => presses.push(press) }) };
+const addEventListener = () => {};
+"""
+"""The parts of a page that its script uses, for a table of a name and a number."""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_a_heading_sorts_by_number_or_name_and_a_third_press_restores_the_order(page):
+    """Equal texts differ by their numbers; infinities are numbers, and missing values are last."""
+    rows = [("b.10", "1.00e3", "1000.4"), ("b.2", "–", ""), ("A.1", "inf", "Infinity")]
+    rows += [("b.3", "1.00e3", "999.7"), ("a.2", "-2.0", "-2")]
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    press = "[0, 0, 0, 1, 1, 1].map(i => (presses[i](), shown.map(row => row.name)))"
+    code = f"const ROWS = {json.dumps(rows)};{DOM}{script};console.log(JSON.stringify({press}))"
+    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
+    stored, names = [name for name, *_ in rows], ["A.1", "a.2", "b.2", "b.3", "b.10"]
+    numbers = ["a.2", "b.3", "b.10", "A.1"]
+    assert json.loads(done.stdout) == [
+        *(names, names[::-1], stored),
+        *([*numbers, "b.2"], [*numbers[::-1], "b.2"], stored),
+    ]
 
 
 def test_hostile_name_is_text(page, parsed):

@@ -68,34 +68,6 @@ def test_gradients_are_those_of_written_out_attention(zoo, how):
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-6, atol=1e-9)
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("how", [{"k": 0, "reduction": "max"}, {"k": 3, "reduction": "mean"}])
-def test_distributed_data_parallel_changes_nothing(zoo, one_process, how):
-    net, _, batch = zoo("timm-vit")
-    alone = deepcopy(net.module).requires_grad_(True)
-    parallel = DistributedDataParallel(deepcopy(alone))
-    for model in (alone, parallel):
-        with attention_penalty(model, **how) as read:
-            loss = model(batch.x).square().sum() + read()
-        loss.backward()
-    for (name, mine), theirs in zip(
-        alone.named_parameters(), parallel.module.parameters(), strict=True
-    ):
-        assert torch.equal(mine.grad, theirs.grad), name
-    with attention_penalty(parallel, **how) as read:
-        parallel(batch.x)
-        inside = read()
-    with attention_penalty(alone, **how) as read:
-        alone(batch.x)
-        assert torch.equal(read(), inside)
-
-
 def compute_gradients(images: torch.Tensor, *, parallel: bool) -> dict[str, torch.Tensor]:
     """Take one step of a training loop as the guide has it, and return the gradients."""
     module = make_demo(0).module.double().requires_grad_(True)

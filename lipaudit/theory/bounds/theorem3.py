@@ -47,9 +47,8 @@ THEOREM3 = Bound(
     name="theorem3",
     label="theorem 3",
     meaning="Yudin et al. 2025, Theorem 3, exact ||M(P_i)||.",
-    formula="||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||); of heads that are not affine "
-    "max_j ||Phi^v_j|| ||P|| + ||V_c|| (max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||) "
-    "max_i ||M(P_i)||",
+    formula="||W_V|| (||P|| + 2 ||X||^2 ||A|| m), m = max_i ||M(P_i)||. Heads that are not "
+    "affine: max_j ||Phi^v_j|| ||P|| + ||V_c|| (max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||) m",
     source="Yudin et al. 2025 Theorem 3; a general form of ours where heads are not affine",
     explanation="Multiplies the sensitivity of the softmax by the norms of tokens and weights.",
     compute=theorem3,

@@ -38,7 +38,7 @@ Models that cast to float32 inside are checked to 1e-4, their bounds to 1e-5.
 
 ```
 python -m pytest -m reference -n 0
-python -m benchmarks.reference.coverage --write
+python -m benchmarks.reference --write
 ```
 
 The first command fails on a crash or a wrong number. The second writes this page and can resume

@@ -1,6 +1,6 @@
 """Measure every family of timm and every type of transformers, and write docs/coverage.md.
 
-Run by hand, from the root: python -m benchmarks.reference.coverage [timm] [transformers] [--write]
+Run by hand, from the root: python -m benchmarks.reference [timm] [transformers] [--write]
 Outcomes are kept in a file of JSON lines, so that the run can be stopped and taken up again.
 """
 

@@ -251,20 +251,17 @@ def test_minilm_gives_the_embeddings_of_sentence_transformers():
     assert (net.input_shape, net.vocabulary, net.classes) == ((512,), 30522, None)
 
 
-def test_pooling_that_is_not_supported_is_refused(tmp_path):
-    save(build("BertModel", **SMALL), tmp_path)
-    kinds = ("Transformer", "Pooling", "Dense")
-    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    assert "Dense" in refused(tmp_path)
-
-
-def test_the_first_token_where_the_directory_says_so(tmp_path):
+def test_pooling_is_that_of_the_directory_or_refused(tmp_path):
     module = build("BertModel", **SMALL)
     save(module, tmp_path)
-    kinds = ("Transformer", "Pooling")
-    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
+
+    def write(*kinds):
+        modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+
+    write("Transformer", "Pooling", "Dense")
+    assert "Dense" in refused(tmp_path)
+    write("Transformer", "Pooling")
     (tmp_path / "1_Pooling").mkdir()
     settings = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))

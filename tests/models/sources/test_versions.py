@@ -82,19 +82,17 @@ def test_fields_of_a_newer_transformers_are_named(tmp_path, version, fields, war
     assert all("rope_of_tomorrow" in note.text for note in notes)
 
 
-def test_a_tokenizer_whose_class_is_not_there_says_what_to_install(tmp_path):
-    save(bert(), tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizerOfTomorrow"}')
-    text = refused(tmp_path)
+def test_a_class_that_is_not_there_says_what_to_do(tmp_path):
+    save(bert(), tmp_path / "text")
+    (tmp_path / "text" / "tokenizer.json").unlink()
+    tokenizer = '{"tokenizer_class": "TokenizerOfTomorrow"}'
+    (tmp_path / "text" / "tokenizer_config.json").write_text(tokenizer)
+    text = refused(tmp_path / "text")
     assert "the tokenizer in" in text
     assert "pip install sentencepiece" in text
-
-
-def test_an_image_processor_whose_class_is_not_there_says_what_to_do(tmp_path):
-    save(vit(), tmp_path, tokenizer=False)
-    settings = '{"image_processor_type": "ProcessorOfTomorrow"}'
-    (tmp_path / "preprocessor_config.json").write_text(settings)
-    text = refused(tmp_path)
+    save(vit(), tmp_path / "image", tokenizer=False)
+    processor = '{"image_processor_type": "ProcessorOfTomorrow"}'
+    (tmp_path / "image" / "preprocessor_config.json").write_text(processor)
+    text = refused(tmp_path / "image")
     assert "the image processor in" in text
     assert "--mean and --std" in text

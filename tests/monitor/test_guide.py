@@ -44,8 +44,8 @@ def test_the_guides_have_their_examples():
 
 @pytest.fixture(autouse=True)
 def _shallow(monkeypatch):
-    """Cut the models of timm that the guides build to two of their twelve blocks."""
-    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=2))
+    """Cut the models of timm that the guides build to one of their twelve blocks."""
+    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1))
 
 
 @pytest.mark.parametrize("name", FOLDERS)

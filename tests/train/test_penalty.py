@@ -262,7 +262,7 @@ def test_specformer_takes_each_head_its_own_columns(zoo, name):
                 float(torch.linalg.matrix_norm(w, 2)) ** 2 for w in each.values()
             )
     read = SpecformerPenalty(net, batch, (1.0, 2.0, 3.0))
-    for _ in range(400):
+    for _ in range(200):
         value = read()
     assert float(value) == pytest.approx(exact, rel=1e-3)
     net.module.requires_grad_(True)
@@ -279,7 +279,7 @@ def test_specformer_takes_heads_of_a_loop():
     spec = ModelSpec(module, (own_modules.TOKENS, own_modules.WIDTH), kind="tokens")
     net = assemble(spec, LoadOptions(dtype="float64"), name="own", source="own")
     read = SpecformerPenalty(net, Batch(x, None, ("a", "b")))
-    for _ in range(400):
+    for _ in range(200):
         value = read()
     exact = sum(torch.linalg.matrix_norm(w, 2).square().sum() for w in module.own.w)
     assert float(value) == pytest.approx(float(exact), rel=1e-3)

@@ -68,6 +68,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
             continue
         changed = max(each.stat().st_mtime_ns for each in files)
         known.append(Checkpoint(path.name, model, step, changed))
+    # Of several with one step the newest comes last, and stays in the dictionary.
     known.sort(key=lambda each: (each.step, each.changed))
     return list({each.step: each for each in known}.values())
 

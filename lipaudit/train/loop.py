@@ -102,7 +102,8 @@ def train(
         run = Training(net, data, recipe)
         first = run.restore(state) if state is not None else 0
         for number in range(first, recipe.epochs):
-            # Dropout draws from torch's random state, timm's mixing from numpy's.
+            # Dropout draws from torch's random state, timm's mixing from numpy's. Each epoch has a
+            # seed of its own, so that a resumed run draws the same numbers.
             seed, kept = recipe.seed * 100_003 + number, np.random.get_state()
             with seed_device(seed, net.device):
                 np.random.seed(seed % 2**32)
@@ -141,8 +142,10 @@ class Training:
             if recipe.schedule == "onecycle"
             else CosineAnnealingLR(self.optimizer, steps)
         )
+        # An attack starts from the plain image, so it would undo a mix and keep its labels.
         mixes = net.kind == "image" and recipe.adversarial is None
         self.mix = make_mix(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
+        # On the CPU: the order of samples and their shifts are the same on every device.
         self.rng = torch.Generator().manual_seed(recipe.seed)
         self.weights: SpecformerPenalty | None = None
         if recipe.penalty == "specformer":

@@ -119,6 +119,7 @@ class _Watch:
                 "the batch size, over which the penalty is averaged, is unknown",
                 "Call the same module that was given to attention_penalty, on tensors.",
             )
+        # Autocast would take the products of the penalty itself in 16 bits.
         with torch.autocast(call.q.device.type, enabled=False):
             values, counted = _row_values(call, self.k, self.entries)
         if self.mask is not None:

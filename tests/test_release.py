@@ -37,7 +37,7 @@ PUBLIC = {
     "lipaudit.bounds": (
         dir(lipaudit.bounds),
         "appendix_c ball_norm ball_sharp castin every exact heads hu mean_field sharp theorem3 "
-        "theorem3_g1 theorem3_half",
+        "theorem3_g1",
     ),
     "lipaudit.monitor": ([*CALLBACKS], "LightningCallback TrainerCallback"),
     "commands": (

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "demo attention": ("attention", "demo", *BRIEF),
     "demo jacobian": ("jacobian", "demo", *BRIEF, "--per-layer"),
     "demo attack": ("attack", "demo", "--samples", "4", "--eps", "0.1"),
-    "demo certify": ("certify", "demo", "--samples", "1", "--eps", "1/255", "--nodes", "20"),
+    "demo certify": ("certify", "demo", "--samples", "1", "--eps", "1/255", "--order", "1"),
     "demo scaling": ("scaling", "demo", *BRIEF, "--mode", "real", "--lengths", "5:17:log3"),
     "minilm bounds": (
         "bounds",

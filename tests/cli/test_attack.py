@@ -32,7 +32,7 @@ def robust(rows: list[dict]) -> dict[tuple[str, str], float]:
 
 
 def test_the_preset_of_the_paper():
-    found = attack("demo", "--attack", "paper", "-n", "1")
+    found = attack("demo", "--attack", "paper", "--queries", "99", "-n", "1")
     rows = robust(found["rows"])
     names = {(name, eps) for name in ("fgsm", "pgd") for eps in ("2/255", "4/255")}
     assert names <= rows.keys()

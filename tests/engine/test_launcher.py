@@ -50,7 +50,7 @@ def test_processes_that_cannot_meet_are_told_how(env):
 
 
 def test_processes_that_do_not_come_are_missed(monkeypatch):
-    monkeypatch.setattr(launcher, "JOIN", timedelta(seconds=1))
+    monkeypatch.setattr(launcher, "JOIN", timedelta(seconds=0.2))
     monkeypatch.setattr(launcher, "CLOSING", 0.0)
     place = Place(0, 2, 0, "127.0.0.1", int(processes.free_port()))
     with (
@@ -161,14 +161,14 @@ def test_every_process_keeps_its_parts_until_the_report_of_all_is_complete(alone
 def fill_disk_of_first() -> None:
     """Let rank 0 write only small files."""
     if os.environ["RANK"] == "0":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
 
 
 def test_a_report_that_the_first_cannot_write_ends_all(tmp_path):
-    args = (*NORMS, "-o", "two.html")
+    args = (*NORMS, "-o", "two.json")
     first, second = processes.ranks(2, *args, cwd=tmp_path, before=fill_disk_of_first)
     code, text = first.ended()
-    assert (code, "cannot write two.html" in text) == (3, True), text
+    assert (code, "cannot write two.json" in text) == (3, True), text
     code, text = second.ended()
     assert (code, "another of the 2 processes has ended" in text) == (3, True), text
 

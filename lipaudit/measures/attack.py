@@ -21,22 +21,8 @@ from lipaudit.attacks.kinds import (
     require_suitable,
 )
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.base import (
-    Measure,
-    MeasureOptions,
-    Part,
-    Values,
-    class_names,
-    join_facts,
-    join_parts,
-    make_rows,
-    mark_unique,
-    notes,
-    repeat_notes,
-    report_progress,
-    sample_ids,
-    share_columns,
-)
+from lipaudit.measures import base
+from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Need, Radii, distinct, option
 from lipaudit.tables import Note, Section
 from lipaudit.tables.columns import ACCURACY, OUTCOMES, Column, text_column
@@ -310,7 +296,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             batch_size=options.batch_size,
         ):
             outcomes.append(outcome)
-            report_progress(len(batch) * sum(work[: len(outcomes)]) / sum(work))
+            base.report_progress(len(batch) * sum(work[: len(outcomes)]) / sum(work))
         if net.scored == "continuation":
             further = Continued(net, batch, options.batch_size)
             outcomes += further.raise_losses(chunk, tuple(outcomes), options.seed)
@@ -419,7 +405,7 @@ def _make_part(
         facts |= {"texts": lines, "sizes": sizes}
     remarks = tuple(note for o in outcomes for note in o.notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
-    facts["classes"] = class_names(net, arrays["label"], arrays["predicted"])
+    facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
     return Part(batch.ids, arrays, facts, remarks)
 
 
@@ -481,10 +467,10 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     from lipaudit.measures import texts
 
     keys = [trial.key for trial in options.trials()]
-    columns: dict[str, Any] = {"ids": sample_ids(parts)}
-    columns |= {name: join_parts(parts, name) for name in ("label", "predicted", "correct")}
-    distance = dict(zip(keys, join_parts(parts, "distance").T, strict=True))
-    robust = dict(zip(keys, join_parts(parts, "robust").T, strict=True))
+    columns: dict[str, Any] = {"ids": base.sample_ids(parts)}
+    columns |= {name: base.join_parts(parts, name) for name in ("label", "predicted", "correct")}
+    distance = dict(zip(keys, base.join_parts(parts, "distance").T, strict=True))
+    robust = dict(zip(keys, base.join_parts(parts, "robust").T, strict=True))
     cost = dict(zip(keys, np.sum([part.facts["cost"] for part in parts], axis=0), strict=True))
     balls = worst_cases(keys)
     for ball, inside in balls.items():
@@ -497,10 +483,11 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     raised: dict[str, Values] = {}
     if "losses" in parts[0].values:  # attacks on continuations
         names = ["loss", *(key.column("loss") for key in keys)]
-        raised = dict(zip(names, join_parts(parts, "losses").astype(float).T, strict=True))
-    order, once = [*balls, *keys], mark_unique(parts)  # a repeated sample counts once in a share
+        raised = dict(zip(names, base.join_parts(parts, "losses").astype(float).T, strict=True))
+    # A repeated sample counts once in a share.
+    order, once = [*balls, *keys], base.mark_unique(parts)
     costs = np.array([cost[key] for key in order])
-    rows = make_rows(
+    rows = base.make_rows(
         ATTACK_TABLE,
         attack=[key.attack for key in order],
         norm=[key.norm for key in order],
@@ -508,7 +495,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         eps_text=[key.radius.text for key in order],
         samples=int(once.sum()),
         clean=columns["correct"][once].mean(),
-        **share_columns("robust", np.stack([robust[key][once] for key in order], 1)),
+        **base.share_columns("robust", np.stack([robust[key][once] for key in order], 1)),
         seconds=costs[:, 0].round(3),
         forwards=costs[:, 1].astype(int),
         backwards=costs[:, 2].astype(int),
@@ -522,8 +509,8 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
             samples={name: tuple(np.asarray(v).tolist()) for name, v in cells.items()},
             notes=_write_notes(parts, options.trials(), len(once))
             + ((texts.note_losses(raised),) if raised else ()),
-            examples=join_facts(parts, "examples"),
-            classes=join_facts(parts, "classes"),
+            examples=base.join_facts(parts, "examples"),
+            classes=base.join_facts(parts, "classes"),
         )
     ]
 
@@ -544,9 +531,9 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += note_square(int(before), int(after), samples)
     remarks += tuple(texts.note_changes(parts, trials))
-    remarks += repeat_notes(parts)
+    remarks += base.repeat_notes(parts)
     planned = tuple(note for trial in trials for note in trial.notes)
-    return tuple(dict.fromkeys(remarks + planned + notes(parts)))
+    return tuple(dict.fromkeys(remarks + planned + base.notes(parts)))
 
 
 def sum_checks(parts: Sequence[Part]) -> Checks:
@@ -577,7 +564,7 @@ def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes
     longest = max(x.shape[2] for x in each)
     room = [[(0, longest - n if axis == 2 else 0) for axis, n in enumerate(x.shape)] for x in each]
     x_adv = np.concatenate([np.pad(x, pads) for x, pads in zip(each, room, strict=True)])
-    broken = ~join_parts(parts, "robust").astype(bool)
+    broken = ~base.join_parts(parts, "robust").astype(bool)
     # The first example that broke a sample; the last one tried where none did.
     first = np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
     tensors = {
@@ -585,8 +572,8 @@ def encode_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes
         for i, trial in enumerate(options.trials())
     }
     tensors["x"] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
-    tensors["y"] = join_parts(parts, "label").astype(np.int64)
-    return [save(tensors, {MADE_OF: json.dumps(sample_ids(parts))})]
+    tensors["y"] = base.join_parts(parts, "label").astype(np.int64)
+    return [save(tensors, {MADE_OF: json.dumps(base.sample_ids(parts))})]
 
 
 ATTACK = Measure(

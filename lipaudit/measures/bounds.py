@@ -152,6 +152,7 @@ LAYERS_TABLE = Layout(
 )
 
 
+# Bounds for all inputs whose tokens are short: they hold in the ball without a search.
 _column_of_tokens = partial(
     Column, domain="all inputs, every ||x_i|| <= R + r", status="certified"
 )
@@ -218,6 +219,7 @@ COLUMNS = ("ball_norm", *CERTIFIED)
 LOOSE = 10
 
 
+# Figures of heads that bounds are made of, at X.
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 # Columns of heads besides the bounds.
 OF_HEADS = ("exact", "upper", "within", "splitting_gain", "forward_error")
@@ -348,6 +350,7 @@ def _measure_heads(
     reduced["layer_missed"] = torch.stack(missed).sum(0)[:, None]
     balls = []
     for r in map(float, options.radius):
+        # X is in the ball: what the search finds is never below the norm there.
         norm = ball_norm(heads, r, seeds=seeds)
         found = torch.where(norm.isnan(), norm, norm.maximum(exact.norm.to(norm)))
         sharp = ball_sharp(heads, r, sharp=reduced["sharp"], weights=weights)

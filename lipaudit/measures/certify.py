@@ -140,8 +140,10 @@ class CertifyOptions(MeasureOptions):
         return tuple(sorted(planned, key=lambda trial: trial.radius.value))
 
 
+# A lower limit of the truth, and an upper one.
 _proven_column = partial(Column, better="higher", domain="ball", status="certified")
 _found_column = partial(Column, better="higher", domain="ball", status="empirical")
+# Differs from machine to machine, so no gate reads it.
 SECONDS = Column("seconds", "Wall time of the proofs.", format=".1f", unit="s", domain="")
 
 CERTIFY_TABLE = Layout(

@@ -139,6 +139,7 @@ class WorstHead:
         first, last = self.worst.radius(3.0), min(self.own, self.worst.radius(lengths[-1] ** 2.0))
         squares = torch.linspace(first**2, last**2, RADII if first < last else 1)
         steps = squares.double().sqrt().tolist()
+        # Radii with the lengths at which each is measured.
         points = {
             "adversarial": [(radius, lengths) for radius in radii],
             "radius": [(radius, lengths[-1:]) for radius in steps],

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
 
 
-# Output of a Jacobian, as `Target` reads it.
+# Output of a Jacobian, spelled as `Target` writes it: two spellings are one setting.
 EndPoint = Annotated[str, AfterValidator(lambda text: Target.parse(text).text)]
 
 
+# A radius needs classes to compare.
 OF_CLASSES = Need(
     "--to logits", lambda options: Target.parse(options.target or "logits").what == "logits"
 )
@@ -167,7 +168,9 @@ JACOBIAN_TABLE = Layout(
 
 # Columns that accompany every norm, with their types.
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
+# Those that blocks have, too, with `block_` before the name.
 OF_BLOCKS = ("norm", "within", "products", "converged")
+# What did not converge, in the words of a note.
 CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 ScalingMode = Literal["real", "adversarial", "radius", "ascent"]
 
 
+# Worst cases have a radius and a mask of their own; data have those of the model.
 WORST = Need("a --mode other than real", lambda o: {*o.modes} != {"real"})
 
 

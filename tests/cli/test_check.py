@@ -8,7 +8,29 @@ import pytest
 
 from lipaudit.measures import load_measures
 from tests.commands import invoke, refuse, replace_parts
-from tests.engine.test_fitting import MODEL
+
+MODEL = '''
+import torch
+from torch import nn
+from lipaudit.models.net import ModelSpec
+
+class Attention(nn.Module):
+    """Two heads; gated logits have no closed form."""
+
+    def __init__(self, gated):
+        super().__init__()
+        self.qkv, self.gated = nn.Linear(8, 24), gated
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        logits = q @ k.mT
+        p = (logits * x.mean((1, 2))[:, None, None, None] if self.gated else logits).softmax(-1)
+        return (p @ v).transpose(1, 2).flatten(2)
+
+def make(gated=True):
+    layers = nn.Sequential(Attention(gated), Attention(False))
+    return ModelSpec(layers, (5, 8), kind="tokens", classifier=False)
+'''
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ STATISTICS = "attention statistics"
 EXACT = "exact norms of all heads"
 LAYERS = "exact norms of all layers"
 BOUNDS = "all bounds"
+OTHER = "other parts of a layer"
 FUNCTIONS = {
     SURVEY: ("find_layers", "survey", "make_survey"),
     READING: ("capture", "Layer.heads"),
@@ -38,7 +39,7 @@ FUNCTIONS = {
     BOUNDS: ("head_bounds",),
     WEIGHTS: ("KnownWeights.of",),
     STATISTICS: ("layer_statistics",),
-    "other parts of a layer": ("_measure_layer", "_measure_numerically"),
+    OTHER: ("_measure_layer", "_measure_numerically"),
 }
 """What a quantity is made of, by the names of functions, at whatever commit."""
 PARTS = (EXACT, LAYERS, BOUNDS)

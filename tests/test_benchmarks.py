@@ -10,7 +10,7 @@ import torch
 from scipy.stats import linregress
 
 from benchmarks import __main__ as entry
-from benchmarks import bench_gpu
+from benchmarks import bench_gpu, bench_heads
 from benchmarks.bench_growth import Growth, page
 from benchmarks.shared import rounds
 from benchmarks.shared.flops import Flops
@@ -81,6 +81,16 @@ def test_a_profile_leaves_out_what_other_watched_functions_take(monkeypatch):
     assert spectral.shift_exponent is inner
     # The clock ticks at the start of both and at the end of both: 3 in all, 1 of them inside.
     assert profile.seconds == {"inner": 1, "outer": 2}
+
+
+def test_the_cost_of_every_part_of_bounds_is_told_apart():
+    (subject,) = bench_heads.subjects(
+        argparse.Namespace(models=["demo"], samples=1, max_tokens=8)
+    ).values()
+    measured = subject()
+    assert measured.problems == {}
+    assert measured.seconds.keys() >= {*bench_heads.FUNCTIONS} - {bench_heads.OTHER}
+    assert all(seconds > 0 for seconds in measured.seconds.values())
 
 
 def test_a_side_is_a_process_that_says_what_it_can_measure():

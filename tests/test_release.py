@@ -145,7 +145,7 @@ def test_the_container_has_the_declared_versions_and_a_user_that_is_not_root():
 
 def test_pages_pin_the_action_and_the_hook_to_this_version():
     page = (ROOT / "docs/guide/gate.md").read_text(encoding="utf-8")
-    pins = re.findall(r"OWNER/lipaudit(?:@|\n +rev: )(\S+)", page)
+    pins = re.findall(r"[\w-]+/lipaudit(?:@|\n +rev: )(\S+)", page)
     assert pins == [f"v{lipaudit.__version__}"] * 2
 
 

@@ -50,7 +50,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Form:
+class QuestionForm:
     """How the rows of a table ask.
 
     Attributes:
@@ -196,7 +196,7 @@ def _encode_pair(
 
 def _choose_form(
     table: SampleTable, rows: Mapping[int, Mapping[str, Any]], options: DataOptions
-) -> Form:
+) -> QuestionForm:
     """Derive the kind of question from the columns of a table.
 
     Raises:
@@ -211,7 +211,7 @@ def _choose_form(
     if pair is None and label is None and len(texts) == 2:
         pair, plain = (texts[0], texts[1]), True
     if not choices and pair is not None and plain:
-        return Form("continuation", pair[:1], pair[1])
+        return QuestionForm("continuation", pair[:1], pair[1])
     if label is None:
         raise InputError(
             f"{origin} has no column to score (columns: {', '.join(columns)})",
@@ -220,10 +220,12 @@ def _choose_form(
         )
     prompts = choose_text_columns(table, options, usual=PROMPTS)
     if choices:
-        return Form("choices", prompts, choices, label)
+        return QuestionForm("choices", prompts, choices, label)
     known, needed = table.classes.get(label), (*prompts, label)
     if known is not None:
-        return Form("labels", prompts, "", label, tuple(known), tuple(map(str, range(len(known)))))
+        return QuestionForm(
+            "labels", prompts, "", label, tuple(known), tuple(map(str, range(len(known))))
+        )
     whole = [row for row in rows.values() if not any(is_empty(row.get(n)) for n in needed)]
     words = tuple(sorted({str(row[label]) for row in whole}))
     number = next((v for v in words if v.strip().lstrip("-").replace(".", "").isdigit()), None)
@@ -232,7 +234,7 @@ def _choose_form(
         f"{origin}: {label!r} holds numbers ({number}), but a language model needs words",
         "Write the class names into that column, or name another with --label-column.",
     )
-    return Form("labels", prompts, "", label, words, words)
+    return QuestionForm("labels", prompts, "", label, words, words)
 
 
 def _read_choices(value: Any) -> tuple[str, ...]:

@@ -274,7 +274,7 @@ def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
         if rule.limit.kind == "relative":
             advice = "Write -2pp, not -2%."
             raise UsageError(f"{rule.text!r}: a share changes in percentage points", advice)
-        worse = rule.worse * (new - old)
+        worse = _compute_change(rule, old, new)
         return statistics.judge_share(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
     if rule.stat == "max":
         advice = "Use an absolute limit for `max`, or judge p95."
@@ -293,9 +293,10 @@ def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
 
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
     """Return changes for the worse: logarithms of ratios for a relative limit."""
-    return rule.worse * statistics.compute_changes(
-        old, new, relative=rule.limit.kind == "relative"
-    )
+    if rule.limit.kind != "relative":
+        return rule.worse * (new - old)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return rule.worse * np.where(new == old, 0.0, np.log(new) - np.log(old))
 
 
 def _require_positive(rule: Rule, *values: Values) -> None:

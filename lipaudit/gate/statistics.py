@@ -63,14 +63,6 @@ class Evidence:
     mcnemar: float | None = None
 
 
-def compute_changes(old: Values, new: Values, *, relative: bool) -> Values:
-    """Return the change of each value: logarithms of ratios for relative changes."""
-    if not relative:
-        return new - old
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(new == old, 0.0, np.log(new) - np.log(old))
-
-
 def judge_median(changes: Values) -> Evidence:
     """Judge the median of paired changes by the sign test.
 

@@ -53,7 +53,7 @@ class WatchingCallback:
         if self.monitor is not None:
             self.monitor(step)
 
-    def finish_watching(self) -> None:
+    def on_train_end(self, *_: Any, **known: Any) -> None:
         """Measure after the last step, and write the page."""
         if self.monitor is not None:
             self.monitor.close()
@@ -71,9 +71,6 @@ def make_trainer() -> type:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             self.finish_step(state.global_step)
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-            self.finish_watching()
 
     return TrainerCallback
 
@@ -97,8 +94,5 @@ def make_lightning() -> type:
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             self.finish_step(trainer.global_step)
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.finish_watching()
 
     return LightningCallback

@@ -27,6 +27,7 @@ from lipaudit.report.opening import find_places, list_figures, open_page
 from lipaudit.report.samples import list_names
 from lipaudit.report.sections import FIT, TOP, map_heads
 from lipaudit.tables import Column, Note, Report, model_labels
+from lipaudit.tables.columns import group_values
 from lipaudit.tables.trials import FLAGS
 
 
@@ -83,10 +84,7 @@ def make_comparison_page(
         lead, of = (f"{pair.new}: ", f" ({pair.new})") if several else ("", "")
         counts.append(lead + _count_verdicts(pair))
         # Conditions that differ, and the metrics that they exclude.
-        refused: dict[str, list[str]] = {}
-        for verdict in pair.verdicts:
-            if verdict.reason:
-                refused.setdefault(verdict.reason, []).append(verdict.metric)
+        refused = group_values((v.reason, v.metric) for v in pair.verdicts if v.reason)
         excluded = (f"not compared, {why}: {', '.join(names)}" for why, names in refused.items())
         warnings += _make_notes("warning", (lead + text for text in (*pair.warnings, *excluded)))
         figures = _show_figures(pair, short=short)
@@ -174,9 +172,7 @@ def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
 
 def _show_heads(pair: Pair, most: int) -> list[Block]:
     """Show the heads that moved most; unless they are few, also the changes of all as maps."""
-    groups: dict[str, list[HeadChange]] = {}
-    for head in pair.heads:
-        groups.setdefault(head.metric.rpartition(":")[0], []).append(head)
+    groups = group_values((head.metric.rpartition(":")[0], head) for head in pair.heads)
     if not groups:
         return []
     first, changes = next(iter(groups.items()))
@@ -271,14 +267,10 @@ def tabulate_ranking(
 
 def describe_ranking(ranking: Ranking) -> str:
     """Describe which models are best, behind or not distinguishable; empty if not ranked."""
-    named: dict[tuple[str, str], list[str]] = {}
-    for model in ranking.models:
-        reason = f" ({model.reason})" if model.reason else ""
-        named.setdefault((model.outcome, reason), []).append(model.model)
+    named = group_values(((m.outcome, m.reason), m.model) for m in ranking.models if m.outcome)
     return " ".join(
-        f"{outcome.capitalize()}: {', '.join(models)}{reason}."
+        f"{outcome.capitalize()}: {', '.join(models)}{f' ({reason})' if reason else ''}."
         for (outcome, reason), models in named.items()
-        if outcome
     )
 
 
@@ -346,9 +338,7 @@ def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], 
 
     All verdicts are listed if they are few, else those that do not simply pass.
     """
-    rules: dict[str, list[Verdict]] = {}
-    for verdict in judgement.verdicts:
-        rules.setdefault(verdict.rule, []).append(verdict)
+    rules = group_values((verdict.rule, verdict) for verdict in judgement.verdicts)
     for rule, verdicts in rules.items():
         # For an upper limit the largest excess comes first, for a lower one the largest shortfall.
         sign = -1 if ">=" in rule else 1

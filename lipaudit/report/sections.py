@@ -29,7 +29,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.opening import SEED, format_setting
 from lipaudit.tables import Column, Note, Row, Section
-from lipaudit.tables.columns import find_bounds, finite, log10_ratio, naming, order
+from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, naming, order
 from lipaudit.tables.report import Display
 from lipaudit.tables.trials import WORST
 
@@ -233,14 +233,6 @@ def read_rows(sections: Sections) -> list[Row]:
     return rows
 
 
-def group_rows(rows: Iterable[Row], name: Callable[[Row], str]) -> dict[str, list[Row]]:
-    """Return the rows of each name."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(name(row), []).append(row)
-    return groups
-
-
 # Bounds beside exact norms
 
 
@@ -301,8 +293,8 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
     if "" not in sections:
         rows = [row for row in rows if row.attack == WORST] or rows
     accuracy = replace(columns["robust"], label="accuracy")
-    for norm, group in group_rows(rows, lambda row: str(row.norm)).items():
-        lines = group_rows(group, lambda row: str(row.model or row.attack)).items()
+    for norm, group in group_values((str(row.norm), row) for row in rows).items():
+        lines = group_values((str(row.model or row.attack), row) for row in group).items()
         # No attack counts as a ball of radius 0.
         starts = {name: Row({"eps": 0.0, "robust": line[0].clean}) for name, line in lines}
         series = [make_series(k, [*line, starts[k]], "eps", "robust") for k, line in lines]

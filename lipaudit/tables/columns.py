@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -27,6 +27,8 @@ from lipaudit.tables.trials import TrialKey, parse_radius
 if TYPE_CHECKING:
     import numpy as np
 
+Group = TypeVar("Group")
+T = TypeVar("T")
 Status = Literal["certified", "exact", "bound", "estimate", "empirical"]
 Better = Literal["lower", "higher"]
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -306,6 +308,18 @@ def middle(values: Iterable[Any]) -> float | None:
     """Return the median of the finite numbers, None without any."""
     numbers = finite(values)
     return median(numbers) if numbers else None
+
+
+def group_values(pairs: Iterable[tuple[Group, T]]) -> dict[Group, list[T]]:
+    """Collect the values of each group, in the order of the pairs.
+
+    >>> group_values([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    groups: dict[Group, list[T]] = {}
+    for name, value in pairs:
+        groups.setdefault(name, []).append(value)
+    return groups
 
 
 def order(value: Any) -> float:

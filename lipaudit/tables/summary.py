@@ -18,6 +18,7 @@ from lipaudit.tables.columns import (
     Status,
     find_bounds,
     finite,
+    group_values,
     largest,
     log10_ratio,
     median_limits,
@@ -242,9 +243,7 @@ def _list_balls(report: Report) -> Iterator[Accuracy]:
 
     Robust accuracy comes from certificates only if no attack section has the ball.
     """
-    balls: dict[tuple[str, float], list[Row]] = {}
-    for row in rows_of(report.section("attack")):
-        balls.setdefault((row.norm, row.eps), []).append(row)
+    balls = group_values(((r.norm, r.eps), r) for r in rows_of(report.section("attack")))
     found: list[tuple[str, str, Row, dict[str, Any]]] = []
     for group in balls.values():
         tried = tuple(row.attack for row in group if row.attack != WORST)

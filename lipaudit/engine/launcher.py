@@ -98,8 +98,7 @@ def share_run(run: RunOptions, place: Place) -> RunOptions:
         )
     if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
         return run
-    device = f"cuda:{place.local % torch.cuda.device_count()}"
-    return run.model_copy(update={"device": device})
+    return run.model_copy(update={"device": f"cuda:{place.local % torch.cuda.device_count()}"})
 
 
 @contextmanager

@@ -124,8 +124,7 @@ def list_origins(samples: Samples) -> dict[str, tuple[str, ...]]:
     """Return the places of the samples in the data, by columns; empty for random samples."""
     if not samples.origins:
         return {}
-    places = tuple(origin.place for origin in samples.origins)
-    texts = tuple(origin.text for origin in samples.origins)
+    places, texts = zip(*((origin.place, origin.text) for origin in samples.origins), strict=True)
     columns = {"ids": samples.batch.ids, "place": places}
     return columns | ({"text": texts} if any(texts) else {})
 

@@ -372,5 +372,4 @@ def _map_ids(report: Report, first: Report) -> dict[str, str]:
 def _rename_ids(record: Record, names: Mapping[str, str]) -> Record:
     """Return a report or a section with other ids in its per-sample columns."""
     ids = tuple(names.get(str(name), name) for name in record.samples.get("ids", ()))
-    samples = record.samples | ({"ids": ids} if ids else {})
-    return record.model_copy(update={"samples": samples})
+    return record.model_copy(update={"samples": record.samples | ({"ids": ids} if ids else {})})

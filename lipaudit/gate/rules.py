@@ -398,8 +398,7 @@ class Judgement(Frozen):
             counts = Counter(verdict.status for verdict in self.verdicts)
             return f"pass: {', '.join(f'{number} {status}' for status, number in counts.items())}"
         gravest = [verdict for verdict in bad if self._code(verdict) == self.exit_code]
-        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        return gravest[0].line + more
+        return gravest[0].line + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
 
     def fails(self, verdict: Verdict) -> bool:
         """Say whether a verdict fails the gate."""

@@ -175,7 +175,6 @@ class CheckpointFolder:
         Raises:
             LipauditError: it could not be measured.
         """
-        request = replace(self.request, model=str(checkpoint.model))
-        job = prepare(request, samples=self.samples)
+        job = prepare(replace(self.request, model=str(checkpoint.model)), samples=self.samples)
         self.samples = job.samples
         self.reports.write(checkpoint.step, execute(job, observer))

@@ -68,8 +68,7 @@ def format_significant(value: float, spec: str = ".3g") -> str:
         sign = "+" * spec.startswith("+")
         # The flag # keeps trailing zeros, and a final point, which is removed below.
         spec = f"{sign}#{spec.removeprefix(sign)}"
-    written = format_number(value, spec)
-    return re.sub(r"\.(?=e|$)", "", written)
+    return re.sub(r"\.(?=e|$)", "", format_number(value, spec))
 
 
 def write_math(label: str) -> str:

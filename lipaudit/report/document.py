@@ -44,8 +44,8 @@ def make_page(report: Report, *, short: bool = False) -> Document:
     if steps := tuple(opening.suggest_steps(report)):
         chapters.append(Chapter("next-steps", "What to do next", (Points(steps),)))
     warnings = [n for s in report.sections for n in s.notes if n.level == "warning"]
-    shown = [*opening.list_common_notes(report), *warnings]  # the top of the page shows these
-    chapters += list_chapters([report], shown)
+    # The top of the page shows these notes.
+    chapters += list_chapters([report], [*opening.list_common_notes(report), *warnings])
     if broken(report) or any("norm" in s.samples and s.ids for s in report.sections):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst-samples", title, show_worst(report)))

@@ -38,8 +38,7 @@ def render(page: blocks.Document) -> bytes:
     # The page permits only the script with this hash, so a name cannot smuggle in another.
     script = environment.get_template("page.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    template = environment.get_template("report.html")
-    text = template.render(page=page, script=script, digest=digest)
+    text = environment.get_template("report.html").render(page=page, script=script, digest=digest)
     return visible(text, keep="\n\t").encode()
 
 

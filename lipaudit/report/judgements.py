@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import get_args
 
 from lipaudit.gate.comparison import Comparison, HeadChange, Pair, Ranking
 from lipaudit.gate.rules import UNPROVEN, Judgement, Verdict, VerdictStatus, amount
@@ -86,7 +86,7 @@ def make_comparison_page(
         # Conditions that differ, and the metrics that they exclude.
         refused = group_values((v.reason, v.metric) for v in pair.verdicts if v.reason)
         excluded = (f"not compared, {why}: {', '.join(names)}" for why, names in refused.items())
-        warnings += _make_notes("warning", (lead + text for text in (*pair.warnings, *excluded)))
+        warnings += (Note.warn("differs", lead + text) for text in (*pair.warnings, *excluded))
         figures = _show_figures(pair, short=short)
         samples = _show_samples(pair, places, FEW if short else FIT)
         heads = _show_heads(pair, FEW if short else TOP)
@@ -105,10 +105,6 @@ def make_comparison_page(
     page = make_pages(reports, [open_page(answer, "", facts, warnings), *chapters], short=short)
     which = f"{len(pairs)} models" if several else pairs[0].new
     return replace(page, title=f"lipaudit: {which} against {pairs[0].old}")
-
-
-def _make_notes(level: Literal["info", "warning"], texts: Iterable[str]) -> list[Note]:
-    return [Note(level=level, code="differs", text=text) for text in texts]
 
 
 def _count_verdicts(pair: Pair) -> str:
@@ -149,12 +145,13 @@ def _show_figures(pair: Pair, *, short: bool) -> list[Block]:
     moved = {i for i, v in enumerate(shown) if v.status in ("regressed", "improved")}
     title = f"The first {len(shown)} of {len(judged)}" if len(shown) < len(judged) else ""
     table = [make_table(title, rows, strong=moved)] if rows else []
-    return [*table, *list_notes(_make_notes("info", () if short else pair.notes))]
+    notes = () if short else pair.notes
+    return [*table, *list_notes(Note.info("differs", text) for text in notes)]
 
 
-def _read_change(head: HeadChange) -> float | None:
-    """Return the paired change of a head, else the change of its two figures."""
-    return head.change if head.paired is None else head.paired
+def _read_change(verdict: Verdict) -> float | None:
+    """Return the paired change, else the change of the two figures."""
+    return verdict.change if verdict.paired is None else verdict.paired
 
 
 def rank_heads(changes: Sequence[HeadChange]) -> list[HeadChange]:
@@ -230,8 +227,7 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
         for end, when in enumerate(("old", "new")):
             label = ", ".join(filter(None, (column.label, trial, when)))
             for row, sample in zip(rows, shown, strict=True):
-                values = sample.figures.get(metric, (None, None))
-                row[replace(column, label=label)] = values[end]
+                row[replace(column, label=label)] = sample.figures.get(metric, (None, None))[end]
     part = f" ({len(shown)} of {len(flipped)})" if len(shown) < len(flipped) else ""
     return [make_table(f"Samples that changed{part}", rows)] if shown else []
 
@@ -278,9 +274,8 @@ def _format_difference(difference: Verdict | None) -> str | None:
     """Write a difference with its limits; the best model has none."""
     if difference is None:
         return None
-    value = difference.paired if difference.samples else difference.change
     limits = difference.texts["limits"]
-    return amount(value, difference.unit) + (f" ({limits})" if limits else "")
+    return amount(_read_change(difference), difference.unit) + (f" ({limits})" if limits else "")
 
 
 # Judgements
@@ -326,7 +321,8 @@ def make_judgement_page(judgement: Judgement) -> Document:
         ("baseline", judgement.baseline + file),
         ("confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"),
     )
-    opening = open_page(answer, "", facts, _make_notes("warning", judgement.warnings))
+    warnings = (Note.warn("differs", text) for text in judgement.warnings)
+    opening = open_page(answer, "", facts, warnings)
     chapter = Chapter("verdicts", "What is the verdict on each rule?", _show_verdicts(judgement))
     ending = "failed" if judgement.exit_code else "passed"
     title = f"lipaudit gate {ending}: {judgement.current} against {judgement.baseline}"

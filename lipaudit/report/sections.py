@@ -139,10 +139,8 @@ def tabulate(sections: Sections, names: Sequence[str] = (), by: str = "") -> Ite
         if {row.get(name) for row in rows} - {"", None, usual}:
             shown[name] = columns[name]
     keys = naming(shown) if shown else []
-    first: dict[tuple[object, ...], int] = {}
-    for row in rows:
-        first.setdefault(tuple(row.get(name) for name in keys), len(first))
-    rows.sort(key=lambda row: first[tuple(row.get(name) for name in keys)])
+    groups = group_values((tuple(row.get(name) for name in keys), row) for row in rows)
+    rows = [row for group in groups.values() for row in group]
     if "" not in sections:  # the model follows the keys
         pairs = list(shown.items())
         pairs.insert(len(keys), ("model", cells.HEADINGS["model"]))
@@ -165,8 +163,7 @@ def list_all_rows(section: Section) -> Table:
     shown = {n: c for n, c in section.columns.items() if any(row.get(n) != "" for row in rows)}
     lines = tuple(tuple(row.get(name) for name in shown) for row in rows)
     keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
-    title = f"All rows ({len(rows)})"
-    return Table(title, tuple(shown.values()), lines, keys, folded=True)
+    return Table(f"All rows ({len(rows)})", tuple(shown.values()), lines, keys, folded=True)
 
 
 # Maps of heads, histograms of samples

@@ -294,9 +294,7 @@ class Layout:
         Raises:
             ValueError: a cell is missing, of the wrong type or of no column.
         """
-        columns = self.columns
-        cells = {name.removesuffix("_"): value for name, value in cells.items()}
-        return make_row(columns, cells)
+        return make_row(self.columns, {n.removesuffix("_"): cell for n, cell in cells.items()})
 
     def reduce(self, samples: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, float]:
         """Return the cells that columns reduce from these values of each sample."""

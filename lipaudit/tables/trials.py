@@ -127,9 +127,8 @@ class TrialKey:
         """
         key, equals, value = word.partition("=")
         ours = {"attack": self.attack, "norm": self.norm, "eps": self.radius}
-        asked = {"attack": value, "norm": value, "eps": _radius(value)}
         if equals:
-            return key in ours and ours[key] == asked[key]
+            return ours.get(key) == (_radius(value) if key == "eps" else value)
         return word in (self.attack, self.norm) or self.radius == _radius(word)
 
 

@@ -178,8 +178,7 @@ class Training:
         net, recipe = self.net, self.recipe
         net.module.train()
         sums, losses = np.zeros(2), []
-        order = torch.randperm(len(data), generator=self.rng)
-        batches = split_batches(order, recipe.batch_size)
+        batches = split_batches(torch.randperm(len(data), generator=self.rng), recipe.batch_size)
         for number, index in enumerate(batches, 1):
             losses.append(self.step(data.rows(index).to(net.device, net.dtype)))
             if number % LOOK == 0 or number == len(batches):
@@ -240,8 +239,7 @@ class Training:
         start = random_start(x, ball, self.rng)
         net.module.eval()  # dropout would make gradients noisy
         try:
-            f = lambda z: net.read(net.call(z, None))  # noqa: E731
-            return pgd(f, x, y, ball, start=start, steps=steps)
+            return pgd(lambda z: net.read(net.call(z, None)), x, y, ball, start=start, steps=steps)
         finally:
             net.module.train()
 

@@ -180,8 +180,10 @@ def test_a_place_that_cannot_be_written_to_is_a_usage_error(place, saved):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_full_disk_behind_stdout(saved):
-    command = [sys.executable, "-m", "lipaudit", "report", saved]
+@pytest.mark.parametrize("args", [("report", "SAVED"), ("report", "SAVED", "-fjson"), ("schema",)])
+def test_a_full_disk_behind_stdout(args, saved):
+    typed = [saved if arg == "SAVED" else arg for arg in args]
+    command = [sys.executable, "-m", "lipaudit", *typed]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 3
@@ -190,11 +192,14 @@ def test_a_full_disk_behind_stdout(saved):
     assert "Traceback" not in done.stderr
 
 
-def test_an_ascii_terminal_gets_every_number(saved):
-    plain, env = invoke("report", saved).stdout, os.environ | {"PYTHONIOENCODING": "ascii"}
+@pytest.mark.parametrize(
+    "locale", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}]
+)
+def test_an_ascii_terminal_gets_every_number(locale, saved):
+    plain, env = invoke("report", saved).stdout, os.environ | locale
     command = [sys.executable, "-m", "lipaudit", "report", saved]
     done = subprocess.run(command, env=env, capture_output=True, check=True)
-    text = done.stdout.decode("ascii")
+    text = done.stdout.decode("ascii" if "PYTHONIOENCODING" in locale else "utf-8")
     assert text.count("?") == plain.count("?")  # nothing is replaced by one
     numbers = r"\b\d+\.\d+"
     assert re.findall(numbers, text) == re.findall(numbers, plain)

@@ -249,7 +249,7 @@ def test_saved_texts_read_back_as_they_were():
 def test_own_models(folder, name):
     how = ("--data", folder / "arrays.npz", "-n", 2, "--layers", "0")
     model = f"py:{folder}/own.py:{name}"
-    for more in ((), ("-v",)) if name != "named" else ():
+    for more in [("-v",)] if name == "named" else [(), ("-v",)]:
         run("bounds", model, *how, *more)
         run("check", model, *how[:4], *more)
     run("audit", model, *how[:4], "--only", "jacobian,attack", "--eps", "0.1", "--attack", "fgsm")

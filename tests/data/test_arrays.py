@@ -120,6 +120,9 @@ def test_files_that_are_refused(tmp_path, image_taker, refused):
     for name in ("b.npz", "c.safetensors"):
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
         assert "not a readable" in refused(tmp_path / name, image_taker())
+    # An object array is unpickled where it is opened, and pickles run code.
+    path = saved(tmp_path / "a.npz", x=np.array([{"code": 1}], dtype=object))
+    assert "not a readable array" in refused(path, image_taker())
 
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 4, 6), dtype=np.uint8)

@@ -136,6 +136,12 @@ def test_parts_of_splits(sets, read, says):
     assert "the split 'test[:' cannot be read" in says("hf:org/two/plain[test[:]")
 
 
+def test_without_a_card_the_names_of_files_tell_the_splits(sets, read):
+    sets.add("datasets/org/one", {"train.csv": b"text,label\na,pos\n", "test.csv": ROWS})
+    assert len(read("hf:org/one").batch) == 4
+    assert sets.downloads() == ["test.csv"]
+
+
 def test_unknown_splits_and_configurations(sets, says):
     sets.add("datasets/org/two", FILES)
     text = says("hf:org/two/plain[tset]")
@@ -206,6 +212,8 @@ def test_what_the_hub_refuses(sets, says):
     text = says("hf:org/gated/plain")
     assert "gated" in text.replace("org/gated", "")
     assert f"{sets.url}/datasets/org/gated" in text
+    sets.add("datasets/org/private", FILES, private=True)
+    assert "or it is private" in says("hf:org/private")
     sets.add("datasets/org/two", FILES)
     assert "org/two has no revision 'v9'" in says("hf:org/two@v9")
     sets.add("datasets/org/ill", FILES, files_status=503)

@@ -133,6 +133,7 @@ def test_windows_begin_with_whole_words(tmp_path, text_taker):
         ("t.csv", 'text\n"open', "not a readable .csv"),
         ("t.jsonl", "{", "line 1 is not JSON (Expecting property name"),
         ("t.jsonl", "[1]", "line 1 is not a {...} object"),
+        ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
         ("t.csv", "text,label\nx,0.7\n", "class '0.7'"),
         ("t.jsonl", '{"text": "x", "label": 0.7}', "class '0.7'"),
         ("t.txt", " \n", "is empty"),
@@ -160,6 +161,19 @@ BAD_LINES = [
     '{"text": "", "label": 1}',
 ]
 BAD_LINES += ['{"text": "c d", "label": 1}', "[1]"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_first_bad_line_of_the_file_is_named_whatever_the_seed(
+    tmp_path, text_taker, refused, seed
+):
+    """Empty lines count, and so do all lines of a row."""
+    path, net = tmp_path / "t.jsonl", text_taker(classes=2)
+    path.write_text("\n".join([*BAD_LINES[:2], *BAD_LINES[3:6]]))
+    assert "line 3 has no 'label'" in refused(path, net, seed=seed)
+    path = tmp_path / "t.csv"
+    path.write_text('text,label\n"two\nlines",1\n\nx\ny,0\n')
+    assert "line 5 has no 'label'" in refused(path, net, seed=seed)
 
 
 def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(tmp_path, text_taker, refused):

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from lipaudit.gate import judge
-from lipaudit.gate.rules import Verdict, parse_rule
+from lipaudit.gate import compare, judge
+from lipaudit.gate.rules import Verdict, amount, parse_rule
 from lipaudit.report import of_judgement, render
 from lipaudit.report.blocks import Paragraph
 
@@ -83,6 +83,23 @@ def test_every_format_writes_the_figures_of_a_verdict_alike(split, format):
 def test_the_change_of_figures_that_may_be_zero(values, change):
     verdict = Verdict(rule="r", metric="m", status="pass", **values)
     assert verdict.change == change
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_change_is_that_of_the_two_figures(report, bounds, jacobian, attack, norms, seed):
+    generator = np.random.default_rng(seed)
+    noisy = norms * np.exp(generator.normal(0, 0.5, norms.size))
+    exact = EXACT * np.exp(generator.normal(0, 0.5, EXACT.shape))
+    robust = generator.permutation(ROBUST)
+    old = report(bounds(EXACT), jacobian(norms), attack(ROBUST))
+    new = report(bounds(exact), jacobian(noisy), attack(robust), weights="b")
+    for verdict in (*judge(new, old).verdicts, *compare([old, new]).pairs[0].verdicts):
+        share = verdict.new / verdict.old - 1 if verdict.unit == "%" else verdict.new - verdict.old
+        assert verdict.change == pytest.approx(share, rel=1e-12)
+        assert f"({amount(share, verdict.unit)}" in verdict.figures
+        summary = verdict.metric.rpartition(":")[2]
+        if verdict.paired is not None and summary not in ("median", "each"):
+            assert verdict.paired == pytest.approx(verdict.change, abs=1e-12)
 
 
 def test_limits_are_called_infinite_only_where_they_are(report, attack, jacobian):

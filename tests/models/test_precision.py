@@ -1,7 +1,7 @@
 """Whatever the caller has switched on, figures are of float32, and it is left as it was."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import option_types
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import RunOptions
 
@@ -136,3 +136,23 @@ def test_a_model_may_use_flags_of_its_own():
     before = settings()
     assert norms(chooses=True) == norms(chooses=False)
     assert settings() == before
+
+
+def test_only_the_device_that_is_used_is_seeded(monkeypatch):
+    """To read the state of another GPU takes memory, which may be missing."""
+    asked = []
+
+    def seen(name):
+        return lambda *args: asked.append((name, *map(str, args)))
+
+    for name in ("get_rng_state", "manual_seed"):
+        monkeypatch.setattr(torch.cuda, name, seen(name))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_args: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda place: nullcontext(asked.append(str(place))))
+    torch.manual_seed(7)
+    asked.clear()
+    before = torch.get_rng_state()
+    with seed_device(3, torch.device("cuda:1")):
+        assert torch.initial_seed() == 3
+    assert asked == [("get_rng_state", "cuda:1"), "cuda:1", ("manual_seed", "3")]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -283,6 +283,15 @@ def grouped_convolutions(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, a.groups(x.mT[..., None])[..., 0].mT, a.named(x.mT).mT, a.v(x))
 
 
+own_parts(
+    "spread_convolutions",
+    "keys of a 1x1 convolution with a stride and padding",
+    "numerical",
+    add(conv=lambda: nn.Conv1d(WIDTH, WIDTH, 1, stride=2, padding=2)),  # as many as tokens
+    k=lambda a, x: a.conv(x.mT).mT,
+)
+
+
 @own("addmm over all tokens")
 def addmm(a: Any, x: Tensor) -> Tensor:
     rows = x.flatten(0, 1)

@@ -1,16 +1,18 @@
 """A model is surveyed once, again only where layers may be others, and keeps little of them."""
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures import attention, bounds, jacobian
 from lipaudit.models.attention import survey as surveys
-from lipaudit.models.attention.survey import find_layers
+from lipaudit.models.attention.survey import find_layers, survey
 from lipaudit.models.net import Net
 from tests.nets import draw, own_batch, own_net
 
@@ -187,3 +189,44 @@ def test_attention_that_samples_hardly_move_is_read(dtype):
     x = torch.rand(1, 5, WIDTH, dtype=net.dtype, generator=torch.Generator().manual_seed(0))
     (site,) = find_layers(net, own_batch(x))
     assert site.heads == 2
+
+
+def test_a_survey_leaves_no_tensor_of_a_pass_behind():
+    """Nor does any wait for the garbage collector."""
+    net, made = net_of(nn.Sequential(*(Branching() for _ in range(3)))), []
+    for part in net.module.modules():
+        part.register_forward_hook(
+            lambda _part, _x, y: made.append(StorageWeakRef(y.untyped_storage()))
+        )
+    gc.disable()
+    try:
+        known = survey(net, batch_of(9))
+        assert [site.closed_form for site in known.sites] == [True] * 3
+        assert made
+        assert all(storage.expired() for storage in made)
+    finally:
+        gc.enable()
+
+
+class Beforehand(nn.Module):
+    """Keys and values of all layers are made, and meet in a sum, before the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kv = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(3))
+        self.q, self.mix = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        pairs = [kv(x) for kv in self.kv]
+        x = x + self.mix(pairs[0] + pairs[1] + pairs[2])
+        for pair in pairs:
+            tensors = self.q(x), *pair.chunk(2, 2)
+            heads = (t.unflatten(2, (2, -1)).transpose(1, 2) for t in tensors)
+            x = x + F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_keys_that_were_made_beforehand_are_known_in_every_layer():
+    sites = find_layers(net_of(Beforehand()), batch_of(9))
+    assert [site.closed_form for site in sites] == [True] * 3

@@ -156,9 +156,12 @@ def test_dead_heads_are_read_like_the_others():
     assert site.kinds == ("affine", "affine", "affine")
 
 
-@pytest.mark.parametrize(("name", "head"), [("to_q", 1), ("to_k", 1), ("to_v", 0), ("to_v", 1)])
-def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(name, head):
-    """Off by a tenth in one head, beside another that is 1e15 times larger, or smaller."""
+@pytest.mark.parametrize(
+    ("name", "head", "factor"),
+    [("to_q", 1, 1.001), ("to_k", 1, 1.001), ("to_v", 0, 1.1), ("to_v", 1, 1.001)],
+)
+def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(name, head, factor):
+    """Off by a little in one head, beside another that is 1e15 times larger, or smaller."""
     net, site, batch = surveyed(dead_model() if name == "to_v" else Model())
 
     def compare(layer):
@@ -166,7 +169,7 @@ def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(name, hea
             plain, relative = read_product(layer.call, batch, site.structure.q)
             heads, parts = add_inputs(site.structure, plain, layer.call, batch, relative)
             weight = getattr(heads, name).weight.clone()
-            weight[head] *= 1.1
+            weight[head] *= factor
             wrong = replace(heads, **{name: replace(getattr(heads, name), weight=weight)})
             return [matches_autograd(each, parts, layer.call) for each in (heads, wrong)]
 
@@ -179,6 +182,22 @@ def test_agreement_is_judged_slice_by_slice():
     assert agree(a, b)
     assert agree(a, b, each=0)
     assert not agree(a, b, each=1)
+
+
+def test_an_affine_map_is_judged_head_by_head():
+    """Heads of very different sizes; the small one has an offset that depends on the position."""
+    y = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    scale = torch.tensor([1e4, 1.0])[None, :, None, None]
+    t = y.view(3, 4, 2, 4).transpose(1, 2) * scale
+    rows, columns = torch.arange(12).view(3, 4), torch.arange(8).view(2, 4)
+    source = Probed(t, (y,), lambda t: t)
+    assert graph.find_affine_map(source, rows, columns) is not None
+    shift = torch.tensor([0.0, 1e-2])[None, :, None, None] * torch.arange(4.0)[:, None]
+    shifted = Probed(t + shift, (y,), lambda t: t)
+    assert graph.find_affine_map(shifted, rows, columns) is None
+    identity = torch.eye(4).expand(3, 2, 4, 4, 4) * scale[..., None]
+    assert graph.is_linear(source, identity, rows, columns)
+    assert not graph.is_linear(shifted, identity, rows, columns)
 
 
 HEADS = 12
@@ -205,3 +224,9 @@ def test_a_column_that_feeds_two_heads_is_noticed(pair):
     columns = torch.arange(2 * HEADS).view(HEADS, 2).clone()
     columns[pair[1], 0] = columns[pair[0], 0]
     assert heads_of(probed(columns)) is None
+
+
+def test_a_column_that_feeds_nothing_has_no_head():
+    columns = torch.arange(2 * HEADS).view(HEADS, 2).clone()
+    columns[5, 1] = columns[5, 0]
+    assert heads_of(probed(columns))[11] == -1

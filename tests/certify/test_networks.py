@@ -97,18 +97,18 @@ def _attacked(model, x, label, points, form):
     """The smallest margins of points of the ball, then of steps down from the worst of them."""
     e, inputs = points(form, 200)
     moves = form.generators[: form.symbols.n].double().sum(0)
-    best = _difference(model(inputs), label).amin(0)
-    for j in range(CLASSES - 1):
-        at = inputs[_difference(model(inputs), label)[:, j].argmin()][None]
-        for _ in range(10):
-            at = at.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(_difference(model(at), label)[0, j], at)
-            if form.symbols.norm == "linf":
-                at = form.centre - moves * slope.sign()
-            else:
-                slope = slope * (moves > 0)
-                at = form.centre - moves.amax() * slope / torch.linalg.vector_norm(slope)
-            best = torch.minimum(best, _difference(model(at), label)[0].detach())
+    found = _difference(model(inputs), label)
+    best, at = found.amin(0), inputs[found.argmin(0)]
+    for _ in range(10):
+        at = at.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(_difference(model(at), label).trace(), at)
+        if form.symbols.norm == "linf":
+            at = form.centre - moves * slope.sign()
+        else:
+            slope = slope * (moves > 0)
+            sizes = torch.linalg.vector_norm(slope, dim=(1, 2, 3), keepdim=True)
+            at = form.centre - moves.amax() * slope / sizes
+        best = torch.minimum(best, _difference(model(at), label).detach().amin(0))
     return best
 
 
@@ -132,7 +132,8 @@ def test_no_margin_is_above_what_an_attack_reaches(name, norm, order, dtype, poi
     label = int(model(x).argmax())
     moving = torch.zeros(1, 3, 8, 8, dtype=torch.bool)
     moving[:, : 3 if order == 1 else 1, :, 2:4] = True
-    for eps in (1e-7, 5e-3) if norm == "linf" else (1e-7, 2e-2):
+    tiny = [1e-7] if dtype is torch.float32 else []  # where it is rounding that costs most
+    for eps in (5e-3 if norm == "linf" else 2e-2, *tiny):
         start = ball(x, eps, norm=norm, order=order, box=(0.0, 1.0), moving=moving, dtype=dtype)
         low, high = margins(run(model, start), label).range()
         best = _attacked(exact, x, label, points, start)
@@ -156,16 +157,11 @@ def test_margins_behind_a_normalisation(norm, order, dtype, points, excess):
     model = nn.Sequential(into, nn.GELU(), last, head).requires_grad_(requires_grad=False)
     x = torch.randn(1, 3, 6)
     start = ball(x, 0.05, norm=norm, order=order, dtype=dtype)
-
-    def logits():
-        return run(lambda t: head(last(F.gelu(into(t)))[:, 0]), start)
-
-    product = logits().reshape(-1)
-    product.range()  # multiplies it out
-    product.quotient = None
-    plain = margins(product, 1)
-    start = ball(x, 0.05, norm=norm, order=order, dtype=dtype)
-    form = margins(logits(), 1)
+    logits = run(lambda t: head(last(F.gelu(into(t)))[:, 0]), start).reshape(-1)
+    form = margins(logits, 1)
+    logits.range()  # multiplies it out
+    logits.quotient = None
+    plain = margins(logits, 1)
     e, inputs = points(start, 400)
     model.double()
     hidden = F.gelu(into(inputs))[:, 0]
@@ -175,7 +171,7 @@ def test_margins_behind_a_normalisation(norm, order, dtype, points, excess):
     times_root = not torch.allclose(form.centre, plain.centre, rtol=1e-9)
     assert excess(form, e, truth * (root[:, None] if times_root else 1)) <= 1e-12
     shares = [(each.range()[0] / each.centre.abs()).amin() for each in (form, plain)]
-    assert shares[0] > shares[1] if times_root else torch.isclose(*shares, rtol=1e-9)
+    assert shares[0] > shares[1] if times_root else torch.isclose(*shares, rtol=1e-6)
     assert times_root or order == 2
 
 
@@ -214,33 +210,26 @@ def test_a_product_that_waits_for_weights_is_closer_and_holds(points, excess):
 
 TIMM = ("vit", "beit", "eva02", "swin", "convnext", "mlp_mixer", "resnet", "vit-relpos")
 TRANSFORMERS = ("bert", "gpt2", "llama", "bart", "deberta-v2")
+MODELS = [Case("timm", name) for name in TIMM]
+MODELS += [Case("transformers", name) for name in TRANSFORMERS]
 
 
-@pytest.mark.parametrize("name", TIMM)
-def test_vision_models_run_as_they_are(name):
-    assert outcome_of(Case("timm", name))[0] == "runs"
-
-
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_text_models_run_as_they_are(name):
-    assert outcome_of(Case("transformers", name))[0] == "runs"
-
-
-def _loaders(folder):
-    config = transformers_models.small_config("bert")
-    return [
-        loaded.timm_loader(timm_models.TIMM["vit"]),
-        loaded.transformers_loader(config, folder),
-    ]
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_models_run_as_they_are(case):
+    assert outcome_of(case)[0] == "runs"
 
 
 def test_what_is_certified_is_what_attacks_see(tmp_path):
     """Pixels before normalisation, embeddings with the mask of their text; the model's dtype."""
-    for loader in _loaders(tmp_path):
+    config = transformers_models.small_config("bert")
+    vit = loaded.timm_loader(timm_models.TIMM["vit"])
+    for loader in (vit, loaded.transformers_loader(config, tmp_path)):
         net = loader(loaded.NARROW)
         loaded.perturb(net.module, 0.5)
         sample = loaded.batch_for(net)[1:]
-        start = ball(net.point(sample), 0.0, settle=math.inf)
+        point = net.point(sample)
+        moving = torch.arange(point.numel()).view(point.shape) < 4
+        start = ball(point, 0.0, moving=moving, settle=math.inf)
         assert start.dtype is torch.float32
         form = run(functools.partial(net.forward, batch=sample), start, module=net.module)
         output = net.output(sample)
@@ -289,8 +278,7 @@ def _encoder(token=0, *, fused=True):
 X = torch.randn(1, TOKENS, DIM, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize(("token", "fused"), [(0, True), (-1, False)])
+@pytest.mark.parametrize(("token", "fused", "order"), [(0, True, 2), (-1, False, 1)])
 def test_rows_that_nothing_reads_are_not_computed(token, fused, order, monkeypatch):
     model, ranges, births = _encoder(token, fused=fused), [], []
     for planned in (True, False):

@@ -16,16 +16,16 @@ TOKENS, WIDTH = 4, 6
 
 def _weights(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 W, B = _weights(5, WIDTH, seed=1), _weights(5, seed=2)
 KERNEL = _weights(4, 3, 2, 2, seed=3)
 SCALE, SQUARE = _weights(WIDTH, seed=4), _weights(WIDTH, WIDTH, seed=5)
 PLACES = torch.tensor([2, 0, 0])
-NORM = nn.BatchNorm1d(TOKENS).eval()
+NORM = nn.BatchNorm1d(TOKENS, dtype=torch.float64).eval()
 NORM.running_mean, NORM.running_var = _weights(TOKENS, seed=5), 0.5 + _weights(TOKENS).square()
-NORM.weight.data = _weights(TOKENS, seed=6)
+NORM.requires_grad_(requires_grad=False).weight.data = _weights(TOKENS, seed=6)
 MASK = torch.tensor([True, True, False, True])
 FAR = torch.finfo(torch.float32).min
 
@@ -46,31 +46,21 @@ def _eager(x):
 
 
 RULES = {
-    "linear": lambda x: F.linear(x, W.to(x.dtype), B.to(x.dtype)),
-    "matmul-right": lambda x: x @ W.T.to(x.dtype),
-    "matmul-left": lambda x: _weights(3, TOKENS).to(x.dtype) @ x,
-    "conv2d": lambda x: F.conv2d(
-        x.reshape(-1, 3, 4, 2), KERNEL.to(x.dtype), stride=(2, 1), padding=(1, 0)
-    ),
-    "conv2d-lists": lambda x: F.conv2d(
-        x.reshape(-1, 3, 4, 2), KERNEL.to(x.dtype), stride=[2, 1], padding=[1]
-    ),
-    "conv2d-groups": lambda x: F.conv2d(
-        x.reshape(-1, 6, 2, 2), KERNEL[:, :3].to(x.dtype), groups=2
-    ),
-    "batch_norm": lambda x: NORM.double()(x) if isinstance(x, Tensor) else NORM(x),
+    "linear": lambda x: F.linear(x, W, B),
+    "matmul-right": lambda x: x @ W.T,
+    "matmul-left": lambda x: _weights(3, TOKENS) @ x,
+    "conv2d": lambda x: F.conv2d(x.reshape(-1, 3, 4, 2), KERNEL, stride=(2, 1), padding=(1, 0)),
+    "conv2d-lists": lambda x: F.conv2d(x.reshape(-1, 3, 4, 2), KERNEL, stride=[2, 1], padding=[1]),
+    "conv2d-groups": lambda x: F.conv2d(x.reshape(-1, 6, 2, 2), KERNEL[:, :3], groups=2),
+    "batch_norm": NORM,
     "scalars": lambda x: 2 - (x * 3 - 1) / 7,
-    "tensors": lambda x: (x - SCALE.to(x.dtype)) * SCALE.to(x.dtype) / (1 + SCALE.square()),
+    "tensors": lambda x: (x - SCALE) * SCALE / (1 + SCALE.square()),
     "alpha": lambda x: torch.add(x, x[:, :1], alpha=3),
     "negative": lambda x: 3 - x.mT.mT,
-    "residual": lambda x: x + F.linear(x, W[:1].to(x.dtype)),
+    "residual": lambda x: x + F.linear(x, W[:1]),
     "mean": lambda x: x.mean(1),
     "sum": lambda x: x.sum((1, 2), keepdim=True),
-    "cat": lambda x: (
-        torch.cat([SCALE.to(x.dtype).expand(1, 1, -1).repeat(len(x), 1, 1), x], 1)
-        if isinstance(x, Tensor)
-        else torch.cat([SCALE.expand(1, 1, -1), x], 1)
-    ),
+    "cat": lambda x: torch.cat([SCALE.expand(len(x), 1, -1), x], 1),
     "stack": lambda x: torch.stack([x[:, 0], x[:, 1]], 2),
     "index": lambda x: x[:, 1:, ::2],
     "moves": lambda x: x.transpose(1, 2).reshape(len(x), 2, 3, TOKENS).permute(0, 3, 1, 2),
@@ -88,7 +78,7 @@ RULES = {
     "roots": lambda x: torch.rsqrt(x.pow(2) + 0.5) + (x.square() + 1).sqrt(),
     "quotient": lambda x: x / (1 + x**2),
     "product": lambda x: x * x.flip(1),
-    "gate": lambda x: F.silu(x) * (x @ _weights(WIDTH, WIDTH).to(x.dtype)),
+    "gate": lambda x: F.silu(x) * (x @ _weights(WIDTH, WIDTH)),
     "broadcast-product": lambda x: x * x[..., :1],
     "forms-matmul": lambda x: x @ x.transpose(-1, -2),
     "softmax": lambda x: (3 * x).softmax(-1),
@@ -96,9 +86,9 @@ RULES = {
     "attention-causal": functools.partial(_attention, is_causal=True),
     "attention-mask": functools.partial(_attention, attn_mask=MASK.expand(TOKENS, TOKENS)),
     "attention-eager": _eager,
-    "layer_norm": lambda x: F.layer_norm(x, (WIDTH,), SCALE.to(x.dtype), SCALE.to(x.dtype)),
-    "rms_norm": lambda x: F.rms_norm(x, (WIDTH,), SCALE.to(x.dtype), 1e-6),
-    "mlp": lambda x: F.linear(F.gelu(F.linear(x, W.to(x.dtype))), W.mT.to(x.dtype)) + x,
+    "layer_norm": lambda x: F.layer_norm(x, (WIDTH,), SCALE, SCALE),
+    "rms_norm": lambda x: F.rms_norm(x, (WIDTH,), SCALE, 1e-6),
+    "mlp": lambda x: F.linear(F.gelu(F.linear(x, W)), W.mT) + x,
 }
 
 
@@ -114,27 +104,35 @@ def _grouped(x):
 
 def _constant_queries(x):
     _, k, v = _heads(x)
-    q = _weights(2, 3, 3).to(x.dtype).expand(len(x), -1, -1, -1)
+    q = _weights(2, 3, 3).expand(len(x), -1, -1, -1)
     return F.scaled_dot_product_attention(q, k, v)
 
 
 def _multi_head(x, **options):
     t = x.transpose(0, 1)
-    weights = [
-        (_weights(*shape, seed=7) / 3).to(x.dtype) for shape in ((18, 6), (18,), (6, 6), (6,))
-    ]
-    into, bias, out, last = weights
+    into, bias, out, last = (
+        _weights(*shape, seed=7) / 3 for shape in ((18, 6), (18,), (6, 6), (6,))
+    )
     result, p = F.multi_head_attention_forward(
         t, t, t, 6, 2, into, bias, None, None, False, 0.0, out, last, training=False, **options
     )
     return torch.cat([result.transpose(0, 1), p @ x], -1)
 
 
-FUNCTIONS = {
+def _einops(x):
+    einops = importlib.import_module("einops")
+    layers = importlib.import_module("einops.layers.torch")
+    y = layers.Rearrange("b t (h d) -> b h t d", h=2)(x)
+    y = einops.rearrange(y, "b h t d -> b t (h d)")
+    y = y + einops.repeat(x[:, 0], "b d -> b t d", t=4)
+    return einops.reduce(y, "b t d -> b d", "mean") + einops.einsum(x, x, "b t d, b t d -> b d")
+
+
+OPERATIONS = RULES | {
     "abs": lambda x: x.abs(),
     "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
-    "prelu": lambda x: F.prelu(x, SCALE[:TOKENS].to(x.dtype)),
-    "maximum": lambda x: torch.maximum(x, x.flip(1)) + torch.minimum(x, SCALE.to(x.dtype)),
+    "prelu": lambda x: F.prelu(x, SCALE[:TOKENS]),
+    "maximum": lambda x: torch.maximum(x, x.flip(1)) + torch.minimum(x, SCALE),
     "clamp": lambda x: x.clamp(-0.3, 0.4) + x.clip(min=0.1) + x.clamp_min(0) - x.clamp_max(0.2),
     "relu6": lambda x: F.relu6(9 * x) + F.hardtanh(x),
     "hardswish": lambda x: F.hardswish(3 * x) + F.hardsigmoid(3 * x),
@@ -144,14 +142,13 @@ FUNCTIONS = {
     "sine": lambda x: torch.sin(2 * x) + torch.cos(x),
     "mish": lambda x: F.mish(2 * x),
     "softplus": lambda x: F.softplus(3 * x, 2.0),
+    "softplus-jumps": lambda x: F.softplus(3 * x, 2, 1) + F.softplus(3 * x, 2, 4.0),
     "elu": lambda x: F.elu(2 * x) + F.elu(x, 0.7),
     "logsumexp": lambda x: (
         torch.logsumexp(3 * x, 1, keepdim=True) + torch.logsumexp(x, -1)[..., None]
     ),
-    "conv1d-same": lambda x: F.conv1d(
-        x, _weights(TOKENS, 2, 2).to(x.dtype), padding="same", groups=2
-    ),
-    "conv2d-same": lambda x: F.conv2d(_image(x), _weights(2, 3, 3, 2).to(x.dtype), padding="same"),
+    "conv1d-same": lambda x: F.conv1d(x, _weights(TOKENS, 2, 2), padding="same", groups=2),
+    "conv2d-same": lambda x: F.conv2d(_image(x), _weights(2, 3, 3, 2), padding="same"),
     "avg_pool1d": lambda x: F.avg_pool1d(x, 2),
     "std": lambda x: x.std(-1),
     "norms": lambda x: torch.cat([x.norm(dim=-1), torch.linalg.vector_norm(x, dim=-1)], -1),
@@ -161,20 +158,16 @@ FUNCTIONS = {
     "log_softmax": lambda x: (3 * x).log_softmax(-1),
     "softmax-axis": lambda x: (3 * x).softmax(1),
     "einsum": lambda x: torch.einsum("bik,bjk->bij", x, 2 * x + 1),
-    "einsum-sums": lambda x: torch.einsum(
-        "bikl,jk->bji", x[:, :, None], SQUARE[:2, :1].to(x.dtype)
-    ),
-    "matmul-broadcast": lambda x: x[:, None] @ _weights(2, WIDTH, 3).to(x.dtype),
+    "einsum-sums": lambda x: torch.einsum("bikl,jk->bji", x[:, :, None], SQUARE[:2, :1]),
+    "matmul-broadcast": lambda x: x[:, None] @ _weights(2, WIDTH, 3),
     "matmul-forms-broadcast": lambda x: x[:, None] @ torch.stack([x, 2 * x], 1).mT,
-    "matmul-vector": lambda x: x @ SCALE.to(x.dtype),
-    "vectors": lambda x: torch.stack([t[0] @ t[1] + t[1] @ SCALE.to(x.dtype) for t in x]),
-    "addmm": lambda x: torch.stack(
-        [torch.addmm(SCALE.to(x.dtype), t, SQUARE.to(x.dtype), beta=2, alpha=0.5) for t in x]
-    ),
+    "matmul-vector": lambda x: x @ SCALE,
+    "vectors": lambda x: torch.stack([t[0] @ t[1] + t[1] @ SCALE for t in x]),
+    "addmm": lambda x: torch.stack([torch.addmm(SCALE, t, SQUARE, beta=2, alpha=0.5) for t in x]),
     "baddbmm": lambda x: torch.baddbmm(
         x[:, :1], batch1=x, batch2=x.new_ones(len(x), 6, 6), beta=0.3
     ),
-    "conv1d": lambda x: F.conv1d(x, _weights(2, TOKENS, 3).to(x.dtype), padding=1, stride=2),
+    "conv1d": lambda x: F.conv1d(x, _weights(2, TOKENS, 3), padding=1, stride=2),
     "avg_pool2d": lambda x: F.avg_pool2d(_image(x), 3, 2, 1),
     "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(_image(x), (3, 1)),
     "var": lambda x: x.var(-1, unbiased=False, keepdim=True) + x.var(1, keepdim=True),
@@ -182,7 +175,7 @@ FUNCTIONS = {
     "empty": lambda x: torch.cat([x[:, :0] * x[:, :0], x], 1),
     "glu": lambda x: F.glu(x) + F.glu(x.mT, 1).mT[..., :3],
     "where": lambda x: (
-        torch.where(MASK[:, None], x, SCALE.to(x.dtype)) + torch.where(MASK[:, None], 0.0, x * x)
+        torch.where(MASK[:, None], x, SCALE) + torch.where(MASK[:, None], 0.0, x * x)
     ),
     "pad": lambda x: F.pad(x, (1, 0, 0, 2), value=0.5),
     "reflection": lambda x: F.pad(_image(x), (1, 0, 2, 1), mode="reflect").flatten(1),
@@ -191,88 +184,66 @@ FUNCTIONS = {
         x.gather(1, PLACES[None, :, None].expand(len(x), -1, WIDTH)) + x[:, PLACES]
     ),
     "repeats": lambda x: x.repeat_interleave(2, 1).roll(1, 2).broadcast_to(len(x), 8, 6),
-    "unfold": lambda x: F.unfold(_image(x), (2, 2), padding=1).mT @ _weights(12, 2).to(x.dtype),
+    "unfold": lambda x: F.unfold(_image(x), (2, 2), padding=1).mT @ _weights(12, 2),
     "windows": lambda x: x.unfold(1, 3, 1),
-    "like": lambda x: x + torch.ones_like(x) - x.new_zeros(WIDTH).to(x.dtype) * 2,
-    "layer_norm-axes": lambda x: F.layer_norm(x, (TOKENS, WIDTH), SQUARE[:4].to(x.dtype)),
-    "group_norm": lambda x: F.group_norm(x, 2, SCALE[:4].to(x.dtype), SCALE[:4].to(x.dtype)),
+    "like": lambda x: x + torch.ones_like(x) - x.new_zeros(WIDTH) * 2,
+    "layer_norm-axes": lambda x: F.layer_norm(x, (TOKENS, WIDTH), SQUARE[:4]),
+    "group_norm": lambda x: F.group_norm(x, 2, SCALE[:4], SCALE[:4]),
     "normalize": lambda x: F.normalize(x, dim=-1) + F.normalize(x, dim=1),
     "grouped-queries": _grouped,
     "constant-queries": _constant_queries,
+    "einops": _einops,
     "heads": _multi_head,
     "heads-mask": lambda x: _multi_head(x, attn_mask=torch.ones(4, 4, dtype=torch.bool).triu(1)),
     "heads-bias": lambda x: _multi_head(
-        x, attn_mask=SQUARE[:4, :4].to(x.dtype), key_padding_mask=~MASK.expand(len(x), -1)
+        x, attn_mask=SQUARE[:4, :4], key_padding_mask=~MASK.expand(len(x), -1)
     ),
 }
 
 
-OPERATIONS = RULES | FUNCTIONS
-BALLS = [("linf", 1), ("linf", 2), ("l2", 1), ("l2", 2)]
-BOTH = (torch.float32, torch.float64)
-CASES = [
-    (
-        name,
-        *at,
-        BOTH[(place + (i in (1, 2))) % 2],
-    )  # every rule in both, every pair of it somewhere
-    for place, name in enumerate(OPERATIONS)
-    for i, at in enumerate(BALLS)
-]
+DTYPES = (torch.float32, torch.float64)
+LARGE = [("linf", 1, 0.2, 0), ("linf", 2, 0.2, 1), ("l2", 1, 0.2, 1), ("l2", 2, 0.2, 0)]
+SMALL = [("linf", 1, 1e-6, 0), ("linf", 2, 1e-6, 1), ("l2", 2, 1e-6, 1), ("l2", 1, 1e-6, 0)]
+"""Norm, order, radius and dtype; for every second rule the dtypes are swapped.
+
+Each rule meets all large balls, and of the small ones both norms, orders and dtypes once.
+"""
 
 
-@pytest.mark.parametrize(("name", "norm", "order", "dtype"), CASES)
-def test_no_point_of_the_ball_leaves_a_form(name, norm, order, dtype, points, excess):
-    for eps in (1e-6, 0.2):
+@pytest.mark.parametrize(("place", "name"), [*enumerate(OPERATIONS)])
+def test_no_point_of_the_ball_leaves_a_form(place, name, points, excess):
+    """What a rule says is also of use: errors vanish beside the linear part of a small ball."""
+    operation = OPERATIONS[name]
+    for norm, order, eps, at in LARGE + SMALL[place // 2 % 2 :: 2]:
+        dtype, small = DTYPES[(place + at) % 2], eps < 0.2
         x = ball(_weights(1, TOKENS, WIDTH, seed=9), eps, norm=norm, order=order, dtype=dtype)
         e, inputs = points(x, 80)
-        truth = OPERATIONS[name](inputs)
-        form = run(OPERATIONS[name], x)
+        truth = operation(inputs)
+        # The rules alone, and the pass that skips what a trial says is not read.
+        form = operation(x) if small else run(operation, x)
         assert form.shape[1:] == truth.shape[1:]
-        assert excess(form, e, truth) <= 1e-13 * truth.abs().amax()
-
-
-LOCAL = [each for each in RULES if each not in ("relu", "masked_fill")]
-SHRINKING = [(name, *at) for name in LOCAL for at in (("linf", 1), ("l2", 2))]
-SHRINKING += [(name, "l2", 1) for name in FUNCTIONS]
-
-
-@pytest.mark.parametrize(("name", "norm", "order"), SHRINKING)
-def test_a_form_shrinks_with_its_ball(name, norm, order):
-    """What a rule says is of use: errors beside the linear part vanish against the radius."""
-    for eps, share in ((1e-3, 0.05), (1e-5, 1e-3)):
-        x = ball(_weights(1, TOKENS, WIDTH, seed=9) + 3e-3, eps, norm=norm, order=order)
-        form = run(OPERATIONS[name], x)
-        assert (form.nonlinear.sum() <= share * form.sizes.linear.sum()).all()
+        off, about = excess(form, e, truth), (norm, order, eps, dtype)
+        assert off <= 1e-13 * truth.abs().amax(), about
+        if small and name != "softplus-jumps":  # a jump has an error on any ball
+            assert form.nonlinear.sum() <= 5e-5 * form.sizes.linear.sum(), about
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: (3 * x).softmax(1),
+        *("softmax-axis", "group_norm", "layer_norm-axes", "grouped-queries", "heads"),
         lambda x: torch.softmax(x.flatten(1), dim=0),
-        lambda x: F.layer_norm(x, (TOKENS, WIDTH)),
-        lambda x: F.group_norm(x, 2),
         lambda x: F.max_pool2d(_image(x), 2, 1)[:, 0],
-        _grouped,
-        _multi_head,
     ],
 )
 def test_what_mixes_rows_is_read_in_all_of_them(function, points, excess):
     """A pass computes rows that are read: these need the others."""
+    function = OPERATIONS.get(function, function)
     x = ball(_weights(1, TOKENS, WIDTH, seed=9), 0.1)
     e, inputs = points(x, 60)
     form = run(lambda t: function(t)[:, 0], x)
     truth = torch.cat([function(each[None])[:, 0] for each in inputs])
     assert excess(form, e, truth) <= 1e-13
-
-
-def test_softplus_jumps_at_its_threshold(points, excess):
-    x = ball(_weights(1, TOKENS, WIDTH, seed=9), 0.2)
-    e, inputs = points(x, 60)
-    for threshold in (1, 4.0):
-        form = run(lambda t, end=threshold: F.softplus(3 * t, 2, end), x)
-        assert excess(form, e, F.softplus(3 * inputs, 2, threshold)) <= 1e-13
 
 
 class Mixed(nn.Module):
@@ -301,24 +272,6 @@ def test_encoder_layers_of_torch(points, excess):
         e, inputs = points(x, 60)
         with torch.no_grad():
             assert excess(form, e, model.double()(inputs)) <= 1e-13
-
-
-def test_einops_takes_a_form(points, excess):
-    einops = importlib.import_module("einops")
-    layers = importlib.import_module("einops.layers.torch")
-    split = layers.Rearrange("b t (h d) -> b h t d", h=2)
-
-    def function(x):
-        y = einops.rearrange(split(x), "b h t d -> b t (h d)") + einops.repeat(
-            x[:, 0], "b d -> b t d", t=4
-        )
-        return einops.reduce(y, "b t d -> b d", "mean") + einops.einsum(
-            x, x, "b t d, b t d -> b d"
-        )
-
-    x = ball(_weights(1, TOKENS, WIDTH, seed=9), 0.1)
-    e, inputs = points(x, 60)
-    assert excess(run(function, x), e, function(inputs)) <= 1e-13
 
 
 def test_symbols_keep_what_slack_forgets():

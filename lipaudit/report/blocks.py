@@ -331,10 +331,9 @@ def lay_out(block: Table | Heatmap | Card) -> Grid:
         block = Table(block.title, heads, tuple((name, *row) for name, row in rows_of_map))
     columns = block.columns
     marks, notes = cells.list_footnotes(columns)
-    labels = (cells.write_math(visible(column.label)) for column in columns)
     return Grid(
         block.title,
-        [label + mark for label, mark in zip(labels, marks, strict=True)],
+        [cells.write_math(visible(c.label)) + m for c, m in zip(columns, marks, strict=True)],
         [list(map(cells.format_value, row, columns)) for row in block.rows],
         "".join("l" if c.format == "s" else "r" for c in columns),
         notes,

@@ -115,11 +115,10 @@ def make_pages(
 
 def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chapter:
     """Return the opening of a page of several reports: what they lack, share and warn of."""
-    names = model_labels(reports)
     gaps = (
-        f"{k}: {gap}"
-        for k, r in zip(names, reports, strict=True)
-        if (gap := opening.describe_gaps(r))
+        f"{name}: {gap}"
+        for name, report in zip(model_labels(reports), reports, strict=True)
+        if (gap := opening.describe_gaps(report))
     )
     facts = [opening.list_facts(report).items() for report in reports]
     common = [fact for fact in facts[0] if all(fact in each for each in facts)]

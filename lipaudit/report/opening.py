@@ -148,13 +148,8 @@ def show_scorecard(report: Report) -> list[Chapter]:
     return [Chapter("scorecard", "Scorecard", (Card(rows, "; ".join(notes)),))] if rows else []
 
 
-def name_accuracy(kind: str, ball: str) -> str:
-    """Name a kind of accuracy, in a ball: robust accuracy, linf 2/255."""
-    return ", ".join(filter(None, (KINDS[kind][0], ball)))
-
-
 def _write_accuracy(accuracy: Accuracy) -> Line:
-    column, tried = KINDS[accuracy.kind][1], ", ".join(accuracy.attacks)
+    (name, column), tried = KINDS[accuracy.kind], ", ".join(accuracy.attacks)
     limits = ""
     if accuracy.low is not None and accuracy.high is not None:
         limits = f"95 % CI {cells.format_limits(accuracy.low, accuracy.high, column)}"
@@ -164,7 +159,7 @@ def _write_accuracy(accuracy: Accuracy) -> Line:
         "" if tried else f"{accuracy.samples} samples",
         f"{accuracy.undecided} undecided" if accuracy.undecided else "",
     ]
-    label = name_accuracy(accuracy.kind, accuracy.ball)
+    label = ", ".join(filter(None, (name, accuracy.ball)))
     return Line(label, accuracy.share, column, ", ".join(filter(None, texts)))
 
 

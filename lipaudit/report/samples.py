@@ -21,7 +21,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.opening import CHARACTERS, find_places, name_sample
 from lipaudit.report.sections import find_display, name_chapter
-from lipaudit.tables import Column, Report
+from lipaudit.tables import Column, Report, Section
 from lipaudit.tables.columns import finite, middle, wilson
 from lipaudit.tables.summary import SHOWN as MOST
 from lipaudit.tables.summary import broken, worst
@@ -48,11 +48,10 @@ SHARE = Column("", "", format=".1%")
 class SampleColumn:
     """A per-sample column of a section: its format, and its values by sample id."""
 
-    section: str
+    section: Section
     name: str
     column: Column
     values: Mapping[str, Any]
-    classes: Mapping[int, str]
 
     def describe(self, sample: str) -> Cells:
         """Return the cells of a sample: the value, the typical value, and its rank."""
@@ -67,7 +66,7 @@ class SampleColumn:
                 limits = cells.format_limits(*wilson(int(sum(known)), len(known)), SHARE)
                 typical += f", {limits}"
         elif self.name in CLASSES:
-            name = self.classes.get(value, "") if isinstance(value, int) else ""
+            name = self.section.classes.get(value, "") if isinstance(value, int) else ""
             shown += f" ({name})" if name not in ("", shown) else ""
         elif column.format not in cells.UNMEASURED:
             typical = cells.format_value(middle(known), column)
@@ -83,9 +82,7 @@ class SampleColumn:
 def list_columns(report: Report) -> list[SampleColumn]:
     """Return the per-sample columns of all sections."""
     return [
-        SampleColumn(
-            s.measure, name, s.sample_column(name), dict(zip(s.ids, v, strict=True)), s.classes
-        )
+        SampleColumn(s, name, s.sample_column(name), dict(zip(s.ids, v, strict=True)))
         for s in report.sections
         for name, v in s.samples.items()
         if name != "ids"
@@ -187,7 +184,7 @@ def show_worst(report: Report) -> tuple[Block, ...]:
     """Return the blocks of the worst samples: a table, and pictures or tokens where kept."""
     names, balls, rows = worst(report), broken(report), list[Cells]()
     places, shown = find_places(report), {s.measure: find_display(s) for s in report.sections}
-    columns = [c for c in list_columns(report) if c.name in shown[c.section].worst]
+    columns = [c for c in list_columns(report) if c.name in shown[c.section.measure].worst]
     for name in names:
         fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         # The largest radii come first, so the last entry of each norm remains.
@@ -214,7 +211,7 @@ def inspect_samples(report: Report, name: str, sample: str | None) -> Document:
         chapters = [Chapter("worst-samples", "Which samples are the least robust?", blocks)]
     else:
         for section in report.sections:
-            figures = [f for f in list_columns(report) if f.section == section.measure]
+            figures = [f for f in list_columns(report) if f.section is section]
             rows = [f.describe(sample) for f in figures if f.values.get(sample, "") != ""]
             if rows:
                 table = make_table("", rows)
@@ -241,8 +238,8 @@ def record_sample(report: Report, sample: str) -> dict[str, Any]:
         if (one := each.get(sample)) is not None
     }
     figures = [
-        {"measure": f.section, "name": f.name, "value": f.values[sample]}
-        | ({"class": f.classes.get(f.values[sample])} if f.name in CLASSES else {})
+        {"measure": f.section.measure, "name": f.name, "value": f.values[sample]}
+        | ({"class": f.section.classes.get(f.values[sample])} if f.name in CLASSES else {})
         for f in list_columns(report)
         if sample in f.values
     ]

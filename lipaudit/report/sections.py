@@ -305,13 +305,13 @@ def draw_accuracies(sections: Sections) -> Iterator[Curve]:
 def draw_lengths(sections: Sections) -> Iterator[Curve]:
     """Draw norms over the length n beside n^(1/4) and n^(1/2), by mode; over R in mode radius."""
     columns = find_columns(sections)
-    rows = [row for row in read_rows(sections) if order(row.norm) > 0]
-    for mode in dict.fromkeys(row["mode"] for row in rows):
+    rows = (row for row in read_rows(sections) if order(row.norm) > 0)
+    for mode, group in group_values((row["mode"], row) for row in rows).items():
         x = "radius" if mode == "radius" else "n"
         # A line has a radius R unless the data define it, or a length n.
         fixed = {"real": "", "radius": "n"}.get(mode, "radius")
         lines: dict[str, list[Row]] = {}
-        for row in (row for row in rows if row["mode"] == mode):
+        for row in group:
             name = f"{row.model} {row.head}{', masked' * bool(row.masked)}".strip()
             if fixed and row[fixed] is not None:
                 name += f", {'R' if fixed == 'radius' else 'n'} = {row[fixed]:.3g}"

@@ -104,21 +104,16 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
         case Gallery():
             yield from (_item("•", f"{i.title}: {'; '.join(i.lines)}", width) for i in block.items)
             yield _prose(block.text, width, DIM)
+        case Passage(folded=True):  # one of several texts: only its largest shares
+            yield _item("•", f"{block.title}: {blocks.explain_shades(block)}", width)
         case Passage():
-            yield from _write_passage(block, width)
+            tokens = blocks.shade_tokens(block)
+            words = (f"{t.text} ({t.share})" if t.top else t.text for t in tokens)
+            yield _title(block.title, width)
+            yield _prose(" ".join(words), width)
+            yield _prose(blocks.explain_shades(block), width, DIM)
         case _:
             yield _prose(f"Chart, in the html format: {blocks.describe(block)}", width, DIM)
-
-
-def _write_passage(block: Passage, width: int) -> Iterator[Text]:
-    """Write the tokens of a text; with several texts, only the largest shares of each."""
-    if block.folded:
-        yield _item("•", f"{block.title}: {blocks.explain_shades(block)}", width)
-        return
-    words = (f"{t.text} ({t.share})" if t.top else t.text for t in blocks.shade_tokens(block))
-    yield _title(block.title, width)
-    yield _prose(" ".join(words), width)
-    yield _prose(blocks.explain_shades(block), width, DIM)
 
 
 def _add_bars(block: Table | Card | Heatmap) -> Grid:

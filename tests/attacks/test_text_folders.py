@@ -13,6 +13,7 @@ from lipaudit.errors import UsageError
 from tests.attacks.text_folders import (
     FOLDERS,
     LONG,
+    QUERIES,
     T5,
     TEXTS,
     Folder,
@@ -62,8 +63,7 @@ def test_no_saved_text_is_longer_than_texts_are_cut_to(tmp_path):
     assert max(len(plain.inputs(line["text"])["input_ids"][0]) for line in lines) <= most
 
 
-@pytest.mark.parametrize("attack", ["words", "characters"])
-def test_a_tokenizer_without_offsets_is_refused_in_one_line(tmp_path, attack):
+def test_a_tokenizer_without_offsets_is_refused_in_one_line(tmp_path):
     """Its norms are measured; what its tokens stand for in a text is not known."""
     config = transformers.T5Config(
         **T5, vocab_size=384, num_labels=2, pad_token_id=0, eos_token_id=1,
@@ -77,10 +77,11 @@ def test_a_tokenizer_without_offsets_is_refused_in_one_line(tmp_path, attack):
     data.write_text('{"text": "good film", "label": 1}\n{"text": "bad", "label": 0}')
     how = {"data": str(data), "samples": 2, "device": "cpu"}
     assert lipaudit.measure(str(tmp_path / "model"), "jacobian", **how).section("jacobian").rows
-    with pytest.raises(UsageError) as refused:
-        lipaudit.measure(str(tmp_path / "model"), "attack", attack=attack, eps="1", **how)
-    assert refused.value.message.startswith(f"{attack} cannot be changed for this model")
-    assert "a fast tokenizer" in refused.value.message
+    for attack in ("words", "characters"):
+        with pytest.raises(UsageError) as refused:
+            lipaudit.measure(str(tmp_path / "model"), "attack", attack=attack, eps="1", **how)
+        assert refused.value.message.startswith(f"{attack} cannot be changed for this model")
+        assert "a fast tokenizer" in refused.value.message
 
 
 def _changed(plain: Plain, path: Path, *, most: int) -> list[dict[str, Any]]:
@@ -89,8 +90,8 @@ def _changed(plain: Plain, path: Path, *, most: int) -> list[dict[str, Any]]:
     (path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     lipaudit.measure(
         str(path / "model"), "attack", data=str(path / "t.jsonl"), samples=len(rows),
-        dtype="float64", device="cpu", attack="characters", eps="2", max_tokens=most,
-        save_adv=str(path / "adv.jsonl"),
+        dtype="float64", device="cpu", attack="characters", eps="2", queries=QUERIES,
+        max_tokens=most, save_adv=str(path / "adv.jsonl"),
     )  # fmt: skip
     return [json.loads(line) for line in (path / "adv.jsonl").read_text().splitlines()]
 

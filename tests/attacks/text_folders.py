@@ -27,11 +27,12 @@ TEXTS = [
     "Über-cool café — it's naïve #### but good",
     " good\tbad\nfilm ",
     "zebra 日本 film; the end...",
-    "Great, great; great? a plot",
-    "don't go: the actors are poor and the plot is bad",
-    "a very very long film " * 12,
+    "don't go: great, great? the actors are poor",
+    "a very very long film " * 7,
     "bad [SEP] film [CLS] good",  # as words of a text
 ]
+QUERIES = 12
+"""Candidates that an attack tries for each change."""
 MOST = 32
 """Tokens that every model takes: the last text is cut."""
 BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
@@ -251,8 +252,8 @@ class Plain:
         """Return the class of a text."""
         return int(self.output(self.inputs(text)).argmax())
 
-    def norm(self, text: str) -> float:
-        """Return the spectral norm of the Jacobian in the embeddings that the model looks up."""
+    def differentiate(self, text: str) -> tuple[Tensor, float]:
+        """Return the output, and its Jacobian's norm in the embeddings that the model looks up."""
         inputs, held = self.inputs(text), list[Tensor]()
         size = self.module.config.vocab_size
         tables = [m for m in self.module.modules() if isinstance(m, torch.nn.Embedding)]
@@ -270,7 +271,7 @@ class Plain:
             hook.remove()
         units = torch.eye(len(out), dtype=out.dtype)
         (rows,) = torch.autograd.grad(out, held[0], units, is_grads_batched=True)
-        return float(torch.linalg.matrix_norm(rows.flatten(1), 2))
+        return out.detach(), float(torch.linalg.matrix_norm(rows.flatten(1), 2))
 
     @torch.no_grad()
     def loss(self, prompt: str, continuation: str) -> float:
@@ -332,12 +333,7 @@ def compare(folder: Folder, path: Path) -> Figures:
     """Return the figures of a folder, each beside its truth."""
     save(folder, path / "model")
     plain = Plain(folder, path / "model")
-    figures = _norms(plain, path)
-    if folder.classifier:
-        figures |= _attacked(plain, path)
-    if folder.scored:
-        figures |= _scored(plain, path)
-    return figures
+    return _measure(plain, path) | (_score(plain, path) if folder.scored else {})
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -345,12 +341,22 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def _norms(plain: Plain, path: Path) -> Figures:
-    """Measure texts, and run all of them in one padded batch."""
-    data = _write(path / "texts.jsonl", [{"text": text} for text in TEXTS])
-    report = lipaudit.measure(
-        str(path / "model"), "jacobian", data=data, samples=len(TEXTS), device="cpu",
-        dtype="float64", tol=1e-9, max_tokens=MOST,
+def _measure(plain: Plain, path: Path) -> Figures:
+    """Measure texts, run all of them in one padded batch, and attack them if they have classes."""
+    truths = {text: plain.differentiate(text) for text in TEXTS}
+    rows: list[dict[str, Any]] = [{"text": text} for text in TEXTS]
+    measures: dict[str, dict[str, Any]] = {"jacobian": {"tol": 1e-9}}
+    if plain.folder.classifier:
+        for i, row in enumerate(rows):  # a quarter of the labels is wrong
+            row["label"] = (int(truths[row["text"]][0].argmax()) + (i % 4 == 3)) % CLASSES
+        measures["attack"] = {
+            "attack": "words,characters", "eps": "1,2", "queries": QUERIES,
+            "save_adv": path / "adv.jsonl",
+        }  # fmt: skip
+    data = _write(path / "texts.jsonl", rows)
+    report = lipaudit.audit(
+        str(path / "model"), measures, data=data, samples=len(TEXTS), device="cpu",
+        dtype="float64", max_tokens=MOST,
     )  # fmt: skip
     section = report.section("jacobian")
     found = dict(zip(section.ids, section.samples["norm"], strict=True))
@@ -358,30 +364,23 @@ def _norms(plain: Plain, path: Path) -> Figures:
     net = load_net(str(path / "model"), LoadOptions(dtype="float64", device="cpu"))
     batch = load_data(data, net, DataOptions(samples=len(TEXTS), max_tokens=MOST)).batch
     assert batch.ids == tuple(found)
-    with torch.no_grad():
-        with InDouble():
-            padded = net.output(batch).flatten().tolist()
-        alone = torch.cat([plain.output(plain.inputs(text)) for text in texts]).tolist()
-    norms = [plain.norm(text) for text in texts]
-    return {"norm": ([*found.values()], norms), "output": (padded, alone)}
+    with torch.no_grad(), InDouble():
+        padded = net.output(batch).flatten().tolist()
+    alone = torch.cat([truths[text][0] for text in texts]).tolist()
+    norms = [truths[text][1] for text in texts]
+    figures = {"norm": ([*found.values()], norms), "output": (padded, alone)}
+    if not plain.folder.classifier:
+        return figures
+    return figures | _judge(plain, report, {row["text"]: row["label"] for row in rows}, path)
 
 
-def _attacked(plain: Plain, path: Path) -> Figures:
-    """Attack texts, a quarter of which have a wrong label, and run again what was saved."""
-    labels = {
-        text: (plain.classify(text) + (i % 4 == 3)) % CLASSES for i, text in enumerate(TEXTS)
-    }
-    data = _write(path / "labelled.jsonl", [{"text": t, "label": y} for t, y in labels.items()])
-    saved = path / "adv.jsonl"
-    report = lipaudit.measure(
-        str(path / "model"), "attack", data=data, samples=len(TEXTS), device="cpu",
-        dtype="float64", attack="words,characters", eps="1,2", save_adv=str(saved),
-        max_tokens=MOST,
-    )  # fmt: skip
-    lines = [json.loads(line) for line in saved.read_text("utf-8").splitlines()]
-    fooled = [plain.classify(line["text"]) != labels[line["original"]] for line in lines]
+def _judge(plain: Plain, report: lipaudit.Report, labels: dict[str, int], path: Path) -> Figures:
+    """Classify again what attacks saved, and count the accuracies anew."""
+    lines = [json.loads(line) for line in (path / "adv.jsonl").read_text("utf-8").splitlines()]
+    classes = {text: plain.classify(text) for text in {*labels, *(e["text"] for e in lines)}}
+    fooled = [classes[line["text"]] != labels[line["original"]] for line in lines]
     section = report.section("attack")
-    right = sum(plain.classify(text) == label for text, label in labels.items())
+    right = sum(classes[text] == label for text, label in labels.items())
     figures = {"accuracy": ([section.rows[0].clean], [right / len(TEXTS)])}
     for row in section.rows:
         key = f"{row.attack},{row.norm},{row.eps_text}"
@@ -406,7 +405,7 @@ CONTINUED = [
 ]
 
 
-def _scored(plain: Plain, path: Path) -> Figures:
+def _score(plain: Plain, path: Path) -> Figures:
     rows = [{"prompt": before, "continuation": after} for before, after in CONTINUED]
     data = _write(path / "continued.jsonl", rows)
     report = lipaudit.measure(

@@ -24,13 +24,12 @@ def write(path: Path, content: bytes) -> None:
             file.write(content)
         temporary.chmod(ordinary_mode())
         temporary.replace(path)
-        temporary = None
     except OSError as error:
         raise EvaluationError(
             f"cannot write {path}: {error.strerror}", "Free disk space, or choose another place."
         ) from None
     finally:
-        if temporary is not None:  # an incomplete file: the disk is full, or the run was stopped
+        if temporary is not None:  # still there if the disk is full, or the run was stopped
             temporary.unlink(missing_ok=True)
 
 

@@ -56,8 +56,7 @@ def make_report(
     )
     names, kept = worst(report), []
     for section in sections:
-        known: dict[str, Mapping[str, Any]]
-        known = {"examples": section.examples, "gradients": section.gradients}
+        known: dict[str, Any] = {"examples": section.examples, "gradients": section.gradients}
         shown = {n: {i: each[i] for i in names if i in each} for n, each in known.items()}
         kept.append(section.model_copy(update=shown))
     return report.model_copy(update={"sections": tuple(kept)})
@@ -192,8 +191,7 @@ def summarise(
         for path, content in zip(options.files, measure.encode_files(parts, options), strict=True):
             write(path, content)
     first, *others = measure.summarise(parts, options)
-    changes = {"notes": notes + first.notes, "unmeasured": left}
-    return [first.model_copy(update=changes), *others]
+    return [first.model_copy(update={"notes": notes + first.notes, "unmeasured": left}), *others]
 
 
 def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Report:

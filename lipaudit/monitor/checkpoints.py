@@ -119,20 +119,16 @@ class StepReports:
             raise EvaluationError(f"cannot write to {self.folder}: {error.strerror}") from None
         write(self.path(step), schema.dumps(report).encode())
 
-    def steps(self) -> list[int]:
-        """Return the steps that have a report, in order."""
-        named = re.compile(rf"step-(\d+){self.suffix}\.json")
-        names = [path.name for path in self.folder.glob("step-*.json")]
-        return sorted(int(match[1]) for name in names if (match := named.fullmatch(name)))
-
     def load(self, last: int | None = None) -> list[Report]:
         """Return the reports in the order of their steps, up to the last requested step.
 
         Raises:
             InputError: a report is damaged.
         """
-        steps = [step for step in self.steps() if last is None or step <= last]
-        return [schema.load(self.path(step)) for step in steps]
+        named = re.compile(rf"step-(\d+){self.suffix}\.json")
+        names = [path.name for path in self.folder.glob("step-*.json")]
+        steps = sorted(int(match[1]) for name in names if (match := named.fullmatch(name)))
+        return [schema.load(self.path(step)) for step in steps if last is None or step <= last]
 
     def draw(self, reports: list[Report]) -> Path:
         """Write a page with the reports side by side; return its path."""

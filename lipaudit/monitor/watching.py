@@ -209,8 +209,7 @@ class Monitor:
         except Exception as error:
             if not self._request.partial:
                 raise
-            reason = explain_error(error).message
-            warnings.warn(f"lipaudit, step {step}: {reason}", stacklevel=2)
+            warnings.warn(f"lipaudit, step {step}: {explain_error(error).message}", stacklevel=2)
 
 
 def _module(model: Watched) -> nn.Module:

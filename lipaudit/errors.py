@@ -255,6 +255,7 @@ def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator
         if not isinstance(error, kinds or Exception) or (not kinds and out_of_memory(error)):
             raise
         reason = ": ".join(filter(None, (type(error).__name__, first_line(error))))
+        reason = "it needs more memory than is available" if out_of_memory(error) else reason
         raise InputError(f"{what} ({reason})", advice) from error
 
 

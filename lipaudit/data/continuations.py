@@ -59,7 +59,7 @@ class QuestionForm:
         follows: column of the continuation or of the choices; empty for labels.
         label: column of the right choice or of the label; empty for a continuation.
         words: the labels as words.
-        values: the text of each label in the table.
+        values: each label in the table: its number where the table names its classes, or its text.
     """
 
     kind: Literal["continuation", "choices", "labels"]
@@ -67,7 +67,7 @@ class QuestionForm:
     follows: str = ""
     label: str = ""
     words: tuple[str, ...] = ()
-    values: tuple[str, ...] = ()
+    values: Sequence[object] = ()
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -91,8 +91,9 @@ class QuestionForm:
             choices = _read_choices(row[self.follows])
             return Question(prompt, choices, _find_answer(row[self.label], choices))
         refuse(fault := find_fault(row, (self.label,)), fault)
-        value = str(row[self.label])
-        refuse(value not in self.values, f"has the label {value!r}, which is not a class")
+        label = row[self.label]
+        value = label if label in self.values else str(label)
+        refuse(value not in self.values, f"has the label {label!r}, which is not a class")
         return Question(prompt, self.words, self.values.index(value))
 
 
@@ -223,9 +224,7 @@ def _choose_form(
         return QuestionForm("choices", prompts, choices, label)
     known, needed = table.classes.get(label), (*prompts, label)
     if known is not None:
-        return QuestionForm(
-            "labels", prompts, "", label, tuple(known), tuple(map(str, range(len(known))))
-        )
+        return QuestionForm("labels", prompts, "", label, tuple(known), range(len(known)))
     whole = [row for row in rows.values() if not any(is_empty(row.get(n)) for n in needed)]
     words = tuple(sorted({str(row[label]) for row in whole}))
     number = next((v for v in words if v.strip().lstrip("-").replace(".", "").isdigit()), None)

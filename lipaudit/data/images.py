@@ -251,10 +251,10 @@ def draw_arrays(
             "Give one integer label per input.",
         )
         labels = [int(v) for v in y[order]]
-        if net.classes:
-            require_classes(labels, labels, [f"{origin}: {place}" for place in places], net)
     read = _check_token_ids if net.kind == "text" else _read_values
     samples = list(read(x[order], net, origin))
+    if labels is not None and net.classes:
+        require_classes(labels, labels, [f"{origin}: {place}" for place in places], net)
     return make_samples(samples, net, labels, origins=[SampleOrigin(place) for place in places])
 
 

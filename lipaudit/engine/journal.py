@@ -88,7 +88,7 @@ class Journal:
                             shutil.rmtree(folder, ignore_errors=True)
             write(path, encode_part(part))
             self.paths.add(path)
-        except (OSError, EvaluationError, TypeError) as error:  # plug-ins return any fact
+        except (OSError, EvaluationError) as error:  # plug-ins return any fact
             self.refusal = str(error)
 
     def clear(self) -> None:
@@ -103,7 +103,7 @@ def encode_part(part: Part) -> bytes:
     """Write a part as an .npz file: its arrays, and everything else as JSON in `header`.
 
     Raises:
-        TypeError: a fact is no JSON value.
+        EvaluationError: a fact is no JSON value, and no number or array of numpy.
     """
     header = {
         "ids": part.ids,
@@ -111,12 +111,22 @@ def encode_part(part: Part) -> bytes:
         "facts": dict(part.facts),
         "notes": [note.model_dump() for note in part.notes],
     }
-    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    text = np.frombuffer(json.dumps(header, default=_to_json).encode(), np.uint8)
     file = io.BytesIO()
     # Numbers in place of names: a name may not be one of a file, or of an argument of savez.
     numbered: dict[str, Any] = {f"{i}": array for i, array in enumerate(part.values.values())}
     np.savez_compressed(file, header=text, **numbered)
     return file.getvalue()
+
+
+def _to_json(value: Any) -> Any:
+    """Return a number or an array of numpy as JSON values."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise EvaluationError(
+        f"the measure yields a fact of type {type(value).__name__}, which is no JSON value",
+        "Use numbers, texts, lists and dictionaries as facts of a Part.",
+    )
 
 
 def decode_part(content: bytes) -> Part:

@@ -220,6 +220,8 @@ LOOSE = 10
 
 
 # Figures of heads that bounds are made of, at X.
+RATIOS = ("sharp_ratio_max", "ball_ratio_max")
+MAXIMA = ("exact_max", *RATIOS, "softmax_norm_max", "within", "forward_error")
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 # Columns of heads besides the bounds.
 OF_HEADS = ("exact", "upper", "within", "splitting_gain", "forward_error")
@@ -419,7 +421,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         samples={"ids": ids, "exact_max": tuple(np.fmax.reduce(exact, 1).tolist())},
         arrays={name: Array.of(measured[name].T) for name in ("exact", *stored)},
         notes=base.notes(parts)
-        + _write_notes(measured, facts["apart"], facts["reasons"])
+        + _write_notes(measured, facts["apart"], facts["reasons"], options.input)
         + below_by_rounding(heads, ids, exact, limits),
     )
     sections = [of_heads, _make_layer_section(parts, measured, options)]
@@ -431,12 +433,11 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
 def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
     """Return the cells of each column, from arrays (samples, rows): medians over the samples.
 
-    Errors, and columns called `..._max`, have the largest value.
+    Those of `MAXIMA` have the largest value.
     """
     import numpy as np
 
-    largest = {n for n in columns if n.endswith("_max") or n in ("within", "forward_error")}
-    statistics = {name: np.max if name in largest else np.median for name in columns}
+    statistics = {name: np.max if name in MAXIMA else np.median for name in columns}
     return {
         name: [base.reduce_known(row, statistics[name]) for row in values.T]
         for name, values in columns.items()
@@ -471,7 +472,7 @@ def _make_layer_section(
 
 
 def _write_notes(
-    measured: dict[str, Values], apart: Sequence[int], reasons: Sequence[str]
+    measured: dict[str, Values], apart: Sequence[int], reasons: Sequence[str], input: str
 ) -> tuple[Note, ...]:
     """Note what is missing, what did not converge, and which norms have another input."""
     import numpy as np
@@ -507,12 +508,15 @@ def _write_notes(
     ever = np.asarray(measured["numerical"].any(0))
     of_module = "bounds the norm with respect to the projections' input, not the module's"
     causes = []  # of each head; empty: that of the bound itself
-    for reason, numerical, lost in zip(reasons, always, ever & ~always, strict=True):
-        cause = of_module if numerical else "no closed form on some samples" * bool(lost)
+    for reason, numerical, lost in zip(reasons, always, ever, strict=True):
+        cause = f"no closed form on {'any sample' if numerical else 'some samples'}" * bool(lost)
+        cause = of_module if numerical and input == "module" else cause
         causes.append(f"no closed form ({reason})" if reason else cause)
     for name, bound in load_bounds().items():
         pairs = zip(np.asarray(np.isnan(measured[name]).all(0)), causes, strict=True)
-        counts = Counter(why or bound.null for absent, why in pairs if absent)
+        counts = Counter(
+            why or bound.null or "no value on any sample" for absent, why in pairs if absent
+        )
         for why, count in counts.items():
             text = f"{name} was not computed for {count} heads: {why}"
             remarks.append(Note.info("no-bound", text))

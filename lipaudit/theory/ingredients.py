@@ -319,8 +319,8 @@ class Ingredients:
 def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
     """Return the factors of ||P|| and of max_i ||M(P_i)|| in `theorem3` for heads of every kind.
 
-    They are max_j ||Phi^v_j|| and ||V_c|| (max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||). For
-    plain logits every A_i is s K_c, the keys less their mean, and every B_j is s Q.
+    They are max_j ||Phi^v_j|| and ||V_c|| (max_j ||H_j Phi^k_j|| + max_i ||G_i Phi^q_i||). For
+    plain logits every G_i is s K_c, the keys less their mean, and every H_j is s Q.
     """
     heads, at, policy = known.heads, known.at, known.policy
     to_q, to_k, _ = projections(heads)

@@ -35,8 +35,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lipaudit.theory.heads import Heads, Pairs, rows_in_reach
-from lipaudit.theory.policy import POLICY
+from lipaudit.theory.heads import Heads, Pairs, local_map, projections, rows_in_reach
 from lipaudit.theory.spectral import random_starts, spectral_norms
 
 _DEAD = 1e-30
@@ -523,16 +522,22 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     tensor([[[[2., 0.],
               [0., 2.]]]])
     """
-    # Row by row: each unit cotangent of O, pulled back. P of a small case is kept, whatever the
-    # policy of the heads; an input that no projection reads has the derivative 0.
-    attend = linearize_attention(heads.with_same_map(policy=POLICY))
-    count, n, dv = attend.o.shape
-    shape = (*heads.q.shape[:2], n * dv)
-    units = torch.eye(n * dv).to(attend.o).view(-1, n, dv).repeat(count, 1, 1)
-    problems = torch.arange(count, device=units.device).repeat_interleave(n * dv)
-    inputs = {"x": heads.x} if heads.x_kv is None else {"x": heads.x, "x_kv": heads.x_kv}
-    rows = {name: x.new_zeros(*shape, x[0].numel()) for name, x in inputs.items()}
-    for side, y in zip(attend.sides, attend.select(problems).pull(units), strict=True):
-        pulled = y.view(*shape, *y.shape[1:]) @ side.weight.mT[:, None]
-        rows[side.source] = pulled.flatten(3)
-    return torch.cat([*rows.values()], 3)
+    # J_ij = P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j) + delta_ij T_i Phi^q_i, term by term; b and a are
+    # s q and s k where the logits are plain, and dP_ij = P_ij (dS_ij - sum_l P_il dS_il) gives c.
+    p, v = heads.attention(), heads.v
+    v = v - mean_value(p, v) if heads.sink is None else v
+    rows = anchor_outputs(p, v, heads.sink_share())
+    c = p[..., None] * (v[:, :, None] - rows.o[:, :, :, None])
+    anchors = rows.key[..., None].expand(*rows.key.shape, v.shape[-1])
+    c = c.scatter(3, anchors, rows.c[:, :, :, None])
+    # Phi^q, Phi^k, Phi^v, each (#batch, heads, #tokens, d, D); zero for a constant.
+    phi = [local_map(to) @ to.weight.mT[:, None] for to in projections(heads)]
+    over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi[2])
+    u = torch.einsum("bhjid,bhjdx->bhijx", logit_gradients(heads, "k", slice(None)), phi[1])
+    over_keys += torch.einsum("bhija,bhijx->bhiajx", c, u)
+    t = torch.einsum("bhija,bhijd->bhiad", c, logit_gradients(heads, "q", slice(None)))
+    diagonal = torch.einsum("bhiad,bhidx->bhaxi", t, phi[0])
+    over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)
+    if heads.x_kv is None:
+        return (over_keys + over_queries).flatten(4).flatten(2, 3)
+    return torch.cat([over_queries.flatten(4), over_keys.flatten(4)], 4).flatten(2, 3)

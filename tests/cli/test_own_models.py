@@ -69,7 +69,13 @@ def test_a_size_that_is_given_goes_before_the_data():
     one = ("--model-kwargs", "channels=1", "--input-size", "1,16,20")
     assert shape("py:own.py:image", *one) == [1, 16, 20]
     Image.new("RGB", (16, 16)).save("pictures/b.png")
-    refuse(2, "the input shape of Conv is unknown", "jacobian", "py:own.py:image", *folder)
+    refuse(
+        2,
+        "input shape of py:own.py:image, a Conv, is unknown",
+        "jacobian",
+        "py:own.py:image",
+        *folder,
+    )
 
 
 def test_token_ids_and_vectors_say_so_too():

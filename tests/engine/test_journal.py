@@ -189,7 +189,7 @@ def test_what_cannot_be_kept_is_measured_and_said(tmp_path, monkeypatch):
     odd = Part(("0",), {}, {"what": object()})
     strange = Journal({"other": 1}, tmp_path)
     keep(strange, [odd])
-    assert "not JSON serializable" in strange.refusal
+    assert "a fact of type object, which is no JSON value" in strange.refusal
 
 
 def test_parts_come_in_the_order_of_the_samples_and_whole(tmp_path):

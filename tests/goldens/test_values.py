@@ -46,7 +46,7 @@ COMMANDS = {
     "demo attention": "attention demo --samples 2",
     "demo jacobian": "jacobian demo --samples 2 --per-layer",
     "demo attack": "attack demo --samples 4 --eps 0.1",
-    "demo certify": "certify demo --samples 1 --eps 1/255 --order 1",
+    "demo certify": "certify demo --samples 1 --eps 1/255 --nodes 20",
     "demo scaling": "scaling demo --samples 2 --mode real --lengths 5:17:log3",
     "minilm bounds": "bounds minilm --samples 1 --max-tokens 8 --layers 0,5",
     "minilm attention": "attention minilm --samples 2 --max-tokens 7 --layers 0,5",

@@ -136,19 +136,20 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
         keys: columns of the keys.
         largest: the nodes of the largest logit of each row.
     """
-    device, reached = product.device, list[Tensor]()
+    device = product.device
 
-    def block(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Record and stop the gradient of a row's largest logit."""
-        reached.extend(g for g in grads if g is not None)
-        return tuple(None if g is None else 0 * g for g in grads)
+    def pull_logits(u: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        """Return J^T u without the part through the largest logit of each row, and that part."""
+        reached: list[Tensor] = []
 
-    def pull_logits(u: Tensor) -> Tensor | None:
-        """Return J^T u of the logits, without the part through the largest of each row."""
+        def block(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+            reached.extend(g for g in grads if g is not None)
+            return tuple(None if g is None else 0 * g for g in grads)
+
         with ExitStack() as hooks:
             for node in largest:
                 hooks.callback(node.register_prehook(block).remove)
-            return form.pull(u)
+            return form.pull(u), reached
 
     if largest:
         # Only the largest logit of a row may be subtracted, equally from all of them: cotangents
@@ -157,8 +158,7 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
         u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
         # Small integers add up to exactly 0 in floating point; random real numbers would not.
         u[..., -1] -= u.sum(-1)
-        pull_logits(u)
-        if any(bool((each != 0).any()) for each in reached):
+        if any(bool((each != 0).any()) for each in pull_logits(u)[1]):
             raise NotClosedForm("its logits depend on the largest one of their row")
 
     def pull(cotangent: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _read_slopes(form: Explicit, product: Tensor, keys: slice, largest: Sequence
             whole = cotangent.new_zeros(form.logits.shape)
             whole[..., keys] = cotangent
             whole[..., keys.start - 1] = -cotangent.sum(-1)
-        result = pull_logits(whole.to(form.logits.dtype))
+        result, _ = pull_logits(whole.to(form.logits.dtype))
         if result is None:  # a linear map of the logits, where the graph is cut
             raise NotClosedForm(BESIDE)
         return result.to(cotangent.dtype)

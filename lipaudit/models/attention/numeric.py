@@ -227,8 +227,10 @@ def compute_residual_norms(
         net.output(batch)
     for residual in dict.fromkeys(residuals):
         with trace.freeze(net.module):
-            linear = _linearize_residual(residual, *calls.pop(residual), batch.mask)
-            norms = compute_jacobian_norms(linear, **how)
+            # Without a name here, the graph of a block is freed before that of the next is built.
+            norms = compute_jacobian_norms(
+                _linearize_residual(residual, *calls.pop(residual), batch.mask), **how
+            )
         yield residual, norms
 
 

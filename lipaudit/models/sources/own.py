@@ -64,7 +64,7 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
         f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",
         "Return the model itself, not its state dict or a class.",
     )
-    spec = describe(model, options)
+    spec = describe(model, options, f"py:{reference}, a {type(model).__name__},")
     if spec.kind != "image" or options.input_size is None:
         return spec
     channels, height, width = spec.input_shape
@@ -91,7 +91,7 @@ def _import_module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place)
-    path.stat()  # a missing file is an error before an empty module takes its name
+    path.read_bytes()  # a missing file is an error before an empty module takes its name
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -101,11 +101,12 @@ def _import_module(place: str) -> ModuleType:
     return module
 
 
-def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec:
+def describe(model: nn.Module | ModelSpec, options: LoadOptions, name: str = "") -> ModelSpec:
     """Return the input description of a user's model.
 
     A `ModelSpec` describes itself. Modules of timm and transformers are recognised. Any other
-    module takes images of --input-size, or else samples of the shape of the data.
+    module takes images of --input-size, or else samples of the shape of the data. `name` is the
+    model's name in errors.
 
     Raises:
         UsageError: the input is unknown, or the shape of the data has several readings, and the
@@ -133,7 +134,7 @@ def describe(model: nn.Module | ModelSpec, options: LoadOptions) -> ModelSpec:
         possible = [form for form in possible if form.shape[0] in (1, 3)] or possible
     refuse(
         not possible,
-        f"the input shape of {type(module).__name__} is unknown",
+        f"the input shape of {name or type(module).__name__} is unknown",
         "Give --data whose samples have one shape, or --input-size 224 (or 1,28,28); in Python "
         "data as arrays, or input_shape=(3, 32, 32). Or return a lipaudit.ModelSpec, which "
         "defines the input: `lipaudit init py` writes an example.",

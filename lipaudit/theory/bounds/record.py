@@ -39,8 +39,8 @@ AFFINE_PLAIN = (
 SYMBOLS = (
     "X tokens, N of them. R = max_i ||x_i||. P attention map, P_i a row. M(p) = diag(p) - p p^T. "
     "A = s W_Q W_K^T with s the scale of the logits. With biases X is [X 1] and W is [W; b^T]. "
-    "Phi^q_i = dq_i / dx_i. A_i and B_j are the gradients of the logits in q_i and k_j, and V_c "
-    "the values less their mean."
+    "Phi^q_i = dq_i / dx_i, Phi^k_j and Phi^v_j likewise. G_i and H_j are the gradients of the "
+    "logits in q_i and k_j, and V_c the values less their mean."
 )
 """The symbols of the formulas."""
 # A name becomes a column, a key in JSON and, with log10_ or bound_ before it, other columns.

@@ -32,12 +32,12 @@ def bound_by_softmax(known: Ingredients, m: Tensor) -> Tensor:
         x = known.tokens.norm
         return known.weights.v * (known.p_norm + 2 * x * known.a_norm * x * m)
     # Ours, for rows of Q and K that are rotated or normalised can be larger than ||X|| ||W_Q||
-    # says. A logit has the gradients a_ij in q_i and b_ij in k_j: A_i has the rows a_ij over j,
-    # B_j the rows b_ij over i, V_c is V less its mean. Row i of J dX is
-    #     (P dV)_i + V^T M(P_i) (y_i + A_i dq_i), y_ij = <b_ij, dk_j>.
+    # says. A logit has the gradients a_ij in q_i and b_ij in k_j: G_i has the rows a_ij over j,
+    # H_j the rows b_ij over i, V_c is V less its mean. Row i of J dX is
+    #     (P dV)_i + V^T M(P_i) (y_i + G_i dq_i), y_ij = <b_ij, dk_j>.
     # ||P dV||_F <= ||P|| max_j ||Phi^v_j|| ||dX||_F. V^T M = V_c^T M, and sum_ij y_ij^2 =
-    # sum_j ||B_j Phi^k_j dx_j||^2: the second term is at most ||V_c|| m max_j ||B_j Phi^k_j||. The
-    # third acts query by query: ||V_c|| m max_i ||A_i Phi^q_i||. With a sink P_i is that of the
+    # sum_j ||H_j Phi^k_j dx_j||^2: the second term is at most ||V_c|| m max_j ||H_j Phi^k_j||. The
+    # third acts query by query: ||V_c|| m max_i ||G_i Phi^q_i||. With a sink P_i is that of the
     # keys alone, and V is not centred.
     value, growth = known.once(value_and_growth)
     return value * known.p_norm + growth * m
@@ -48,7 +48,7 @@ THEOREM3 = Bound(
     label="theorem 3",
     meaning="Yudin et al. 2025, Theorem 3, exact ||M(P_i)||.",
     formula="||W_V|| (||P|| + 2 ||X||^2 ||A|| m), m = max_i ||M(P_i)||. Heads that are not "
-    "affine: max_j ||Phi^v_j|| ||P|| + ||V_c|| (max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||) m",
+    "affine: max_j ||Phi^v_j|| ||P|| + ||V_c|| (max_j ||H_j Phi^k_j|| + max_i ||G_i Phi^q_i||) m",
     source="Yudin et al. 2025 Theorem 3; a general form of ours where heads are not affine",
     explanation="Multiplies the sensitivity of the softmax by the norms of tokens and weights.",
     compute=theorem3,

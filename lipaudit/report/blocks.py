@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
@@ -73,21 +73,24 @@ class Table:
 
 
 Cells = dict[Any, Any]
-"""The cells of a row by their columns, or by the names of columns of `HEADINGS`."""
+"""The cells of a row by the keys of their columns, such as names of columns of `HEADINGS`."""
 
 
-def make_table(title: str, rows: Sequence[Cells], **how: Any) -> Table:
+def make_table(
+    title: str, rows: Sequence[Cells], columns: Mapping[Any, Column] | None = None, **how: Any
+) -> Table:
     """Return a table of rows; cells that a row lacks are missing values.
 
     Args:
         title: printed above the table.
         rows: the rows; their columns come in the order in which rows first name them.
+        columns: the columns of keys that `HEADINGS` does not have.
         how: other attributes of the table.
     """
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = (cells.HEADINGS[name] if isinstance(name, str) else name for name in names)
+    known = {**cells.HEADINGS, **(columns or {})}
     lines = (tuple(row.get(name) for name in names) for row in rows)
-    return Table(title, tuple(columns), tuple(lines), **how)
+    return Table(title, tuple(known[name] for name in names), tuple(lines), **how)
 
 
 @dataclass(frozen=True)

@@ -103,13 +103,14 @@ def make_pages(
     facts = list(map(opening.list_facts, reports))
     keys = dict.fromkeys(name for each in facts for name in each)
     differing = [key for key in keys if len({each.get(key) for each in facts}) > 1]
-    columns = [Column(name, "", format="s") for name in model_labels(reports)]
+    columns = {i: Column(name, "", format="s") for i, name in enumerate(model_labels(reports))}
     audited: list[Cells] = [
-        {"fact": key} | {c: each.get(key) for c, each in zip(columns, facts, strict=True)}
-        for key in differing
+        {"fact": key} | {i: each.get(key) for i, each in enumerate(facts)} for key in differing
     ]
     if audited:
-        chapters.append(Chapter("models", "What was audited?", (make_table("", audited),)))
+        chapters.append(
+            Chapter("models", "What was audited?", (make_table("", audited, columns),))
+        )
     return Document(title, (*chapters, WORDS))
 
 

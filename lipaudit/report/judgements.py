@@ -185,15 +185,15 @@ def _show_heads(pair: Pair, most: int) -> list[Block]:
         }
         for head in shown
     ]
-    maps = []
+    maps, columns = [], dict[tuple[str, str], Column]()
     for metric, group in groups.items() if whole else ():
         column, unit = find_column(metric), group[0].unit
         heads = {(head.layer, head.head): head for head in group}
         for when in ("old", "new"):
-            label = replace(column, label=f"{column.label}, {when}")
+            columns[metric, when] = replace(column, label=f"{column.label}, {when}")
             for row, head in zip(rows, shown, strict=True):
                 same = heads.get((head.layer, head.head))
-                row[label] = same and getattr(same, when)
+                row[metric, when] = same and getattr(same, when)
         times, how = {"%": (1.0, "+.1%"), "pp": (100.0, "+.1f"), "": (1.0, "+.3g")}[unit]
         known = {place: _read_change(head) for place, head in heads.items()}
         values = {k: None if value is None else value * times for k, value in known.items()}
@@ -202,19 +202,21 @@ def _show_heads(pair: Pair, most: int) -> list[Block]:
         maps.append(map_heads(f"{metric}: change of every head", values, change, centre=0.0))
     part = f" ({len(shown)} of {len(ranked)})" if len(shown) < len(ranked) else ""
     strong = {i for i, head in enumerate(shown) if head.stands}
-    table = make_table(f"Heads that moved most{part}, by {first}", rows, strong=strong)
+    title = f"Heads that moved most{part}, by {first}"
+    table = [make_table(title, rows, columns, strong=strong)] if rows else []
     proven = sum(head.stands for head in changes)
     count = f"{proven} of {len(changes)} changes are proven (column stands)."
-    return [Paragraph(count), table, *maps]
+    return [Paragraph(count), *table, *maps]
 
 
 def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Block]:
     """Show the samples whose result changed, with their figures before and after."""
     flipped = [sample for sample in pair.samples if sample.lost or sample.gained]
-    shown, rows = flipped[:most], list[Cells]()
-    for s in shown:
+    shown, columns = flipped[:most], dict[tuple[str, str], Column]()
+    rows = list_names([sample.id for sample in shown], places)
+    for row, s in zip(rows, shown, strict=True):
         turned = [f"{n}: yes → no" for n in s.lost] + [f"{n}: no → yes" for n in s.gained]
-        rows.append({**list_names(s.id, places), "became": "; ".join(turned)})
+        row["became"] = "; ".join(turned)
     counts = Counter(metric for sample in pair.samples for metric in sample.figures)
     # Columns with most samples come first; norms come before others.
     for metric in sorted(counts, key=lambda metric: (-counts[metric], metric != NORM)):
@@ -226,10 +228,11 @@ def _show_samples(pair: Pair, places: Mapping[str, str], most: int) -> list[Bloc
         column = find_column(metric)
         for end, when in enumerate(("old", "new")):
             label = ", ".join(filter(None, (column.label, trial, when)))
+            columns[metric, when] = replace(column, label=label)
             for row, sample in zip(rows, shown, strict=True):
-                row[replace(column, label=label)] = sample.figures.get(metric, (None, None))[end]
+                row[metric, when] = sample.figures.get(metric, (None, None))[end]
     part = f" ({len(shown)} of {len(flipped)})" if len(shown) < len(flipped) else ""
-    return [make_table(f"Samples that changed{part}", rows)] if shown else []
+    return [make_table(f"Samples that changed{part}", rows, columns)] if shown else []
 
 
 # Rankings
@@ -256,9 +259,9 @@ def tabulate_ranking(
             row = {"rank": model.rank, **row, "outcome": model.outcome, "difference": difference}
         for label in list(columns)[:most]:
             known = cards[model.model].get(label)
-            row[columns[label]] = known and known.value
+            row[label] = known and known.value
         rows.append(row)
-    return make_table("", rows, keys=2 if ranking.criterion else 1)
+    return make_table("", rows, columns, keys=2 if ranking.criterion else 1)
 
 
 def describe_ranking(ranking: Ranking) -> str:

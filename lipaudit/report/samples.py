@@ -28,10 +28,13 @@ from lipaudit.tables.summary import broken, worst
 from lipaudit.tables.trials import FLAGS, TrialKey, is_repeat, parse_column
 
 
-def list_names(sample: str, places: Mapping[str, str]) -> Cells:
-    """Return the cells that name a sample: the beginning of its id and, if known, its place."""
-    place = {"place": places[sample]} if sample in places else {}
-    return {"sample": sample[:CHARACTERS], **place}
+def list_names(samples: Sequence[str], places: Mapping[str, str]) -> list[Cells]:
+    """Return the cells that name samples: the beginning of each id, and places if any is known."""
+    placed = any(sample in places for sample in samples)
+    return [
+        {"sample": sample[:CHARACTERS]} | ({"place": places.get(sample)} if placed else {})
+        for sample in samples
+    ]
 
 
 # Per-sample figures
@@ -182,16 +185,21 @@ def show_samples(report: Report, names: Sequence[str]) -> list[Block]:
 
 def show_worst(report: Report) -> tuple[Block, ...]:
     """Return the blocks of the worst samples: a table, and pictures or tokens where kept."""
-    names, balls, rows = worst(report), broken(report), list[Cells]()
-    places, shown = find_places(report), {s.measure: find_display(s) for s in report.sections}
-    columns = [c for c in list_columns(report) if c.name in shown[c.section.measure].worst]
-    for name in names:
+    names, balls = worst(report), broken(report)
+    rows = list_names(names, find_places(report))
+    shown = {section.measure: find_display(section) for section in report.sections}
+    figures = {
+        (each.section.measure, each.name): each
+        for each in list_columns(report)
+        if each.name in shown[each.section.measure].worst
+    }
+    for row, name in zip(rows, names, strict=True):
         fallen = sorted(balls.get(name, ()), key=lambda ball: -ball.radius.value)
         # The largest radii come first, so the last entry of each norm remains.
         smallest = ", ".join({ball.norm: ball.ball for ball in fallen}.values()) or None
-        figures = {each.column: each.values.get(name) for each in columns}
-        rows.append({**list_names(name, places), "broken": smallest, **figures})
-    table = make_table("The worst samples, the least robust first", rows)
+        row |= {"broken": smallest} | {key: f.values.get(name) for key, f in figures.items()}
+    columns = {key: figure.column for key, figure in figures.items()}
+    table = make_table("The worst samples, the least robust first", rows, columns)
     return table, *show_samples(report, names)
 
 

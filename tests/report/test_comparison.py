@@ -145,6 +145,34 @@ def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
     assert len(flipped.rows) == 13
 
 
+def test_metrics_of_one_heading_keep_their_columns(before, after):
+    found = compare([before, after])
+    figures = {"x.score": (1.0, 2.0), "y.score": (30.0, 40.0)}
+    samples = [sample.model_copy(update={"figures": figures}) for sample in found.pairs[0].samples]
+    heads = [
+        head.model_copy(update={"metric": f"{name}:each", "old": old, "new": new})
+        for name, (old, new) in figures.items()
+        for head in found.pairs[0].heads[:HEADS]
+    ]
+    pair = found.pairs[0].model_copy(update={"samples": tuple(samples), "heads": tuple(heads)})
+    found = found.model_copy(update={"pairs": (pair,)})
+    page = of_comparison(found, [before, after]).page()
+    for name in ("samples", "heads"):
+        (table,) = blocks(page, name, Table)
+        assert [column.label for column in table.columns[-4:]] == ["score, old", "score, new"] * 2
+        assert {row[-4:] for row in table.rows} == {(1.0, 2.0, 30.0, 40.0)}
+
+
+def test_heads_without_a_known_change_leave_no_table(before, after):
+    found = compare([before, after])
+    unknown = {"change": None, "paired": None, "new": None}
+    heads = [head.model_copy(update=unknown) for head in found.pairs[0].heads]
+    pair = found.pairs[0].model_copy(update={"heads": tuple(heads)})
+    page = of_comparison(found.model_copy(update={"pairs": (pair,)}), [before, after]).page()
+    assert not blocks(page, "heads", Table)
+    assert terminal.render(page, width=80)
+
+
 def test_heads_stand_by_how_much_they_moved(subject):
     (heads,) = blocks(subject.page(), "heads", Table)
     cells = dict(zip([column.label for column in heads.columns], heads.rows[0], strict=True))

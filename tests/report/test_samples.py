@@ -18,6 +18,8 @@ from lipaudit.tables.trials import FLAGS
 from tests.commands import invoke
 from tests.report.conftest import find_chapter, keep, make_report, shard_of, swap
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 IDS, NORMS = (make_report().section("jacobian").samples[name] for name in ("ids", "norm"))
 ATTACKS = "Which attacks succeed?"
 BROKEN = {13, 15, 16, 17, 18, 19, 20, 21, 23}
@@ -60,6 +62,17 @@ def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):
     assert [row[0] for row in rows] == [name[:12] for name in expected[:10]]
     assert rows[0][1] == "linf 2/255"
     assert rows[-1][1] == "linf 4/255"
+
+
+def test_places_stand_beside_the_samples_though_the_worst_has_none(report):
+    first = worst(report)[0]
+    ids = tuple(name for name in IDS if name != first)
+    places = {"ids": ids, "place": tuple(f"index {IDS.index(name)}" for name in ids)}
+    blocks = find_chapter(show(report.model_copy(update={"samples": places})), "worst-samples")
+    table = next(block for block in blocks.blocks if isinstance(block, Table))
+    assert [column.label for column in table.columns[:2]] == ["sample", "place"]
+    assert table.rows[0][1] is None
+    assert table.rows[1][1].startswith("index ")
 
 
 def test_what_is_of_some_of_the_samples_says_so_of_each(report):

@@ -317,7 +317,7 @@ def _compute_margin(rule: Rule) -> float:
 
 def _express_change(rule: Rule, worse: float) -> float:
     """Return a change in the printed form: new over old minus 1, or new minus old."""
-    value = rule.worse * worse
+    value = rule.worse * worse + 0.0  # no change is 0.0, also where lower is worse: never -0.0
     with np.errstate(over="ignore"):
         return float(np.expm1(value)) if rule.limit.kind == "relative" else value
 

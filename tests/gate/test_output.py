@@ -102,6 +102,14 @@ def test_the_change_is_that_of_the_two_figures(report, bounds, jacobian, attack,
             assert verdict.paired == pytest.approx(verdict.change, abs=1e-12)
 
 
+@pytest.mark.parametrize("rule", ["norm:p95 <= +5%", "norm:p95 >= -5%"])
+def test_no_change_is_never_minus_zero(report, jacobian, rule):
+    old, new = report(jacobian(np.ones(64))), report(jacobian(np.ones(64)), weights="b")
+    (verdict,) = judge(new, old, [parse_rule(f"jacobian.{rule}")]).verdicts
+    ends = (verdict.low, verdict.high, verdict.change_low, verdict.change_high, verdict.paired)
+    assert list(map(str, ends)) == ["0.0"] * 5
+
+
 def test_limits_are_called_infinite_only_where_they_are(report, attack, jacobian):
     better = judge(report(attack(np.ones(128, int)), weights="b"), report(attack(ROBUST * 0)))
     assert better.verdicts[0].status == "improved"

@@ -17,6 +17,7 @@ def __getattr__(name: str) -> object:
     from lipaudit.monitor import callbacks
 
     lightning = name == "LightningCallback"
-    made = callbacks.make_lightning() if lightning else callbacks.make_trainer()
+    make = callbacks.make_lightning_callback if lightning else callbacks.make_trainer_callback
+    made = make()
     made.__qualname__, made.__module__ = name, __name__  # where pickle finds the class
     return made

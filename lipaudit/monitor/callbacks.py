@@ -60,7 +60,7 @@ class WatchingCallback:
 
 
 @cache
-def make_trainer() -> type:
+def make_trainer_callback() -> type:
     """Return the callback of transformers' Trainer."""
     import transformers
 
@@ -76,7 +76,7 @@ def make_trainer() -> type:
 
 
 @cache
-def make_lightning() -> type:
+def make_lightning_callback() -> type:
     """Return the callback of Lightning's Trainer."""
     try:
         from lightning.pytorch import Callback

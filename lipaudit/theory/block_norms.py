@@ -349,8 +349,8 @@ def value_key_norm(
 def _bound_local_blocks(heads: Heads, at: Centred, *, joint: bool) -> Tensor:
     """Return B, where queries and keys read one input (`joint`) or two."""
     # What the largest entry of each row contributes, some queries at a time.
-    some = heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())
-    maps = ((at.p[:, :, i], i, slice(None)) for i in some)
+    chunks = heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())
+    maps = ((at.p[:, :, i], i, slice(None)) for i in chunks)
     largest = products.anchor_blocks(maps, at.v, heads.sink_share())
     blocks = _local_beta(heads, at, largest).mul_(at.p)
     t = _local_query_term(heads, at, largest)
@@ -374,7 +374,7 @@ def _local_beta(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
     beta = torch.empty_like(at.p, dtype=torch.float32 if long else at.p.dtype)
     per_key = at.p[..., 0].numel() * (root.shape[-2] + 3 * mixed.shape[-2])
     for j in heads.policy.chunks(at.p.shape[-1], per_key):
-        along, turn = root @ _some(keys, j).mT, _some(values, j) @ mixed @ _some(keys, j).mT
+        along, turn = root @ _pick(keys, j).mT, _pick(values, j) @ mixed @ _pick(keys, j).mT
         b = products.logit_gradients(heads, "k", j).mT
         u, a = (m @ b for m in (along, turn))
         # w = v_j - o_i, (batch, heads, keys, d_v, n), with the largest entry of each row apart.
@@ -384,7 +384,7 @@ def _local_beta(heads: Heads, at: Centred, rows: products.Anchored) -> Tensor:
         # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is
         # at most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split`
         # and `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
-        norm, u2, w2 = _some(norms, j)[..., None], u.square().sum(-2), w.square().sum(-2)
+        norm, u2, w2 = _pick(norms, j)[..., None], u.square().sum(-2), w.square().sum(-2)
         split = (a.square().sum(-2) / u2).nan_to_num(0.0) + 2 * (a * w).sum(-2)
         triangle = 2 * norm * (u2 * w2).sqrt()
         beta[..., j] = (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt().mT
@@ -403,12 +403,12 @@ def _local_query_term(heads: Heads, at: Centred, rows: products.Anchored) -> Ten
         c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
         largest = rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv)
         c.scatter_(3, largest, rows.c[:, :, i, None])
-        images = c.mT @ products.logit_gradients(centred, "q", i) @ _some(phi, i)
+        images = c.mT @ products.logit_gradients(centred, "q", i) @ _pick(phi, i)
         # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
         t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
     return t
 
 
-def _some(per_token: Tensor, chunk: slice) -> Tensor:
+def _pick(per_token: Tensor, chunk: slice) -> Tensor:
     """Take some of the tokens (third axis), or the one that stands for all."""
     return per_token if per_token.shape[2] == 1 else per_token[:, :, chunk]

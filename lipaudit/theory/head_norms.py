@@ -202,13 +202,13 @@ def _solve(
     return norms
 
 
-def _draw_starts(heads: Heads, seeds: Sequence[int], like: Tensor) -> Tensor:
-    """Return a start per problem, (problems, n channels), zero at padded queries."""
-    start = random_starts(seeds, like.shape[1]).to(heads.q)[heads.sample]
+def _draw_starts(heads: Heads, seeds: Sequence[int], guess: Tensor) -> Tensor:
+    """Return a start per problem, shaped as its guess (problems, n channels), zero at padding."""
+    start = random_starts(seeds, guess.shape[1]).to(heads.q)[heads.sample]
     if heads.valid is not None:
         rows = start.view(len(start), heads.q.shape[2], -1)
         start = (rows * heads.valid[..., None]).flatten(1)
-    return start.repeat_interleave(len(like) // len(start), 0)
+    return start.repeat_interleave(len(guess) // len(start), 0)
 
 
 def _join_norms(parts: Sequence[Norms], shape: tuple[int, ...]) -> Norms:

@@ -47,20 +47,20 @@ _CHANNEL_STEPS = 12
 
 
 def logit_gradients(
-    heads: Heads, name: Literal["q", "k"], some: slice
-) -> Float[Tensor, "batch heads some others d"]:
+    heads: Heads, name: Literal["q", "k"], chunk: slice
+) -> Float[Tensor, "batch heads chunk partners d"]:
     """Return a_ij = dS_ij / dq_i of some queries i, by query; or b_ij = dS_ij / dk_j, by key."""
     pairs = heads.pairs or Pairs()
-    rows, others, more = heads.q, heads.k, pairs.with_q
+    rows, partners, more = heads.q, heads.k, pairs.with_q
     slope = None if pairs.slope is None else pairs.slope[..., None]
     if name == "k":
-        rows, others = others, rows
+        rows, partners = partners, rows
         more = None if pairs.with_k is None else pairs.with_k.transpose(2, 3)
         slope = None if slope is None else slope.transpose(2, 3)
-    gradients = heads.scale[..., None, None, None] * others[:, :, None]
-    gradients = gradients if slope is None else slope[:, :, some] * gradients
-    gradients = gradients if more is None else gradients + more[:, :, some]
-    return gradients.expand(-1, -1, len(range(rows.shape[2])[some]), -1, -1)
+    gradients = heads.scale[..., None, None, None] * partners[:, :, None]
+    gradients = gradients if slope is None else slope[:, :, chunk] * gradients
+    gradients = gradients if more is None else gradients + more[:, :, chunk]
+    return gradients.expand(-1, -1, len(range(rows.shape[2])[chunk]), -1, -1)
 
 
 class Anchored(NamedTuple):

@@ -366,9 +366,10 @@ HEADING = "## Attention that people write themselves"
 LEGEND = f"""
 {HEADING}
 
-How lipaudit reads modules of no library. Each is tested alone in a model, and those that are not
-simply read behind a usual layer, too. The tests compare the heads with dense Jacobians, which
-autograd computes in float64 without lipaudit: they agree to 1e-6, and no bound is below them.
+How lipaudit reads modules of no library. Each is tested alone in a model. Modules with any outcome
+but *read* are also tested behind a usual layer. The tests compare the heads with dense
+Jacobians, which autograd computes in float64 without lipaudit: they agree to 1e-6, and no bound is
+below them.
 `python -m tests.models.attention.own_modules` writes this section.
 
 * **read**: closed form, with bounds. **in parts**: a warning says that several layers are

@@ -15,6 +15,8 @@ from lipaudit.measures.texts import table
 from lipaudit.schema import dumps
 from tests.commands import invoke
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 EVIL = "=a\x1b]0;t\x07\x9b2J\x7f\u202e\r|`<b>"
 """A title and a bell, a cleared screen, a turned direction, a formula, a table's bar, HTML."""
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

@@ -12,6 +12,8 @@ from lipaudit.report import render
 from lipaudit.schema import load
 from tests.commands import break_measure, invoke, refuse
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 AUDIT = ("audit", "demo", "-n", "1", "--run-dir", "run")
 
 

@@ -16,6 +16,8 @@ from lipaudit.errors import EvaluationError
 from lipaudit.schema import load
 from tests.commands import break_measure, invoke, refuse
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 THREE = ("demo", "demo:jasmin", "demo:robust")
 PLACES = ("1-demo", "2-demo-jasmin", "3-demo-robust")
 

@@ -18,6 +18,8 @@ from tests.commands import break_measure, invoke
 from tests.monitor.conftest import median
 from tests.monitor.conftest import reports as watched
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 ARGS = ("--data", "demo", "-n", "2", "--only", "jacobian", "-f", "table")
 
 

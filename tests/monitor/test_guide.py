@@ -8,6 +8,8 @@ import timm
 from lipaudit import schema
 from tests.tutorials import TRAINER, examples, run_example
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 EXAMPLES, TRAININGS = examples("watch"), examples("train")
 FOLDERS = {
     "loop": "watched",

@@ -16,6 +16,8 @@ from lipaudit.tables.summary import summary
 from tests.commands import break_measure
 from tests.monitor.conftest import median, reports, trained
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 CHEAP = {"measures": ["jacobian"], "samples": 4}
 
 

@@ -47,6 +47,10 @@ def test_a_format_is_a_function_and_an_entry(folder, monkeypatch):
     compared = lipaudit("compare", "a.json", "a.json", "-o", "c.org")
     assert (compared.exit_code, compared.stdout) == (0, "")
     assert "What changed from" in (folder / "c.org").read_text()
+    monkeypatch.setenv("COLUMNS", "200")  # a narrower screen gets the table in parts
+    table = lipaudit(*GATE, "-f", "table").stdout
+    heads = ["verdict", "rule", "row", "baseline", "current", "change", "paired", "limits"]
+    assert [*heads, "samples"] in [line.split() for line in table.splitlines()]
     gated = lipaudit(*GATE, "-o", "g.org")
     assert gated.stdout.endswith("(exit code 0)\n")
     assert (folder / "g.org").read_text() == "* What is the verdict on each rule?\n"

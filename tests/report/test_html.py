@@ -55,14 +55,21 @@ def parsed(page):
     return Page(page)
 
 
-def test_nothing_is_loaded_and_only_its_own_script_runs(parsed):
-    tags = [tag for tag, _ in parsed.tags]
+@pytest.fixture(scope="module", params=["one report", "side by side"])
+def any_page(request, parsed, report, other):
+    if request.param == "one report":
+        return parsed
+    return Page(render([report, other], "html").decode())
+
+
+def test_nothing_is_loaded_and_only_its_own_script_runs(any_page):
+    tags = [tag for tag, _ in any_page.tags]
     assert not {*tags} & {"link", "iframe", "object", "embed", "base", "form"}
     assert tags.count("script") == 1
-    names = {name for _, attrs in parsed.tags for name in attrs}
+    names = {name for _, attrs in any_page.tags for name in attrs}
     assert not [name for name in names if name.startswith("on")]
     for name in ("src", "href", "xlink:href", "data", "action", "srcset", "poster"):
-        assert all(v.startswith(("#", "data:image/png;")) for v in parsed.attributes(name))
+        assert all(v.startswith(("#", "data:image/png;")) for v in any_page.attributes(name))
 
 
 def test_browser_is_told_the_one_script_that_may_run(page, parsed):
@@ -114,12 +121,14 @@ def test_hostile_name_is_text(page, parsed):
     assert "\x1b" not in page
 
 
-def test_references_lead_somewhere(parsed):
-    ids = parsed.attributes("id")
+def test_references_lead_somewhere(any_page):
+    ids = any_page.attributes("id")
     assert len(ids) == len(set(ids))
-    links = parsed.attributes("href") + parsed.attributes("xlink:href")
+    links = any_page.attributes("href") + any_page.attributes("xlink:href")
     used = {v.removeprefix("#") for v in links if v.startswith("#")}
-    used |= {i for _, a in parsed.tags for v in a.values() for i in re.findall(r"url\(#(\w+)", v)}
+    used |= {
+        i for _, a in any_page.tags for v in a.values() for i in re.findall(r"url\(#(\w+)", v)
+    }
     assert used <= set(ids)
 
 
@@ -129,6 +138,11 @@ def test_every_section_is_in_the_contents_and_links_to_itself(parsed):
     own = [a["href"] for a in links if a.get("class") == "anchor"]
     contents = [a["href"] for a in links if "class" not in a]
     assert own == contents == [f"#{name}" for name in sections]
+
+
+def test_equal_reports_give_equal_bytes(report):
+    alone = keep(report, report.section("jacobian"))
+    assert render(alone, "html") == render(alone, "html")
 
 
 def scaled(row, layer: int, head: int):

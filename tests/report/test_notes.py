@@ -7,6 +7,8 @@ from lipaudit.report import of_comparison, of_judgement, of_reports, render
 from lipaudit.tables import Note
 from tests.report.conftest import keep
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 PAGES = ("table", "markdown", "html")
 RANDOM = Note(level="warning", code="random-weights", text="the weights are random numbers")
 FEWER = Note(level="info", code="fewer-samples", text="only a handful of samples were there")

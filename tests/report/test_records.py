@@ -43,12 +43,16 @@ def same(line: dict[str, str], value: object) -> bool:
 
 def test_every_cell_of_rows_and_samples_is_a_line_that_reads_back(report):
     expected = [(s.measure, *cell) for s in report.sections for cell in cells(s)]
-    lines = read(report)
+    ids = report.section("jacobian").samples["ids"]
+    places = {name: f"cat, {i}.png" for i, name in enumerate(ids)}
+    stored = {"ids": tuple(places), "place": tuple(places.values())}
+    lines = read(report.model_copy(update={"samples": stored}))
     assert len(lines) == len(expected) > 1000
     for line, (measure, layer, sample, name, value) in zip(lines, expected, strict=True):
         known = (line["measure"], line["layer"], line["sample"], line["column"])
         assert known == (measure, layer, sample, name)
         assert same(line, value), line
+        assert line["place"] == places.get(sample, "")
     assert {line["model"] for line in lines} == {report.run.model.spec}
 
 

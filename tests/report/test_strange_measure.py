@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from lipaudit import schema
 from lipaudit.report import of_comparison, of_reports, render
 from lipaudit.report.blocks import Heatmap, Histogram, Table
 from lipaudit.report.sections import show_section, show_sections
@@ -36,6 +37,10 @@ def strange(monkeypatch, registry):
 @pytest.fixture
 def strangers(report, strange):
     return keep(report, *strange)
+
+
+def test_it_is_written_and_read_back(strangers):
+    assert schema.loads(render(strangers, "json").decode()) == strangers
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -6,7 +6,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from benchmarks.reference import loaded, truth
 from lipaudit.data.batch import Batch
 from lipaudit.errors import LipauditError
-from lipaudit.measures import load_measures, option_types
+from lipaudit.measures import base, load_measures, option_types
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.theory.bounds.record import load_bounds
@@ -179,9 +179,11 @@ def _truths(
 def _measure(net: Net, batch: Batch, name: str, options: dict[str, Any]) -> Any:
     measure = load_measures()[name]
     given = option_types()[name].parse(options)
-    parts = list(measure.compute(net, [batch], given))
+    # Texts of different lengths come in parts of one length.
+    parts = base.in_order(list(measure.compute(net, [batch], given)), batch.ids)
     measure.summarise(parts, given)
-    return parts[0]
+    values = {name: base.join_parts(parts, name) for name in parts[0].values}
+    return replace(parts[0], ids=batch.ids, values=values)
 
 
 def _whole_model(

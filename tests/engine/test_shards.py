@@ -26,6 +26,8 @@ from lipaudit.tables import Report
 from tests.commands import break_measure, invoke, read_figures, read_without_maps, replace_parts
 from tests.simulated.conftest import MODELS, samples
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 AUDIT = ("audit", "demo", "--only", "bounds,attention", "-n", "5", "--batch-size", "4")
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "bounds": (

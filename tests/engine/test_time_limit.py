@@ -19,7 +19,7 @@ from lipaudit.schema import dumps, load, loads
 from lipaudit.settings import RunOptions
 from tests.commands import invoke, refuse, replace_parts
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+pytestmark = pytest.mark.usefixtures("elsewhere", "blank_charts")
 JACOBIAN = ("jacobian", "demo", "-n", "5", "--batch-size", "2", "--tol", "0.01")
 
 

@@ -12,6 +12,8 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 import lipaudit
 from tests.monitor.conftest import Classifier, median, reports
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 CHEAP = {"measures": ["jacobian"], "samples": 2}
 
 

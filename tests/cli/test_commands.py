@@ -167,7 +167,7 @@ def test_a_comparison_shows_the_change_of_every_head_in_every_format(folder):
     ("line", "says"),
     [
         ("explain bounds.sharp", "Proven upper bound"),
-        ("explain theorem3", "2 ||X||^2 ||A|| max_i ||M(P_i)||"),
+        ("explain theorem3", "2 ||X||^2 ||A|| m)"),
         ("explain robust", "a stronger attack may break more"),
         ("explain jacobian", "jacobian.norm"),
         ("explain max-tokens", "--max-tokens of every measure: Cut texts"),

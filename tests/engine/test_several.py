@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from lipaudit.api import outline_job, require_shared
-from lipaudit.data.batch import SampleOrigin
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError, UsageError
@@ -24,19 +23,23 @@ def first(job):
     return outline_job(job)
 
 
-def other(first, data="demo", **changes):
-    run = first.run.model_copy(update={"data": first.run.data.model_copy(update={"spec": data})})
-    return replace(first, **{"model": "other", "run": run} | changes)
+def other(first, data="demo", suite=None, places=None, **changes):
+    """Return the outline of another model, on samples with other ids (`suite`) or places."""
+    facts = {"spec": data, "suite_id": suite or first.run.data.suite_id}
+    run = first.run.model_copy(update={"data": first.run.data.model_copy(update=facts)})
+    samples = first.samples if places is None else {"place": places}
+    request = replace(first.request, model="other")
+    return replace(first, **{"request": request, "run": run, "samples": samples} | changes)
 
 
-IDS = ("x", "y")
-ELSEWHERE = {"ids": IDS, "origins": (SampleOrigin("index 0"), SampleOrigin("index 1"))}
-FEWER = {name: values[:1] for name, values in ELSEWHERE.items()}
+ELSEWHERE = {"suite": "other", "places": ("index 0", "index 1")}
+FEWER = {"suite": "fewer", "places": ("index 0",)}
 
 
 def test_an_outline_says_what_the_report_will(job, first):
     report = execute(job)
-    assert (first.ids, first.samples) == (report.samples["ids"], report.samples)
+    assert first.samples == report.samples
+    assert first.run.data == report.run.data
     assert first.labels == tuple(job.samples.batch.y.tolist())
     assert (first.kind, first.classes) == ("image", 10)
 
@@ -45,12 +48,12 @@ def test_an_outline_says_what_the_report_will(job, first):
     "changes",
     [
         {},
-        {"ids": IDS},  # another form of the same inputs
-        {"origins": ()},  # the same tensors
-        {"ids": IDS, "labels": None},
-        {"labels": (1, 2), "ids": IDS, "classes": 1000},  # matched by name
+        {"suite": "other"},  # another form of the same inputs
+        {"places": ()},  # the same tensors
+        {"suite": "other", "labels": None},
+        {"labels": (1, 2), "suite": "other", "classes": 1000},  # matched by name
         {"names": tuple(f"LABEL_{i}" for i in range(10))},
-        {"classes": None, "labels": None, "ids": IDS},
+        {"classes": None, "labels": None, "suite": "other"},
     ],
 )
 def test_models_that_share_samples_are_taken(first, changes):
@@ -90,9 +93,9 @@ def test_labels_that_mean_other_classes_are_refused(first):
 
 
 def test_made_up_samples_of_another_form_are_refused(first):
-    made_up = replace(first, origins=())
+    made_up = replace(first, samples={})
     with pytest.raises(InputError, match="do not read the same samples") as refused:
-        require_shared([made_up, other(made_up, ids=IDS)])
+        require_shared([made_up, other(made_up, suite="other")])
     assert "Random samples" in refused.value.advice
 
 

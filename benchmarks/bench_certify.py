@@ -22,7 +22,7 @@ from benchmarks.shared.timing import cpu_seconds, spread, timed
 from lipaudit.certify.prove import ball, margins
 from lipaudit.certify.prove import run as passed
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 
 DEPTH, WIDTH, HEADS, PATCH, SIDE, CLASSES = 3, 48, 3, 8, 32, 10
 Case = tuple[Callable[[Any], Any], Tensor, int, float, str, int]

@@ -39,7 +39,7 @@ from benchmarks.shared.timing import cpu_seconds, least, resident, short, spread
 from lipaudit.measures import load_measures
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.jacobian import JacobianOptions
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.report.blocks import Series
 
 Sizes = dict[str, int]

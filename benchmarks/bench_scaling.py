@@ -20,7 +20,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import ModelSpec, Net
-from lipaudit.models.sources.loading import LoadOptions, assemble
+from lipaudit.models.sources.loader import LoadOptions, assemble
 from lipaudit.theory.head_norms import head_norms
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.products import head_products

@@ -32,7 +32,7 @@ from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.certify import CertifyOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.net import LoadOptions, ModelSpec, Net
-from lipaudit.models.sources.loading import assemble
+from lipaudit.models.sources.loader import assemble
 from lipaudit.settings import Recipe
 from lipaudit.tables.trials import parse_radius
 from lipaudit.train.loop import train

@@ -30,7 +30,7 @@ from lipaudit.errors import (
 )
 from lipaudit.measures import AuditOptions, option_types
 from lipaudit.models.net import Kind, ModelSpec, Net
-from lipaudit.models.sources.loading import borrow, freeze_net, load_net
+from lipaudit.models.sources.loader import borrow, freeze_net, load_net
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings
 from lipaudit.tables import Report, Run

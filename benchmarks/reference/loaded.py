@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.reference.timm_models import Small
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import Net
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 
 NARROW, WIDE = "float32", "float64"
 LENGTHS = (12, 9)

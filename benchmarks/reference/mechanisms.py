@@ -19,7 +19,7 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.sources.loading import assemble
+from lipaudit.models.sources.loader import assemble
 from lipaudit.theory.heads import Heads, are_affine_everywhere
 from tests.models.attention import own_modules
 

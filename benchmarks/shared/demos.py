@@ -20,7 +20,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import seed_device
-from lipaudit.models.sources.loading import assemble, load_net
+from lipaudit.models.sources.loader import assemble, load_net
 from lipaudit.models.sources.timm import DigitsViT, describe_demo
 from lipaudit.settings import Recipe
 from lipaudit.tables.trials import parse_radius

@@ -21,7 +21,7 @@ def minilm() -> str:
 
 def loaded(name: str, **options: Any) -> Any:
     """Load a model by its short name: weights of timm's are random, and the same every time."""
-    from lipaudit.models.sources.loading import LoadOptions, load_net
+    from lipaudit.models.sources.loader import LoadOptions, load_net
 
     torch.manual_seed(0)
     kwargs: dict[str, Any] = dict(RANDOM)

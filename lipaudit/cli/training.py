@@ -58,7 +58,7 @@ def train(
     """
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import load_options
-    from lipaudit.models.sources.loading import load_net
+    from lipaudit.models.sources.loader import load_net
     from lipaudit.train import loop
 
     require_alone("a training", run)

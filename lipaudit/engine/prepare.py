@@ -31,7 +31,7 @@ from lipaudit.models.requirements import (
     require_per_sample,
 )
 from lipaudit.models.scoring import score_continuations
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import RunOptions
 from lipaudit.tables import Note
 

@@ -34,7 +34,7 @@ from lipaudit.engine.results import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
 from lipaudit.models.net import LoadOptions, Net
 from lipaudit.models.precision import has_lifted_weights, seed_device
-from lipaudit.models.sources.loading import save_net
+from lipaudit.models.sources.loader import save_net
 from lipaudit.settings import Recipe
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 

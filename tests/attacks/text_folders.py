@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import lipaudit
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 
 TEXTS = [
     "A Good film,  with GREAT actors!",

@@ -15,8 +15,8 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
 from lipaudit.measures.attack import AttackOptions, check
-from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.texts import read_lexicon
+from lipaudit.models.sources.loader import load_net
+from lipaudit.models.sources.text_models import read_lexicon
 from tests.commands import invoke, refuse
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]

@@ -9,7 +9,7 @@ import torch
 
 import lipaudit
 from lipaudit.engine.execute import Observer
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke
 
 FILE = """

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from lipaudit.cli import progress
 from lipaudit.engine import execute
 from lipaudit.measures import load_measures
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke, list_commands, refuse, replace_parts
 
 

@@ -18,7 +18,7 @@ import lipaudit
 from lipaudit import schema
 from lipaudit.errors import EvaluationError, UsageError, find_user_error, of_machine, out_of_memory
 from lipaudit.measures import load_measures
-from lipaudit.models.sources import loading
+from lipaudit.models.sources import loader
 from lipaudit.settings import RunOptions
 from tests.commands import invoke, refuse, replace_parts
 
@@ -249,7 +249,7 @@ def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(er
     with pytest.raises(type(error)):
         numeric.find_obstacle(layer)
     monkeypatch.undo()
-    monkeypatch.setattr(loading, "find_main_output", fault)
+    monkeypatch.setattr(loader, "find_main_output", fault)
     with pytest.raises(EvaluationError):
         lipaudit.measure("demo", "jacobian", samples=1)
 

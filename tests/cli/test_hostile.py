@@ -289,7 +289,7 @@ def test_trainings(folder):
 
 
 def test_checkpoints(folder):
-    from lipaudit.models.sources.loading import load_net, save_net
+    from lipaudit.models.sources.loader import load_net, save_net
 
     root = folder / f"checkpoints{EVIL}"
     for name in (f"checkpoint-1{EVIL}", f"{EVIL}checkpoint-2", f"checkpoint-3{EVIL}"):

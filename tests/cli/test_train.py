@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
-from lipaudit.models.sources.loading import LoadOptions, load_net, save_net
+from lipaudit.models.sources.loader import LoadOptions, load_net, save_net
 from lipaudit.train.loop import save_model
 from tests.commands import invoke, refuse
 from tests.processes import begun, completed, wait_for_signal

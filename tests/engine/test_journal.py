@@ -24,7 +24,7 @@ from lipaudit.engine.journal import (
 from lipaudit.errors import EvaluationError
 from lipaudit.measures import load_measures, option_types
 from lipaudit.measures.base import Part, sample_ids
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.tables import Note
 from tests import processes
 

@@ -13,7 +13,7 @@ import torch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures import OWN, load_measures
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from tests import processes
 
 PLUGINS = Path(__file__).parents[1] / "plugins"

@@ -12,7 +12,7 @@ from lipaudit.measures import load_measures
 from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.bounds import BoundsOptions
 from lipaudit.measures.jacobian import JacobianOptions
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import RunOptions
 
 ATTACK = {"attack": AttackOptions(attack="fgsm", eps=("0.1",))}

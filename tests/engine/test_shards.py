@@ -19,7 +19,7 @@ from lipaudit.measures import load_measures
 from lipaudit.measures.attention import AttentionOptions
 from lipaudit.measures.jacobian import JacobianOptions
 from lipaudit.models.attention.survey import find_layers
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
 from lipaudit.tables import Report

@@ -15,7 +15,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import AttackOptions, encode_examples, measure, summarise
 from lipaudit.measures.base import Part
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.tables.columns import wilson
 
 

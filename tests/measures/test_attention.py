@@ -24,7 +24,7 @@ from lipaudit.measures.attention import (
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.loading import assemble, load_net
+from lipaudit.models.sources.loader import assemble, load_net
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.softmax import profile_rows, row_statistics
 from tests.live import Live

@@ -9,7 +9,7 @@ from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.theory import ascent
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.policy import Policy

@@ -22,7 +22,7 @@ from lipaudit.measures.certify import CertifyOptions, check
 from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate, require_room
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.sources.loading import borrow
+from lipaudit.models.sources.loader import borrow
 from lipaudit.tables import Note
 from tests.simulated.conftest import MODELS
 

@@ -8,7 +8,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
 from lipaudit.measures.base import seed_of
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.theory import ball, ingredients, spectral
 from lipaudit.theory import head_bounds as theory
 from lipaudit.theory.bounds.record import load_bounds

@@ -16,7 +16,7 @@ from lipaudit.errors import UsageError
 from lipaudit.measures.base import Part
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.tables import Data, Model, Report, Run
 from tests.nets import draw, own_batch, own_net
 

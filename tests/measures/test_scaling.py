@@ -16,7 +16,7 @@ from lipaudit.measures.growth import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise
 from lipaudit.models.attention import survey
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.settings.option import read_lengths
 from lipaudit.theory import ascent
 from tests.nets import own_batch, own_net

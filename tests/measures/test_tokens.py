@@ -21,7 +21,7 @@ from lipaudit.measures.attack import AttackOptions
 from lipaudit.measures.attention import AttentionOptions
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import RunOptions
 from lipaudit.tables.summary import worst
 from tests.nets import own_net

@@ -12,7 +12,7 @@ from lipaudit.models.attention.capture import Site
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import LoadOptions, ModelSpec, Net
 from lipaudit.models.sources.huggingface import describe_transformers
-from lipaudit.models.sources.loading import assemble
+from lipaudit.models.sources.loader import assemble
 from tests.nets import TEXT
 
 VOCABULARY, MOST_TOKENS = 60, 32

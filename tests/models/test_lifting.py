@@ -17,7 +17,7 @@ from lipaudit.errors import UsageError
 from lipaudit.models import precision
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.linearize import linearize
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.models.sources.weights import hash_weights
 from tests.live import Live
 from tests.nets import TEXT

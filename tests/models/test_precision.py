@@ -14,7 +14,7 @@ from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import option_types
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.precision import exact_arithmetic, seed_device
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import RunOptions
 
 MATMUL = torch.set_float32_matmul_precision

@@ -9,7 +9,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.endpoints import make_sample_function
 from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 
 STARTS = 50
 

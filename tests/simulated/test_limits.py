@@ -6,7 +6,7 @@ import lipaudit
 from benchmarks.shared.demos import load_shipped
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import Recipe
 from lipaudit.train import train
 from tests.commands import invoke

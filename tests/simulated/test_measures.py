@@ -10,7 +10,7 @@ import torch
 import lipaudit
 from benchmarks.shared.demos import load_shipped
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.sources.loading import assemble, load_net
+from lipaudit.models.sources.loader import assemble, load_net
 from lipaudit.settings import Recipe
 from lipaudit.theory import spectral
 from lipaudit.theory.head_bounds import head_bounds

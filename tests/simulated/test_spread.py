@@ -8,7 +8,7 @@ import torch
 
 import lipaudit
 from lipaudit.errors import UsageError
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.test_measures import MEASURES, SCALING
 

@@ -8,7 +8,7 @@ from benchmarks.shared.demos import load_shipped
 from lipaudit.models.graph import take
 from lipaudit.models.linearize import linearize
 from lipaudit.models.net import LoadOptions
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from lipaudit.settings import Recipe
 from lipaudit.theory.spectral import random_starts, spectral_norms
 from lipaudit.train import train

@@ -11,7 +11,7 @@ from benchmarks.shared.demos import RECIPES, load_shipped, make_demo
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.loading import assemble
+from lipaudit.models.sources.loader import assemble
 from lipaudit.settings import Recipe
 from lipaudit.train import train
 from lipaudit.train.loop import Training, flip_images, make_mix, shift_images, split_batches
@@ -260,7 +260,7 @@ def test_recipes_that_make_no_sense():
 @pytest.mark.slow(seconds=31)
 def test_the_shipped_demo_is_what_its_recipe_makes():
     """To the last bit where it was made; elsewhere as good."""
-    from lipaudit.models.sources.loading import load_net
+    from lipaudit.models.sources.loader import load_net
 
     net = make_demo(0)
     *_, last = train(

@@ -13,7 +13,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.loading import assemble
+from lipaudit.models.sources.loader import assemble
 from lipaudit.theory.penalties import jasmin, jasmin_rows
 from lipaudit.train import penalty
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty

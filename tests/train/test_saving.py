@@ -7,7 +7,7 @@ import torch
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.files import write
-from lipaudit.models.sources.loading import LoadOptions, load_net, save_net
+from lipaudit.models.sources.loader import LoadOptions, load_net, save_net
 from lipaudit.train.loop import save_model
 
 

@@ -17,7 +17,7 @@ from lipaudit.data.hub import Commit, Repository, explain_refusals, find_commit,
 from lipaudit.data.images import resize
 from lipaudit.errors import InputError, UsageError, explain_failure, refuse
 from lipaudit.models.net import RANDOM, LoadOptions, ModelSpec, new_classifier
-from lipaudit.models.sources.texts import (
+from lipaudit.models.sources.text_models import (
     CLASSIFIERS,
     HEADS,
     TOWERS,

@@ -15,7 +15,7 @@ from lipaudit.measures.base import in_order, join_parts
 from lipaudit.models.attention.capture import Layer, capture, list_blocks_without_attention
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.products import dense_jacobian

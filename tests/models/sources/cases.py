@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, LipauditError
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "keeper", "wrote", "what", "he", "saw"]
 SMALL = {

@@ -10,7 +10,7 @@ from PIL import Image
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from tests.models.sources.cases import (
     BATCH,
     IDS,

@@ -14,8 +14,8 @@ from lipaudit.models.attention.survey import find_layers, list_unread, survey
 from lipaudit.models.endpoints import make_sample_function
 from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
-from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.models.sources.texts import mean_pooling
+from lipaudit.models.sources.loader import LoadOptions, load_net
+from lipaudit.models.sources.text_models import mean_pooling
 from tests.models.sources.cases import refused
 
 transformers = pytest.importorskip("transformers")

@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import save_file
 
 from lipaudit.errors import UsageError
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.models.sources.weights import list_weight_files
 from tests.hub import TOKEN, files_of
 from tests.hub import hub as hub

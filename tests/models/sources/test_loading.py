@@ -14,7 +14,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.images import list_forms
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, UsageError
-from lipaudit.models.sources.loading import LoadOptions, ModelSpec, assemble, load_net
+from lipaudit.models.sources.loader import LoadOptions, ModelSpec, assemble, load_net
 from lipaudit.models.sources.own import describe
 from tests.models.sources.cases import refused
 

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from lipaudit.errors import InputError
-from lipaudit.models.sources.loading import LoadOptions, load_net, save_net
+from lipaudit.models.sources.loader import LoadOptions, load_net, save_net
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT = transformers.BertConfig(**SMALL, vocab_size=32, intermediate_size=24)

@@ -11,7 +11,7 @@ import transformers
 from lipaudit.data.batch import draw_indices
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]
 SIZES = {"vocab_size": len(WORDS), "num_labels": 3, "max_position_embeddings": 32}

@@ -17,7 +17,7 @@ from lipaudit.engine.launcher import Place, share_run
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models import precision
 from lipaudit.models.precision import devices
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.train import train
 from tests.goldens.test_values import walk

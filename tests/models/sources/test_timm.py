@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from tests.hub import hub as hub
 from tests.models.sources.cases import Payload, refused
 

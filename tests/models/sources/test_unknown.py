@@ -7,7 +7,7 @@ import pytest
 import lipaudit
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from tests.attacks.text_folders import LONG, TEXTS, Folder, H, Plain, save
 
 ENGLISH = TEXTS[:4]

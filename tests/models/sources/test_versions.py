@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lipaudit.errors import ExitCode, InputError, explain_error, find_unmet_requirement
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke
 from tests.models.sources.cases import bert, refused, save, vit
 

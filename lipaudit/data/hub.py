@@ -154,9 +154,8 @@ class Commit:
         of = "" if HASH.fullmatch(revision) else f" of {revision}"
         if self.unasked and of:
             text = f"{name} is the cached version, commit {short}{of}: {self.unasked}"
-            return Note(level="warning", code="hub-cache", text=text)
-        text = f"{name} is read at commit {short}{of}"
-        return Note(level="info", code="hub-commit", text=text)
+            return Note.warn("hub-cache", text)
+        return Note.info("hub-commit", f"{name} is read at commit {short}{of}")
 
     def remember(self) -> None:
         """Record the commit of a branch or tag in the cache, as the clients of the Hub do."""
@@ -176,7 +175,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     If the Hub does not answer, the commit in the cache is used.
 
     Raises:
-        InputError: access failed; the message gives the reason.
+        InputError: access failed, or the cache cannot be read; the message gives the reason.
     """
     from huggingface_hub import HfApi, constants, errors
 
@@ -198,13 +197,17 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             raise
         except Exception as error:  # every HTTP library has its own exceptions
             refusal, unasked = error, explain_refusal(error, repository).message
-        reference = cache / "refs" / revision
-        sha = reference.read_text().strip() if reference.is_file() else revision
-        snapshot = cache / "snapshots" / sha
-        if not snapshot.is_dir():
+        advice = "Check its permissions, remove it, or set HF_HOME to another folder."
+        with explain_failure(f"the cache {cache} cannot be read", advice, OSError, ValueError):
+            reference = cache / "refs" / revision
+            sha = reference.read_text().strip() if reference.is_file() else revision
+            snapshot = cache / "snapshots" / sha
+            stored = [p.relative_to(snapshot) for p in snapshot.rglob("*") if p.is_file()]
+            known = snapshot.is_dir()
+        if not known:
             raise refusal
-        stored = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
-        return Commit(repository, sha, tuple(sorted(stored)), unasked)
+        files = tuple(sorted(path.as_posix() for path in stored))
+        return Commit(repository, sha, files, unasked)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import io
 import math
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -179,7 +180,8 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
         if path.suffix == ".safetensors":
             arrays = load_file(path)
         elif path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
+            # numpy takes a file that is no archive for a pickle.
+            with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
                 stored = {name: file[name] for name in file.files}
             # Texts beside the numbers (such as a credit) are skipped.
             arrays = {k: torch.from_numpy(a) for k, a in stored.items() if a.dtype.kind in "uif"}

@@ -382,12 +382,12 @@ def _choose_inputs(table: SampleTable, net: Net, options: DataOptions) -> tuple[
     if net.kind == "text":
         return choose_text_columns(table, options)
     image = choose_column(table, None, IMAGES)
-    refuse(
-        net.kind != "image" or image is None,
-        f"{table.origin} has no column of images (columns: {', '.join(table.columns)})",
-        f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
-    )
-    return (str(image),)
+    if net.kind != "image" or image is None:
+        raise InputError(
+            f"{table.origin} has no column of images (columns: {', '.join(table.columns)})",
+            f"Name it {' or '.join(IMAGES)}; the model takes {net.kind}.",
+        )
+    return (image,)
 
 
 def choose_text_columns(
@@ -411,15 +411,15 @@ def choose_text_columns(
         refuse(len(names) > 2, f"--text-column names {len(names)} columns", advice)
         return tuple(_require_column(name, table) for name in names)
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
-    column = next((name for name in (*usual, *TEXTS) if name in columns), None)
+    found = pair or tuple(name for name in (*usual, *TEXTS) if name in columns)[:1]
     headless = " If the first line is data, add a line with column names above it: text,label."
     refuse(
-        pair is None and column is None,
+        not found,
         f"{table.origin} has no text column (columns: {', '.join(columns)})",
         "Name it with --text-column. For pairs, give two: --text-column FIRST,SECOND."
         + headless * (Path(table.origin).suffix in SEPARATORS),
     )
-    return pair or (str(column),)
+    return found
 
 
 def choose_column(table: SampleTable, asked: str | None, usual: Sequence[str]) -> str | None:

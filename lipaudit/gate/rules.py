@@ -107,13 +107,12 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         raise UsageError(f"{text!r} is not a rule", _EXAMPLE)
     tables: dict[str, Layout | Section] = {**layouts()}
     tables |= {section.measure: section for section in sections}
-    measure, _, column = match["metric"].rpartition(".")
-    table = tables.get(measure, Layout(name="", fixed={}))
-    row, sampled = table.columns.get(column), table.sample_columns.get(column)
-    if not any(each and each.format != "s" for each in (row, sampled)):
-        advice = suggestion(match["metric"], list_metrics(tables))
+    if match["metric"] not in (known := list_metrics(tables)):
+        advice = suggestion(match["metric"], known)
         raise UsageError(f"unknown metric {match['metric']!r}", advice)
-    stat = _stat(match["stat"], column, table)
+    measure, _, column = match["metric"].rpartition(".")
+    table = tables[measure]
+    row, stat = table.columns.get(column), _stat(match["stat"], column, table)
     selector = (match["selector"] or "").split(",")
     return Rule(
         text=" ".join(text.split()),
@@ -123,7 +122,7 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         stat=stat,
         op="<=" if match["op"] == "<=" else ">=",
         limit=_limit(match["limit"], text),
-        per_sample=stat != "each" and sampled is not None,
+        per_sample=stat != "each" and column in table.sample_columns,
         reduction=row.reduction if row else None,
     )
 

@@ -119,6 +119,9 @@ def test_a_split_is_fetched_once_and_there_offline(sets, read, says):
         text = says("hf:org/two/plain[train]", offline=offline)
         assert "the split 'train' of org/two is not in the local cache" in text
     assert "org/other at main is not in the local cache" in says("hf:org/other", offline=True)
+    (Repository("org/two", "dataset").cache / "refs" / "main").write_bytes(b"\xff")
+    text = says("hf:org/two/plain", offline=True)
+    assert "datasets--org--two cannot be read (UnicodeDecodeError" in text
 
 
 def test_revisions(sets, read):

@@ -48,6 +48,7 @@ class Journal:
         # In the user's cache, so that the same command finds it from any folder.
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         text = json.dumps(facts, sort_keys=True, default=str)
+        self.measure = str(facts.get("measure"))
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.folder = (root or home / "lipaudit" / "journal") / digest
         self.keeps, self.refusal = keeps, ""
@@ -86,7 +87,7 @@ class Journal:
                     with suppress(OSError):
                         if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
                             shutil.rmtree(folder, ignore_errors=True)
-            write(path, encode_part(part))
+            write(path, encode_part(part, self.measure))
             self.paths.add(path)
         except (OSError, EvaluationError) as error:  # plug-ins return any fact
             self.refusal = str(error)
@@ -99,19 +100,28 @@ class Journal:
             self.folder.rmdir()
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: Part, measure: str) -> bytes:
     """Write a part as an .npz file: its arrays, and everything else as JSON in `header`.
 
     Raises:
-        EvaluationError: a fact is no JSON value, and no number or array of numpy.
+        EvaluationError: a fact of the measure is no JSON value, and no number or array of numpy.
     """
+    facts = {}
+    for name, fact in part.facts.items():
+        try:
+            facts[name] = json.loads(json.dumps(fact, default=_to_json))
+        except (TypeError, ValueError) as error:
+            raise EvaluationError(
+                f"the fact {name!r} of the measure {measure} is no JSON value: {error}",
+                "Use numbers, texts, lists and dictionaries of texts as facts of a Part.",
+            ) from error
     header = {
         "ids": part.ids,
         "names": [*part.values],
-        "facts": dict(part.facts),
+        "facts": facts,
         "notes": [note.model_dump() for note in part.notes],
     }
-    text = np.frombuffer(json.dumps(header, default=_to_json).encode(), np.uint8)
+    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     file = io.BytesIO()
     # Numbers in place of names: a name may not be one of a file, or of an argument of savez.
     numbered: dict[str, Any] = {f"{i}": array for i, array in enumerate(part.values.values())}
@@ -123,10 +133,7 @@ def _to_json(value: Any) -> Any:
     """Return a number or an array of numpy as JSON values."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise EvaluationError(
-        f"the measure yields a fact of type {type(value).__name__}, which is no JSON value",
-        "Use numbers, texts, lists and dictionaries as facts of a Part.",
-    )
+    raise TypeError(f"it holds a value of type {type(value).__name__}")
 
 
 def decode_part(content: bytes) -> Part:
@@ -150,9 +157,9 @@ def decode_part(content: bytes) -> Part:
         raise ValueError(f"damaged parts ({error})") from error
 
 
-def pack_parts(parts: Sequence[Part]) -> str:
-    """Write parts as text, for the report of a shard."""
-    return " ".join(base64.b64encode(encode_part(part)).decode() for part in parts)
+def pack_parts(parts: Sequence[Part], measure: str) -> str:
+    """Write parts of a measure as text, for the report of a shard."""
+    return " ".join(base64.b64encode(encode_part(part, measure)).decode() for part in parts)
 
 
 def unpack_parts(text: str) -> list[Part]:

@@ -159,7 +159,7 @@ def make_shard(job: Job, finished: Mapping[str, Sequence[Part]]) -> Shard:
         counts=dict(job.counts),
         notes=job.notes,
         options={name: o.unkept() for name, o in job.request.measures.items()},
-        parts={name: pack_parts(parts) for name, parts in finished.items()},
+        parts={name: pack_parts(parts, name) for name, parts in finished.items()},
     )
 
 

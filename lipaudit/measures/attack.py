@@ -357,7 +357,6 @@ def _make_part(
     # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
     ends = [each[-1] for each in by_trial]
     assert batch.y is not None
-    assert clean.checks is not None
     with torch.no_grad():
         pieces = [net.output(piece).argmax(1) for piece in batch.split(options.batch_size)]
     values = {
@@ -375,7 +374,7 @@ def _make_part(
     # The samples robust before and after Square, if gradient attacks ran before it.
     squares = [each[-1] for each in by_trial if len(each) > 1 and each[-1].attack == "square"]
     facts: dict[str, Any] = {
-        "checks": [asdict(clean.checks)],
+        "checks": read_checks(clean),
         "cost": [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial],
         "square": [(int(o.tried.sum()), int(o.robust.sum())) for o in squares] or [(0, 0)],
         "nonfinite": sum(o.nonfinite for o in outcomes[1:]),
@@ -528,6 +527,11 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     return tuple(dict.fromkeys(remarks + planned + base.notes(parts)))
 
 
+def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:
+    """Return the signs of weak attacks of clean samples, as facts of a part."""
+    return [asdict(outcome.checks) for outcome in outcomes if outcome.checks]
+
+
 def sum_checks(parts: Sequence[Part]) -> Checks:
     """Return the signs of weak attacks, counted over all clean samples."""
     from lipaudit.attacks.evaluate import Checks
@@ -572,8 +576,8 @@ ATTACK = Measure(
     "attack",
     (ATTACK_TABLE,),
     AttackOptions,
-    compute=measure,
-    summarise=summarise,
+    measure,
+    summarise,
     batch=CHUNK,
     chunk=CHUNK,
     encode_files=encode_examples,

@@ -329,7 +329,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     sink, token = base.join_parts(parts, "sink").mean(0), base.join_parts(parts, "sink_token")
     rows = base.make_rows(
         ATTENTION_TABLE,
-        **dict(zip(HEAD, zip(*parts[0].facts["heads"], strict=True), strict=True)),
+        **base.head_columns(parts[0].facts["heads"]),
         **dict(zip(MEANS, means.T, strict=True)),
         tokens=base.join_parts(parts, "tokens").max(0),
         g1_max=largest[:, 0],
@@ -365,11 +365,4 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     ]
 
 
-ATTENTION = Measure(
-    "attention",
-    (ATTENTION_TABLE,),
-    AttentionOptions,
-    compute=measure,
-    summarise=summarise,
-    batch=8,
-)
+ATTENTION = Measure("attention", (ATTENTION_TABLE,), AttentionOptions, measure, summarise, batch=8)

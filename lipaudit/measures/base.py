@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from lipaudit.settings.option import Layers, Settings, option
 from lipaudit.tables import Note, Row, Section
-from lipaudit.tables.columns import make_row, wilson
+from lipaudit.tables.columns import HEAD, make_row, wilson
 from lipaudit.tables.report import Layout
 from lipaudit.tables.trials import COUNTED, Norm, is_repeat
 from lipaudit.theory.policy import TOL
@@ -190,6 +190,12 @@ def join_parts(parts: Sequence[Part], name: str) -> Values:
     return np.concatenate([part.values[name] for part in parts])
 
 
+def join_arrays(parts: Sequence[Part]) -> dict[str, Values]:
+    """Concatenate every array that all parts have; parts of an older journal may have more."""
+    names = [n for n in parts[0].values if all(n in part.values for part in parts)]
+    return {name: join_parts(parts, name) for name in names}
+
+
 def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
     """Return the ids of all parts in order."""
     return tuple(i for part in parts for i in part.ids)
@@ -209,6 +215,11 @@ def make_rows(layout: Layout, **columns: Any) -> tuple[Row, ...]:
         make_row(known, {n: None if v != v else v for n, v in zip(columns, row, strict=True)})
         for row in zip(*cells, strict=True)
     )
+
+
+def head_columns(heads: Iterable[Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Return the columns `layer`, `head` and `module` of rows of heads, from their names."""
+    return dict(zip(HEAD, zip(*heads, strict=True), strict=True))
 
 
 def share_columns(name: str, flags: Values) -> dict[str, Any]:

@@ -214,14 +214,18 @@ BALLS_TABLE = Layout(
 
 # Columns of balls that bound `ball_norm`.
 CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")
-COLUMNS = ("ball_norm", *CERTIFIED)
+# The arrays of the columns of balls: some columns of heads have the same names.
+IN_BALLS = {name: f"at_r_{name}" for name in ("ball_norm", *CERTIFIED)}
 # Ratio of bound to norm found above which the bound is not informative.
 LOOSE = 10
 
 
+# Columns with the largest value over the samples; the others have the median.
+MAXIMA = (
+    *("exact_max", "sharp_ratio_max", "ball_ratio_max", "softmax_norm_max"),
+    *("within", "forward_error"),
+)
 # Figures of heads that bounds are made of, at X.
-RATIOS = ("sharp_ratio_max", "ball_ratio_max")
-MAXIMA = ("exact_max", *RATIOS, "softmax_norm_max", "within", "forward_error")
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 # Columns of heads besides the bounds.
 OF_HEADS = ("exact", "upper", "within", "splitting_gain", "forward_error")
@@ -286,14 +290,14 @@ def _measure_layer(
     if closed:
         heads = layer.heads()
         known = weights.of(site.index, heads)
-        reduced = _measure_heads(heads, seeds, options, known)
+        computed = _measure_heads(heads, seeds, options, known)
         if site.index not in out_norms:  # ||W_O||, NaN without an output projection
             out = heads.out
             norm = torch.nan if out is None else spectral_norm(out.double().flatten(0, 1))
             out_norms[site.index] = float(norm)
-        reduced["out_norm"] = torch.full_like(reduced["layer_exact_out"], out_norms[site.index])
+        computed["out_norm"] = torch.full_like(computed["layer_exact_out"], out_norms[site.index])
         sample = heads.sample.cpu()
-        values = {name: per_sample(each.cpu(), sample) for name, each in reduced.items()}
+        values = {name: per_sample(each.cpu(), sample) for name, each in computed.items()}
         # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side, which is
         # at most the root of the sum of their squares (rss), and that at most the sum.
         for name in ("sharp", "theorem3"):
@@ -304,14 +308,14 @@ def _measure_layer(
         heads = layer.attention
         values = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     nothing = torch.full_like(values["exact"], torch.nan)
-    of_heads = (*load_bounds(), *INGREDIENTS, "g1_max", "splitting_gain")
+    of_heads = (*load_bounds(), *INGREDIENTS, "splitting_gain")
     of_layers = (*OF_LAYERS, "out_norm")
     balls = nothing.double()[..., None].expand(-1, -1, len(options.radius))
     values = {
         **dict.fromkeys(of_heads, nothing),
         **dict.fromkeys(of_layers, nothing[:, :1]),
         "layer_missed": torch.zeros_like(nothing[:, :1]),
-        **{f"at_r_{name}": balls for name in COLUMNS if options.radius},
+        **dict.fromkeys(IN_BALLS.values() if options.radius else (), balls),
         **values,
     }
     queries, keys = heads.q.shape[2], heads.k.shape[2]
@@ -321,7 +325,8 @@ def _measure_layer(
     values["numerical"] = torch.full_like(nothing, float(not closed))
     values["forward_error"] = per_sample(forward_error(heads).cpu(), heads.sample.cpu())
     if closed:
-        require_bounds_hold(site, ids, values, heads, options.radius)
+        at_r = {name: values[of] for name, of in IN_BALLS.items() if options.radius}
+        require_bounds_hold(site, ids, values, heads, at_r, options.radius)
     return values
 
 
@@ -358,8 +363,8 @@ def _measure_heads(
         sharp = ball_sharp(heads, r, sharp=reduced["sharp"], weights=weights)
         ball = ball_size_bounds(heads, r, weights=weights)
         balls.append(ball | {"ball_norm": found, "ball_sharp": sharp})
-    for name in COLUMNS if balls else ():
-        reduced[f"at_r_{name}"] = torch.stack([ball[name] for ball in balls], -1)
+    for name, of in IN_BALLS.items() if balls else ():
+        reduced[of] = torch.stack([ball[name] for ball in balls], -1)
     return reduced
 
 
@@ -377,7 +382,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     from lipaudit.models.attention.capture import MODULE_INPUT
 
     facts, ids = parts[0].facts, base.sample_ids(parts)
-    measured = {name: base.join_parts(parts, name) for name in parts[0].values}
+    measured = base.join_arrays(parts)
     # Where a head lost its closed form on some sample, its structure depends on the data. So no
     # bound for all inputs holds, and medians of bounds and norms would be over different samples.
     lost = np.asarray(measured["numerical"].any(0))
@@ -386,7 +391,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     for names, where in (
         (load_bounds(), lost),
         (("layer_sharp_sum", "layer_sharp_rss", "layer_theorem3_sum"), lost_layers),
-        ([f"at_r_{name}" for name in COLUMNS if options.radius], lost[:, None]),
+        (IN_BALLS.values() if options.radius else (), lost[:, None]),
     ):
         measured |= {name: np.where(where, np.nan, measured[name]) for name in names}
     exact = measured["exact"]
@@ -405,7 +410,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
 
     rows = base.make_rows(
         BOUNDS_TABLE,
-        **dict(zip(HEAD, zip(*facts["heads"], strict=True), strict=True)),
+        **base.head_columns(facts["heads"]),
         **cells,
         kind=mark(facts["kinds"], NUMERICAL),
         input=mark(facts["inputs"], MODULE_INPUT),
@@ -413,7 +418,6 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         converged=~measured["missed"].any(0),
     )
     stored = [bound.name for bound in load_bounds().values() if bound.stored]
-    heads = [f"head {layer}.{head} ({module})" for layer, head, module in facts["heads"]]
     limits = {name: measured[name] for name in load_bounds()}
     of_heads = BOUNDS_TABLE.section(
         settings=options.model_dump(),
@@ -422,12 +426,16 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         arrays={name: Array.of(measured[name].T) for name in ("exact", *stored)},
         notes=base.notes(parts)
         + _write_notes(measured, facts["apart"], facts["reasons"], options.input)
-        + below_by_rounding(heads, ids, exact, limits),
+        + below_by_rounding(_name_heads(parts), ids, exact, limits),
     )
     sections = [of_heads, _make_layer_section(parts, measured, options)]
     if options.radius:
         sections.append(_make_ball_section(parts, measured, options))
     return sections
+
+
+def _name_heads(parts: Sequence[Part]) -> list[str]:
+    return [f"head {layer}.{head} ({module})" for layer, head, module in parts[0].facts["heads"]]
 
 
 def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
@@ -496,20 +504,20 @@ def _write_notes(
         if missed:
             text = f"{missed} {what} norms did not converge to tol, so they may be too low"
             remarks.append(Note.warn("not-converged", text))
-    lost = measured["forward_error"].max(0)
-    if (lost > NOTABLE).any():
+    error = measured["forward_error"].max(0)
+    if (error > NOTABLE).any():
         text = (
-            f"the logits of {int((lost > NOTABLE).sum())} heads are large for their precision. "
+            f"the logits of {int((error > NOTABLE).sum())} heads are large for their precision. "
             "Rounding in the forward pass may have changed their norms by up to "
-            f"{lost.max():.1g} (an estimate). For higher accuracy, use --dtype float64"
+            f"{error.max():.1g} (an estimate). For higher accuracy, use --dtype float64"
         )
         remarks.append(Note.warn("forward-error", text))
     always = np.asarray(measured["numerical"].all(0))
     ever = np.asarray(measured["numerical"].any(0))
     of_module = "bounds the norm with respect to the projections' input, not the module's"
     causes = []  # of each head; empty: that of the bound itself
-    for reason, numerical, lost in zip(reasons, always, ever, strict=True):
-        cause = f"no closed form on {'any sample' if numerical else 'some samples'}" * bool(lost)
+    for reason, numerical, partly in zip(reasons, always, ever, strict=True):
+        cause = f"no closed form on {'any sample' if numerical else 'some samples'}" * bool(partly)
         cause = of_module if numerical and input == "module" else cause
         causes.append(f"no closed form ({reason})" if reason else cause)
     for name, bound in load_bounds().items():
@@ -533,24 +541,19 @@ def _make_ball_section(
 
     ids, names = base.sample_ids(parts), parts[0].facts["heads"]
     # Arrays (samples, heads, radii) become (samples, rows).
-    columns = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
+    columns = {name: measured[of].reshape(len(ids), -1) for name, of in IN_BALLS.items()}
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = columns["ball_sharp"] / columns["ball_norm"]
     ratio[~np.isfinite(ratio)] = np.nan
     more = {"exact": measured["exact"].repeat(len(options.radius), 1), "ball_ratio_max": ratio}
     rows = base.make_rows(
         BALLS_TABLE,
-        **dict(
-            zip(HEAD, zip(*(n for n in names for _ in options.radius), strict=True), strict=True)
-        ),
+        **base.head_columns(n for n in names for _ in options.radius),
         r=[float(radius) for _ in names for radius in options.radius],
         **_reduce_columns(columns | more),
     )
-    places = [
-        f"head {layer}.{head} ({module}) at r = {radius.text}"
-        for layer, head, module in names
-        for radius in options.radius
-    ]
+    heads = _name_heads(parts)
+    places = [f"{head} at r = {radius.text}" for head in heads for radius in options.radius]
     limits = {name: columns[name] for name in CERTIFIED}
     return BALLS_TABLE.section(
         settings=options.model_dump(),
@@ -586,10 +589,5 @@ def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]
 
 
 BOUNDS = Measure(
-    "bounds",
-    (BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE),
-    BoundsOptions,
-    compute=measure,
-    summarise=summarise,
-    batch=4,
+    "bounds", (BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE), BoundsOptions, measure, summarise, batch=4
 )

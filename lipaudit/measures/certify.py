@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -15,7 +14,7 @@ from pydantic import Field, model_validator
 from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
-from lipaudit.measures.attack import AttackOptions, require_decision, sum_checks
+from lipaudit.measures.attack import AttackOptions, read_checks, require_decision, sum_checks
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Balls, Need, Radii, option
 from lipaudit.tables import Note, Row, Section
@@ -268,7 +267,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
         values = [_read_bracket(bracket, options) for bracket in brackets]
         arrays = {name: np.array([each[name] for each in values]) for name in values[0]}
         facts = {
-            "checks": [asdict(b.clean.checks) for b in brackets if b.clean.checks],
+            "checks": read_checks(*(bracket.clean for bracket in brackets)),
             "dtype": str(net.dtype).removeprefix("torch."),
             "classes": base.class_names(net, arrays["label"], arrays["predicted"]),
         }
@@ -342,7 +341,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     """Make the section `certify`, a row per ball, and with `--radius` the section of radii."""
     import numpy as np
 
-    arrays = {name: base.join_parts(parts, name) for name in parts[0].values}
+    arrays = base.join_arrays(parts)
     # A repeated sample counts once in every row.
     once = {name: values[base.mark_unique(parts)] for name, values in arrays.items()}
     robust, certified, correct = once["robust"], once["certified"], once["correct"]
@@ -444,8 +443,8 @@ CERTIFY = Measure(
     "certify",
     (CERTIFY_TABLE, RADII_TABLE),
     CertifyOptions,
-    compute=measure,
-    summarise=summarise,
+    measure,
+    summarise,
     batch=1,
     check=check,
 )

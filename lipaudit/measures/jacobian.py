@@ -381,11 +381,5 @@ def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
 
 
 JACOBIAN = Measure(
-    "jacobian",
-    (JACOBIAN_TABLE,),
-    JacobianOptions,
-    compute=measure,
-    summarise=summarise,
-    batch=16,
-    check=_check,
+    "jacobian", (JACOBIAN_TABLE,), JacobianOptions, measure, summarise, batch=16, check=_check
 )

@@ -184,7 +184,8 @@ def require_bounds_hold(
     ids: Sequence[str],
     values: Mapping[str, Tensor],
     heads: Heads,
-    radii: Sequence[Radius] = (),
+    balls: Mapping[str, Tensor],
+    radii: Sequence[Radius],
 ) -> None:
     """Stop the run if a bound of a head, a layer or a ball is below the exact norm.
 
@@ -195,9 +196,10 @@ def require_bounds_hold(
         site: the layer.
         ids: ids of the samples.
         values: `exact` and all bounds, (samples, heads); `layer_exact_out`, `layer_sharp_rss` and
-            `out_norm`, (samples, 1); the norms `at_r_ball_norm` found in balls and constants
-            `at_r_...`, (samples, heads, radii). NaN means not computed.
+            `out_norm`, (samples, 1). NaN means not computed.
         heads: the heads behind the values.
+        balls: the norms `ball_norm` found in balls, and all bounds of them, (samples, heads,
+            radii).
         radii: radii of the balls.
 
     Raises:
@@ -228,11 +230,11 @@ def require_bounds_hold(
         *((name, values[name], exact, slack, bound.remedy) for name, bound in known.items()),
         ("sharp_rss", *of_layer, layer_slack, SHARP.remedy),
     ]
-    for name in (n for n in values if n.startswith("at_r_") and n != "at_r_ball_norm"):
+    for name, constants in balls.items():
         for k, radius in enumerate(radii):
-            text = f"{name.removeprefix('at_r_')} at r = {radius.text}"
-            pair = values[name][..., k], values["at_r_ball_norm"][..., k]
-            claims.append((text, *pair, partial(slack, float(radius)), SHARP.remedy))
+            pair = constants[..., k], balls["ball_norm"][..., k]
+            at_r = partial(slack, float(radius))
+            claims.append((f"{name} at r = {radius.text}", *pair, at_r, SHARP.remedy))
     for name, bound, norm, excuse, advice in claims:
         if not (bound < norm).any():  # nearly always; rounding is estimated only otherwise
             continue

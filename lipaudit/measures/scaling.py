@@ -276,7 +276,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     """Make the sections `scaling` and `scaling.fit`."""
     import numpy as np
 
-    values = {name: base.join_parts(parts, name) for name in parts[0].values}
+    values = base.join_arrays(parts)
     within = max(part.facts.get("within", 0.0) for part in parts)
     facts = {**parts[0].facts, "within": within}
     rows, fits, apart = [], [], []
@@ -458,10 +458,5 @@ def _write_notes(
 
 
 SCALING = Measure(
-    "scaling",
-    (SCALING_TABLE, FITS_TABLE),
-    ScalingOptions,
-    compute=measure,
-    summarise=summarise,
-    batch=4,
+    "scaling", (SCALING_TABLE, FITS_TABLE), ScalingOptions, measure, summarise, batch=4
 )

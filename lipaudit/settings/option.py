@@ -275,8 +275,9 @@ def _require(fits: object) -> None:
 def _read_integers(form: str, text: str) -> list[int]:
     """Return the numbers in the groups of a pattern; spaces around its signs do not matter."""
     match = re.fullmatch(form, re.sub(r"\s*([/:.-])\s*", r"\1", text.strip()))
-    _require(match)
-    return [int(number or -1) for number in match.groups()] if match else []
+    if match is None:
+        raise ValueError(f"{text!r} has another form")
+    return [int(number or -1) for number in match.groups()]
 
 
 def read_layers(text: str) -> tuple[int, ...]:

@@ -32,9 +32,9 @@ def head_bounds(
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return the bounds of every head, and what the bounds are made of, in float64.
 
-    The ingredients: `p_norm` ||P||, `softmax_norm_max` and `g1_max` over the rows of P, `x_norm`
-    the norm of X as it enters the formulas, `radius` R, `tokens` N without padding. A bound that
-    cannot be given is NaN: see `affine_only`, and for hu its domain.
+    The ingredients: `p_norm` ||P||, `softmax_norm_max` over the rows of P, `x_norm` the norm of X
+    as it enters the formulas, `radius` R. A bound that cannot be given is NaN: see `affine_only`,
+    and for hu its domain.
 
     Args:
         heads: all heads of a layer, any kind, any precision.
@@ -73,10 +73,8 @@ def head_bounds(
         terms = {
             "p_norm": known.p_norm,
             "softmax_norm_max": known.softmax_norm_max,
-            "g1_max": known.g1_max,
             "x_norm": tokens.norm.expand_as(known.p_norm),
             "radius": tokens.radius.expand_as(known.p_norm),
-            "tokens": tokens.count.expand_as(known.p_norm),
         }
         raised = {bound.name: _compute(bound, known) * (1 + ROUNDING) for bound in records}
         parts.append(terms | raised)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 import time
 from functools import partial
@@ -107,7 +108,7 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     assert sample_ids(found) == batch.ids
     assert measure.summarise(found, options) == measure.summarise(parts, options)
     assert Journal({"measure": name, "seed": 1}, tmp_path).read_parts(batch.ids) == []
-    assert measure.summarise(unpack_parts(pack_parts(parts)), options) == measure.summarise(
+    assert measure.summarise(unpack_parts(pack_parts(parts, name)), options) == measure.summarise(
         parts, options
     )
 
@@ -117,7 +118,7 @@ def test_a_part_comes_back_with_its_types_and_facts():
     facts = {"heads": [[0, 1, "blocks.0"]], "plain": [None, True, "é", math.inf], "none": {}}
     note = Note(level="info", code="a", text="b")
     part = Part(("i", "j", "k"), values, facts, (note,))
-    found = decode_part(encode_part(part))
+    found = decode_part(encode_part(part, "own"))
     assert (found.ids, found.facts, found.notes) == (part.ids, facts, (note,))
     for name, array in values.items():
         np.testing.assert_array_equal(found.values[name], array)
@@ -186,10 +187,24 @@ def test_what_cannot_be_kept_is_measured_and_said(tmp_path, monkeypatch):
     nowhere = Journal({}, tmp_path / "file")
     keep(nowhere, numbered(2))
     assert "Not a directory" in nowhere.refusal
-    odd = Part(("0",), {}, {"what": object()})
-    strange = Journal({"other": 1}, tmp_path)
-    keep(strange, [odd])
-    assert "a fact of type object, which is no JSON value" in strange.refusal
+
+
+@pytest.mark.parametrize(
+    ("fact", "why"),
+    [
+        (object(), "it holds a value of type object"),
+        ([{1}], "it holds a value of type set"),
+        ({(0, 1): 2}, "keys must be"),
+    ],
+)
+def test_a_fact_that_is_no_json_value_is_named_with_its_measure(fact, why, tmp_path):
+    odd = Part(("0",), {}, {"fine": np.float32(1), "what": fact})
+    says = f"the fact 'what' of the measure odd is no JSON value: {why}"
+    journal = Journal({"measure": "odd"}, tmp_path)
+    keep(journal, [odd])
+    assert says in journal.refusal
+    with pytest.raises(EvaluationError, match=re.escape(says)):
+        pack_parts([odd], "odd")
 
 
 def test_parts_come_in_the_order_of_the_samples_and_whole(tmp_path):

@@ -200,7 +200,7 @@ def test_damaged_or_foreign_parts_are_refused_and_run_nothing(three, tmp_path, m
     good = three[1].shard.parts["jacobian"]
     harm = b64encode(compress(pickle.dumps(Harmful()))).decode()
     numbers = b64encode(b"[1]").decode()
-    for text in ("", good[:-40], "?", harm, numbers, pack_parts([])):
+    for text in ("", good[:-40], "?", harm, numbers, pack_parts([], "attack")):
         shard = three[1].shard.model_copy(update={"parts": {"jacobian": text}})
         bad = three[1].model_copy(update={"shard": shard})
         refused([three[0], bad, three[2]])

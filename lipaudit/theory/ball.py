@@ -81,8 +81,7 @@ def ball_sharp(
     if r == 0:
         return sharp
     unit, size = unit_values(heads)
-    per_value = weights.per_value(size)
-    parts = [bound_growth(unit.pick(some), per_value.pick(some), r) for some in chunks(unit)]
+    parts = [bound_growth(unit.pick(some), weights.pick(some), r) for some in chunks(unit)]
     growth = torch.cat(parts, 1)
     return sharp + (1 + ROUNDING) * size.to(growth) * growth
 
@@ -113,11 +112,12 @@ def ball_size_bounds(
         r: radius, as in `ball_sharp`.
         weights: what comes of the weights alone, where it is known.
     """
-    heads = heads.to(torch.float64)
+    heads, size = unit_values(heads.to(torch.float64))
     if weights is None and are_affine(heads):
         weights = ingredients.weights_of(heads)
     known = ingredients.Ingredients(heads, ingredients.Tokens(heads), weights)
-    return {f.__name__: f(known, r) * (1 + ROUNDING) for f in (hu, castin, mean_field)}
+    size = (1 + ROUNDING) * size.to(heads.v.device)
+    return {f.__name__: f(known, r) * size for f in (hu, castin, mean_field)}
 
 
 @dataclass(frozen=True)

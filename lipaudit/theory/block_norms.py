@@ -30,7 +30,6 @@ from lipaudit.theory.ingredients import (
     rounding,
     sum_spread,
     value_norms,
-    weights_of,
 )
 from lipaudit.theory.policy import POLICY, Policy
 
@@ -48,9 +47,8 @@ class AffineRows(Stack):
     z: Float[Tensor, "batch heads m d"]  # s W_Q k_j, in coordinates that keep inner products
 
 
-def affine_rows(heads: Heads, at: Centred, weights: Weights | None = None) -> AffineRows:
+def affine_rows(heads: Heads, at: Centred, weights: Weights) -> AffineRows:
     """Return what the bounds of affine heads are made of."""
-    weights = weights or weights_of(heads)
     s = heads.scale[..., None, None]
     # <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l; a_i = W_V^T u_i = s (W_K^T W_V)^T q_i: D is gone.
     images = heads.q @ (s * weights.to_u)

@@ -64,9 +64,8 @@ def head_bounds(
                 "Look for overflow in the model: run it in float32 or float64.",
             )
     tokens = Tokens(heads)
-    weights = weights or (weights_of(heads) if are_affine(heads) else None)
     heads, size = unit_values(heads)
-    weights = weights and weights.per_value(size)
+    weights = weights or (weights_of(heads) if are_affine(heads) else None)
     parts = []
     for some in chunks(heads):
         known = Ingredients(heads.pick(some), tokens, weights and weights.pick(some))

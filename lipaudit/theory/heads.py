@@ -406,21 +406,17 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     """
     to_v = heads.to_v
     if to_v is None:
-        exponents = torch.frexp(heads.v.abs().amax((0, 2, 3)).cpu()).exponent  # 0 for 0
-        v = shift_exponent(heads.v, -exponents[:, None, None])
-        return heads.with_same_map(v=v), shift_exponent(
-            torch.ones_like(exponents).double(), exponents
-        )
+        v, exponents = _take_size(heads.v, 0, 2, 3)
+        return heads.with_same_map(v=v), exponents.double().exp2()
     # An expanded weight stays expanded: heads that are normalised together share it.
-    weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
-    by_weight = torch.frexp(weight.abs().amax((1, 2)).cpu()).exponent
-    weight = shift_exponent(weight, -by_weight[:, None, None]).expand_as(to_v.weight)
-    bias = None if to_v.bias is None else shift_exponent(to_v.bias, -by_weight[:, None])
-    unit, exponents = replace(to_v, weight=weight, bias=bias), by_weight.expand(len(to_v.weight))
+    shared = to_v.weight.stride(0) == 0
+    weight, exponents = _take_size(to_v.weight[:1] if shared else to_v.weight, 1, 2)
+    bias = None if to_v.bias is None else shift_exponent(to_v.bias, -exponents[:, None])
+    unit = replace(to_v, weight=weight.expand_as(to_v.weight), bias=bias)
     if to_v.local is not None:
-        behind = torch.frexp(to_v.local.abs().amax((0, 2, 3, 4)).cpu()).exponent
-        unit = replace(unit, local=shift_exponent(to_v.local, -behind[:, None, None, None]))
-        exponents = exponents + behind
+        local, behind = _take_size(to_v.local, 0, 2, 3, 4)
+        unit, exponents = replace(unit, local=local), exponents + behind
+    exponents = exponents.expand(len(to_v.weight))
     v = shift_exponent(heads.v, -exponents[:, None, None])
     if unit.local is None and unit.bias is not None and heads.sink is None:
         shift = unit.bias[:, None]
@@ -428,6 +424,10 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
         if not (shift.abs().amax((1, 2)) <= _SWAMPED * apart).all():
             source = heads.x if heads.x_kv is None else heads.x_kv
             v = source[:, None] @ unit.weight
-    return heads.with_same_map(v=v, to_v=unit), shift_exponent(
-        torch.ones_like(exponents).double(), exponents
-    )
+    return heads.with_same_map(v=v, to_v=unit), exponents.double().exp2()
+
+
+def _take_size(t: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
+    """Divide each head by the power of two next to its largest entry; and return the exponents."""
+    exponents = torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent  # 0 for 0
+    return shift_exponent(t, -exponents), exponents.flatten()

@@ -6,7 +6,7 @@ Everything holds in any precision: what is returned is raised by its rounding er
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
@@ -19,10 +19,10 @@ from lipaudit.theory.heads import (
     Projection,
     are_affine,
     are_affine_everywhere,
-    cast_floats,
     factor,
     local_map,
     projections,
+    unit_values,
 )
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import logit_gradients
@@ -123,7 +123,7 @@ def rounding(rows: Float[Tensor, "*batch n d"]) -> float:
 
 @dataclass(frozen=True)
 class Weights(Stack):
-    """What comes of the weights of affine heads alone.
+    """What comes of the weights of affine heads alone, with W_V of size one: see `unit_values`.
 
     Attributes:
         q, k, v, a: ||W_Q||, ||W_K||, ||W_V|| and ||W_Q W_K^T|| with their biases, [W; b^T] for W.
@@ -147,17 +147,11 @@ class Weights(Stack):
     shared: Float[Tensor, " heads"]
     left: Float[Tensor, " heads"]
 
-    def per_value(self, size: Float[Tensor, " heads"]) -> Weights:
-        """Return those of the heads with W_V divided by a number each."""
-        factor = 1 / size.to(self.v)
-        to_a = factor[:, None, None] * self.to_a
-        sizes = {name: factor * getattr(self, name) for name in ("v", "value", "shared")}
-        return replace(self, to_a=to_a, **sizes)
-
 
 def weights_of(heads: Heads) -> Weights:
     """Meet the weights of affine heads, in float64, once for all samples."""
-    to_q, to_k, to_v = (cast_floats(to, torch.float64) for to in projections(heads))
+    # W_V of any size: no square of its entries overflows, or vanishes.
+    to_q, to_k, to_v = projections(unit_values(heads.to(torch.float64))[0])
     q, k, v = (
         p.weight if p.bias is None else torch.cat([p.weight, p.bias[:, None]], 1)  # [W; b^T]
         for p in (to_q, to_k, to_v)

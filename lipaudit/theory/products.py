@@ -341,7 +341,7 @@ class HeadProducts:
         """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
         pairs = zip(self.attend.pull(u.view_as(self.attend.o)), self.grams, strict=True)
         squares = [(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]
-        return torch.stack(squares).sum(0).sqrt()
+        return sum(squares, u.new_zeros(len(u))).sqrt()  # without a projection J is 0
 
     def select(self, index: Tensor) -> HeadProducts:
         """Return the products of these problems alone."""
@@ -403,7 +403,8 @@ class LayerProducts:
 
     def pulled_norm(self, u: Tensor) -> Tensor:
         """Return ||J^T u|| of every problem."""
-        return torch.stack([x.square().sum((1, 2)) for x in self.pull(u)]).sum(0).sqrt()
+        squares = (x.square().sum((1, 2)) for x in self.pull(u))
+        return sum(squares, u.new_zeros(len(u))).sqrt()
 
     def select(self, rows: Tensor) -> LayerProducts:
         """Return the products of these batch rows alone."""
@@ -505,7 +506,7 @@ def sketched_vjp_x(
         # Into few directions at once: no head is pulled back to all channels.
         few = side.weight.mT @ sketches[side.source]
         pulled[side.source] = y.view(*size.shape, *y.shape[1:]) @ few
-    squares = torch.stack([z.square().sum((2, 3)) for z in pulled.values()]).sum(0)
+    squares = sum((z.square().sum((2, 3)) for z in pulled.values()), torch.zeros_like(size))
     factor = size / squares.sqrt().clamp_min(_DEAD)
     rows = {name: torch.einsum("bhnr,bh->bnr", z, factor) for name, z in pulled.items()}
     return u * factor[..., None, None], rows

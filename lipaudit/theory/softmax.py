@@ -30,8 +30,9 @@ def row_maxima(
 ) -> tuple[Float[Tensor, "*maps"], Float[Tensor, "*maps"]]:
     """Return max_i g_1(P_i) and max_i ||M(P_i)|| over the rows of each map.
 
-    p_(1) (1 - p_(1)) <= ||M|| <= g_1 <= p_(1) min(1, 2 (1 - p_(1))), for p_(2) <= 1 - p_(1). By
-    these ends few rows can attain the maxima: the others are neither sorted nor solved.
+    p_(1) (1 - p_(1)) <= ||M|| <= g_1 <= p_(1) min(1, 2 (1 - p_(1))), for p_(2) <= 1 - p_(1), and
+    p_(2) <= ||M||. By these ends few rows can attain the maxima: the others are neither sorted nor
+    solved. A map with a NaN has no maxima: both are NaN.
 
     Examples:
         >>> row_maxima(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]], dtype=torch.float64))
@@ -40,10 +41,13 @@ def row_maxima(
     first = p.amax(-1)
     lower = first * (1 - first)
     upper = torch.minimum(first, 2 * lower)
-    close = upper >= lower.amax(-1, keepdim=True) - _ROUNDING
+    close = ~(upper < lower.amax(-1, keepdim=True) - _ROUNDING)  # negated, so that NaN stays in
     strong = upper.topk(int(close.sum(-1).amax()), -1).indices  # equally many for every map
     rows = _sort_rows(p.gather(-2, strong[..., None].expand(*strong.shape, p.shape[-1])))
-    return rows.g1.amax(-1), _secular_root(rows).amax(-1)
+    norm = torch.maximum(rows.second, rows.first * rows.others)
+    left = ~(rows.g1 < norm.amax(-1, keepdim=True))
+    norm[left] = _secular_root(_Ordered(*(each[left] for each in rows)))
+    return rows.g1.amax(-1), norm.amax(-1)
 
 
 def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:

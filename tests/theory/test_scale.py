@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lipaudit.theory.ball import ball_sharp, ball_size_bounds
 from lipaudit.theory.bounds.record import load_bounds
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
@@ -36,6 +37,23 @@ def test_bounds_scale_with_each_heads_values(random_layer, policy, name):
         for bound in load_bounds():
             want = plain[bound] * torch.tensor([2.0**power, 1.0], dtype=torch.float64)
             torch.testing.assert_close(bounds[bound], want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", [-1000, 530])
+@pytest.mark.parametrize("name", ["affine", "biases", "cross-attention"])
+def test_values_near_the_ends_of_float64_scale_too(random_layer, policy, name, bits):
+    """Squares of W_V would vanish or overflow: weights are measured in its own unit."""
+    layer, factor = random_layer(name), 2.0**bits
+    plain = replace(layer.heads, policy=policy)
+    each = [
+        head_bounds(heads) | {"ball": ball_sharp(heads, 0.1)} | ball_size_bounds(heads, 0.1)
+        for heads in (plain, scaled(plain, (factor, factor)))
+    ]
+    exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
+    for name in ("ball", *load_bounds()):
+        usual, found = (bounds[name] for bounds in each)
+        torch.testing.assert_close(found, factor * usual, rtol=0, atol=0, equal_nan=True)
+        assert (found.isnan() | (found >= factor * exact)).all()
 
 
 @pytest.mark.parametrize("name", KINDS)

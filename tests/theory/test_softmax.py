@@ -106,6 +106,17 @@ def test_largest_norm_of_a_map(seed, spread):
     torch.testing.assert_close(g1_max, g(maps).amax(-1), rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_map_with_a_nan_has_no_maxima_and_its_neighbours_keep_theirs(rows):
+    maps = torch.eye(5, dtype=torch.float64).add(0.1).softmax(-1).repeat(3, 1, 1)
+    maps[1, -rows:] = torch.nan
+    plain, found = row_maxima(maps[:1]), row_maxima(maps)
+    for usual, maxima in zip(plain, found, strict=True):
+        assert maxima[1].isnan()
+        assert torch.equal(maxima[[0, 2]], usual.expand(2))
+    assert all(each.isnan() for each in row_maxima(maps[1]))
+
+
 @pytest.mark.parametrize("n", range(2, 60))
 def test_uniform_maps_of_every_length(n):
     """A tie of all keys: ||M|| = g_1 = p_(1) = 1/n, and no rounding may lose the row."""

@@ -7,8 +7,8 @@ import torch
 
 from lipaudit.theory.block_norms import affine_rows, query_term
 from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.heads import affine_heads
-from lipaudit.theory.ingredients import KnownWeights, centre_heads
+from lipaudit.theory.heads import affine_heads, unit_values
+from lipaudit.theory.ingredients import KnownWeights, centre_heads, weights_of
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import dense_jacobian
 
@@ -20,8 +20,9 @@ NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attent
 
 def both(heads):
     """The ingredients of a layer in both precisions."""
+    heads = unit_values(heads)[0]
     at = centre_heads(heads)
-    rows = affine_rows(heads, at)
+    rows = affine_rows(heads, at, weights_of(heads))
     return (at, rows), (at.single, rows.single)
 
 
@@ -68,7 +69,7 @@ def test_a_nearly_singular_key_projection_keeps_its_images(random_layer):
     weak = replace(heads, to_k=replace(heads.to_k, weight=weight), k=heads.x[:, None] @ weight)
     weak = replace(weak, q=heads.q * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
     u = torch.linalg.vector_norm(weak.scale[..., None, None] * weak.q @ weight.mT, dim=-1)
-    images = affine_rows(weak, centre_heads(weak)).u[..., 0]
+    images = affine_rows(weak, centre_heads(weak), weights_of(weak)).u[..., 0]
     torch.testing.assert_close(images, u, rtol=1e-6, atol=0)
 
 
@@ -77,10 +78,11 @@ def test_weights_are_met_again_only_when_they_change(random_layer):
     before = known.of(0, heads)
     assert known.of(0, heads) is before
     assert known.of(1, heads) is not before
-    heads.to_v.weight.mul_(2.0)
-    torch.testing.assert_close(known.of(0, heads).value, 2 * before.value)
-    other = replace(heads, to_v=replace(heads.to_v, weight=3 * heads.to_v.weight))
-    torch.testing.assert_close(known.of(0, other).value, 6 * before.value)
+    heads.to_q.weight.mul_(2.0)
+    heads.to_q.bias.mul_(2.0)
+    torch.testing.assert_close(known.of(0, heads).q, 2 * before.q)
+    other = replace(heads, to_q=replace(heads.to_q, weight=3 * heads.to_q.weight, bias=None))
+    assert known.of(0, other).q.lt(6 * before.q).all()
     assert known.of(2, random_layer("rotary").heads) is None
 
 

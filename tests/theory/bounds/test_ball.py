@@ -13,7 +13,7 @@ from lipaudit.theory import ball
 from lipaudit.theory.ascent import ball_norm
 from lipaudit.theory.ball import ball_sharp
 from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.heads import affine_heads
+from lipaudit.theory.heads import affine_heads, unit_values
 from lipaudit.theory.ingredients import weights_of
 
 AFFINE = ("affine", "biases", "causal", "position-bias", "padding", "padding-causal", "windows")
@@ -88,9 +88,8 @@ def largest(heads, read, r):
 @pytest.fixture(params=[0, 1, 2])
 def small_heads(random_layer, request):
     """One head of two tokens whose blocks are single rows: little slack in any step."""
-    return random_layer(
-        "biases", seed=request.param, samples=1, n=2, d=2, dv=1, gain=4.0
-    ).heads.pick(slice(0, 1))
+    options = {"seed": request.param, "samples": 1, "n": 2, "d": 2, "dv": 1, "gain": 4.0}
+    return unit_values(random_layer("biases", **options).heads.pick(slice(0, 1)))[0]
 
 
 def curvature(heads, rho):
@@ -152,7 +151,8 @@ def alone(seed, moving):
         for shape in ((2, 2), (2, 1), (2, 1), (2, 1))
     )
     heads = affine_heads(x, *weights)
-    return replace(heads, **{f"to_{name}": None for name in "qkv" if name not in moving})
+    fixed = {f"to_{name}": None for name in "qkv" if name not in moving}
+    return unit_values(replace(heads, **fixed))[0]
 
 
 def second_derivative(heads):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.block_norms import (
+    AffineRows,
     affine_rows,
     block_norms,
     bound_by_blocks,
@@ -16,8 +17,8 @@ from lipaudit.theory.block_norms import (
     row_spread,
     value_key_norm,
 )
-from lipaudit.theory.heads import Heads, affine_heads
-from lipaudit.theory.ingredients import Centred, Ingredients, Tokens, centre_heads
+from lipaudit.theory.heads import Heads, affine_heads, unit_values
+from lipaudit.theory.ingredients import Centred, Ingredients, Tokens, centre_heads, weights_of
 from lipaudit.theory.policy import Policy
 
 NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attention"]
@@ -48,13 +49,18 @@ def blocks(matrix: Tensor, n: int) -> Tensor:
     return norm(matrix.reshape(n, size, n, size).transpose(1, 2))
 
 
+def known_of(heads: Heads) -> tuple[Centred, AffineRows]:
+    at = centre_heads(heads)
+    return at, affine_rows(heads, at, weights_of(heads))
+
+
 def pw_of(at: Centred) -> Tensor:
     return at.p * at.w2.sqrt()
 
 
 def m_of(heads: Heads) -> Tensor:
-    at = centre_heads(heads)
-    rows, pw = affine_rows(heads, at), pw_of(at)
+    at, rows = known_of(heads)
+    pw = pw_of(at)
     keys = pw @ pw.mT, (rows.images @ rows.images.mT).abs()
     sizes = query_term(at, rows)[0], row_lengths(at, rows, pw)[0]
     return block_norms(at, rows, keys, pw, sizes, joint=heads.x_kv is None)[0, 0]
@@ -63,7 +69,7 @@ def m_of(heads: Heads) -> Tensor:
 @pytest.mark.parametrize("gain", GAINS)
 @pytest.mark.parametrize("name", NAMES)
 def test_m_bounds_the_blocks_of_every_product_of_paths_but_one(random_layer, name, gain):
-    heads = random_layer(name, gain=gain).heads
+    heads = unit_values(random_layer(name, gain=gain).heads)[0]
     a, b, c = paths(heads)
     n = heads.q.shape[2]
     known = [a @ a.T, b @ b.T, c @ c.T]
@@ -77,9 +83,8 @@ def test_m_bounds_the_blocks_of_every_product_of_paths_but_one(random_layer, nam
 @pytest.mark.parametrize("gain", GAINS)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_values_and_keys_share_is_bounded(random_layer, name, gain):
-    heads = random_layer(name, gain=gain).heads
-    at = centre_heads(heads)
-    rows = affine_rows(heads, at)
+    heads = unit_values(random_layer(name, gain=gain).heads)[0]
+    at, rows = known_of(heads)
     f = row_lengths(at, rows, pw_of(at))
     a, b, _ = paths(heads)
     for e in (torch.ones_like(at.p[..., :1]).mT, torch.eye(at.p.shape[2]).to(at.p)[:1]):
@@ -103,8 +108,7 @@ def test_the_spread_lies_between_the_norm_and_the_frobenius_norm(random_layer, g
 
 def parts_of(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """The bound, ||M|| and the limit of ||A B^T||, of one head."""
-    at = centre_heads(heads)
-    rows = affine_rows(heads, at)
+    at, rows = known_of(heads)
     e = torch.ones_like(at.p[..., :1, :])
     cross = value_key_norm(at, rows, row_lengths(at, rows, pw_of(at)), e)[0]
     return gram_bound(at, rows, joint=True)[0, 0], norm(m_of(heads)), cross[0, 0]
@@ -114,7 +118,7 @@ def test_no_constant_of_the_proof_can_be_smaller():
     """Two tokens of width 1, whose values, keys and queries move the output alike."""
     x = torch.tensor([[[1.0], [-1.0]]], dtype=torch.float64)
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    heads = affine_heads(x, 2 * one, 1.5 * one, one)
+    heads = unit_values(affine_heads(x, 2 * one, 1.5 * one, one))[0]
     whole = norm(sum(paths(heads))).square()
     bound, blocks_norm, cross = parts_of(heads)
     assert whole <= bound.square() <= 1.01 * whole
@@ -127,7 +131,7 @@ def test_no_constant_of_the_proof_can_be_smaller():
 def test_what_queries_meet_is_in_m():
     x = torch.tensor([[[1.0], [-1.0]]], dtype=torch.float64)
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    heads = affine_heads(x, 0.3 * one, 0.3 * one, one)
+    heads = unit_values(affine_heads(x, 0.3 * one, 0.3 * one, one))[0]
     a, b, c = paths(heads)
     meeting = (a + b) @ c.T
     truth = norm(a @ a.T + b @ b.T + c @ c.T + meeting + meeting.T)
@@ -143,9 +147,9 @@ def test_tokens_of_any_size_are_bounded(scale, precision):
     x[:, 3:5] = x[:, :1]
     weights = torch.randn(3, 1, 6, 4, generator=generator, dtype=torch.float64)
     weights[:2] /= scale  # logits of one size
-    heads = affine_heads(x, *weights)
-    policy = replace(FORMULA, single_blocks=precision)
-    bound = bound_by_blocks(Ingredients(replace(heads, policy=policy), Tokens(heads)))[0, 0]
+    heads = replace(affine_heads(x, *weights), policy=replace(FORMULA, single_blocks=precision))
+    heads = unit_values(heads)[0]
+    bound = bound_by_blocks(Ingredients(heads, Tokens(heads), weights_of(heads)))[0, 0]
     whole = norm(sum(paths(heads)))
     assert whole * (1 - 1e-12) <= bound <= 3 * whole
 

@@ -11,8 +11,8 @@ from lipaudit.theory.ball import ball_size_bounds
 from lipaudit.theory.block_norms import affine_rows, bound_by_blocks, query_term
 from lipaudit.theory.bounds.record import Bound
 from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.heads import Pairs, are_affine_everywhere
-from lipaudit.theory.ingredients import Ingredients, Tokens, centre_heads
+from lipaudit.theory.heads import Pairs, are_affine_everywhere, unit_values
+from lipaudit.theory.ingredients import Ingredients, Tokens, centre_heads, weights_of
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import dense_jacobian
 
@@ -53,13 +53,13 @@ def test_hu_is_not_given_where_it_does_not_hold(random_layer):
 
 
 def test_the_query_term_is_the_frobenius_norm(random_layer):
-    heads = random_layer("biases").heads
+    heads = unit_values(random_layer("biases").heads)[0]
     at = centre_heads(heads)
     p, v, k = heads.attention(), heads.v, heads.k
     c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
     t = torch.einsum("bhija,bhjd->bhiad", c, k) @ heads.to_q.weight.mT[:, None]
     truth = heads.scale[..., None] * torch.linalg.matrix_norm(t)
-    t = query_term(at, affine_rows(heads, at))[0]
+    t = query_term(at, affine_rows(heads, at, weights_of(heads)))[0]
     torch.testing.assert_close(t, truth, rtol=1e-6, atol=1e-9)
 
 

@@ -94,6 +94,16 @@ def test_windows_of_a_sample_make_one_block_diagonal_jacobian(random_layer):
     torch.testing.assert_close(per_sample(rows, layer.heads.sample), blocks, rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_heads_whose_queries_keys_and_values_are_constant_have_norm_0(random_layer, dtype):
+    heads = replace(random_layer("affine").heads, to_q=None, to_k=None, to_v=None).to(dtype)
+    whole = layer_norms(heads, seeds=SEEDS)
+    for norms in (head_norms(heads, seeds=SEEDS), whole.concat, whole.out):
+        assert not norms.norm.any()
+        assert not norms.upper.any()
+    assert not head_bounds(heads)["sharp"].any()
+
+
 def test_a_value_that_is_not_finite_is_an_error(random_layer):
     heads = random_layer("affine").heads
     v = heads.v.clone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from lipaudit.tables.columns import NON_FINITE
 from lipaudit.tables.report import SCHEMA_VERSION
 from lipaudit.tables.summary import Summary, summary
 
-# Integers so long that they may not fit a float; shorter ones need no second parse.
-_LONG = re.compile(r"\d{20}")
 REPORT = "lipaudit.report"
 
 
@@ -42,8 +39,7 @@ def loads(text: str, *, name: str = "report") -> Report:
     """
     try:
         document = from_json(text, allow_inf_nan=False)  # nor lone surrogates, nor deep nesting
-        if _LONG.search(text):
-            json.loads(text, parse_int=_read_integer)
+        json.loads(text, parse_int=_read_integer)
     except ValueError as error:
         advice = "Check that the file is complete."
         raise InputError(f"{name} is not JSON: {error}", advice) from None

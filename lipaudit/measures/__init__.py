@@ -24,7 +24,7 @@ from lipaudit.measures.scaling import SCALING
 from lipaudit.settings.option import Names, Need, Settings, option
 from lipaudit.tables.columns import Column
 from lipaudit.tables.plugins import entries
-from lipaudit.tables.report import Layout
+from lipaudit.tables.report import Drawing, Layout
 from lipaudit.theory.policy import NODES
 
 GROUP = "lipaudit.measures"
@@ -50,8 +50,14 @@ def _find_fault(measure: Measure) -> str:
     sections = [table.name for table in measure.tables]
     if not sections or sections[0] != measure.name:
         return f"has no table of the section {measure.name!r}"
-    strange = [s for s in sections[1:] if not s.startswith(f"{measure.name}.")]
-    return f"has a table of the section {strange[0]!r}" if strange else ""
+    for table in measure.tables:
+        if table.name != measure.name and not table.name.startswith(f"{measure.name}."):
+            return f"has a table of the section {table.name!r}"
+        for name in table.display.drawings if table.display else ():
+            if name not in get_args(Drawing):
+                known = ", ".join(get_args(Drawing))
+                return f"shows a drawing {name!r}, which does not exist (there are: {known})"
+    return ""
 
 
 def layouts() -> dict[str, Layout]:

@@ -55,9 +55,9 @@ _FORMATS = (
     # Of formats with one suffix, a file gets the first that can show the result.
     Format("text", "lines", records.write_lines, (".txt",)),
     Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
-    Format("json", "record", records.write_json, (".json",)),
-    Format("html", "page", html.render, (".html", ".htm")),
-    Format("markdown", "page", markdown.render, (".md", ".markdown")),
+    Format(records.JSON, "record", records.write_json, (".json",)),
+    Format(html.NAME, "page", html.render, (".html", ".htm")),
+    Format(markdown.NAME, "page", markdown.render, (".md", ".markdown")),
     Format("latex", "page", latex.render, (".tex",)),
     Format("csv", "rows", records.write_csv, (".csv",)),
     Format("junit", "judgement", records.write_junit, (".xml",)),

@@ -14,6 +14,8 @@ from lipaudit.errors import visible
 from lipaudit.report import blocks
 from lipaudit.report.charts import draw_svg
 
+NAME = "html"
+
 
 def render(page: blocks.Document) -> bytes:
     """Write a page."""

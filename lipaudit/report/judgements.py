@@ -248,18 +248,18 @@ def tabulate_ranking(
     """Return a row for every model: its rank, and the figures of its scorecard, up to `most`."""
     names = zip(model_labels(reports), reports, strict=True)
     cards = {name: {line.label: line for line in list_figures(report)} for name, report in names}
-    columns: dict[str, Column] = {}
+    columns: dict[tuple[str, str], Column] = {}  # no label may replace a cell of the ranking
     for label, line in (item for card in cards.values() for item in card.items()):
-        columns.setdefault(label, replace(line.column, label=label))
+        columns.setdefault(("figure", label), replace(line.column, label=label))
     rows = []
     for model in ranking.models:
         row: Cells = {"model": model.model}
         if ranking.criterion:
             difference = _format_difference(model.difference)
             row = {"rank": model.rank, **row, "outcome": model.outcome, "difference": difference}
-        for label in list(columns)[:most]:
-            known = cards[model.model].get(label)
-            row[label] = known and known.value
+        for key in list(columns)[:most]:
+            known = cards[model.model].get(key[1])
+            row[key] = known and known.value
         rows.append(row)
     return make_table("", rows, columns, keys=2 if ranking.criterion else 1)
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from lipaudit.errors import visible
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Card, Gallery, Heatmap, Paragraph, Passage, Points, Table
+from lipaudit.report.html import NAME as HTML
 
+NAME = "markdown"
 # GitHub reads $...$ as mathematics and # and | within tables.
 SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
 
@@ -51,7 +53,7 @@ def _write_block(block: blocks.Block) -> Iterator[str]:
             yield from [f"**{escape(block.title)}**", "", " ".join(tokens), ""]
             yield _small(blocks.explain_shades(block))
         case _:
-            yield _small(f"Chart, in the html format: {blocks.describe(block)}")
+            yield _small(f"Chart, in the {HTML} format: {blocks.describe(block)}")
 
 
 def _small(text: str) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lipaudit.gate.comparison import Comparison, Ranking
     from lipaudit.gate.rules import Judgement
 
+JSON = "json"
+
 
 def write_json(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
     """Write a report, a comparison, a judgement or plain values."""

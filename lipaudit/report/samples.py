@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
-from lipaudit.report import cells, opening
+from lipaudit.report import cells, html, opening
 from lipaudit.report.blocks import (
     Block,
     Cells,
@@ -141,7 +141,7 @@ def list_known(report: Report) -> list[str]:
 # Pictures and tokens
 
 
-DRAWN = "The html format has the pictures, and what attacks made of them."
+DRAWN = f"The {html.NAME} format has the pictures, and what attacks made of them."
 SHADES = {"margin": "share of the gradient", "direction": "share of the steepest direction"}
 """Meaning of a token's shade, by the output of the Jacobian."""
 

@@ -30,7 +30,7 @@ from lipaudit.report.blocks import (
 from lipaudit.report.opening import SEED, format_setting
 from lipaudit.tables import Column, Note, Row, Section
 from lipaudit.tables.columns import find_bounds, finite, group_values, log10_ratio, naming, order
-from lipaudit.tables.report import Display
+from lipaudit.tables.report import Display, Drawing
 from lipaudit.tables.trials import WORST
 
 Sections = Mapping[str, Section]
@@ -361,7 +361,7 @@ def draw_attention(sections: Sections) -> Iterator[Heatmap | Passage]:
             yield Passage(title, sample.tokens, received, cells.HEADINGS["mean P"])
 
 
-DRAWINGS: dict[str, Callable[[Sections], Iterable[Block]]] = {
+DRAWINGS: dict[Drawing, Callable[[Sections], Iterable[Block]]] = {
     "tightness": list_tightness,
     "bounds": scatter_bounds,
     "attention": draw_attention,

@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from lipaudit.errors import visible
-from lipaudit.report import blocks
+from lipaudit.report import blocks, html, markdown, records
 from lipaudit.report.blocks import Card, Gallery, Grid, Heatmap, Paragraph, Passage, Points, Table
 
 # The width of a file: tables are never split there.
@@ -89,7 +89,8 @@ def wrap(text: str, width: int) -> list[str]:
 def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
     match block:
         case Table(folded=True):
-            yield Text(f"\n{block.title}: in the json, markdown and html formats", DIM)
+            formats = f"{records.JSON}, {markdown.NAME} and {html.NAME}"
+            yield Text(f"\n{block.title}: in the {formats} formats", DIM)
         case Table() | Card() | Heatmap(square=False):
             room = min(width, PROSE) if isinstance(block, Card) else width
             yield from _write_grid(_add_bars(block), room)
@@ -113,7 +114,7 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
             yield _prose(" ".join(words), width)
             yield _prose(blocks.explain_shades(block), width, DIM)
         case _:
-            yield _prose(f"Chart, in the html format: {blocks.describe(block)}", width, DIM)
+            yield _prose(f"Chart, in the {html.NAME} format: {blocks.describe(block)}", width, DIM)
 
 
 def _add_bars(block: Table | Card | Heatmap) -> Grid:

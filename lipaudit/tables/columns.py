@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -332,21 +333,13 @@ def largest(rows: Iterable[Row], name: str, count: int) -> list[Row]:
     return sorted(rows, key=lambda row: -order(row[name]))[:count]
 
 
-def log10(value: float | None) -> float | None:
-    """Return the decimal logarithm; minus infinity for 0, and missing values stay missing."""
-    if value is None or math.isnan(value):
-        return value
-    return math.log10(value) if value > 0 else -math.inf
-
-
 def log10_ratio(row: Row, bound: str) -> float | None:
     """Return log10(bound / exact) of a head, from the stored logarithm if the bound overflows."""
-    value, exact = row.get(bound), log10(row.exact)
-    if exact is None or not math.isfinite(exact):
-        return None
-    overflow = value is None or math.isinf(value)
-    logarithm = row.get(f"log10_{bound}") if overflow else log10(value)
-    return None if logarithm is None else float(logarithm) - exact
+    logarithm, values = row.get(f"log10_{bound}"), finite([row.get(bound)])
+    if values:
+        logarithm = math.log10(values[0]) if values[0] > 0 else None
+    known = finite([logarithm, row.exact])
+    return known[0] - math.log10(known[1]) if len(known) == 2 and known[1] > 0 else None
 
 
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
@@ -377,16 +370,10 @@ def sign_test_place(count: int, level: float) -> int:
 
 def sum_binomial(most: int, count: int) -> float:
     """Return P(B <= most) for B ~ Binomial(count, 1/2)."""
-    # Not by scipy, whose import takes half as long as a whole `report` or `gate`.
-    if most < 0:
-        return 0.0
-    if 2 * most >= count:  # by symmetry; the first term below could underflow
-        return 1.0 - sum_binomial(count - most - 1, count)
-    total, term = 0.0, math.comb(count, most) / 2**count
-    for k in range(most, -1, -1):
-        total += term
-        term *= k / (count - k + 1)  # C(n, k - 1) = C(n, k) k / (n - k + 1)
-    return total
+    # Not by scipy, whose import takes half as long as a whole `report` or `gate`. The binomial
+    # coefficients are integers, so nothing is rounded before the division.
+    terms = accumulate(range(most), lambda term, k: term * (count - k) // (k + 1), initial=1)
+    return sum(terms) / 2**count if most >= 0 else 0.0
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:

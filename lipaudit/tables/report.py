@@ -232,6 +232,9 @@ class Section(Frozen):
         return self.sample_columns.get(parse_column(name)[0], Column(label=name, meaning=""))
 
 
+Drawing = Literal["tightness", "bounds", "attention", "accuracies", "lengths"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Display:
     """What the chapter of a section shows, on every page.
@@ -251,7 +254,7 @@ class Display:
     columns: tuple[str, ...] = ()
     by: str = ""
     maps: tuple[str, ...] = ()
-    drawings: tuple[str, ...] = ()
+    drawings: tuple[Drawing, ...] = ()
     histograms: tuple[str, ...] = ()
     worst: tuple[str, ...] = ()
     folded: bool = True

@@ -5,7 +5,9 @@ import sys
 import pytest
 
 from lipaudit.errors import UsageError
+from lipaudit.measures import layouts, load_measures
 from lipaudit.tables.plugins import entries
+from tests.strangers import registry as registry
 
 GROUP = "lipaudit.numbers"
 
@@ -14,13 +16,13 @@ GROUP = "lipaudit.numbers"
 def install(tmp_path, monkeypatch):
     """Write packages whose module has `value = ...`, and put them on the path."""
 
-    def add(package, entry, source="value = 7", target="value"):
+    def add(package, entry, source="value = 7", target="value", group=GROUP):
         module = f"{package.replace('-', '_')}_of_numbers"
         (tmp_path / f"{module}.py").write_text(source)
         info = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{entry} = {module}:{target}\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{entry} = {module}:{target}\n")
         sys.modules.pop(module, None)
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -55,3 +57,38 @@ def test_a_name_of_another_plugin_is_refused(install):
     install("other-numbers", "seven")
     with pytest.raises(UsageError, match="numbers has a name that is in use already"):
         entries(GROUP, int)
+
+
+MEASURE = """
+from lipaudit.measures.base import Measure, MeasureOptions
+from lipaudit.tables.report import Display, Layout
+tables = [Layout(name=name, display=Display(about="", drawings={drawings}), fixed=dict())
+          for name in {sections}]
+functions = dict.fromkeys(("compute", "summarise"), lambda *given: None)
+value = Measure(name="heat", tables=tables, options=MeasureOptions, batch=1, **functions)
+"""
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("sections", "drawings", "reason"),
+    [
+        ((), (), "has no table of the section 'heat'"),
+        (("heat", "heated"), (), "has a table of the section 'heated'"),
+        (("heat", "heat.more"), ("bound",), "shows a drawing 'bound', which does not exist"),
+        (("heat", "heat.more"), ("bounds",), ""),
+    ],
+)
+def test_a_measure_with_strange_sections_or_drawings_is_refused(
+    install, sections, drawings, reason
+):
+    source = MEASURE.format(sections=sections, drawings=drawings)
+    install("heat-of-heads", "heat", source, group="lipaudit.measures")
+    load_measures.cache_clear()
+    if not reason:
+        assert "heat.more" in layouts()
+        return
+    with pytest.raises(UsageError, match="'heat' .* of heat-of-heads") as caught:
+        layouts()
+    assert reason in caught.value.message
+    assert not drawings or "tightness, bounds, attention" in caught.value.message

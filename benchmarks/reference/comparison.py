@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.reference import loaded, truth
-from lipaudit.data.batch import Batch
+from lipaudit.data.batch import Batch, Share
 from lipaudit.errors import LipauditError
 from lipaudit.measures import base, load_measures, option_types
 from lipaudit.models.attention.survey import survey
@@ -123,11 +123,11 @@ def _guarded(outcome: Outcome, what: str, work: Callable[[], Any]) -> Any:
 
 
 def _compare(outcome: Outcome, narrow: Net, wide: Net) -> None:
-    batch = _fair(wide, loaded.batch_for(wide))
+    batch = loaded.batch_for(wide)
     ones = [loaded.alone(batch, i) for i in range(len(batch))]
     _whole_model(outcome, wide, batch, ones, "wide", {"tol": 1e-7, "within": 1e-6})
     # A sample alone too: torch has derivatives that are wrong in a batch of one only.
-    _whole_model(outcome, wide, batch[1:], ones[1:], "wide", {"tol": 1e-7, "within": 1e-6})
+    _whole_model(outcome, wide, batch[-1:], ones[-1:], "wide", {"tol": 1e-7, "within": 1e-6})
     single = batch.to(narrow.device, narrow.dtype)
     _whole_model(outcome, narrow, single, ones, "narrow", {"within": 1e-3}, wide)
     sites = _guarded(outcome, "survey", lambda: survey(wide, batch).sites)
@@ -147,23 +147,6 @@ def _compare(outcome: Outcome, narrow: Net, wide: Net) -> None:
         _heads(outcome, net, samples, known, precision, {"layers": tuple(chosen)} | options)
 
 
-def _fair(net: Net, batch: Batch) -> Batch:
-    """Return the batch, or one without padding if the model itself is not blind to padding."""
-    if batch.mask is None:
-        return batch
-    with torch.no_grad():
-        try:
-            both = net.output(batch)
-            single = torch.cat([net.output(loaded.alone(batch, i)) for i in range(len(batch))])
-            blind = torch.allclose(both, single, rtol=1e-4, atol=1e-5 * float(both.abs().max()))
-        except Exception:
-            blind = False  # it takes no mask, or no batch of two
-    if blind:
-        return batch
-    length = int(batch.mask.sum(1).min())
-    return Batch(batch.x[:, :length], None, batch.ids)
-
-
 def _truths(
     outcome: Outcome, net: Net, one: Batch, sites: Sequence[Any], chosen: Sequence[int]
 ) -> truth.Truths:
@@ -176,11 +159,15 @@ def _truths(
         return dict.fromkeys(chosen, f"{type(error).__name__}: {text} ({place})")
 
 
+def _cut(batch: Batch) -> Share:
+    """Return what a run measures: texts of one length at a time, so that nothing is padded."""
+    return Share(batch, [*batch.by_length(len(batch))])
+
+
 def _measure(net: Net, batch: Batch, name: str, options: dict[str, Any]) -> Any:
     measure = load_measures()[name]
     given = option_types()[name].parse(options)
-    # Texts of different lengths come in parts of one length.
-    parts = base.in_order(list(measure.compute(net, [batch], given)), batch.ids)
+    parts = base.in_order(list(measure.compute(net, _cut(batch), given)), batch.ids)
     measure.summarise(parts, given)
     values = {name: base.join_parts(parts, name) for name in parts[0].values}
     return replace(parts[0], ids=batch.ids, values=values)
@@ -236,10 +223,10 @@ def _heads(
 
 
 def _rows(net: Net, batch: Batch, options: dict[str, Any]) -> dict[tuple[int, int], Any]:
-    """Return the rows of `attention`, by (layer, head), of the last sample, in its padding."""
+    """Return the rows of `attention`, by (layer, head), of the last sample."""
     measure = load_measures()["attention"]
     given = option_types()["attention"].parse(options)
-    section = measure.summarise(list(measure.compute(net, [batch[-1:]], given)), given)[0]
+    section = measure.summarise(list(measure.compute(net, _cut(batch[-1:]), given)), given)[0]
     return {(row.layer, row.head): row for row in section.rows}
 
 

@@ -18,8 +18,8 @@ from lipaudit.models.net import Net
 from lipaudit.models.sources.loader import LoadOptions, load_net
 
 NARROW, WIDE = "float32", "float64"
-LENGTHS = (12, 9)
-"""Tokens of the two samples of a text."""
+LENGTHS = (12, 12, 9)
+"""Tokens of the samples of a text: two that are measured together, and one alone."""
 SEED = 1
 
 Loader = Callable[[str], Net]
@@ -131,15 +131,15 @@ def _perturb_one(name: str, p: Tensor, noise: Tensor, gain: float, *, table: boo
 
 
 def batch_for(net: Net) -> Batch:
-    """Return two samples; those of text have different lengths."""
+    """Return two samples, or texts of different lengths."""
     generator = torch.Generator().manual_seed(SEED)
-    ids = ("0", "1")
     if net.kind != "text":
         x = torch.rand(2, *net.input_shape, generator=generator)
-        return Batch(x.to(net.dtype), None, ids)
-    most = min(max(LENGTHS), *net.input_shape)
-    lengths = torch.tensor([[most], [min(most, min(LENGTHS))]])
-    x = torch.randint(5, max(6, (net.vocabulary or 50) - 10), (2, most), generator=generator)
+        return Batch(x.to(net.dtype), None, ("0", "1"))
+    most, ids = min(max(LENGTHS), *net.input_shape), tuple(map(str, range(len(LENGTHS))))
+    lengths = torch.tensor(LENGTHS)[:, None].clamp_max(most)
+    shape = len(LENGTHS), most
+    x = torch.randint(5, max(6, (net.vocabulary or 50) - 10), shape, generator=generator)
     mask = torch.arange(most) < lengths
     if net.end_id is not None:  # a model that reads the state there wants it once, at the end
         x = x.where(x != net.end_id, net.end_id + 1).scatter(1, lengths - 1, net.end_id)

@@ -24,8 +24,8 @@ INTRODUCTION = """# Coverage of models
 
 Which timm and transformers models does lipaudit read, and are the numbers right?
 Every timm family and every transformers model type is built small: about two layers, random
-weights, no bias, norm or position table at zero. Each is measured on two samples; two texts have
-different lengths. The test compares each number with a dense Jacobian, which autograd computes in
+weights, no bias, norm or position table at zero. Each is measured on two samples or more; texts
+have two lengths. The test compares each number with a dense Jacobian, which autograd computes in
 float64 with the model's own code. It covers the first, middle and last attention layer, and the
 whole model:
 

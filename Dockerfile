@@ -1,6 +1,6 @@
 # docker build -t lipaudit .                                       for CPUs
 # docker build -t lipaudit --build-arg TORCH_BACKEND=cu130 .       for GPUs with CUDA 13.0
-# docker run --rm -v "$PWD:/work" lipaudit audit demo
+# docker run --rm -v "$PWD:/work" --user "$(id -u)" -e HOME=/tmp lipaudit audit demo
 FROM python:3.13-slim
 # Whatever `uv pip install --torch-backend` takes.
 ARG TORCH_BACKEND=cpu

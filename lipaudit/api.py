@@ -57,6 +57,11 @@ def name_models(models: Sequence[AnyModel]) -> list[str]:
     return [f"{n} {i}" if n in repeated else n for n, i in zip(names, numbers, strict=True)]
 
 
+def is_demo(*models: AnyModel) -> bool:
+    """Say whether all models are demos: samples, radii and the quick preset are then a demo's."""
+    return all(isinstance(each, str) and each.partition(":")[0] == "demo" for each in models)
+
+
 def audit_request(
     model: str, measures: Measures, options: Mapping[str, Any], *, demo: bool, command: str
 ) -> Request:
@@ -114,15 +119,14 @@ def _split_options(
         UsageError: an option belongs to no group.
     """
     split: tuple[dict[str, Any], ...] = tuple({} for _ in groups)
-    known: dict[str, tuple[dict[str, Any], str]] = {}
+    pairs = [*zip(groups, split, strict=True)][::-1]
+    known = {name: (given, name) for group, given in pairs for name in group.model_fields}
     # Options that can be typed come first: a measure has a seed, too, but that of the run counts.
-    for typed in (False, True):
-        for group, given in zip(reversed(groups), reversed(split), strict=True):
-            fields = group.options() if typed else group.model_fields
-            known |= {name: (given, name) for name in fields}
+    for group, given in pairs:
+        for name, each in group.options().items():
+            known[name] = given, name
             # On the command line some fields have other names, such as `to` and `mode`.
-            for name, each in group.options().items():
-                known[each.flags[0][2:].replace("-", "_")] = given, name
+            known[each.flags[0][2:].replace("-", "_")] = given, name
     for name, value in options.items():
         if name not in known:
             raise UsageError(f"there is no option {name!r}", suggestion(name, known))
@@ -301,9 +305,9 @@ def audit(
     models = list(model) if isinstance(model, list | tuple) else [model]
     if not models:
         raise UsageError("no model was given", "Give one model or a list of models.")
-    demo = all(isinstance(each, str) and each.partition(":")[0] == "demo" for each in models)
+    demo, command = is_demo(*models), "lipaudit.audit()"
     requests = [
-        audit_request(name, measures, options, demo=demo, command="lipaudit.audit()")
+        audit_request(name, measures, options, demo=demo, command=command)
         for name in name_models(models)
     ]
     audits = run_audits(models, requests, data, input_shape=input_shape, observer=observer)

@@ -185,15 +185,8 @@ def neighbours(path: Path) -> list[str]:
 
 
 # Texts of RuntimeErrors from torch, whose allocators have no exception of their own.
-_NO_MEMORY = ("out of memory", "allocate memory", "not enough memory", "Storage size calculation")
-_DEVICE = (
-    "CUDA error",
-    "CUBLAS_STATUS",
-    "CUDNN_STATUS",
-    "cuDNN error",
-    "HIP error",
-    "MPS backend",
-)
+_NO_MEMORY = re.compile("out of memory|allocate memory|not enough memory|Storage size calculation")
+_DEVICE = re.compile("CUDA error|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error|HIP error|MPS backend")
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -201,7 +194,7 @@ def out_of_memory(error: BaseException) -> bool:
 
     Only accelerators have a special exception; the host's allocator raises RuntimeError.
     """
-    said = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    said = isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said
 
 
@@ -215,7 +208,7 @@ def of_machine(error: BaseException) -> bool:
     >>> of_machine(RuntimeError("shapes do not fit"))
     False
     """
-    fault = isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE)
+    fault = isinstance(error, RuntimeError) and bool(_DEVICE.search(str(error)))
     # Compared by name: this file must not import torch.
     device = type(error).__name__ == "AcceleratorError" or fault
     return out_of_memory(error) or device or isinstance(error, OSError)
@@ -246,13 +239,14 @@ def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator
     Raises:
         InputError: the block raised such an exception.
     """
+    caught = kinds or (Exception,)
     try:
         yield
     except LipauditError:
         raise
-    except Exception as error:
+    except caught as error:
         # A damaged file may claim any size: its reader names `Exception`, which includes memory.
-        if not isinstance(error, kinds or Exception) or (not kinds and out_of_memory(error)):
+        if not kinds and out_of_memory(error):
             raise
         reason = ": ".join(filter(None, (type(error).__name__, first_line(error))))
         reason = "it needs more memory than is available" if out_of_memory(error) else reason

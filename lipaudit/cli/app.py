@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from lipaudit.cli.output import say
 from lipaudit.errors import UsageError, explain_error, suggestion, visible
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings, option
+from lipaudit.tables.columns import group_values
 
 MEASURING, COMPARE, LEARN = "Measure a checkpoint", "Compare and gate", "Learn"
 # By name: heading in the help, and function in a module of this package. The module is imported
@@ -225,16 +226,20 @@ class Group(typer.core.TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a line for each command, from its docstring: creating all would take 0.06 s."""
-        panels: dict[str, list[tuple[str, str]]] = {}
+        rows = []
         for name in self.commands:
             panel, function = self.commands.find(name)
             group = isinstance(function, Group)
             text = (function.help if group else inspect.getdoc(function)) or ""
-            row = name, " ".join(text.partition("\n\n")[0].split())
-            panels.setdefault(panel or "Commands", []).append(row)
-        for panel, rows in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(rows)
+            rows.append((panel, (name, " ".join(text.partition("\n\n")[0].split()))))
+        write_panels(formatter, rows)
+
+
+def write_panels(formatter: Any, rows: Iterable[tuple[str, tuple[str, str]]]) -> None:
+    """Write lines of help, each with its heading, under the headings."""
+    for panel, lines in group_values(rows).items():
+        with formatter.section(panel):
+            formatter.write_dl(lines)
 
 
 class Command(typer.core.TyperCommand):
@@ -250,16 +255,14 @@ class Command(typer.core.TyperCommand):
                 with formatter.indentation():
                     # The mark \b keeps the lines of lists and examples.
                     formatter.write_text(f"\b\n{text}" if "\n " in text else text)
-        panels: dict[str, list[tuple[str, str]]] = {}
+        rows = []
         for parameter in self.get_params(ctx):
             if record := (whole or parameter.name not in RARE) and parameter.get_help_record(ctx):
-                panel = getattr(parameter, "rich_help_panel", None) if whole else None
+                panel = whole and getattr(parameter, "rich_help_panel", None)
                 if parameter.param_type_name == "argument":  # its name in the usage is enough
                     panel, record = "Arguments", (parameter.metavar or parameter.name, record[1])
-                panels.setdefault(panel or "Options", []).append(record)
-        for panel, records in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(records)
+                rows.append((panel or "Options", record))
+        write_panels(formatter, rows)
 
 
 def _print_version(asked: bool) -> None:

@@ -183,7 +183,7 @@ def gate(
 
 baselines = Group(
     name="baseline",
-    places={name: ("", f"judge:{name}") for name in ("save", "update", "check")},
+    places={name: ("Commands", f"judge:{name}") for name in ("save", "update", "check")},
     help="Save, update and check a baseline.",
     rich_markup_mode=None,
     no_args_is_help=True,

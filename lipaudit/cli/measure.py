@@ -103,9 +103,7 @@ def audit(
     files.require_folder(options.run_dir or RUNS)
     if several:
         require_alone("several models", run, limited=True)
-    # Samples, radii and the quick preset are a demo's only if every model is a demo.
-    demo = all(model.partition(":")[0] == "demo" for model in models)
-    command, place = typed_command(), launcher.find_place()
+    demo, command, place = api.is_demo(*models), typed_command(), launcher.find_place()
     plans = [api.plan_audit(each, options, run, demo=demo, command=command) for each in models]
     plans = [replace(each, draws_steepest=True, place=place) for each in plans]
     # Audits that begin in the same second have different folders.

@@ -20,6 +20,7 @@ from lipaudit.cli.output import check_outputs, emit_facts
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.measures import AuditOptions
 from lipaudit.settings import RunOptions
+from lipaudit.tables.columns import group_values
 
 if TYPE_CHECKING:
     from lipaudit.report.topics import Topic
@@ -66,21 +67,18 @@ def explain(output: Output, terminal: Terminal, name: Words = None) -> None:
         raise UsageError(f"nothing is called {text!r}", advice)
     lines: list[str] = []
     if text:
-        titles: dict[tuple[str, ...], list[str]] = {}  # topics with equal texts share them
-        for topic in entries:
-            titles.setdefault((topic.meaning, *topic.details), []).append(topic.title)
+        # Topics with equal texts share them.
+        titles = group_values(((each.meaning, *each.details), each.title) for each in entries)
         for (meaning, *details), named in titles.items():
             lines += [""] * bool(lines) + _wrap(f"{', '.join(named)}: {meaning}", "", "  ")
             lines += [line for paragraph in details for line in _wrap(paragraph, "  ", "  ")]
         if any(text.startswith(FORMULA) for topic in entries for text in topic.details):
             lines += ["", *_wrap(SYMBOLS)]
     else:
-        groups: dict[str, dict[str, None]] = {}
-        for topic in entries:
-            groups.setdefault(topic.group, {})[topic.name] = None
         lines += _wrap("lipaudit explain NAME explains one of these, or a heading of a page.")
-        for group, names in groups.items():
-            lines += ["", group, *_wrap(", ".join(names), "  ", "  ")] if group else []
+        for group, names in group_values((each.group, each.name) for each in entries).items():
+            text = ", ".join(dict.fromkeys(names))
+            lines += ["", group, *_wrap(text, "  ", "  ")] if group else []
     record = [asdict(topic) for topic in entries]
     emit_facts(record, output, lines)
 
@@ -175,7 +173,7 @@ def check(
 
     Example: lipaudit check ./vit --data val/
     """
-    from lipaudit.api import plan_audit
+    from lipaudit.api import is_demo, plan_audit
     from lipaudit.cli.measure import require_alone, typed_command
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import preview
@@ -183,8 +181,7 @@ def check(
     check_outputs(output, ("lines", "record"))
     require_alone("a dry run", run)
     # The plan of an audit without options, which most people run next.
-    demo = model.partition(":")[0] == "demo"
-    request = plan_audit(model, AuditOptions(), run, demo=demo, command=typed_command())
+    request = plan_audit(model, AuditOptions(), run, demo=is_demo(model), command=typed_command())
     with OnStderr(terminal):
         _emit_facts(preview(request), output)
 

@@ -46,10 +46,7 @@ PUBLIC = {
         "certify check compare env explain gate init inspect jacobian merge models report scaling "
         "schema train watch",
     ),
-    "formats": (
-        [*RENDERERS],
-        "csv html json junit latex markdown table text",
-    ),
+    "formats": ([*RENDERERS], "csv html json junit latex markdown table text"),
     "exit codes": (
         [f"{code.value}:{code.name}" for code in ExitCode],
         "0:OK 1:REGRESSION 2:USAGE 3:INTERNAL 4:INPUT 5:BASELINE 6:NOT_PROVEN 7:TIME_LIMIT",
@@ -59,10 +56,7 @@ PUBLIC = {
         "lipaudit.attacks lipaudit.bounds lipaudit.measures",
     ),
     "scripts": ([*PYPROJECT["project"]["scripts"]], "lipaudit"),
-    "extras": (
-        [*PYPROJECT["project"]["optional-dependencies"]],
-        "accelerate datasets dev",
-    ),
+    "extras": ([*PYPROJECT["project"]["optional-dependencies"]], "accelerate datasets dev"),
     "inputs of the action": (
         [*ACTION["inputs"]],
         "baseline current fail-on html junit markdown report strict torch-index",

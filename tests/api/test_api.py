@@ -204,8 +204,7 @@ def test_arrays_of_any_layout_are_the_same_samples(module):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"eps": 0.1}, {"eps": [0.1]}, {"eps": (parse_radius("1/10"),)}],
+    "options", [{"eps": 0.1}, {"eps": [0.1]}, {"eps": (parse_radius("1/10"),)}]
 )
 def test_a_radius_may_be_text_a_number_or_a_list(options):
     report = lipaudit.measure("demo", "attack", attack="fgsm", samples=2, **options)

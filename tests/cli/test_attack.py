@@ -131,8 +131,10 @@ def test_a_text_classifier_without_a_tokenizer_is_attacked_word_by_word(reviews)
 
 def test_an_audit_of_a_text_classifier_finishes(reviews):
     model, table = reviews
-    invoke("audit", model, "--data", table, "-n", "2", "--run-dir", "run", "-q")
-    stored = json.loads(Path("run/report.json").read_text())
+    # Without --run-dir the folder has the last part of the model's path in its name.
+    invoke("audit", f"{model}/", "--data", table, "-n", "2", "-q")
+    (saved,) = Path("lipaudit-runs").glob(f"*Z-{Path(model).name}-*/report.json")
+    stored = json.loads(saved.read_text())
     attacked = stored["sections"][-1]
     assert (attacked["measure"], stored["status"]) == ("attack", "complete")
     assert {row["norm"] for row in attacked["rows"]} == {"words", "characters"}
@@ -180,14 +182,11 @@ def test_a_gate_judges_what_counts_words(reviews):
         invoke(*ruled, code=code)
 
 
-@pytest.mark.parametrize(
-    ("entry", "attacks", "message"),
-    [(None, "pgd", "the embedding layer of"), (None, "words", "the embedding layer of")],
-)
-def test_models_whose_embeddings_are_not_known_are_refused(reviews, entry, attacks, message):
-    net = replace(load_net(reviews[0]), entry=entry)
+@pytest.mark.parametrize("attacks", ["pgd", "words"])
+def test_models_whose_embeddings_are_not_known_are_refused(reviews, attacks):
+    net = replace(load_net(reviews[0]), entry=None)
     labelled = Batch(torch.tensor([[2, 5, 3]]), torch.tensor([0]), ("a",))
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match="the embedding layer of") as caught:
         check(net, labelled, AttackOptions(attack=attacks, eps="1"))
     assert caught.value.advice
 
@@ -226,15 +225,7 @@ def test_special_and_reserved_tokens_are_no_words(reviews):
     assert fixed == WORDS[:5]
 
 
-CORNERS = [
-    "",
-    "good",
-    "...",
-    "zebra",
-    "good zebra",
-    "bad " * 40,
-    "a good film . a bad one ?",
-]
+CORNERS = ["", "good", "...", "zebra", "good zebra", "bad " * 40, "a good film . a bad one ?"]
 
 
 def test_corner_texts_do_not_depend_on_their_neighbours(reviews):
@@ -273,11 +264,7 @@ LENGTHS = [3, 4, 4, 6, 9]
         ("words", "1,4", "4 words can replace whole texts: 3 of 5 have no more (median 4)"),
         ("words", "50", "50 words can replace whole texts: 5 of 5 have no more"),
         ("characters", "4", None),
-        (
-            "characters",
-            "19",
-            ("19 characters can replace whole texts: 3 of 5 have no more (median 19)"),
-        ),
+        ("characters", "19", "19 characters can replace whole texts: 3 of 5 have no more"),
     ],
 )
 def test_a_budget_as_large_as_the_texts_is_said_so(reviews, attacks, eps, whole):

@@ -78,23 +78,3 @@ def test_the_page_shows_the_map_of_the_most_amplifying_head(audited):
     assert f"map@{name}" in attention["arrays"]
     for page in ("run/report.html", "run.md"):
         assert f"Attention map of head {name}, first sample" in (folder / page).read_text()
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("./bert", "bert"),
-        ("../bert", "bert"),
-        ("bert/", "bert"),
-        ("hf:org/name", "hf-org-name"),
-        ("demo:robust", "demo-robust"),
-    ],
-)
-def test_run_folders_have_readable_names(model, name, tmp_path, monkeypatch):
-    from lipaudit.cli.measure import _name_folder
-
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "bert").mkdir()
-    monkeypatch.chdir(tmp_path / "inside")
-    assert _name_folder(model) == name

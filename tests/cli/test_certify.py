@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import lipaudit
-from lipaudit.engine.execute import Observer
 from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke
 
@@ -95,36 +94,6 @@ def test_what_certify_broke_is_among_the_worst_samples(labelled):
     said = ["linf 0" in line for line in rows]
     assert said == sorted(said, reverse=True)
     assert sum(said) == verdicts.count("broken")
-
-
-class Stopping(Observer):
-    """Ends a run after so many samples."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def advances(self, measure: str, samples: int) -> None:
-        self.left -= samples
-        if not self.left:
-            raise KeyboardInterrupt
-
-
-def test_an_interrupted_run_goes_on_sample_by_sample_to_the_same_report():
-    options = {"data": "data.npz", "eps": "0.05,0.2", "samples": 5}
-    with pytest.raises(KeyboardInterrupt):
-        lipaudit.measure("py:model.py:load", "certify", observer=Stopping(2), **options)
-    done = Observer()
-    begun: list[int] = []
-    done.begins = lambda measure, samples: begun.append(samples)  # type: ignore[method-assign]
-    resumed = lipaudit.measure(
-        "py:model.py:load", "certify", resume=True, observer=done, **options
-    )
-    assert begun == [3]
-    whole = lipaudit.measure("py:model.py:load", "certify", **options)
-    first, second = (r.section("certify").model_dump() for r in (resumed, whole))
-    for row in (*first["rows"], *second["rows"]):
-        row["seconds"] = None
-    assert first == second
 
 
 def test_a_model_that_cannot_be_certified_is_refused_by_operation_and_module():

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ import lipaudit
 from lipaudit import schema
 from lipaudit.errors import EvaluationError, UsageError, find_user_error, of_machine, out_of_memory
 from lipaudit.measures import load_measures
-from lipaudit.models.sources import loader
 from lipaudit.settings import RunOptions
 from tests.commands import invoke, refuse, replace_parts
 
@@ -230,28 +228,6 @@ def test_what_a_model_says_is_no_fault_of_the_machine(error):
     assert not of_machine(error)
     assert not out_of_memory(error)
     assert find_user_error(error) is None
-
-
-@pytest.mark.parametrize("error", MACHINE[:1] + MACHINE[3:4], ids=str)
-def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(error, monkeypatch):
-    from lipaudit.models.attention import numeric, surveyor
-
-    def fault(*_args, **_options):
-        raise error
-
-    monkeypatch.setattr(surveyor, "_read_layout", fault)
-    with pytest.raises(EvaluationError):
-        lipaudit.measure("demo", "bounds", samples=1)
-    monkeypatch.undo()
-    monkeypatch.setattr(numeric, "_linearize_layer", fault)
-    site = SimpleNamespace(inputs=(0,), addresses=())
-    layer = SimpleNamespace(site=site, numbers=(), frame=(), output="x", samples=1)
-    with pytest.raises(type(error)):
-        numeric.find_obstacle(layer)
-    monkeypatch.undo()
-    monkeypatch.setattr(loader, "find_main_output", fault)
-    with pytest.raises(EvaluationError):
-        lipaudit.measure("demo", "jacobian", samples=1)
 
 
 def test_what_is_configured_for_texts_does_not_stop_images():

@@ -28,7 +28,7 @@ from tests.cli.test_damaged import damage
 from tests.commands import invoke, list_commands
 from tests.report.conftest import make_report
 
-ROUND = 50
+ROUND = 60
 """Command lines for each directory of files."""
 
 JUNK = ["", " ", "x", "-1", "0", "1e999", "nan", "²", "١", "ß" * 300, "\U0001f600", "../..", "a=b"]

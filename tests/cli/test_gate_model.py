@@ -40,17 +40,10 @@ def measured(kept, _elsewhere, tmp_path):
     return shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
 
 
-def moved(folder, monkeypatch):
-    """Go to another directory, where the baseline's path leads nowhere."""
-    (folder / "elsewhere").mkdir()
-    monkeypatch.chdir(folder / "elsewhere")
-
-
 def test_data_may_be_elsewhere(measured, monkeypatch):
-    moved(measured, monkeypatch)
-    done = invoke("gate", "demo", "-b", "../base.json", "-q", code=4)
-    said = " ".join(done.stderr.split())
-    assert "'val.npz'" in said
+    (measured / "elsewhere").mkdir()
+    monkeypatch.chdir(measured / "elsewhere")  # the baseline's path leads nowhere
+    refuse(4, "'val.npz'", "gate", "demo", "-b", "../base.json", "-q")
     there = invoke("gate", "demo", "-b", "../base.json", "-q", "--data", "../val.npz")
     assert "unchanged" in there.stdout
 
@@ -77,10 +70,9 @@ def test_the_report_of_what_was_measured_is_kept(measured):
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(measured):
-    done = invoke("gate", "demo", "-b", "base.json", "--report", "missing/now.json", code=2)
+    invoke("gate", "demo", "-b", "base.json", "--report", "missing/now.json", code=2)
     Path("lipaudit-runs").write_text("no directory")
-    done = invoke("gate", "demo", "-b", "base.json", "-q", code=3)
-    assert "--report" in done.stderr
+    refuse(3, "--report", "gate", "demo", "-b", "base.json", "-q")
 
 
 def test_the_machine_is_chosen_anew_and_the_protocol_is_not(measured):
@@ -101,21 +93,18 @@ def test_options_of_a_measurement_are_refused_with_a_report(measured, option):
 
 def test_without_a_default_rule_one_is_asked_for():
     invoke("attention", "demo", "-n", "2", "-q", "-o", "a.json")
-    done = invoke("gate", "a.json", "-b", "a.json", code=2)
-    said = " ".join(done.stderr.split())
-    assert "no default rule exists for attention" in said
-    assert "Name a rule with --fail-on; lipaudit explain" in said
+    said = refuse(2, "no default rule exists for attention", "gate", "a.json", "-b", "a.json")
+    assert "Name a rule with --fail-on; lipaudit explain" in " ".join(said.split())
     invoke("gate", "a.json", "-b", "a.json", "--fail-on", "attention.g1 <= +5%")
 
 
-@pytest.mark.parametrize("norm", ["inf", "2"])
-def test_either_norm_of_the_jacobian_is_judged_against_its_own_alone(norm):
-    for each in ("inf", "2"):
-        invoke("jacobian", "demo", "-n", "2", "-q", "--norm", each, "-o", f"{each}.json")
-    invoke("gate", f"{norm}.json", "-b", f"{norm}.json")
-    other = {"inf": "2", "2": "inf"}[norm]
-    done = invoke("gate", f"{norm}.json", "-b", f"{other}.json", code=5)
-    assert f"norm {other} became {norm}" in done.stdout
+def test_either_norm_of_the_jacobian_is_judged_against_its_own_alone():
+    for norm in ("inf", "2"):
+        invoke("jacobian", "demo", "-n", "2", "-q", "--norm", norm, "-o", f"{norm}.json")
+        invoke("gate", f"{norm}.json", "-b", f"{norm}.json")
+    for old, new in (("inf", "2"), ("2", "inf")):
+        done = invoke("gate", f"{new}.json", "-b", f"{old}.json", code=5)
+        assert f"norm {old} became {new}" in done.stdout
 
 
 def test_an_older_baseline_is_repeated_with_its_norms_before_the_output_projection(measured):
@@ -127,7 +116,5 @@ def test_an_older_baseline_is_repeated_with_its_norms_before_the_output_projecti
 def test_norms_that_were_not_asked_for_are_missed_only_where_a_rule_reads_them(measured):
     invoke("bounds", "demo", "--data", "val.npz", "-q", "-o", "now.json")
     invoke("gate", "now.json", "-b", "older.json")
-    done = invoke(
-        "gate", "now.json", "-b", "older.json", "--fail-on", "bounds.layers.exact <= 9", code=2
-    )
-    assert "--concat" in done.stderr
+    rule = ("--fail-on", "bounds.layers.exact <= 9")
+    refuse(2, "--concat", "gate", "now.json", "-b", "older.json", *rule)

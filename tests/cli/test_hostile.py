@@ -133,13 +133,12 @@ def damaged(path: Path) -> list[str]:
 @pytest.mark.parametrize("command", ["bounds", "attack", "check"])
 def test_data(folder, data, command):
     more = {"attack": ["--attack", "fgsm", "--eps", "0.1"]}.get(command, [])
+    saved = folder / "data.json"
     line = (command, "demo", "-n", 1, "--data", folder / data, *more)
-    code, said = run(*line, "-f", "json")
+    code, said = run(*line, "-f", "json", "-o", saved)
     assert code == 0 or data != "pictures", said
-    if code == 0 and command == "attack":
-        assert run(*line, "-o", folder / "data.json")[0] == 0
-        for format in FORMATS:
-            assert run("report", folder / "data.json", "-f", format)[0] == 0
+    for format in FORMATS if code == 0 and command == "attack" else ():
+        assert run("report", saved, "-f", format)[0] == 0
 
 
 def test_reports_and_text_files(folder, reports):
@@ -150,10 +149,9 @@ def test_reports_and_text_files(folder, reports):
             run("inspect", path, "-f", format)
         for format in GATE:
             run("gate", path, "-b", path, "-f", format)
-        for end in ("md", "html", "csv", "json", "tex"):
-            file = folder / f"out.{end}"
-            if run("report", path, "-o", file)[0] == 0:
-                assert not OBEYED.search(file.read_text())
+        files = [folder / f"out.{end}" for end in ("md", "html", "csv", "json", "tex")]
+        assert run("report", path, *(word for file in files for word in ("-o", file)))[0] == 0
+        assert not [file for file in files if OBEYED.search(file.read_text())]
 
 
 def test_damaged_reports(folder, reports):

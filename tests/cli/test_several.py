@@ -62,17 +62,6 @@ def test_three_models_are_ranked_on_one_screen():
     assert {path.name for path in Path("run/1-demo").iterdir()} == {"report.json", "report.html"}
 
 
-def test_each_report_is_that_of_an_audit_of_its_own():
-    few = ("-n", "2", "--only", "jacobian,attack", "--attack", "pgd")
-    audit(*few, "--run-dir", "run", models=THREE[:2])
-    audit(*few, "--run-dir", "one", models=THREE[1:2])
-    several, single = written()["2-demo-jasmin"], load("one/report.json")
-    for section, same in zip(several.sections, single.sections, strict=True):
-        assert section.samples == same.samples
-        assert section.settings == same.settings
-    assert several.run.model == single.run.model
-
-
 @pytest.mark.parametrize("broken", [(), ("bounds",)])
 def test_one_model_is_in_memory_at_a_time(monkeypatch, broken):
     loads, alive, load_net = [], [], api.load_net

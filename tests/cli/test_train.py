@@ -3,8 +3,8 @@
 import json
 import shlex
 import signal
-import subprocess
 import time
+from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
@@ -16,21 +16,17 @@ from transformers import ViTConfig, ViTForImageClassification
 from lipaudit.models.sources.loader import LoadOptions, load_net, save_net
 from lipaudit.train.loop import save_model
 from tests.commands import invoke, refuse
-from tests.processes import begun, completed, wait_for_signal
+from tests.processes import begun, wait_for_signal
 
 FGSM = ("--eps", "0.01", "--attack", "fgsm")
 ARGS = ("demo", "-n", "128", "--epochs", "3", "--batch-size", "32", "--lr", "1e-3")
 
 
-def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return completed("train", *args, cwd=cwd)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    done = run(*ARGS, "--out", "whole", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    with chdir(folder):
+        done = invoke("train", *ARGS, "--out", "whole")
     assert done.stdout == "whole\n"
     assert done.stderr.count("epoch ") == 3
     assert done.stderr.endswith("Measure the result: lipaudit audit whole --data demo\n")
@@ -65,8 +61,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(whole, tmp_path, monkeypatch):
     refuse(2, "--resume", *again)
     refuse(2, "another recipe", *again, "--resume", "--lr", "2e-3")
     refuse(2, "was trained with another model", *again, "--resume", "--dtype", "float64")
-    done = run(*ARGS, "--out", "cut", "--resume", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = invoke(*again, "--resume")
     assert "Continuing after epoch" in done.stderr
     ours, theirs = (json.loads((p / "train.json").read_text()) for p in (record.parent, whole))
     assert ours["finished"]

@@ -37,7 +37,7 @@ FUNCTIONS = {
     EXACT: ("head_norms",),
     LAYERS: ("layer_norms",),
     BOUNDS: ("head_bounds",),
-    WEIGHTS: ("KnownWeights.of",),
+    WEIGHTS: ("weights_of",),
     STATISTICS: ("layer_statistics",),
     OTHER: ("_measure_layer", "_measure_numerically"),
 }

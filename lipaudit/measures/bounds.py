@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lipaudit.models.attention.capture import Layer, Site
     from lipaudit.models.net import Net
     from lipaudit.theory.heads import Heads
-    from lipaudit.theory.ingredients import KnownWeights, Weights
     from lipaudit.theory.spectral import Norms
 
 
@@ -240,11 +239,8 @@ NUMERICAL = "numerical"
 def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
     """Yield the norms and bounds of every head, per sample."""
     from lipaudit.measures import layers
-    from lipaudit.theory.ingredients import KnownWeights
 
-    # What depends on weights alone is computed once for each layer.
-    known: dict[str, Any] = {"weights": KnownWeights(), "out_norms": {}}
-    reduce = partial(_measure_layer, options=options, **known)
+    reduce = partial(_measure_layer, options=options, out_norms={})
     describe = partial(_describe_layers, options=options)
     yield from layers.by_layer(net, batches, reduce, layers=options.layers, describe=describe)
 
@@ -273,9 +269,7 @@ def _describe_layers(sites: Sequence[Site], options: BoundsOptions) -> Facts:
     return facts
 
 
-def _measure_layer(
-    layer: Layer, options: BoundsOptions, weights: KnownWeights, out_norms: dict[int, float]
-) -> Reduced:
+def _measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, float]) -> Reduced:
     """Return all figures of a layer, per (sample, head) or (sample, 1); NaN: not computed."""
     import torch
 
@@ -289,8 +283,7 @@ def _measure_layer(
     closed = _has_bounds(site, options)
     if closed:
         heads = layer.heads()
-        known = weights.of(site.index, heads)
-        computed = _measure_heads(heads, seeds, options, known)
+        computed = _measure_heads(heads, seeds, options)
         if site.index not in out_norms:  # ||W_O||, NaN without an output projection
             out = heads.out
             norm = torch.nan if out is None else spectral_norm(out.double().flatten(0, 1))
@@ -330,9 +323,7 @@ def _measure_layer(
     return values
 
 
-def _measure_heads(
-    heads: Heads, seeds: Sequence[int], options: BoundsOptions, weights: Weights | None
-) -> Reduced:
+def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
     """Return norms and bounds in closed form, per batch row and head, or per row and layer."""
     import torch
 
@@ -342,7 +333,7 @@ def _measure_heads(
     from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
-    reduced = head_bounds(heads, weights=weights) | _read_norms(exact)
+    reduced = head_bounds(heads) | _read_norms(exact)
     if options.splitting and not heads.is_causal() and heads.sink is None:
         reduced["splitting_gain"] = splitting_gain(heads, exact.norm, seeds=seeds)
     how = options.accuracy | {"within": options.layer_within, "concat": options.concat}
@@ -360,8 +351,8 @@ def _measure_heads(
         # X is in the ball: what the search finds is never below the norm there.
         norm = ball_norm(heads, r, seeds=seeds)
         found = torch.where(norm.isnan(), norm, norm.maximum(exact.norm.to(norm)))
-        sharp = ball_sharp(heads, r, sharp=reduced["sharp"], weights=weights)
-        ball = ball_size_bounds(heads, r, weights=weights)
+        sharp = ball_sharp(heads, r, sharp=reduced["sharp"])
+        ball = ball_size_bounds(heads, r)
         balls.append(ball | {"ball_norm": found, "ball_sharp": sharp})
     for name, of in IN_BALLS.items() if balls else ():
         reduced[of] = torch.stack([ball[name] for ball in balls], -1)

@@ -37,7 +37,6 @@ from lipaudit.theory.bounds.mean_field import mean_field
 from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.head_bounds import ROUNDING, chunks, head_bounds
 from lipaudit.theory.heads import Heads, are_affine, factor, projections, unit_values
-from lipaudit.theory.ingredients import Weights
 from lipaudit.theory.spectral import spectral_norm
 
 PANELS = 8
@@ -54,7 +53,6 @@ def ball_sharp(
     r: float,
     *,
     sharp: Float[Tensor, "batch heads"] | None = None,
-    weights: Weights | None = None,
 ) -> Float[Tensor, "batch heads"]:
     """Return a Lipschitz constant of every head on the ball ||X' - X||_F <= r.
 
@@ -65,7 +63,6 @@ def ball_sharp(
         heads: self-attention with affine (or constant) projections; others give NaN.
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
         sharp: the bound at X, where it is known.
-        weights: what comes of the weights alone, where it is known.
 
     Raises:
         UsageError: r is negative.
@@ -75,20 +72,19 @@ def ball_sharp(
     if heads.x_kv is not None or not are_affine(heads):
         return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
     heads = heads.to(torch.float64)
-    weights = weights or ingredients.weights_of(heads)
     if sharp is None:
-        sharp = head_bounds(heads, weights=weights, bounds=[SHARP])["sharp"]
+        sharp = head_bounds(heads, bounds=[SHARP])["sharp"]
     if r == 0:
         return sharp
     unit, size = unit_values(heads)
-    parts = [bound_growth(unit.pick(some), weights.pick(some), r) for some in chunks(unit)]
+    parts = [bound_growth(unit.pick(some), r) for some in chunks(unit)]
     growth = torch.cat(parts, 1)
     return sharp + (1 + ROUNDING) * size.to(growth) * growth
 
 
-def bound_growth(heads: Heads, weights: Weights, r: float) -> Tensor:
+def bound_growth(heads: Heads, r: float) -> Tensor:
     """Bound what the norm of the Jacobian grows by within the radius."""
-    point = read_point(heads, weights)
+    point = read_point(heads)
     ends = [r * (panel + 1) / PANELS for panel in range(PANELS)]
     total = sum(
         (bound_curvature(point, bound_moves(point, rho)) for rho in ends),
@@ -99,9 +95,7 @@ def bound_growth(heads: Heads, weights: Weights, r: float) -> Tensor:
 
 
 @torch.inference_mode()
-def ball_size_bounds(
-    heads: Heads, r: float, *, weights: Weights | None = None
-) -> dict[str, Float[Tensor, "batch heads"]]:
+def ball_size_bounds(heads: Heads, r: float) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return hu, castin and mean_field on the ball ||X' - X||_F <= r.
 
     castin and mean_field hold for all inputs with every ||x_i|| <= R + r. NaN where `affine_only`
@@ -110,12 +104,9 @@ def ball_size_bounds(
     Args:
         heads: all heads of a layer, any kind.
         r: radius, as in `ball_sharp`.
-        weights: what comes of the weights alone, where it is known.
     """
     heads, size = unit_values(heads.to(torch.float64))
-    if weights is None and are_affine(heads):
-        weights = ingredients.weights_of(heads)
-    known = ingredients.Ingredients(heads, ingredients.Tokens(heads), weights)
+    known = ingredients.Ingredients(heads, ingredients.Tokens(heads))
     size = (1 + ROUNDING) * size.to(heads.v.device)
     return {f.__name__: f(known, r) * size for f in (hu, castin, mean_field)}
 
@@ -136,10 +127,10 @@ class BallPoint:
     uneven: Bool[Tensor, "batch heads n 1"]  # whether that of `bound_weights` is
 
 
-def read_point(heads: Heads, weights: Weights) -> BallPoint:
+def read_point(heads: Heads) -> BallPoint:
     """Return what is known at X."""
     at = ingredients.centre_heads(heads)
-    rows = affine_rows(heads, at, weights)
+    rows = affine_rows(heads, at, ingredients.weights_of(heads))
     visible = heads.visible(0, at.p.shape[2])
     # An entry that underflowed is at most the smallest number.
     p = at.p.clamp_min(torch.finfo(at.p.dtype).tiny) * visible

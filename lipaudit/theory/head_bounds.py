@@ -11,7 +11,7 @@ from torch import Tensor
 from lipaudit.errors import EvaluationError, LipauditError, of_machine
 from lipaudit.theory.bounds.record import Bound, load_bounds
 from lipaudit.theory.heads import Heads, are_affine, unit_values
-from lipaudit.theory.ingredients import Ingredients, Tokens, Weights, weights_of
+from lipaudit.theory.ingredients import Ingredients, Tokens
 from lipaudit.theory.policy import cut
 
 ROUNDING = 1e-12
@@ -25,10 +25,7 @@ single precision, where that is no small number, carry allowances of their own.
 
 @torch.inference_mode()
 def head_bounds(
-    heads: Heads,
-    *,
-    weights: Weights | None = None,
-    bounds: Iterable[Bound] | None = None,
+    heads: Heads, *, bounds: Iterable[Bound] | None = None
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return the bounds of every head, and what the bounds are made of, in float64.
 
@@ -38,7 +35,6 @@ def head_bounds(
 
     Args:
         heads: all heads of a layer, any kind, any precision.
-        weights: what comes of the weights alone, where it is known; see `KnownWeights`.
         bounds: records of those that are computed; by default all.
 
     Raises:
@@ -54,7 +50,7 @@ def head_bounds(
     records = list(load_bounds().values() if bounds is None else bounds)
     if len(heads.row_blocks()) > 1 and len(heads.q) > 1:
         rows = [heads.row(b) for b in range(len(heads.q))]
-        each = [head_bounds(row, weights=weights, bounds=records) for row in rows]
+        each = [head_bounds(row, bounds=records) for row in rows]
         return {name: torch.cat([one[name] for one in each]) for name in each[0]}
     heads = heads.to(torch.float64)
     for name in ("x", "q", "k", "v"):
@@ -65,10 +61,9 @@ def head_bounds(
             )
     tokens = Tokens(heads)
     heads, size = unit_values(heads)
-    weights = weights or (weights_of(heads) if are_affine(heads) else None)
     parts = []
     for some in chunks(heads):
-        known = Ingredients(heads.pick(some), tokens, weights and weights.pick(some))
+        known = Ingredients(heads.pick(some), tokens)
         terms = {
             "p_norm": known.p_norm,
             "softmax_norm_max": known.softmax_norm_max,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -17,12 +17,10 @@ from torch import Tensor
 from lipaudit.theory.heads import (
     Heads,
     Projection,
-    are_affine,
     are_affine_everywhere,
     factor,
     local_map,
     projections,
-    unit_values,
 )
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import logit_gradients
@@ -122,8 +120,8 @@ def rounding(rows: Float[Tensor, "*batch n d"]) -> float:
 
 
 @dataclass(frozen=True)
-class Weights(Stack):
-    """What comes of the weights of affine heads alone, with W_V of size one: see `unit_values`.
+class Weights:
+    """What comes of the weights of affine heads alone.
 
     Attributes:
         q, k, v, a: ||W_Q||, ||W_K||, ||W_V|| and ||W_Q W_K^T|| with their biases, [W; b^T] for W.
@@ -149,9 +147,8 @@ class Weights(Stack):
 
 
 def weights_of(heads: Heads) -> Weights:
-    """Meet the weights of affine heads, in float64, once for all samples."""
-    # W_V of any size: no square of its entries overflows, or vanishes.
-    to_q, to_k, to_v = projections(unit_values(heads.to(torch.float64))[0])
+    """Meet the weights of affine heads in float64 whose W_V has size one."""
+    to_q, to_k, to_v = projections(heads)
     q, k, v = (
         p.weight if p.bias is None else torch.cat([p.weight, p.bias[:, None]], 1)  # [W; b^T]
         for p in (to_q, to_k, to_v)
@@ -183,26 +180,6 @@ def weights_of(heads: Heads) -> Weights:
         shared=spectral_norm(basis.mT @ to_v.weight) + left * value,
         left=torch.full_like(value, left),
     )
-
-
-class KnownWeights:
-    """Norms of a model's weights, computed once while their memory stays the same, unchanged."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[list[Tensor], list[Any], Weights]] = {}
-
-    def of(self, layer: int, heads: Heads) -> Weights | None:
-        """Return those of a layer, in float64; None where its heads are not affine."""
-        if not are_affine(heads):
-            return None
-        maps = [p for p in (heads.to_q, heads.to_k, heads.to_v) if p is not None]
-        parts = [t for p in maps for t in (p.weight, p.bias) if t is not None]
-        if any(t.is_inference() for t in parts):  # they keep no record of changes
-            return weights_of(heads)
-        memory = [(t.data_ptr(), t._version, t.shape, t.stride()) for t in parts]
-        if layer not in self._known or self._known[layer][1] != memory:
-            self._known[layer] = parts, memory, weights_of(heads)  # what is held is not reused
-        return self._known[layer][2]
 
 
 class Tokens:
@@ -251,14 +228,12 @@ class Ingredients:
     Attributes:
         heads: in float64, W_V of each of about size one.
         tokens: what all heads of the layer share.
-        weights: norms of the weights, of heads with affine projections alone.
         affine: whether the bounds for affine self-attention apply: see `are_affine_everywhere`.
     """
 
-    def __init__(self, heads: Heads, tokens: Tokens, weights: Weights | None = None) -> None:
+    def __init__(self, heads: Heads, tokens: Tokens) -> None:
         self.heads, self.tokens, self.policy = heads, tokens, heads.policy
-        self.affine = weights is not None and are_affine_everywhere(heads)
-        self.weights = cast("Weights", weights)
+        self.affine = are_affine_everywhere(heads)
         self._computed: dict[Callable[..., Any], Any] = {}
 
     def once(self, compute: Callable[[Ingredients], T]) -> T:
@@ -267,6 +242,11 @@ class Ingredients:
             self._computed[compute] = compute(self)
         value: T = self._computed[compute]
         return value
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Norms of the weights, of heads with affine projections alone."""
+        return weights_of(self.heads)
 
     @cached_property
     def at(self) -> Centred:

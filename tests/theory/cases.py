@@ -95,14 +95,9 @@ class Logits:
     def __call__(self, b: int, h: int, q: Tensor, k: Tensor) -> Tensor:
         logits = self.scale * q @ k.T
         logits = logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
-        if self.r is not None:
-            logits = logits + self.scale * torch.einsum(
-                "id,ijd->ij", q, self.r[b % len(self.r), h]
-            )
-        if self.t is not None:
-            logits = logits + self.scale * torch.einsum(
-                "jd,ijd->ij", k, self.t[b % len(self.t), h]
-            )
+        for rows, more, sums in ((q, self.r, "id,ijd->ij"), (k, self.t, "jd,ijd->ij")):
+            if more is not None:
+                logits = logits + self.scale * torch.einsum(sums, rows, more[b % len(more), h])
         return logits
 
 
@@ -128,9 +123,8 @@ class Layer:
     def jacobian(self) -> Tensor:
         """Dense Jacobians, (batch, heads, n dv, n D) or (..., n D + m Dkv) with another input."""
         batch, heads = self.heads.q.shape[:2]
-        return torch.stack(
-            [torch.stack([self._dense(b, h) for h in range(heads)]) for b in range(batch)]
-        )
+        pairs = [self._dense(b, h) for b in range(batch) for h in range(heads)]
+        return torch.stack(pairs).unflatten(0, (batch, heads))
 
     def layer_jacobian(self, *, out: bool) -> Tensor:
         """Dense Jacobian of the concatenated heads, or of sum_h O_h W_O,h, per batch row."""
@@ -166,15 +160,12 @@ class Layer:
 
     def _dense(self, b: int, h: int) -> Tensor:
         x, x_kv = self.heads.x[b], self.heads.x_kv
-        size = self.heads.q.shape[2] * self.heads.v.shape[3]
-        if x_kv is None:
-            full = torch.autograd.functional.jacobian(
-                lambda z: self.output(b, h, z, z), x, vectorize=True
-            )
-            return full.reshape(size, -1)
         parts = torch.autograd.functional.jacobian(
-            lambda z, y: self.output(b, h, z, y), (x, x_kv[b]), vectorize=True
+            lambda *inputs: self.output(b, h, inputs[0], inputs[-1]),
+            (x,) if x_kv is None else (x, x_kv[b]),
+            vectorize=True,
         )
+        size = self.heads.q.shape[2] * self.heads.v.shape[3]
         return torch.cat([part.reshape(size, -1) for part in parts], 1)
 
 
@@ -259,17 +250,11 @@ def _projection(
     row_map = _row_map(kind, d, x.shape[1], gen)
     projection = Projection(weight=weight, bias=bias, local=None, kind=kind)
     y = torch.stack([_linear(projection, h, x) for h in range(HEADS)], 1)
-    rows = torch.stack(
-        [torch.stack([row_map(h, y[b, h]) for h in range(HEADS)]) for b in range(len(x))]
-    )
+    pairs = [(h, y[b, h]) for b in range(len(x)) for h in range(HEADS)]
+    rows = torch.stack([row_map(*pair) for pair in pairs]).unflatten(0, y.shape[:2])
     if kind != "affine":
-        local = torch.stack(
-            [
-                torch.stack([_token_jacobian(row_map, h, y[b, h]) for h in range(HEADS)])
-                for b in range(len(x))
-            ]
-        )
-        projection = Projection(weight=weight, bias=bias, local=local, kind=kind)
+        local = torch.stack([_token_jacobian(row_map, *pair) for pair in pairs])
+        projection = replace(projection, local=local.unflatten(0, y.shape[:2]))
     return rows, projection, row_map
 
 
@@ -324,16 +309,12 @@ def randn(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def distinct(x: Tensor, groups: Tensor) -> Tensor:
-    return x[:, groups]
-
-
 TOKENS = {
     "random": lambda x: x,
-    "constant": lambda x: distinct(x, torch.zeros(N, dtype=torch.long)),
-    "doubled": lambda x: distinct(x, torch.arange(N) // 2),
-    "tripled": lambda x: distinct(x, torch.arange(N) % 2),
-    "clustered": lambda x: distinct(x, torch.arange(N) // 3) + 1e-9 * x,
+    "constant": lambda x: x[:, :1].expand(-1, N, -1),
+    "doubled": lambda x: x[:, torch.arange(N) // 2],
+    "tripled": lambda x: x[:, torch.arange(N) % 2],
+    "clustered": lambda x: x[:, torch.arange(N) // 3] + 1e-9 * x,
     "zero": lambda x: 0 * x,
     "one-zero": lambda x: x * (torch.arange(N) > 0)[:, None],
     "tiny": lambda x: 1e-8 * x,
@@ -349,56 +330,25 @@ VALUES = {
     "large": lambda w: 1e25 * w,
     "one-small": lambda w: w * torch.tensor([1.0, 1e-25])[:, None, None],
 }
+_WINDOWS = torch.arange(N) // 3 == (torch.arange(N) // 3)[:, None]
 MASKS = {
     "none": None,
     "causal": torch.full((N, N), -torch.inf, dtype=torch.float64).triu(1),
-    "window": torch.where(
-        torch.arange(N) // 3 == (torch.arange(N) // 3)[:, None], 0.0, -torch.inf
-    ),
+    "window": torch.where(_WINDOWS, 0.0, -torch.inf),
     "own": torch.where(torch.eye(N, dtype=torch.bool), 0.0, -torch.inf),
-    "swin": torch.where(torch.arange(N) // 3 == (torch.arange(N) // 3)[:, None], 0.0, -100.0),
+    "swin": torch.where(_WINDOWS, 0.0, -100.0),
     "bias": 3 * randn(99, N, N),
 }
 
 
-def head_output(heads: Heads, h: int, x: Tensor) -> Tensor:
-    """Plain attention of one head on the tokens of one sample."""
-    q, k, v = (
-        x @ p.weight[h] + (0 if p.bias is None else p.bias[h])
-        for p in (heads.to_q, heads.to_k, heads.to_v)
-    )
-    logits = float(heads.scale) * q @ k.T
-    logits = logits if heads.bias is None else logits + heads.bias[0, 0]
-    return torch.softmax(logits, -1) @ v
-
-
 def truth(heads: Heads) -> Tensor:
-    """||J|| of every head, (batch, heads)."""
-    size = (N * heads.v.shape[3], N * heads.x.shape[2])
-    return torch.stack(
-        [
-            torch.stack(
-                [
-                    dense_norm(
-                        torch.autograd.functional.jacobian(
-                            lambda z, h=h: head_output(heads, h, z), x, vectorize=True
-                        ).reshape(size)
-                    )
-                    for h in range(HEADS)
-                ]
-            )
-            for x in heads.x
-        ]
-    )
+    """||J|| of every affine head, (batch, heads)."""
+    return dense_norms(Layer(heads, dict.fromkeys("qkv", lambda _h, y: y)).jacobian())
 
 
 def dense_norms(j: Tensor) -> Tensor:
-    return torch.stack([torch.stack([dense_norm(one) for one in row]) for row in j])
-
-
-def dense_norm(j: Tensor) -> Tensor:
-    largest = j.abs().amax().clamp_min(1e-300)
-    return largest * torch.linalg.matrix_norm(j / largest, 2)
+    largest = j.abs().amax((-2, -1), keepdim=True).clamp_min(1e-300)
+    return largest[..., 0, 0] * torch.linalg.matrix_norm(j / largest, 2)
 
 
 def corner(seed: int, tokens: str, values: str, mask: str, *, gain: float, biases: bool) -> Heads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lipaudit.theory.bounds.record import AFFINE_ONLY, AT_X, Bound
+from lipaudit.theory.bounds.record import AFFINE_ONLY, Bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,6 @@ APPENDIX_C = Bound(
     source="Yudin et al. 2025 Appendix C",
     explanation="theorem3 that counts only the tokens to which a row attends.",
     compute=appendix_c,
-    domain=AT_X,
     null=AFFINE_ONLY,
     place=20,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lipaudit.theory.bounds.record import AFFINE_ONLY, AT_X, Bound
+from lipaudit.theory.bounds.record import AFFINE_ONLY, Bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,6 @@ HU = Bound(
     explanation="Uses only norms of weights and tokens. Published for a ball of radius r around "
     "X; here r = 0, so it holds at X only.",
     compute=hu,
-    domain=AT_X,
     null=f"{AFFINE_ONLY}, and N(N+1) ||X||_F^2 >= sqrt N",
     log10_label="log10 hu",
     place=80,

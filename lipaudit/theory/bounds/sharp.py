@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lipaudit.theory.bounds.record import AT_X, Bound
+from lipaudit.theory.bounds.record import Bound
 from lipaudit.theory.bounds.theorem3 import theorem3
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ SHARP = Bound(
     explanation="Combines bounds on the norms of the blocks of J J^T. Usually within a factor of "
     "two of the exact norm.",
     compute=sharp,
-    domain=AT_X,
     better="lower",
     scaling=True,
     stored=True,

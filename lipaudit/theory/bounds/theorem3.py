@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lipaudit.theory.bounds.record import AT_X, Bound
+from lipaudit.theory.bounds.record import Bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,6 @@ THEOREM3 = Bound(
     source="Yudin et al. 2025 Theorem 3; a general form of ours where heads are not affine",
     explanation="Multiplies the sensitivity of the softmax by the norms of tokens and weights.",
     compute=theorem3,
-    domain=AT_X,
     scaling=True,
     place=30,
 )

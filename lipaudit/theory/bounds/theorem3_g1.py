@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lipaudit.theory.bounds.record import AT_X, Bound
+from lipaudit.theory.bounds.record import Bound
 from lipaudit.theory.bounds.theorem3 import bound_by_softmax
 
 if TYPE_CHECKING:
@@ -31,6 +31,5 @@ THEOREM3_G1 = Bound(
     source="Yudin et al. 2025 equation 7",
     explanation="theorem3, computed from the two largest entries of each attention row.",
     compute=theorem3_g1,
-    domain=AT_X,
     place=40,
 )

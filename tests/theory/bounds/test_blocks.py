@@ -149,7 +149,7 @@ def test_tokens_of_any_size_are_bounded(scale, precision):
     weights[:2] /= scale  # logits of one size
     heads = replace(affine_heads(x, *weights), policy=replace(FORMULA, single_blocks=precision))
     heads = unit_values(heads)[0]
-    bound = bound_by_blocks(Ingredients(heads, Tokens(heads), weights_of(heads)))[0, 0]
+    bound = bound_by_blocks(Ingredients(heads, Tokens(heads)))[0, 0]
     whole = norm(sum(paths(heads)))
     assert whole * (1 - 1e-12) <= bound <= 3 * whole
 

@@ -86,12 +86,9 @@ def bound_growth(heads: Heads, r: float) -> Tensor:
     """Bound what the norm of the Jacobian grows by within the radius."""
     point = read_point(heads)
     ends = [r * (panel + 1) / PANELS for panel in range(PANELS)]
-    total = sum(
-        (bound_curvature(point, bound_moves(point, rho)) for rho in ends),
-        torch.zeros_like(point.a[..., 0, 0]),
-    )
+    each = [bound_curvature(point, bound_moves(point, rho)) for rho in ends]
     # inf - inf or 0 inf appears where a number overflows.
-    return (r / PANELS * total).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return (r / PANELS * torch.stack(each).sum(0)).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 @torch.inference_mode()
@@ -144,8 +141,9 @@ def read_point(heads: Heads) -> BallPoint:
     twice = 2 * p * _others(p)
     one_hot = twice.amax(-1, keepdim=True) < p.amax(-1, keepdim=True)
     even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
-    uneven = _lengths(bound_weights(p, p, w)[0]) < _lengths(even)
-    return BallPoint(p, z, w, rows.u, rows.wv, a, slope, bend, one_hot, uneven)
+    limits = torch.stack([bound_weights(p, p, w)[0], even])
+    uneven, even = torch.linalg.vector_norm(limits, dim=-1, keepdim=True)
+    return BallPoint(p, z, w, rows.u, rows.wv, a, slope, bend, one_hot, uneven < even)
 
 
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,7 +236,3 @@ def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
     holds = 2 * size <= mean
     share = torch.where(holds, size / (mean - size), 1.0)
     return p * (w + off * share), holds
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)

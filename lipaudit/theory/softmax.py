@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipaudit.errors import UsageError
-
 LEFT_OUT, UNIFORM, INTERMEDIATE, CATEGORICAL = -1, 0, 1, 2
 SHARES = {"uniform": UNIFORM, "intermediate": INTERMEDIATE, "categorical": CATEGORICAL}
 _MIN_SUPPORT = 3  # g_1 of two visible keys does not show how attention is spread
@@ -133,10 +131,6 @@ def row_statistics(profile: RowProfile, *, k: int = 10, gamma: float = 0.1) -> d
         >>> {name: float(row_statistics(uniform)[name]) for name in ("g1", "gk_ratio", "uniform")}
         {'g1': 0.05, 'gk_ratio': 1.0, 'uniform': 1.0}
     """
-    if not 0 < gamma < 0.25:
-        raise UsageError(
-            f"gamma must be between 0 and 1/4, not {gamma}", "Use for example the default 0.1."
-        )
     keys, g1 = profile.keys, profile.g1
     kind = torch.where(profile.first > 0.5, CATEGORICAL, UNIFORM)
     kind[g1 > (2 / keys).clamp_min(gamma)] = INTERMEDIATE

@@ -6,7 +6,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lipaudit.errors import UsageError
 from lipaudit.theory.softmax import SHARES, entropy, profile_rows, row_maxima, row_statistics
 
 ROUNDING = 1e-14
@@ -184,9 +183,3 @@ def test_regimes_of_known_rows():
     short = torch.cat([row(0.5, 0.5), torch.zeros(38)])
     kinds = regimes(torch.stack([uniform, peaked, torn, short]))
     assert kinds == ["uniform", "categorical", "intermediate", None]
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.25, -1.0, 0.5])
-def test_regimes_reject_a_gamma_where_they_overlap(gamma):
-    with pytest.raises(UsageError, match="gamma"):
-        regimes(row(0.5, 0.3, 0.2)[None], gamma)

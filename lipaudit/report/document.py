@@ -10,6 +10,7 @@ from lipaudit.report.cells import STATUS
 from lipaudit.report.samples import show_worst
 from lipaudit.report.sections import find_display, name_chapter, show_section, show_sections
 from lipaudit.tables import Column, Note, Report, model_labels
+from lipaudit.tables.columns import group_values
 from lipaudit.tables.summary import broken
 
 MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
@@ -130,13 +131,13 @@ def open_several(reports: Sequence[Report], answer: str, *, short: bool) -> Chap
 
 def list_warnings(reports: Sequence[Report]) -> list[Note]:
     """Return the warnings of several reports, each once, with the names unless all have it."""
-    owners: dict[Note, list[str]] = {}
-    for name, report in zip(model_labels(reports), reports, strict=True):
-        for note in opening.list_top_notes(report):
-            if note.level == "warning":
-                owners.setdefault(note, []).append(name)
-    starts = ("" if len(n) == len(reports) else f"{', '.join(n)}: " for n in owners.values())
+    owners = group_values(
+        (note, name)
+        for name, report in zip(model_labels(reports), reports, strict=True)
+        for note in opening.list_top_notes(report)
+        if note.level == "warning"
+    )
     return [
-        note.model_copy(update={"text": start + note.text})
-        for note, start in zip(owners, starts, strict=True)
+        note.add_lead("" if len(names) == len(reports) else ", ".join(names))
+        for note, names in owners.items()
     ]

@@ -347,13 +347,8 @@ def _group_verdicts(judgement: Judgement) -> Iterator[tuple[str, list[Verdict], 
             known = [each for each in values if each is not None and not verdict.reason]
             return not judgement.fails(verdict), -sign * known[0] if known else -math.inf
 
-        listed = [
-            v
-            for v in verdicts
-            if len(verdicts) <= ALONE
-            or judgement.fails(v)
-            or v.status not in ("pass", "unchanged")
-        ]
+        few, passed = len(verdicts) <= ALONE, ("pass", "unchanged")
+        listed = [v for v in verdicts if few or judgement.fails(v) or v.status not in passed]
         others = Counter[str](v.status for v in verdicts if v not in listed)
         yield rule, sorted(listed, key=rank) if len(listed) > ALONE else listed, others
 

@@ -13,7 +13,15 @@ from lipaudit.report.blocks import Block, Card, Chapter, Paragraph, list_notes
 from lipaudit.report.cells import format_significant
 from lipaudit.tables import Column, Note, Report
 from lipaudit.tables.columns import order
-from lipaudit.tables.summary import KINDS, Accuracy, Summary, list_shared_notes, summary, worst
+from lipaudit.tables.summary import (
+    KINDS,
+    Accuracy,
+    Radii,
+    Summary,
+    list_shared_notes,
+    summary,
+    worst,
+)
 
 SEED = "seed"
 """Name of the setting seed, which stands among the facts of the run."""
@@ -150,11 +158,8 @@ def show_scorecard(report: Report) -> list[Chapter]:
 
 def _write_accuracy(accuracy: Accuracy) -> Line:
     (name, column), tried = KINDS[accuracy.kind], ", ".join(accuracy.attacks)
-    limits = ""
-    if accuracy.low is not None and accuracy.high is not None:
-        limits = f"95 % CI {cells.format_limits(accuracy.low, accuracy.high, column)}"
     texts = [
-        limits,
+        _write_limits(accuracy, column),
         f"worst of {tried}" if len(accuracy.attacks) > 1 else tried,
         "" if tried else f"{accuracy.samples} samples",
         f"{accuracy.undecided} undecided" if accuracy.undecided else "",
@@ -163,16 +168,24 @@ def _write_accuracy(accuracy: Accuracy) -> Line:
     return Line(label, accuracy.share, column, ", ".join(filter(None, texts)))
 
 
+def _write_limits(figure: Accuracy | Radii, column: Column) -> str:
+    if figure.low is None or figure.high is None:
+        return ""
+    return f"95 % CI {cells.format_limits(figure.low, figure.high, column)}"
+
+
 def _list_norms(known: Summary, report: Report) -> Iterator[Line]:
     """Show certified radii, and the norms of the model."""
     if radii := known.radii:
         column = find_column("certify.radius.radius")
-        texts = [f"median of {radii.samples} samples"]
-        if radii.low is not None and radii.high is not None:
-            texts.insert(0, f"95 % CI {cells.format_limits(radii.low, radii.high, column)}")
-        if radii.adversarial is not None:
-            texts.append(f"nearest adversarial {cells.format_value(radii.adversarial, column)}")
-        yield Line(f"certified radius, {radii.norm}", radii.median, column, ", ".join(texts))
+        nearest = cells.format_value(radii.adversarial, column)
+        texts = [
+            _write_limits(radii, column),
+            f"median of {radii.samples} samples",
+            "" if radii.adversarial is None else f"nearest adversarial {nearest}",
+        ]
+        text = ", ".join(filter(None, texts))
+        yield Line(f"certified radius, {radii.norm}", radii.median, column, text)
     if norms := known.norms:
         column = find_column("jacobian.median")
         kind = "" if norms.norm == "2" else f", norm {norms.norm}"

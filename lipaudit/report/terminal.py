@@ -71,13 +71,9 @@ def _heading(title: str, rule: str, width: int) -> Text:
     return Text("\n".join(["", *lines, rule * max(map(cell_len, lines))]), "bold")
 
 
-def _item(mark: str, text: str, width: int) -> Text:
-    lines = wrap(text, min(width, PROSE) - len(mark) - 1)
-    return Text(f"{mark} " + f"\n{' ' * (len(mark) + 1)}".join(lines))
-
-
-def _prose(text: str, width: int, style: str = "") -> Text:
-    return Text("\n".join(wrap(text, min(width, PROSE))), style)
+def _prose(text: str, width: int, style: str = "", mark: str = "") -> Text:
+    lines = wrap(text, min(width, PROSE) - len(mark))
+    return Text(mark + f"\n{' ' * len(mark)}".join(lines), style)
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -100,13 +96,14 @@ def _write_block(block: blocks.Block, width: int) -> Iterator[RenderableType]:
         case Points():
             yield Text("")
             for mark, text, command in block.points:
-                yield _item(f"{mark}:" if mark else "•", text, width)
-                yield from [_item(" ", command, width)] if command else []
+                yield _prose(text, width, mark=f"{mark}: " if mark else "• ")
+                yield from [_prose(command, width, mark="  ")] if command else []
         case Gallery():
-            yield from (_item("•", f"{i.title}: {'; '.join(i.lines)}", width) for i in block.items)
+            for item in block.items:
+                yield _prose(f"{item.title}: {'; '.join(item.lines)}", width, mark="• ")
             yield _prose(block.text, width, DIM)
         case Passage(folded=True):  # one of several texts: only its largest shares
-            yield _item("•", f"{block.title}: {blocks.explain_shades(block)}", width)
+            yield _prose(f"{block.title}: {blocks.explain_shades(block)}", width, mark="• ")
         case Passage():
             tokens = blocks.shade_tokens(block)
             words = (f"{t.text} ({t.share})" if t.top else t.text for t in tokens)

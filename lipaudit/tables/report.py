@@ -57,6 +57,10 @@ class Note(Frozen):
         """Return a warning."""
         return cls(level="warning", code=code, text=text)
 
+    def add_lead(self, lead: str) -> Note:
+        """Return the note with what it is about in front, unless that is empty."""
+        return self.model_copy(update={"text": f"{lead}: {self.text}" if lead else self.text})
+
 
 class Failure(Frozen):
     """The reason why a measure has no result: its error and exit code."""

@@ -218,13 +218,8 @@ def _list_warnings(report: Report) -> Iterator[Note]:
         yield Note.warn("contradiction", text)
     given = [("", note) for note in list_shared_notes(report)]
     given += [(section.measure, note) for section in report.sections for note in section.notes]
-    owners: dict[Note, str] = {}
-    for measure, note in given:
-        if note.level == "warning":
-            owners.setdefault(note, measure)
-    for note, measure in owners.items():
-        text = f"{measure}: {note.text}" if measure else note.text
-        yield note.model_copy(update={"text": text})
+    owners = group_values((note, name) for name, note in given if note.level == "warning")
+    yield from (note.add_lead(measures[0]) for note, measures in owners.items())
 
 
 def _count_correct(report: Report) -> Iterator[Accuracy]:

@@ -52,20 +52,16 @@ def shard_of(number: int, of: int) -> Shard:
 
 def make_other() -> Report:
     """A second model: the same sections, other numbers in two of them."""
-    first = make_report()
-    run = first.run.model_copy(
-        update={"model": first.run.model.model_copy(update={"spec": "demo:robust"})}
+    other, halve = (
+        make_report(),
+        {"bounds": ("exact", "sharp"), "attention": ("g1", "intermediate")},
     )
-    changed = []
-    for section in first.sections:
-        halve = {"bounds": ("exact", "sharp"), "attention": ("g1", "intermediate")}
-        names = halve.get(section.measure, ())
-        rows = tuple(
-            row.replace(**{n: getattr(row, n) and getattr(row, n) / 2 for n in names})
-            for row in section.rows
-        )
-        changed.append(section.model_copy(update={"rows": rows}))
-    return Report(run=run, sections=tuple(changed))
+    for measure, names in halve.items():
+        section = other.section(measure)
+        halved = ({n: row[n] and row[n] / 2 for n in names} for row in section.rows)
+        rows = (row.replace(**each) for row, each in zip(section.rows, halved, strict=True))
+        other = swap(other, section.model_copy(update={"rows": tuple(rows)}))
+    return rename(other, spec="demo:robust")
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,7 @@ TEXT = Attended(sample="ab" * 8, tokens=WORDS)
 
 def section(whose: Attended | None) -> Section:
     arrays = {"map@1.3": Array.of(P), "map_tokens@1.3": Array.of(np.array([5, 5]))}
-    name = "map@1.3"
-    kept = {} if whose is None else {name: whose}
+    kept = {} if whose is None else {"map@1.3": whose}
     return layouts()["attention"].section(arrays=arrays, attended=kept)
 
 

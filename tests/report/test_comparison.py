@@ -35,39 +35,29 @@ def after(report):
 
 
 def measured(report, exact, norms, robust):
-    names = tuple(f"{i:016x}" for i in range(64))
-    bounds, jacobian, attack = (report.section(m) for m in ("bounds", "jacobian", "attack"))
-    rows = [
-        row.replace(exact=float(np.median(line)), converged=True)
-        for row, line in zip(bounds.rows, exact, strict=True)
-    ]
-    sections = (
-        bounds.model_copy(
-            update={
-                "rows": tuple(rows),
-                "samples": {"ids": names[:8], "exact_max": tuple(exact.max(0).tolist())},
-                "arrays": {"exact": Array.of(exact)},
-            }
-        ),
-        jacobian.model_copy(
-            update={
-                "rows": tuple(row.replace(converged=64) for row in jacobian.rows),
-                "samples": {"ids": names, "norm": tuple(norms.tolist())},
-            }
-        ),
-        attack.model_copy(
-            update={
-                "rows": (),
-                "samples": {
-                    "ids": names,
-                    "correct": (1,) * 64,
-                    "robust@worst,linf,0.1": tuple(robust.tolist()),
-                },
-            }
-        ),
+    names, medians = tuple(f"{i:016x}" for i in range(64)), np.median(exact, 1).tolist()
+    bounds, jacobian, attack = map(report.section, ("bounds", "jacobian", "attack"))
+    heads = (
+        row.replace(exact=middle, converged=True)
+        for row, middle in zip(bounds.rows, medians, strict=True)
     )
+    models = (row.replace(converged=64) for row in jacobian.rows)
+    figures = (
+        {"exact_max": exact.max(0)},
+        {"norm": norms},
+        {"correct": np.ones(64, int), "robust@worst,linf,0.1": robust},
+    )
+    sections = []
+    for section, rows, values in zip(
+        (bounds, jacobian, attack), (heads, models, ()), figures, strict=True
+    ):
+        samples = {name: tuple(each.tolist()) for name, each in values.items()}
+        ids = {"ids": names[: max(map(len, samples.values()))]}
+        arrays = {"exact": Array.of(exact)} if section is bounds else {}
+        update = {"rows": tuple(rows), "samples": ids | samples, "arrays": arrays}
+        sections.append(section.model_copy(update=update))
     places = {"ids": names, "place": tuple(f"index {i}" for i in range(64))}
-    return report.model_copy(update={"sections": sections, "samples": places})
+    return report.model_copy(update={"sections": tuple(sections), "samples": places})
 
 
 @pytest.fixture
@@ -125,21 +115,13 @@ def test_a_screen_counts_what_changed_and_names_the_first(subject):
 
 def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
     (flipped,) = blocks(subject.page(), "samples", Table)
-    assert [column.label for column in flipped.columns[:5]] == [
-        "sample",
-        "place",
-        "became",
-        "||J||, old",
-        "||J||, new",
-    ]
-    assert len(flipped.columns) == 5  # the steepest head is known of 8 samples
+    labels = ["sample", "place", "became", "||J||, old", "||J||, new"]
+    # No column of the steepest head, which is known of 8 samples.
+    assert [column.label for column in flipped.columns] == labels
     first, last = flipped.rows[0], flipped.rows[-1]
     worst = max(range(3), key=lambda i: NORMS[i])
-    assert first[:3] == (
-        f"{worst:016x}"[:12],
-        f"index {worst}",
-        "attack.robust@worst,linf,0.1: yes → no",
-    )
+    became = "attack.robust@worst,linf,0.1: yes → no"
+    assert first[:3] == (f"{worst:016x}"[:12], f"index {worst}", became)
     assert first[3:5] == pytest.approx((NORMS[worst], NORMS[worst] / 2))
     assert last[2] == "attack.robust@worst,linf,0.1: no → yes"
     assert len(flipped.rows) == 13
@@ -216,10 +198,8 @@ def test_every_other_report_stands_against_the_first(before, after):
     third = rename(after, spec="third", weights_sha256="e" * 64)
     reports = [before, after, third]
     page = of_comparison(compare(reports), reports).page()
-    names = [chapter.name for chapter in page.chapters]
-    assert [n for n in names if n[-2:] in ("-1", "-2")] == [
-        f"{part}-{i}" for i in (1, 2) for part in ("change", "samples", "heads")
-    ]
+    names = [chapter.name for chapter in page.chapters if chapter.name[-2:] in ("-1", "-2")]
+    assert names == [f"{part}-{i}" for i in (1, 2) for part in ("change", "samples", "heads")]
     for number in (1, 2):
         assert "jacobian.norm:median" in figures(page, f"change-{number}")
 

@@ -54,35 +54,21 @@ def test_reports_and_comparisons_are_whole_tables(report, other):
     one = render(report, "latex").decode()
     assert len(check(one)) > 3
     assert "Scorecard" in one
-    assert check(render([report, other], "latex").decode())
-    assert check(
-        render(of_comparison(compare([report, other]), [report, other]), "latex").decode()
-    )
+    pair = [report, other]
+    for shown in (pair, of_comparison(compare(pair), pair)):
+        assert check(render(shown, "latex").decode())
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_every_special_character_is_set_as_it_is(hostile):
     shown = hostile.replace("\n", r"\x0a")
     assert literal(latex.escape(hostile)) == shown
-    page = Document(
-        hostile,
-        (
-            Chapter(
-                "c",
-                hostile,
-                (
-                    Card(((hostile, hostile),)),
-                    Table(
-                        hostile,
-                        (NAME, VALUE),
-                        ((hostile, 1.0), (hostile, 2.0)),
-                        strong=frozenset({1}),
-                    ),
-                    Heatmap(hostile, ((1.0,),), (hostile,), (hostile,), VALUE),
-                ),
-            ),
-        ),
+    blocks = (
+        Card(((hostile, hostile),)),
+        Table(hostile, (NAME, VALUE), ((hostile, 1.0), (hostile, 2.0)), strong={1}),
+        Heatmap(hostile, ((1.0,),), (hostile,), (hostile,), VALUE),
     )
+    page = Document(hostile, (Chapter("c", hostile, blocks),))
     assert len(check(latex.render(page).decode())) == 2
 
 

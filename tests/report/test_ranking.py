@@ -12,16 +12,9 @@ from lipaudit.report.opening import list_figures
 from tests.report.conftest import find_chapter, keep
 
 BEHIND = Verdict(
-    rule="attack.robust",
-    metric="attack.robust:mean",
-    status="regressed",
-    paired=-0.25,
-    low=-0.4,
-    high=-0.125,
-    unit="pp",
-    p=1e-3,
-    samples=24,
-)
+    rule="attack.robust", metric="attack.robust:mean", status="regressed", samples=24,
+    paired=-0.25, low=-0.4, high=-0.125, unit="pp", p=1e-3,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +24,8 @@ def ranking(report, other):
     third = second.model_copy(
         update={"model": "third", "outcome": "behind the best", "difference": BEHIND, "rank": 3}
     )
-    return rank([report, other]).model_copy(
-        update={"models": (first, second, third), "compared": 2}
-    )
+    models = first, second, third
+    return rank([report, other]).model_copy(update={"models": models, "compared": 2})
 
 
 def columns(ranking, reports) -> dict[str, list[object]]:
@@ -66,13 +58,9 @@ def test_a_row_for_every_model_with_its_difference_and_its_scorecard(report, oth
     steepest = shown["steepest attention head, ‖J‖"]
     assert steepest[0] == 2 * steepest[1]
     best, second = ranking.models
-    for change, text in (
-        (BEHIND, "-25pp (-40pp to -12.5pp)"),
-        (
-            BEHIND.model_copy(update={"low": -1.0, "high": math.inf, "unit": "%"}),
-            "-25% (no finite limits)",
-        ),
-    ):
+    endless = BEHIND.model_copy(update={"low": -1.0, "high": math.inf, "unit": "%"})
+    texts = (BEHIND, "-25pp (-40pp to -12.5pp)"), (endless, "-25% (no finite limits)")
+    for change, text in texts:
         behind = second.model_copy(update={"difference": change})
         changed = ranking.model_copy(update={"models": (best, behind)})
         assert columns(changed, [report, other])["difference"] == [None, text]

@@ -35,10 +35,8 @@ def cells(section: Section) -> list[tuple[str, str, str, object]]:
 def same(line: dict[str, str], value: object) -> bool:
     if value is None or isinstance(value, str):
         return (line["value"], line["text"]) == ("", value or "")
-    read_back = float(line["value"])
-    return line["text"] == "" and (
-        read_back == value or (math.isnan(read_back) and value != value)
-    )
+    number = float(line["value"])
+    return not line["text"] and (number == value or (math.isnan(number) and value != value))
 
 
 def test_every_cell_of_rows_and_samples_is_a_line_that_reads_back(report):

@@ -171,11 +171,8 @@ def test_tokens_are_kept_in_the_file(written):
 
 
 def test_a_page_shades_tokens_and_names_the_first(written):
-    for shown in (
-        written,
-        of_sample(written, "x", None),
-        of_sample(written, "x", worst(written)[0]),
-    ):
+    listed, alone = (of_sample(written, "x", each) for each in (None, worst(written)[0]))
+    for shown in (written, listed, alone):
         page = render(shown, "html").decode()
         assert '<b style="--s:1.00" title="50.0%">*good*</b>' in page
         assert '<b style="--s:0.50" title="25.0%">&lt;b&gt;film</b>' in page
@@ -208,10 +205,7 @@ def test_a_terminal_lists_the_first_tokens_and_shows_one_text_whole(written):
 
 def test_a_picture_is_base64_and_nothing_else():
     with pytest.raises(ValueError, match="pattern"):
-        Example(
-            trial="", image='" onload="', adversarial="", difference="", times=1,
-            classes=("", ""), before=(0, 0), after=(0, 0),
-        )  # fmt: skip
+        Example(trial="", image='" onload="', classes=("", ""), before=(0, 0), after=(0, 0))
 
 
 def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch):
@@ -246,10 +240,7 @@ def test_classes_go_by_their_names(placed):
     at = ids.index(name)
     classes = {at: "up", at + 1: str(at + 1)}
     update = {"samples": columns, "classes": classes, "examples": {name: example}}
-    sections = tuple(
-        s.model_copy(update=update) if s.measure == "attack" else s for s in placed.sections
-    )
-    report = keep(placed, *sections)
+    report = swap(placed, attack.model_copy(update=update))
     assert schema.loads(schema.dumps(report)).section("attack").classes == update["classes"]
     said = told(show(report, name), ATTACKS)
     assert said["label"] == (f"{at} (up)", "", "")

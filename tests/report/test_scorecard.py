@@ -14,7 +14,7 @@ from lipaudit.measures.certify import CERTIFY_TABLE
 from lipaudit.report import of_reports, render
 from lipaudit.report.opening import list_figures
 from lipaudit.tables import Note
-from lipaudit.tables.columns import Status, median_limits, wilson
+from lipaudit.tables.columns import Status, finite, median_limits, wilson
 from lipaudit.tables.summary import summary, worst
 from tests.commands import list_commands
 from tests.report.conftest import find_chapter, keep
@@ -54,23 +54,15 @@ def test_accuracies_and_their_limits(report):
 
 def test_what_is_proven_stands_below_what_attacks_left(report):
     proven = {"certified": 0.25, "certified_low": 0.1, "certified_high": 0.4, "undecided": 3}
-    row = CERTIFY_TABLE.row(
-        norm="linf", eps=2 / 255, eps_text="2/255", samples=8, robust=0.5, **proven
-    )
-    section = layouts()["certify"].section(rows=(row,))
-    for others, labels in (
-        ((), ["robust accuracy, linf 2/255", "certified accuracy, linf 2/255"]),
-        (
-            (report.section("attack"),),
-            ["clean accuracy", *(f"robust accuracy, linf {e}/255" for e in (2, 4)),
-             "certified accuracy, linf 2/255"],
-        ),
-    ):  # fmt: skip
+    ball = {"norm": "linf", "eps": 2 / 255, "eps_text": "2/255", "samples": 8, "robust": 0.5}
+    section = layouts()["certify"].section(rows=(CERTIFY_TABLE.row(**ball, **proven),))
+    robust = [f"robust accuracy, linf {e}/255" for e in (2, 4)]
+    alone, attacked = ((), robust[:1]), ((report.section("attack"),), ["clean accuracy", *robust])
+    for others, labels in (alone, attacked):
         said = lines(keep(report, *others, section))
-        assert list(said) == labels
-        assert said["certified accuracy, linf 2/255"] == (
-            0.25, "95 % CI 10.0 to 40.0%, 8 samples, 3 undecided",
-        )  # fmt: skip
+        assert list(said) == [*labels, "certified accuracy, linf 2/255"]
+        text = "95 % CI 10.0 to 40.0%, 8 samples, 3 undecided"
+        assert said["certified accuracy, linf 2/255"] == (0.25, text)
 
 
 def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(report):
@@ -107,16 +99,12 @@ def test_norms_name_the_sample_that_has_the_largest(report):
 
 
 def test_steepest_heads_are_the_largest_norms(report):
-    exact = {
-        (row.layer, row.head): row.exact
-        for row in report.section("bounds").rows
-        if row.exact is not None and row.exact == row.exact
-    }
+    known = [row for row in report.section("bounds").rows if finite([row.exact])]
+    exact = {(row.layer, row.head): row.exact for row in known}
     heads = summary(report).heads
     top = sorted(exact, key=exact.get)[::-1][:3]
-    assert [(each.layer, each.head, each.exact) for each in heads.steepest] == [
-        (*name, exact[name]) for name in top
-    ]
+    steepest = [(each.layer, each.head, each.exact) for each in heads.steepest]
+    assert steepest == [(*name, exact[name]) for name in top]
     assert (heads.median, heads.heads) == (median(exact.values()), len(exact))
 
 
@@ -158,15 +146,9 @@ def test_heads_are_named_as_such_with_the_samples_they_were_measured_at(report):
 
 def test_bounds_shown_are_the_tightest_of_each_standing(report):
     summed = {each.bound: each for each in summary(report).bounds}
-    ratios = {
-        name: [
-            getattr(row, name) / row.exact
-            for row in report.section("bounds").rows
-            if row.exact is not None and row.exact == row.exact and getattr(row, name)
-        ]
-        for name in ("sharp", "castin")
-    }
-    for name, values in ratios.items():
+    known = [row for row in report.section("bounds").rows if finite([row.exact])]
+    for name in ("sharp", "castin"):
+        values = [row[name] / row.exact for row in known if row[name]]
         assert summed[name].median == pytest.approx(10 ** median(map(log10, values)))
         assert summed[name].largest == pytest.approx(max(values))
     shown = [name for name in lines(report) if " bound, " in name]
@@ -192,9 +174,7 @@ def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
 
 def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_report):
     attack = report.section("attack")
-    balls = tuple(
-        row.replace(eps=f"{n}/255", norm="linf") for n in range(1, 60) for row in attack.rows[:1]
-    )
+    balls = tuple(attack.rows[0].replace(eps=f"{n}/255", norm="linf") for n in range(1, 60))
     many = keep(report, attack.model_copy(update={"rows": balls}))
     noted = len(summary(report).warnings)
     for each in (report, blank_report, many):

@@ -56,18 +56,12 @@ def said_by_explain(bound):
 
 
 def said_by_the_page(bound):
-    table = [
-        b for b in show_section(layouts()["bounds"].section(rows=rows())) if isinstance(b, Table)
-    ][1]
+    blocks = show_section(layouts()["bounds"].section(rows=rows()))
+    table = [block for block in blocks if isinstance(block, Table)][1]
     return {(line[1], line[2]) for line in table.rows if line[0] == bound.label}
 
 
-PLACES = (
-    said_by_columns,
-    said_over_lengths,
-    said_by_explain,
-    said_by_the_page,
-)
+PLACES = (said_by_columns, said_over_lengths, said_by_explain, said_by_the_page)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -143,22 +137,12 @@ def test_a_name_that_would_collide_is_refused(name):
 def test_a_record_is_all_that_a_place_needs():
     """Its columns carry everything that they are printed with."""
     bound = Bound(
-        name="mine",
-        label="my own",
-        meaning="What it is.",
-        formula="||W_V||",
-        source="ours",
-        explanation="Says little.",
-        compute=SHARP.compute,
-        null="needs luck",
-        better="lower",
+        name="mine", label="my own", meaning="What it is.", formula="||W_V||", source="ours",
+        explanation="Says little.", compute=SHARP.compute, null="needs luck", better="lower",
         log10_label="log10 mine",
-    )
+    )  # fmt: skip
     columns = bound.columns()
     assert list(columns) == ["mine", "log10_mine"]
-    assert columns["mine"].reading.splitlines() == [
-        "Source: ours.",
-        "Says little.",
-        "Not computed for every head: it needs luck.",
-    ]
+    needs = "Not computed for every head: it needs luck."
+    assert columns["mine"].reading.splitlines() == ["Source: ours.", "Says little.", needs]
     assert (columns["mine"].better, columns["log10_mine"].better) == ("lower", None)

@@ -151,7 +151,7 @@ def _plane(seed):
     return model, x, int(model(x).argmax())
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
 def test_branching_settles_relu_networks(seed):
     """Affine between ReLUs, a network is decided completely: up to the radius of the truth."""
     model, x, label = _plane(seed)
@@ -172,7 +172,7 @@ def test_branching_settles_relu_networks(seed):
         low, high = (middle, high) if least(middle) > 0 else (low, middle)
     model, x, label = _plane(seed)
     below = decide(_pass(model, x, label, 0.9 * low, "linf")[1])
-    above = decide(_pass(model, x, label, 1.02 * low + 1e-3, "linf")[1], nodes=100)
+    above = decide(_pass(model, x, label, 1.02 * low + 1e-3, "linf")[1], nodes=500)
     assert below.certified
     assert not above.certified
     assert below.bound <= least(0.9 * low) + 1e-9
@@ -180,8 +180,9 @@ def test_branching_settles_relu_networks(seed):
 
 def test_lines_prove_more_than_forms_and_branching_more_than_lines():
     verdicts = []
-    for seed, limit in ((3, 0.245), (5, 0.097), (7, 0.091)):  # from there on, forms prove nothing
+    for seed, limit in ((3, 0.245), (5, 0.094), (7, 0.09)):  # from there on, forms prove nothing
         model, x, label = _mixer(seed)
+        assert decide(_pass(model, x, label, 0.95 * limit, "linf")[1]).pass_bound > 0
         for more in (1.0, 1.03, 1.06):
             out = _pass(model, x, label, more * limit, "linf")[1]
             verdicts.append(decide(out, nodes=100))
@@ -203,7 +204,7 @@ def test_nothing_is_certified_where_an_attack_succeeds(points):
             if (_mixer(seed)[0].double()(inputs).argmax(1) != label).any():
                 attacked += 1
                 out = _pass(model, x, label, eps, "linf", torch.float32)[1]
-                assert not decide(out, nodes=50).certified
+                assert not decide(out, nodes=100).certified
     assert attacked >= 4
 
 

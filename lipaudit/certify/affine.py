@@ -176,10 +176,7 @@ def expand(x: Any, *shape: Any) -> Any:
     """Return the expanded form, like Tensor.expand."""
     if not isinstance(x, Form):
         return x.expand(*shape)
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    missing = len(sizes) - x.ndim
-    current = (*[1] * missing, *x.shape)
-    return broadcast(x, [a if b == -1 else b for a, b in zip(current, sizes, strict=True)])
+    return broadcast(x, torch.empty(()).expand(x.shape).expand(*shape).shape)
 
 
 def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
@@ -273,32 +270,6 @@ def as_pair(value: Any) -> tuple[int, int]:
     """Return an option of two axes as one number per axis."""
     values = (value, value) if isinstance(value, int) else (*value, *value)
     return values[0], values[1]
-
-
-def batch_norm(
-    input: Form,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Form:
-    """Return a (x - mean) + b with a = weight / sqrt(var + eps) of every channel, axis 1."""
-    if training or running_mean is None or running_var is None:
-        raise NoRuleError("batch_norm with statistics of the batch (call eval() first)")
-    mean, gain = running_mean.to(DOUBLE), (running_var.to(DOUBLE) + eps).rsqrt()
-    gain = gain if weight is None else gain * weight.detach().to(DOUBLE)
-    bias = torch.zeros_like(mean) if bias is None else bias.detach().to(DOUBLE)
-    uncertain = gamma(16, DOUBLE) * (bias.abs() + (gain * mean).abs())
-    gain, shift, uncertain = (
-        each.view(-1, *[1] * (input.ndim - 2)) for each in (gain, bias - gain * mean, uncertain)
-    )
-    # The gain takes a sum, a root (of the library) and a product: 10 roundings in float64.
-    form = linear_map(input, torch.mul, gain, roundings=12, constant=shift, within="entries")
-    form.slack = up(form.slack + uncertain)
-    return form
 
 
 def reduce_axes(
@@ -454,12 +425,13 @@ def where(condition: Tensor, input: Any, other: Any) -> Form:
     if isinstance(condition, Form):
         raise NoRuleError("where with a condition that depends on the input")
     like = input if isinstance(input, Form) else other
-    one, two = (each if isinstance(each, Form) else lift(each, like) for each in (input, other))
-    shape = shape_of(condition.shape, one.shape, two.shape)
-    one, two = broadcast(one, shape), broadcast(two, shape)
-    generators = stack_sum(one.generators * condition, two.generators * ~condition)
-    slack = torch.where(condition, one.slack, two.slack)
-    return Form(torch.where(condition, one.centre, two.centre), generators, slack, one.symbols)
+
+    def keep(value: Any, mask: Tensor) -> Any:
+        if isinstance(value, Form):
+            return masked_fill(value, ~mask, 0.0)
+        return torch.where(mask, as_constant(value, like), 0.0)
+
+    return add(keep(input, condition), keep(other, ~condition))
 
 
 def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002

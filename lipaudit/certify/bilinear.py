@@ -249,11 +249,13 @@ def einsum(equation: str, *operands: Any) -> Any:
     once = all(len(set(term)) == len(term) for term in (a, b, wanted))
     if len(operands) != 2 or not (arrow and comma and once) or set(wanted) - set(a + b):
         raise NoRuleError(f"einsum of {equation}")
-    x, y = operands
+
+    def sum_out(t: Any, axes: str, others: str) -> tuple[Any, str]:
+        gone = [i for i, c in enumerate(axes) if c not in others]
+        return (t.sum(gone) if gone else t), "".join(c for c in axes if c in others)
+
     # Axes that nothing else has are summed first: what is left is a batch of matrices.
-    x = x.sum(gone) if (gone := [i for i, c in enumerate(a) if c not in b + wanted]) else x
-    y = y.sum(gone) if (gone := [i for i, c in enumerate(b) if c not in a + wanted]) else y
-    a, b = ("".join(c for c in term if c in others + wanted) for term, others in ((a, b), (b, a)))
+    (x, a), (y, b) = sum_out(operands[0], a, b + wanted), sum_out(operands[1], b, a + wanted)
     sizes = dict(zip(a, x.shape, strict=True)) | dict(zip(b, y.shape, strict=True))
     inner = [c for c in a if c in b and c not in wanted]
     batch = [c for c in a if c in b and c in wanted]

@@ -240,7 +240,6 @@ def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
     The sum of the sizes of all that is added up, times gamma of the longest chain of roundings, is
     taken off. w and v are rounded themselves: by few units of what is multiplied.
     """
-    problem = problem if problem.slope.dtype is DOUBLE else problem.to(DOUBLE)
     nodes = Nodes(nodes.which, nodes.state, nodes.y.to(DOUBLE))
     value, _ = bound(problem, nodes)
     units, margins, j = problem.units, problem.margins, nodes.which
@@ -344,8 +343,6 @@ class Decision:
 
     Attributes:
         certified: every margin is positive on the whole ball, proven.
-        pass_bound: smallest margin from the forms alone.
-        root_bound: smallest margin with the lines of the ReLUs.
         bound: smallest margin over all parts: proven if certified; otherwise 0 or less, in single
             precision for open parts.
         nodes: number of examined parts.
@@ -355,8 +352,6 @@ class Decision:
     """
 
     certified: bool
-    pass_bound: float
-    root_bound: float
     bound: float
     nodes: int
     units: int
@@ -380,7 +375,7 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
     # Margins that the forms prove need no search: only the open ones are branched on.
     whole, is_open = float(low.min()), (low <= 0).nonzero()[:, 0]
     if not len(is_open) or not margins.symbols.units or whole == -float("inf"):
-        return Decision(whole > 0, whole, whole, whole, 0, 0, "" if whole > 0 else "signs")
+        return Decision(whole > 0, whole, 0, 0, "" if whole > 0 else "signs")
     exact = problem_of(margins)
     rough = exact.to(torch.float32)
     roots = start(rough, is_open)
@@ -388,18 +383,10 @@ def decide(margins: Form, *, nodes: int = NODES, seconds: float = float("inf")) 
     rate = RATE * float(roots.y.sum() / (roots.y > 0).sum().clamp_min(1))
     _, roots = ascend(rough, roots, steps=ROOT_STEPS, rate=rate, until=deadline)
     bounds = torch.maximum(prove_bounds(exact, roots), low[is_open])
-    settled = low[low > 0].tolist()
     search = _Search(exact, rough, rate, nodes, deadline)
     limit, worst = search.run(roots, bounds)
-    return Decision(
-        certified=not limit,
-        pass_bound=whole,
-        root_bound=min([float(bounds.min()), *settled]),
-        bound=min([worst, *settled]),
-        nodes=search.nodes,
-        units=len(exact.slope),
-        limit=limit,
-    )
+    worst = min([worst, *low[low > 0].tolist()])
+    return Decision(not limit, worst, search.nodes, len(exact.slope), limit)
 
 
 @dataclass

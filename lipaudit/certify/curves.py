@@ -192,19 +192,19 @@ SIGMOID = Smooth(torch.sigmoid, _constant(0.0963), _constant(0.125))
 EXP = Smooth(torch.exp, lambda low, high: up(high.exp()), lambda low, high: up(high.exp()))
 
 
-def _power(p: float, value: Function) -> Smooth:
-    """x^p for p < 1, x > 0: derivatives fall with x."""
-    second, third = p * (p - 1), p * (p - 1) * (p - 2)
+def _falling(value: Function, p: float, factor: float) -> Smooth:
+    """Return a function of x > 0 with a second derivative of size factor x^(p - 2), p < 1."""
     return Smooth(
         value,
-        lambda low, high: up(abs(second) * low ** (p - 2), 32),
-        lambda low, high: up(abs(third) * low ** (p - 3), 32),
+        lambda low, high: up(factor * low ** (p - 2), 32),
+        lambda low, high: up(factor * (2 - p) * low ** (p - 3), 32),
     )
 
 
-RSQRT = _power(-0.5, torch.rsqrt)
-SQRT = _power(0.5, torch.sqrt)
-RECIPROCAL = _power(-1.0, torch.reciprocal)
+RSQRT = _falling(torch.rsqrt, -0.5, 0.75)
+SQRT = _falling(torch.sqrt, 0.5, 0.25)
+RECIPROCAL = _falling(torch.reciprocal, -1.0, 2.0)
+LOG = _falling(torch.log, 0.0, 1.0)
 
 
 def gelu(input: Form, *, approximate: str = "none") -> Form:
@@ -246,11 +246,6 @@ SOFTPLUS = Smooth(
 MISH = Smooth(F.mish, _constant(0.6443), _constant(0.5885), torch.abs)
 # The second derivative of ELU jumps at 0: its third one has no bound.
 ELU = Smooth(F.elu, _constant(1.0), _constant(1e300), torch.ones_like)
-LOG = Smooth(
-    torch.log,
-    lambda low, high: up(low.square().reciprocal()),
-    lambda low, high: up(2 / low**3),
-)
 SIN = Smooth(torch.sin, _constant(1.0), _constant(1.0))
 COS = Smooth(torch.cos, _constant(1.0), _constant(1.0))
 

@@ -80,7 +80,7 @@ class TrialRun:
     def __init__(self, like: Symbols) -> None:
         shown = like.shown
         self.symbols = Symbols(0, "linf", order=1, dtype=shown, rules=like.rules, shown=shown)
-        self.symbols.trial = self.trial
+        self.symbols.intercept = self.call
         self.calls: list[Call] = []
 
     def start(self, centre: Tensor) -> Form:
@@ -90,8 +90,8 @@ class TrialRun:
         form.__dict__["node"] = Node(centre.new_zeros(centre.shape, dtype=torch.bool))
         return form
 
-    def trial(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-        """Run a call."""
+    def call(self, func: Any, name: str, _rule: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call on numbers."""
         numbers, named = tree_map_only(Form, lambda f: f.centre, (args, kwargs))
         nodes, keyed = tree_map_only(Form, lambda f: f.node, (args, kwargs))
         out = func(*numbers, **named)
@@ -108,7 +108,7 @@ class Plan:
     def __init__(self, cuts: Iterable[tuple[str, Cut | None]]) -> None:
         self.cuts = iter(cuts)
 
-    def __call__(self, name: str, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def __call__(self, _func: Any, name: str, rule: Any, args: Any, kwargs: Any) -> Any:
         """Apply a rule to the needed part of the arguments.
 
         Raises:

@@ -343,7 +343,7 @@ def forms_of(values: Any) -> list[Form]:
 
 
 def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Apply the rule of an operation, or what a trial or a plan does in place of it."""
+    """Apply the rule of an operation, or what intercepts the calls of a model."""
     rule = symbols.rules.get(name)
     if rule is None:
         raise NoRuleError(name)
@@ -351,15 +351,13 @@ def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) 
         inspect.signature(rule).bind(*args, **kwargs)
     except TypeError:
         raise NoRuleError(f"{name} with these arguments") from None
-    if symbols.trial is not None:
-        return symbols.trial(func, name, args, kwargs)
-    if symbols.plan is None:
+    if symbols.intercept is None:
         return rule(*args, **kwargs)
-    call, symbols.plan = symbols.plan, None  # not for the calls that rules make
+    call, symbols.intercept = symbols.intercept, None  # not for the calls that rules make
     try:
-        return call(name, rule, args, kwargs)
+        return call(func, name, rule, args, kwargs)
     finally:
-        symbols.plan = call
+        symbols.intercept = call
 
 
 def _write_back(name: str, target: Any, result: Form) -> Form:

@@ -330,6 +330,28 @@ def _affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
     return x if bias is None else affine.add(x, bias)
 
 
+def batch_norm(
+    input: Form,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Form:
+    """Return (x - mean) / sqrt(var + eps) weight + bias of every channel, axis 1."""
+    if training or running_mean is None or running_var is None:
+        raise NoRuleError("batch_norm with statistics of the batch (call eval() first)")
+    gain = (running_var.to(DOUBLE) + eps).rsqrt()
+    gain = gain if weight is None else gain * weight.detach().to(DOUBLE)
+    shape = (-1, *[1] * (input.ndim - 2))
+    centred = affine.sub(input, running_mean.view(shape))
+    # The gain takes a sum, a root of the library and a product, all in float64.
+    scaled = affine.scale(centred, gain.view(shape), roundings=2 * LIBRARY + 2)
+    return _affine(scaled, None, None if bias is None else bias.view(shape))
+
+
 def group_norm(
     input: Form,
     num_groups: int,

@@ -22,13 +22,13 @@ from lipaudit.certify.symbols import DOUBLE, SETTLE, Norm, Symbols, cast_up, gam
 from lipaudit.errors import UsageError
 
 OF_THE_SAME_NAME: tuple[Callable[..., Any], ...] = (
-    *(affine.add, affine.sub, affine.neg, affine.expand, affine.linear, affine.batch_norm),
-    *(affine.dropout, bilinear.matmul, bilinear.mul, bilinear.div),
+    *(affine.add, affine.sub, affine.neg, affine.expand, affine.linear, affine.dropout),
+    *(bilinear.matmul, bilinear.mul, bilinear.div),
     *(affine.cat, affine.stack, affine.where, affine.masked_fill, affine.pad),
     *(affine.unfold, bilinear.einsum, bilinear.addmm),
     *(mixing.softmax, mixing.log_softmax, mixing.logsumexp),
     *(mixing.scaled_dot_product_attention, mixing.multi_head_attention_forward),
-    *(mixing.layer_norm, mixing.rms_norm, mixing.group_norm),
+    *(mixing.layer_norm, mixing.rms_norm, mixing.batch_norm, mixing.group_norm),
     *(mixing.vector_norm, mixing.normalize),
     *(curves.relu, curves.leaky_relu, curves.prelu, curves.hardsigmoid, curves.hardswish),
     *(curves.maximum, curves.minimum, curves.clamp, curves.amax, curves.amin),
@@ -174,16 +174,16 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
     whole = model if module is None else module
     try:
         with name_paths(whole):
-            x.symbols.plan = plan(model, x)
+            x.symbols.intercept = plan(model, x)
         try:
             with name_paths(whole):
                 result = model(x.copy())
         except DeviationError:
-            x.symbols.plan = None
+            x.symbols.intercept = None
             with name_paths(whole):
                 result = model(x)
     finally:
-        x.symbols.plan = None
+        x.symbols.intercept = None
     if any(form.stale or form.symbols is not x.symbols for form in forms_of(result)):
         raise NoRuleError("a result that was changed in place elsewhere")
     return result

@@ -271,12 +271,10 @@ class Symbols:
 
     Attributes:
         dissolved: the blocks that became rows in some form.
-        trial: runs a call of the model in place of its rule.
-        plan: applies the rule of a call of which only a part is read.
+        intercept: takes the calls of the model in place of their rules (`demand`).
     """
 
-    trial: Callable[..., Any] | None = None
-    plan: Callable[..., Any] | None = None
+    intercept: Callable[..., Any] | None = None
 
     def __init__(
         self,

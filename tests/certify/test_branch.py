@@ -182,17 +182,20 @@ def test_lines_prove_more_than_forms_and_branching_more_than_lines():
     verdicts = []
     for seed, limit in ((3, 0.245), (5, 0.094), (7, 0.09)):  # from there on, forms prove nothing
         model, x, label = _mixer(seed)
-        assert decide(_pass(model, x, label, 0.95 * limit, "linf")[1]).pass_bound > 0
+        assert _pass(model, x, label, 0.95 * limit, "linf")[1].range()[0].min() > 0
         for more in (1.0, 1.03, 1.06):
             out = _pass(model, x, label, more * limit, "linf")[1]
-            verdicts.append(decide(out, nodes=100))
-    for verdict in verdicts:
-        assert verdict.pass_bound <= 0
-        assert verdict.root_bound >= verdict.pass_bound
-        assert verdict.certified == (verdict.bound > 0)
-        assert verdict.certified or not verdict.root_bound > 0
-    assert any(each.root_bound > 0 for each in verdicts), verdicts
-    assert any(each.certified and each.root_bound <= 0 for each in verdicts), verdicts
+            low, root, branched = (
+                out.range()[0].min(),
+                decide(out, nodes=0),
+                decide(out, nodes=100),
+            )
+            assert low <= 0
+            assert low <= root.bound <= branched.bound
+            for verdict in (root, branched):
+                assert verdict.certified == (verdict.bound > 0)
+            verdicts.append((root.certified, branched.certified))
+    assert {(False, False), (False, True), (True, True)} == set(verdicts)
 
 
 def test_nothing_is_certified_where_an_attack_succeeds(points):

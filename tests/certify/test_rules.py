@@ -45,7 +45,43 @@ def _eager(x):
     return F.dropout(logits.softmax(dim=-1), 0.1, training=False) @ v
 
 
-RULES = {
+def _image(x):
+    """Three channels of 4 x 2 pixels."""
+    return x.reshape(-1, 3, 4, 2)
+
+
+def _grouped(x):
+    q, k, v = _heads(x)
+    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)
+
+
+def _constant_queries(x):
+    _, k, v = _heads(x)
+    q = _weights(2, 3, 3).expand(len(x), -1, -1, -1)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _multi_head(x, **options):
+    t = x.transpose(0, 1)
+    into, bias, out, last = (
+        _weights(*shape, seed=7) / 3 for shape in ((18, 6), (18,), (6, 6), (6,))
+    )
+    result, p = F.multi_head_attention_forward(
+        t, t, t, 6, 2, into, bias, None, None, False, 0.0, out, last, training=False, **options
+    )
+    return torch.cat([result.transpose(0, 1), p @ x], -1)
+
+
+def _einops(x):
+    einops = importlib.import_module("einops")
+    layers = importlib.import_module("einops.layers.torch")
+    y = layers.Rearrange("b t (h d) -> b h t d", h=2)(x)
+    y = einops.rearrange(y, "b h t d -> b t (h d)")
+    y = y + einops.repeat(x[:, 0], "b d -> b t d", t=4)
+    return einops.reduce(y, "b t d -> b d", "mean") + einops.einsum(x, x, "b t d, b t d -> b d")
+
+
+OPERATIONS = {
     "linear": lambda x: F.linear(x, W, B),
     "matmul-right": lambda x: x @ W.T,
     "matmul-left": lambda x: _weights(3, TOKENS) @ x,
@@ -89,46 +125,6 @@ RULES = {
     "layer_norm": lambda x: F.layer_norm(x, (WIDTH,), SCALE, SCALE),
     "rms_norm": lambda x: F.rms_norm(x, (WIDTH,), SCALE, 1e-6),
     "mlp": lambda x: F.linear(F.gelu(F.linear(x, W)), W.mT) + x,
-}
-
-
-def _image(x):
-    """Three channels of 4 x 2 pixels."""
-    return x.reshape(-1, 3, 4, 2)
-
-
-def _grouped(x):
-    q, k, v = _heads(x)
-    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)
-
-
-def _constant_queries(x):
-    _, k, v = _heads(x)
-    q = _weights(2, 3, 3).expand(len(x), -1, -1, -1)
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-def _multi_head(x, **options):
-    t = x.transpose(0, 1)
-    into, bias, out, last = (
-        _weights(*shape, seed=7) / 3 for shape in ((18, 6), (18,), (6, 6), (6,))
-    )
-    result, p = F.multi_head_attention_forward(
-        t, t, t, 6, 2, into, bias, None, None, False, 0.0, out, last, training=False, **options
-    )
-    return torch.cat([result.transpose(0, 1), p @ x], -1)
-
-
-def _einops(x):
-    einops = importlib.import_module("einops")
-    layers = importlib.import_module("einops.layers.torch")
-    y = layers.Rearrange("b t (h d) -> b h t d", h=2)(x)
-    y = einops.rearrange(y, "b h t d -> b t (h d)")
-    y = y + einops.repeat(x[:, 0], "b d -> b t d", t=4)
-    return einops.reduce(y, "b t d -> b d", "mean") + einops.einsum(x, x, "b t d, b t d -> b d")
-
-
-OPERATIONS = RULES | {
     "abs": lambda x: x.abs(),
     "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
     "prelu": lambda x: F.prelu(x, SCALE[:TOKENS]),
@@ -289,10 +285,8 @@ def test_symbols_keep_what_slack_forgets():
 def test_order_two_is_closer(norm):
     spread = []
     for order in (1, 2):
-        form = run(
-            RULES["layer_norm"], ball(_weights(1, TOKENS, WIDTH), 0.05, norm=norm, order=order)
-        )
-        low, high = form.range()
+        x = ball(_weights(1, TOKENS, WIDTH), 0.05, norm=norm, order=order)
+        low, high = run(OPERATIONS["layer_norm"], x).range()
         spread.append((high - low).sum())
     assert spread[1] < spread[0]
 

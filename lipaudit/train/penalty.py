@@ -199,7 +199,6 @@ class _Slices(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     columns: Tensor
-    factor: float
 
     def weight(self) -> Tensor:
         """Return W of every head, (heads, D, d), with its gradient."""
@@ -208,21 +207,18 @@ class _Slices(NamedTuple):
 
 
 class SpecformerPenalty:
-    """Specformer's penalty: sum of l sigma_1(W)^2 over layers, heads and q, k, v.
+    """Specformer's penalty: sum of sigma_1(W)^2 over layers, heads and q, k, v.
 
     Args:
         net: a model whose layers have a closed form; their weights are found by running it.
         batch: one or two samples for that run.
-        factors: the factors l of queries, keys and values.
 
     Raises:
         InputError: a weight is not a parameter of the model.
     """
 
-    def __init__(
-        self, net: Net, batch: Batch, factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    ) -> None:
-        self._slices = list(_slices(net, batch, factors))
+    def __init__(self, net: Net, batch: Batch) -> None:
+        self._slices = list(_slices(net, batch))
         generator = torch.Generator().manual_seed(0)
         # Where the power iteration starts; each call goes on from the vectors of the last one.
         self.vectors: Sequence[Tensor] = [
@@ -232,16 +228,14 @@ class SpecformerPenalty:
 
     def __call__(self) -> Tensor:
         """Return the penalty at the current weights, after one more power step."""
-        values, vectors = [], []
-        for part, vector in zip(self._slices, self.vectors, strict=True):
-            value, vector = specformer(part.weight(), vector)
-            values.append(part.factor * value)
-            vectors.append(vector)
-        self.vectors = vectors
+        pairs = zip(self._slices, self.vectors, strict=True)
+        values, self.vectors = zip(
+            *(specformer(part.weight(), v) for part, v in pairs), strict=True
+        )
         return torch.stack(values).sum()
 
 
-def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iterator[_Slices]:
+def _slices(net: Net, batch: Batch) -> Iterator[_Slices]:
     sites = survey(net, batch).sites
     weights: dict[Address, Tensor] = {}  # of every linear map that the model applies
 
@@ -261,11 +255,9 @@ def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iter
                 f"layer {site.index} ({site.module}) computes queries, keys or values by "
                 "several linear maps in a row, so they have no weight of their own"
             )
-        forms = (site.structure.q, site.structure.k, site.structure.v)
-        for form, factor in zip(forms, factors, strict=True):
+        for form in filter(None, (site.structure.q, site.structure.k, site.structure.v)):
             first = 0
-            for source in () if form is None else form.source:
-                assert form is not None
+            for source in form.source:
                 weight = weights[source]
                 parameter = parameters.get(weight.untyped_storage().data_ptr())
                 if parameter is None:
@@ -280,5 +272,5 @@ def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iter
                         "Merge adapters into the weights first.",
                     )
                 columns = form.columns[own.all(1)] - first
-                yield _Slices(parameter, tuple(size), stride, offset, columns, factor)
+                yield _Slices(parameter, tuple(size), stride, offset, columns)
                 first += size[1]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.shared.demos import RECIPES, load_shipped, make_demo
-from lipaudit.data.batch import Batch, identify_samples
+from lipaudit.data.batch import identify_samples
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import LoadOptions, ModelSpec
 from lipaudit.models.sources.loader import assemble
@@ -57,8 +57,8 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_run_in_two_parts_is_the_same_run(digits):
-    whole = net_with_dropout()
+def test_a_run_in_two_parts_is_the_same_run_and_another_seed_is_another(digits):
+    whole, other = net_with_dropout(), net_with_dropout()
     epochs = list(train(whole, digits, QUICK))
     for cut in (1, 2):
         again = net_with_dropout()
@@ -68,6 +68,8 @@ def test_a_run_in_two_parts_is_the_same_run(digits):
         assert [e.number for e in rest] == list(range(cut + 1, 4))
         assert [e.loss for e in rest] == [e.loss for e in epochs[cut:]]
         assert same(weights(again), weights(whole))
+    next(train(other, digits, QUICK.model_copy(update={"seed": 1})))
+    assert not same(weights(other), epochs[0].state["model"])
 
 
 @pytest.mark.parametrize("name", ["jasmin", "specformer"])
@@ -115,16 +117,6 @@ def test_double_precision_trains_alike(changes, digits):
     assert single.loss == pytest.approx(double.loss, rel=1e-4)
 
 
-def test_another_seed_is_another_run(digits):
-    runs = []
-    for seed in (0, 0, 1):
-        net = net_with_dropout()
-        list(train(net, digits, QUICK.model_copy(update={"seed": seed, "epochs": 1})))
-        runs.append(weights(net))
-    assert same(runs[0], runs[1])
-    assert not same(runs[0], runs[2])
-
-
 def test_the_callers_state_is_left_alone(digits):
     net = net_with_dropout()
     torch.manual_seed(5)
@@ -165,22 +157,26 @@ def test_adversarial_examples_are_in_the_ball_and_worse(digits):
     assert moved > still
 
 
-def test_data_without_labels_and_losses_without_limit(digits):
-    net = net_with_dropout()
-    with pytest.raises(UsageError, match="label"):
-        next(train(net, Batch(digits.x, None, digits.ids), QUICK))
-    unknown = Batch(digits.x, digits.y - 1, digits.ids)
-    with pytest.raises(UsageError, match="label"):
-        next(train(net, unknown, QUICK))
-    with pytest.raises(UsageError, match="held-out data needs samples"):
-        next(train(net, digits, QUICK, held_out=unknown))
-    with pytest.raises(UsageError, match="needs samples"):
-        next(train(net, digits[:0], QUICK))
-    features = replace(net, classes=None)
+@pytest.mark.parametrize(
+    ("change", "held_out", "message"),
+    [
+        (lambda b: replace(b, y=None), False, "label"),
+        (lambda b: replace(b, y=b.y - 1), False, "label"),
+        (lambda b: replace(b, y=b.y - 1), True, "held-out data needs samples"),
+        (lambda b: b[:0], False, "needs samples"),
+    ],
+)
+def test_data_without_labels_are_refused(digits, change, held_out, message):
+    pair = (digits, change(digits)) if held_out else (change(digits), None)
+    with pytest.raises(UsageError, match=message):
+        next(train(small_net(), pair[0], QUICK, held_out=pair[1]))
+
+
+def test_models_without_classes_and_losses_without_limit(digits):
     with pytest.raises(UsageError, match="classifier"):
-        next(train(features, digits, QUICK))
+        next(train(replace(small_net(), classes=None), digits, QUICK))
     with pytest.raises(EvaluationError, match="loss is not finite"):
-        list(train(net, digits, QUICK.model_copy(update={"lr": 1e30})))
+        list(train(net_with_dropout(), digits, QUICK.model_copy(update={"lr": 1e30})))
 
 
 def test_the_last_step_may_not_destroy_the_weights(digits):

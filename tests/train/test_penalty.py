@@ -232,19 +232,19 @@ def test_the_batch_is_found_inside_of_what_a_model_is_given(zoo):
     assert values[0] == values[1]
 
 
-def test_other_penalties_are_named(zoo):
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"name": "x"}, "not a penalty on attention"),
+        *(
+            ({name: value}, "reduction")
+            for name, value in (("k", 1), ("k", -2), ("reduction", "sum"))
+        ),
+    ],
+)
+def test_other_penalties_and_ways_are_refused_at_once(zoo, how, message):
     net, _, _ = zoo("timm-vit")
-    with (
-        pytest.raises(UsageError, match="not a penalty on attention"),
-        attention_penalty(net.module, "x"),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("how", [{"k": 1}, {"k": -2}, {"reduction": "sum"}])
-def test_other_ways_are_refused_at_once(zoo, how):
-    net, _, _ = zoo("timm-vit")
-    with pytest.raises(UsageError, match="reduction"), attention_penalty(net.module, **how):
+    with pytest.raises(UsageError, match=message), attention_penalty(net.module, **how):
         pass
 
 
@@ -254,14 +254,10 @@ def test_specformer_takes_each_head_its_own_columns(zoo, name):
     found = capture(net, sites, batch, lambda layer: layer.heads())
     exact = 0.0
     for heads in found:
-        for factor, projection in zip(
-            (1, 2, 3), (heads.to_q, heads.to_k, heads.to_v), strict=True
-        ):
+        for projection in (heads.to_q, heads.to_k, heads.to_v):
             each = {tuple(w.flatten().tolist()): w for w in projection.weight}  # grouped: once
-            exact += factor * sum(
-                float(torch.linalg.matrix_norm(w, 2)) ** 2 for w in each.values()
-            )
-    read = SpecformerPenalty(net, batch, (1.0, 2.0, 3.0))
+            exact += sum(float(torch.linalg.matrix_norm(w, 2)) ** 2 for w in each.values())
+    read = SpecformerPenalty(net, batch)
     for _ in range(200):
         value = read()
     assert float(value) == pytest.approx(exact, rel=1e-3)

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -131,17 +132,6 @@ def apgd(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     return cube.place(cube.ends)
 
 
-class _TargetedFAB(FABAttack_PT):  # type: ignore[misc]
-    """FAB against one class per row, where the package takes the same rank for all."""
-
-    target: Tensor
-
-    def get_diff_logits_grads_batch(self, imgs: Tensor, la: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the lead of the target class of each row, and its gradient."""
-        lead, slope = self.get_diff_logits_grads_batch_targeted(imgs, la, self.target)
-        return lead, slope
-
-
 @torch.no_grad()
 def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     """Step onto the boundary of the target class until a point inside the ball is misclassified.
@@ -149,10 +139,13 @@ def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     Returns that point, else the sample. The package computes in float32.
     """
     cube = UnitCube(f, x, y, ball, turn)
-    attack = _TargetedFAB(
+    attack = FABAttack_PT(
         cube, NORMS[ball.norm], n_iter=turn.attack.steps, eps=cube.eps, device=x.device
     )
-    attack.target = turn.target
+    # One class per row, where the package takes the same rank for all.
+    attack.get_diff_logits_grads_batch = partial(
+        attack.get_diff_logits_grads_batch_targeted, la_target=turn.target
+    )
     with cube.search():
         # Without labels the package takes its own predictions, and so leaves out no row.
         attack.attack_single_run(cube.unit, use_rand_start=turn.restart > 0)

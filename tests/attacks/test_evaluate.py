@@ -65,8 +65,8 @@ def test_flags_come_from_the_points_that_are_handed_out(digits, everything, norm
 def test_the_device_batch_size_changes_nothing_and_the_seed_repeats(digits, everything, norm):
     x, y, plan = digits.x[:12], digits.y[:12], everything(norm, steps=3)
 
-    def flags(batch_size):
-        outcomes = evaluate(digits.conv, x, y, plan, batch_size=batch_size, seed=3)
+    def flags(batch_size, seed=3):
+        outcomes = evaluate(digits.conv, x, y, plan, batch_size=batch_size, seed=seed)
         return [(o.robust, o.x_adv, o.forwards, o.backwards, o.seed) for o in outcomes]
 
     first = flags(64)
@@ -76,14 +76,7 @@ def test_the_device_batch_size_changes_nothing_and_the_seed_repeats(digits, ever
         for one, two in zip(first, flags(batch_size), strict=True):
             assert torch.equal(one[0], two[0])
             assert one[2:] == two[2:]
-
-
-def test_another_seed_starts_elsewhere(digits, radius):
-    plan = read_plan("custom:pgd", radii=[radius("0.08")], steps=1)
-    points = [
-        list(evaluate(digits.conv, digits.x, digits.y, plan, seed=s))[1].x_adv for s in (0, 1)
-    ]
-    assert not torch.equal(*points)
+    assert not torch.equal(first[2][1], flags(64, seed=4)[2][1])  # pgd starts elsewhere
 
 
 def test_a_sample_does_not_notice_its_neighbours(linear, radius):
@@ -153,8 +146,9 @@ def test_seeds_differ_by_attack_and_chunk():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_the_callers_state_comes_back(digits, everything):
-    model = digits.conv
+def test_the_callers_state_comes_back_and_its_default_dtype_does_not_matter(digits, everything):
+    model, plan = digits.conv, everything("l2", steps=2)
+    usual = [o.x_adv for o in evaluate(model, digits.x[:8], digits.y[:8], plan)]
     kept = torch.full_like(model[0].weight, 7.0)
     model[0].weight.grad = kept.clone()
     trace, state = sys.gettrace(), torch.get_rng_state()
@@ -165,8 +159,7 @@ def test_the_callers_state_comes_back(digits, everything):
     sys.settrace(tracer)
     torch.set_default_dtype(torch.float64)
     try:
-        for _ in evaluate(model, digits.x[:8], digits.y[:8], everything("l2", steps=2)):
-            pass
+        other = [o.x_adv for o in evaluate(model, digits.x[:8], digits.y[:8], plan)]
         assert sys.gettrace() is tracer
         assert torch.get_default_dtype() == torch.float64
     finally:
@@ -174,21 +167,11 @@ def test_the_callers_state_comes_back(digits, everything):
         torch.set_default_dtype(torch.float32)
         grads = [p.grad for p in model.parameters()]
         model.zero_grad(set_to_none=True)
+    assert all(torch.equal(one, two) for one, two in zip(usual, other, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(grads[0], kept)
     assert all(grad is None for grad in grads[1:])
     assert all(p.requires_grad for p in model.parameters())
-
-
-def test_the_default_dtype_of_the_caller_does_not_matter(digits, everything):
-    plan = everything("linf", steps=2)
-    usual = [o.x_adv for o in evaluate(digits.conv, digits.x[:8], digits.y[:8], plan)]
-    torch.set_default_dtype(torch.float64)
-    try:
-        other = [o.x_adv for o in evaluate(digits.conv, digits.x[:8], digits.y[:8], plan)]
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(one, two) for one, two in zip(usual, other, strict=True))
 
 
 class _Bag(nn.Module):
@@ -274,10 +257,7 @@ def codes(checks):
 def test_guessing_is_told_from_knowing(correct, expected):
     found = codes(replace(FINE, correct=correct))
     assert ("clean-accuracy-at-chance" in found) == expected
-
-
-def test_no_sample_wrong_is_no_guessing_however_few_there_are():
-    few = replace(FINE, classes=2, samples=2, correct=2)
+    few = replace(FINE, classes=2, samples=2, correct=2)  # no sample wrong is no guessing
     assert codes(few) == []
     assert codes(replace(few, correct=1)) == ["clean-accuracy-at-chance"]
 

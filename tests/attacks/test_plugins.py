@@ -37,14 +37,17 @@ def example(monkeypatch):
 
 
 @pytest.fixture
-def bad(monkeypatch):
-    """Let an attack be a function of this module."""
+def bad(monkeypatch, radius):
+    """Attack five samples of class 0 by a function of this module."""
 
-    def install(function, **how):
-        monkeypatch.setitem(ATTACKS, "bad", AttackKind(f"{__name__}:{function.__name__}", **how))
+    def attack(function, x, y=None):
+        monkeypatch.setitem(ATTACKS, "bad", AttackKind(f"{__name__}:{function}"))
         attack_kinds.cache_clear()
+        chunk = Chunk(0, x, torch.zeros(5, dtype=torch.int64) if y is None else y)
+        trials = read_plan("custom:bad", radii=[radius("0.1")])
+        return list(evaluate_chunk(lambda z: z + torch.arange(4).flip(0), chunk, trials))[-1]
 
-    yield install
+    yield attack
     attack_kinds.cache_clear()
 
 
@@ -105,43 +108,37 @@ def test_what_the_example_cannot_do_is_refused(example, radius):
         require_suitable(trials, "image")
 
 
-def outside(_f, x, _y, ball, _turn):
-    return x + 1.01 * ball.eps
+CHEATS = {
+    "outside": lambda x, eps: x + 1.01 * eps,
+    "beside_the_box": lambda x, eps: torch.where(x < 0.5, -eps / 2, x),
+    "not_a_number": lambda x, _: x * torch.nan,
+    "shapeless": lambda x, _: x[:1],
+    "nothing": lambda *_: None,
+    "claims": lambda x, eps: x + eps / 2,  # stays in the ball, and breaks nothing
+}
 
 
-def beside_the_box(_f, x, _y, ball, _turn):
-    return torch.where(x < 0.5, -ball.eps / 2, x)
-
-
-def not_a_number(_f, x, _y, _ball, _turn):
-    return x * torch.nan
-
-
-def shapeless(_f, x, _y, _ball, _turn):
-    return x[:1]
-
-
-def nothing(_f, _x, _y, _ball, _turn):
-    return None
+def __getattr__(name):
+    """Let an attack be loaded by the name of a cheat."""
+    if name not in CHEATS:
+        raise AttributeError(name)
+    return lambda _f, x, _y, ball, _turn: CHEATS[name](x, ball.eps)
 
 
 @pytest.mark.parametrize(
-    ("function", "reason"),
+    ("name", "reason"),
     [
-        (outside, "left the ball or the box on 5 samples, by up to 0.001"),
-        (beside_the_box, "left the ball or the box"),
-        (not_a_number, "returned values that are not finite on 5 samples"),
-        (shapeless, r"returned \(1, 4\), not samples of shape \(5, 4\)"),
-        (nothing, r"returned NoneType, not samples of shape \(5, 4\)"),
+        ("outside", "left the ball or the box on 5 samples, by up to 0.001"),
+        ("beside_the_box", "left the ball or the box"),
+        ("not_a_number", "returned values that are not finite on 5 samples"),
+        ("shapeless", r"returned \(1, 4\), not samples of shape \(5, 4\)"),
+        ("nothing", r"returned NoneType, not samples of shape \(5, 4\)"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_attack_that_cheats_is_named(bad, radius, function, reason, dtype):
-    bad(function)
-    x, y = torch.full((5, 4), 0.3, dtype=dtype), torch.zeros(5, dtype=torch.int64)
-    trials = read_plan("custom:bad", radii=[radius("0.1")])
+def test_an_attack_that_cheats_is_named(bad, name, reason, dtype):
     with pytest.raises(EvaluationError, match=f"the attack bad {reason}"):
-        list(evaluate_chunk(lambda z: z + torch.arange(4).flip(0), Chunk(0, x, y), trials))
+        bad(name, torch.full((5, 4), 0.3, dtype=dtype))
 
 
 def moves_its_input(_f, x, y, _ball, _turn):
@@ -151,26 +148,16 @@ def moves_its_input(_f, x, y, _ball, _turn):
     return x
 
 
-def claims(_f, x, _y, ball, _turn):
-    """Stay in the ball, and break nothing."""
-    return x + ball.eps / 2
-
-
-def test_an_attack_cannot_move_the_samples_or_the_labels(bad, radius):
-    bad(moves_its_input)
+def test_an_attack_cannot_move_the_samples_or_the_labels(bad):
     x, y = torch.full((5, 4), 0.3), torch.zeros(5, dtype=torch.int64)
-    trials = read_plan("custom:bad", radii=[radius("0.1")])
     with pytest.raises(EvaluationError, match="left the ball or the box on 5 samples, by up to"):
-        list(evaluate_chunk(lambda z: z + torch.arange(4).flip(0), Chunk(0, x, y), trials))
+        bad("moves_its_input", x, y)
     assert torch.equal(x, torch.full((5, 4), 0.3))
     assert not y.any()
 
 
-def test_success_is_our_own_judgement(bad, radius):
-    bad(claims)
-    x, y = torch.full((5, 4), 0.3), torch.zeros(5, dtype=torch.int64)
-    trials = read_plan("custom:bad", radii=[radius("0.1")])
-    *_, outcome = evaluate_chunk(lambda z: z + torch.arange(4).flip(0), Chunk(0, x, y), trials)
+def test_success_is_our_own_judgement(bad):
+    outcome = bad("claims", torch.full((5, 4), 0.3))
     assert outcome.robust.all()
     assert outcome.forwards == 5
     torch.testing.assert_close(outcome.distance, torch.full((5,), 0.05))

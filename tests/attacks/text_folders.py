@@ -50,6 +50,8 @@ BART = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24,
     "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
 } | LONG  # fmt: skip
+ENDS = {"bos_token_id": "<s>", "eos_token_id": "</s>"}
+NO_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 
 
@@ -93,36 +95,31 @@ class Folder:
 
 
 FOLDERS = [
-    Folder("bert, uncased WordPiece", "uncased", "BertForSequenceClassification", H | LONG,
-           types=True),
-    Folder("bert, cased WordPiece", "cased", "BertForSequenceClassification", H | LONG,
-           types=True),
-    Folder("bert, characters", "character", "BertForSequenceClassification", H | LONG,
-           types=True),
+    *(Folder(f"bert, {name}", kind, "BertForSequenceClassification", H | LONG, types=True)
+      for name, kind in (("uncased WordPiece", "uncased"), ("cased WordPiece", "cased"),
+                         ("characters", "character"))),
     Folder("distilbert, bytes with ####", "bytes", "DistilBertForSequenceClassification",
            {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24} | LONG),
     Folder("roberta, bytes, pad is id 1", "bytes", "RobertaForSequenceClassification",
-           H | {"max_position_embeddings": MOST + 2, "pad_token_id": "<pad>",
-                "bos_token_id": "<s>", "eos_token_id": "</s>"},
+           H | {"max_position_embeddings": MOST + 2, "pad_token_id": "<pad>", **ENDS},
            ROBERTA, "<s>:0 $A:0 </s>:0",
            {"pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}),
     Folder("deberta-v2, Unigram", "unigram", "DebertaV2ForSequenceClassification",
            H | LONG | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
     Folder("gpt2, bytes, no pad, a text ends in id 0", "bytes", "GPT2ForSequenceClassification",
-           GPT2 | {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}, (), "", {}),
+           GPT2 | NO_IDS, (), "", {}),
     Folder("gpt2, bytes, pad is the end, end appended", "bytes", "GPT2ForSequenceClassification",
            GPT2 | {"pad_token_id": "</s>", "eos_token_id": "</s>"}, ("</s>",), "$A:0 </s>:0",
            {"pad_token": "</s>", "eos_token": "</s>"}),
     Folder("llama, Unigram, no pad, end appended", "unigram", "LlamaForSequenceClassification",
-           H | LONG | {"pad_token_id": None, "bos_token_id": "<s>", "eos_token_id": "</s>"},
+           H | LONG | {"pad_token_id": None, **ENDS},
            LLAMA, "<s>:0 $A:0 </s>:0", {"unk_token": "<unk>", "eos_token": "</s>"}),
     Folder("qwen2, bytes, config and tokenizer disagree", "bytes",
            "Qwen2ForSequenceClassification",
            H | LONG | {"pad_token_id": "<s>", "num_key_value_heads": 2},
            LLAMA, "<s>:0 $A:0 </s>:0", {"unk_token": "<unk>", "pad_token": "</s>"}),
     Folder("bart, bytes, reads the end", "bytes", "BartForSequenceClassification",
-           BART | {"pad_token_id": "<pad>", "bos_token_id": "<s>", "eos_token_id": "</s>",
-                   "decoder_start_token_id": "</s>"},
+           BART | {"pad_token_id": "<pad>", **ENDS, "decoder_start_token_id": "</s>"},
            ROBERTA, "<s>:0 $A:0 </s>:0",
            {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}),
     Folder("t5 classifier, Unigram", "unigram", "T5ForSequenceClassification",
@@ -132,16 +129,15 @@ FOLDERS = [
            T5 | {"pad_token_id": "<unk>", "eos_token_id": "</s>",
                  "decoder_start_token_id": "<pad>"}, T5_TOKENS, "$A:0 </s>:0", T5_NAMES),
     Folder("gpt2 language model, bytes, no pad", "bytes", "GPT2LMHeadModel",
-           GPT2 | {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}, (), "", {}),
+           GPT2 | NO_IDS, (), "", {}),
     Folder("llama language model, Unigram, start", "unigram", "LlamaForCausalLM",
-           H | LONG | {"pad_token_id": None, "bos_token_id": "<s>", "eos_token_id": "</s>"},
+           H | LONG | {"pad_token_id": None, **ENDS},
            LLAMA, "<s>:0 $A:0", {"unk_token": "<unk>", "eos_token": "</s>"}),
     Folder("gpt-neox language model, whole words", "word", "GPTNeoXForCausalLM",
            H | LONG | {"pad_token_id": None, "bos_token_id": None, "eos_token_id": "</s>"},
            LLAMA, "", {"unk_token": "<unk>", "pad_token": "</s>"}),
     Folder("bloom language model, characters, end appended", "character", "BloomForCausalLM",
-           {"hidden_size": 16, "n_layer": 1, "n_head": 2, "pad_token_id": "</s>",
-            "bos_token_id": "<s>", "eos_token_id": "</s>"},
+           {"hidden_size": 16, "n_layer": 1, "n_head": 2, "pad_token_id": "</s>", **ENDS},
            LLAMA, "$A:0 </s>:0", {"unk_token": "<unk>", "eos_token": "</s>"}),
 ]  # fmt: skip
 

@@ -61,8 +61,8 @@ def heads(
     Raises:
         UsageError: values that are not real numbers, empty arrays, or shapes that do not fit.
     """
-    tokens = _read_numbers("tokens", x, 3)
-    weights = [_read_numbers(f"W_{n}", w, 3) for n, w in zip("QKV", (wq, wk, wv), strict=True)]
+    tokens = _read_numbers("tokens", x, 2, 3)
+    weights = [_read_numbers(f"W_{n}", w, 2, 3) for n, w in zip("QKV", (wq, wk, wv), strict=True)]
     for name, weight in zip("QKV", weights, strict=True):
         fits = weight.shape[:2] == (len(weights[0]), tokens.shape[-1])
         fits &= name == "V" or weight.shape == weights[0].shape
@@ -73,7 +73,7 @@ def heads(
     for name, values in zip("qkv", biases, strict=True):
         if values is None:
             continue
-        bias, rows = _read_numbers(f"bias {name}", values, 2), getattr(layer, name)
+        bias, rows = _read_numbers(f"bias {name}", values, 1, 2), getattr(layer, name)
         count, width = rows.shape[1], rows.shape[-1]
         fits = bias.shape[0] in (1, count) and bias.shape[1] == width
         _require_shape(fits, f"bias {name}", bias, f"({width},) or ({count}, {width})")
@@ -83,8 +83,9 @@ def heads(
             f"to_{name}": replace(getattr(layer, f"to_{name}"), bias=bias),
         }
         layer = replace(layer, **changes)
-    added = None if mask is None else _read_numbers("mask", mask, 4, least=0)
-    if added is not None:
+    added = None
+    if mask is not None:
+        added = _read_numbers("mask", mask, 0, 4)
         whole = (*layer.q.shape[:3], layer.q.shape[2])
         fits = all(size in (1, most) for size, most in zip(added.shape, whole, strict=True))
         _require_shape(fits, "mask", added, f"that broadcasts to {whole}")
@@ -161,16 +162,15 @@ def __dir__() -> list[str]:
     return ["ball_norm", "ball_sharp", "every", "exact", "heads", *load_bounds()]
 
 
-def _read_numbers(name: str, values: ArrayLike, ndim: int, least: int = -1) -> Tensor:
-    """Return numbers as a float64 tensor of `ndim` axes; at least `least` axes must be given."""
+def _read_numbers(name: str, values: ArrayLike, least: int, most: int) -> Tensor:
+    """Return numbers as a float64 tensor of `most` axes; at least `least` axes must be given."""
     try:
         t = values if isinstance(values, Tensor) else torch.tensor(np.array(values))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}", "Give a tensor or an array of numbers.") from None
-    least = ndim - 1 if least < 0 else least
-    fits = not t.is_complex() and bool(t.numel()) and least <= t.ndim <= ndim
-    _require_shape(fits, name, t, f"of real numbers (at least one) with {least} to {ndim} axes")
-    return t.reshape((1,) * (ndim - t.ndim) + tuple(t.shape)).to(torch.float64)
+    fits = not t.is_complex() and bool(t.numel()) and least <= t.ndim <= most
+    _require_shape(fits, name, t, f"of real numbers (at least one) with {least} to {most} axes")
+    return t.reshape((1,) * (most - t.ndim) + tuple(t.shape)).to(torch.float64)
 
 
 def _require_shape(fits: bool, name: str, values: Tensor, wanted: str) -> None:

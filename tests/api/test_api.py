@@ -222,11 +222,11 @@ def test_options_have_the_names_of_the_command_line():
 
 def test_layers_may_be_a_number_or_any_list_of_them():
     chosen = [
-        lipaudit.measure("demo", "bounds", samples=1, layers=layers).section("bounds").settings
+        lipaudit.measure("demo", "attention", samples=1, layers=layers).section("attention")
         for layers in ("0,1", [1, 0, 1], range(2))
     ]
-    assert [settings["layers"] for settings in chosen] == [(0, 1)] * 3
-    only = lipaudit.measure("demo", "bounds", samples=1, layers=1).section("bounds")
+    assert [section.settings["layers"] for section in chosen] == [(0, 1)] * 3
+    only = lipaudit.measure("demo", "attention", samples=1, layers=1).section("attention")
     assert {row.layer for row in only.rows} == {1}
 
 
@@ -365,7 +365,7 @@ def test_several_models_get_a_report_each_and_are_ranked(module):
     assert numbers(reports[1]) == numbers(alone)
     ranking = lipaudit.rank(reports)
     assert [model.model for model in ranking.models] == names
-    assert b"side by side" in lipaudit.render(reports, "html")
+    assert b"side by side" in lipaudit.render(reports, "markdown")
     x = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     both = lipaudit.audit([module, module], "jacobian", data=x)
     assert numbers(both[0]) == numbers(both[1])

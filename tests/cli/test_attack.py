@@ -19,6 +19,8 @@ from lipaudit.models.sources.loader import load_net
 from lipaudit.models.sources.text_models import read_lexicon
 from tests.commands import invoke, refuse
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]
 
 

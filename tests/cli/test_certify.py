@@ -11,6 +11,8 @@ import lipaudit
 from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 FILE = """
 import torch
 from torch import nn

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -158,18 +159,13 @@ def test_choices_and_labels_are_those_of_the_stored_embeddings(run, folder, tabl
     assert small > large
     for i, row in enumerate(order(found, table)):
         texts = row.get("choices") or ["Paris", "blue", "four"]
-        right = (
-            2 if row.get("answer") == "C" else 0 if "answer" in row else texts.index(row["label"])
-        )
+        answers = {0: 0, "C": 2} | {text: i for i, text in enumerate(texts)}
+        right = answers[row.get("answer", row.get("label"))]
         start = plain.start(row.get("question") or row["text"])
         assert samples["label"][i] == right
         assert samples["predicted"][i] == int(plain.scores(start, texts).argmax()) == right
-        for key in (
-            "fgsm,token-l2,0.05",
-            "pgd,token-l2,0.05",
-            "fgsm,token-l2,2",
-            "pgd,token-l2,2",
-        ):
+        for attack, eps in product(("fgsm", "pgd"), ("0.05", "2")):
+            key = f"{attack},token-l2,{eps}"
             said = int(plain.scores(stored[key][i, : len(start)], texts).argmax())
             assert samples[f"robust@{key}"][i] == (said == right)
 

@@ -16,6 +16,8 @@ from tests import processes
 from tests.commands import invoke, read_figures
 from tests.processes import ranks
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 NORMS = ("jacobian", "demo", "-n", "6", "--batch-size", "2", "--tol", "0.01")
 
 

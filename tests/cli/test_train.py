@@ -18,6 +18,8 @@ from lipaudit.train.loop import save_model
 from tests.commands import invoke, refuse
 from tests.processes import begun, wait_for_signal
 
+pytestmark = pytest.mark.usefixtures("blank_charts")
+
 FGSM = ("--eps", "0.01", "--attack", "fgsm")
 ARGS = ("demo", "-n", "128", "--epochs", "3", "--batch-size", "32", "--lr", "1e-3")
 

@@ -95,24 +95,14 @@ def no_float64() -> Iterator[None]:
 
 
 WAITING = {
-    "_local_scalar_dense": "number",
-    "is_nonzero": "number",
-    "item": "number",
-    "equal": "number",
-    "nonzero": "shape",
-    "masked_select": "shape",
-    "_unique2": "shape",
-    "unique_dim": "shape",
-    "unique_consecutive": "shape",
-    "repeat_interleave": "shape",
-    "_linalg_eigh": "success",
-    "linalg_eigh": "success",
-    "linalg_eigvalsh": "success",
-    "_linalg_svd": "success",
-    "linalg_svd": "success",
-    "linalg_svdvals": "success",
-    "linalg_cholesky": "success",
-    "linalg_inv": "success",
+    name: kind
+    for kind, names in {
+        "number": "_local_scalar_dense is_nonzero item equal",
+        "shape": "nonzero masked_select _unique2 unique_dim unique_consecutive repeat_interleave",
+        "success": "_linalg_eigh linalg_eigh linalg_eigvalsh _linalg_svd linalg_svd "
+        "linalg_svdvals linalg_cholesky linalg_inv",
+    }.items()
+    for name in names.split()
 }
 """Operations whose result the host needs before it goes on: what it needs of it."""
 

@@ -207,7 +207,14 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     Raises:
         InputError: the shards do not belong together, or one is missing, repeated or damaged.
     """
-    pairs = ((_require_shard(report), report) for report in reports)
+    for report in reports:
+        if report.shard is None:
+            raise InputError(
+                f"the report of {report.run.model.spec} written by {report.run.command!r} is not "
+                "a shard",
+                "Give reports of commands with --shard.",
+            )
+    pairs = ((report.shard, report) for report in reports if report.shard)
     whole = sorted(pairs, key=lambda pair: pair[0].number)
     given = [shard.number for shard, _ in whole]
     if not whole or given != [*range(1, whole[0][0].of + 1)]:
@@ -217,9 +224,9 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
             "Measure a missing one with --shard, and name each once.",
         )
     shard, first = whole[0]
-    conditions = _list_conditions(first)
+    conditions = _list_conditions(*whole[0])
     for other, report in whole[1:]:
-        others = _list_conditions(report)
+        others = _list_conditions(other, report)
         names = ", ".join(n for n in conditions | others if conditions.get(n) != others.get(n))
         if names:
             raise InputError(
@@ -235,7 +242,7 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
             continue
         left = sum(report.unmeasured.get(name, 0) for _, report in whole)
         parts = _join_shards(name, [each for each, _ in whole], left)
-        options = option_types()[name].parse(_read_settings(first, name))
+        options = option_types()[name].parse(_read_settings(*whole[0], name))
         sections += summarise(name, parts, options, shard.notes, left)
     devices = ", ".join(dict.fromkeys(report.run.device for _, report in whole))
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -243,34 +250,24 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     return make_report(first.run.model_copy(update=own), sections, first.samples)
 
 
-def _require_shard(report: Report) -> Shard:
-    if report.shard is None:
-        raise InputError(
-            f"the report of {report.run.model.spec} written by {report.run.command!r} is not a "
-            "shard",
-            "Give reports of commands with --shard.",
-        )
-    return report.shard
-
-
-def _list_conditions(report: Report) -> dict[str, Any]:
+def _list_conditions(shard: Shard, report: Report) -> dict[str, Any]:
     """Return everything that determines the numbers, by name."""
-    shard, run = _require_shard(report), report.run.model_dump(mode="json")
+    run = report.run.model_dump(mode="json")
     measures = [s.measure for s in report.sections if "." not in s.measure]
     return {
         **{name: value for name, value in run.items() if name not in MAY_DIFFER},
         # GPUs of one kind may differ by name; a CPU and a GPU may not be mixed.
         "device": report.run.device.split(" ")[0],
         "samples": (shard.ids, shard.counts),
-        **{name: _read_settings(report, name) for name in measures},
+        **{name: _read_settings(shard, report, name) for name in measures},
     }
 
 
-def _read_settings(report: Report, measure: str) -> dict[str, Any]:
+def _read_settings(shard: Shard, report: Report, measure: str) -> dict[str, Any]:
     """Return the options of a measure as JSON: settings of its section, and others."""
     section = report.section(measure)
     settings = {} if section is None else section.settings
-    both = settings | _require_shard(report).options.get(measure, {})
+    both = settings | shard.options.get(measure, {})
     known: dict[str, Any] = json.loads(json.dumps(both, default=str))
     return known
 

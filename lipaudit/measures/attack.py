@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -30,6 +30,8 @@ from lipaudit.tables.report import Display, Layout
 from lipaudit.tables.trials import COSTS, COUNTED, Norm, parse_budget, worst_cases
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lipaudit.attacks.evaluate import Checks, Chunk, Outcome
     from lipaudit.data.batch import Batch
     from lipaudit.models.net import Net
@@ -192,6 +194,9 @@ class AttackOptions(MeasureOptions):
         )
 
 
+eps_column = partial(Column, "eps", format=".4g", domain="", needed=True)
+seconds_column = partial(Column, "seconds", format=".1f", unit="s", domain="")
+
 ATTACK_TABLE = Layout(
     name="attack",
     title="Which attacks succeed?",
@@ -228,15 +233,11 @@ ATTACK_TABLE = Layout(
             "Norm of the perturbation, or the unit that is changed (words, characters).",
             needed=True,
         ),
-        "eps": Column(
-            "eps",
-            "Radius, for pixels in [0, 1] or token embeddings; or the number of changes.",
-            format=".4g",
-            domain="",
-            needed=True,
+        "eps": eps_column(
+            "Radius, for pixels in [0, 1] or token embeddings; or the number of changes."
         ),
         **ACCURACY,
-        "seconds": Column("seconds", "Wall time.", format=".1f", unit="s", domain=""),
+        "seconds": seconds_column("Wall time."),
         "forwards": Column("forwards", "Forward passes, counted in samples.", format="d"),
         "backwards": Column("backwards", "Backward passes, counted in samples.", format="d"),
     },
@@ -262,7 +263,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     from lipaudit.measures.texts import Continued
 
     trials = options.trials()
-    how = texts.make_reader(net) if any(trial.norm in COUNTED for trial in trials) else None
+    reader = texts.make_reader(net) if any(trial.norm in COUNTED for trial in trials) else None
+    how: dict[str, Any] = {"box": net.box, "seed": options.seed, "batch_size": options.batch_size}
     spelled = any(trial.norm == "characters" for trial in trials)
     # Progress is counted in passes, of which the clean samples take one.
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
@@ -273,20 +275,12 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
                 f"Split them with batch.split({CHUNK}). To limit memory, use the option "
                 "batch_size.",
             )
-        check(net, batch, options)
-        assert batch.y is not None
-        drafts = None if how is None else texts.read_texts(how, batch, characters=spelled)
+        y = check(net, batch, options)
+        drafts = None if reader is None else texts.read_texts(reader, batch, characters=spelled)
         number, point = batch.start // CHUNK, net.point(batch)
-        chunk = Chunk(number, point, batch.y, net.free(batch), drafts)
+        chunk = Chunk(number, point, y, net.free(batch), drafts)
         outcomes: list[Outcome] = []
-        for outcome in evaluate_chunk(
-            net.make_classifier(batch),
-            chunk,
-            trials,
-            box=net.box,
-            seed=options.seed,
-            batch_size=options.batch_size,
-        ):
+        for outcome in evaluate_chunk(net.make_classifier(batch), chunk, trials, **how):
             outcomes.append(outcome)
             base.report_progress(len(batch) * sum(work[: len(outcomes)]) / sum(work))
         if net.scored == "continuation":
@@ -295,8 +289,8 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         yield _make_part(net, batch, chunk, trials, outcomes, options)
 
 
-def check(net: Net, batch: Batch, options: AttackOptions) -> None:
-    """Refuse a model, samples or a radius that these attacks do not work with.
+def check(net: Net, batch: Batch, options: AttackOptions) -> Tensor:
+    """Return the labels; refuse a model, samples or a radius that the attacks do not work with.
 
     Raises:
         InputError: a model without classes, samples without labels, or token ids whose embedding
@@ -318,6 +312,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     require_suitable(trials, net.kind, net.changes, NEEDED)
     for trial in trials:
         require_radius(trial, net.box, net.input_shape)
+    return batch.y
 
 
 def require_decision(net: Net, advice: str) -> None:
@@ -356,11 +351,10 @@ def _make_part(
     clean, by_trial = outcomes[0], [[o for o in outcomes if o.trial is trial] for trial in trials]
     # Each attack of a trial runs on what the one before left: the last outcome is the trial's.
     ends = [each[-1] for each in by_trial]
-    assert batch.y is not None
     with torch.no_grad():
         pieces = [net.output(piece).argmax(1) for piece in batch.split(options.batch_size)]
     values = {
-        "label": batch.y,
+        "label": chunk.y,
         "predicted": torch.cat(pieces),
         "correct": clean.robust,
         "robust": torch.stack([end.robust for end in ends], 1),
@@ -384,16 +378,13 @@ def _make_part(
             net, batch, chunk, [clean, *ends], options.batch_size
         )
     if chunk.texts is not None:
-        rewritten = [end for end in ends if end.drafts is not None]
-        lines = [
-            line for e in rewritten for line in texts.describe_changes(e, chunk.texts, batch.ids)
-        ]
         fixed, drafts = chunk.texts.reader.lexicon.is_fixed, chunk.texts.drafts
         sizes = {  # what can be changed of each text
             "words": [sum(not fixed(word) for word in draft.words) for draft in drafts],
             "characters": [sum(map(len, draft.texts)) for draft in drafts],
         }
-        facts |= {"texts": lines, "sizes": sizes}
+        facts["texts"] = texts.describe_changes(ends, chunk.texts, batch.ids)
+        facts["sizes"] = sizes
     remarks = tuple(note for o in outcomes for note in o.notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
     facts["classes"] = base.class_names(net, arrays["label"], arrays["predicted"])
@@ -426,8 +417,7 @@ def _describe_examples(
                 reader = chunk.texts.reader
                 ids = torch.tensor([reader.read(end.drafts[row])], device=net.device)
                 after[i] = reader.output(ids, None).softmax(1)[0]
-    assert broken.y is not None
-    pairs = torch.stack([broken.y, after.argmax(1)], 1)
+    pairs = torch.stack([chunk.y[which], after.argmax(1)], 1)
     scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]
     names = dict(enumerate(net.labels or ()))
     examples: dict[str, dict[str, Any]] = {}
@@ -521,10 +511,9 @@ def _write_notes(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -
     )
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += note_square(int(before), int(after), samples)
-    remarks += tuple(texts.note_changes(parts, trials))
-    remarks += base.repeat_notes(parts)
-    planned = tuple(note for trial in trials for note in trial.notes)
-    return tuple(dict.fromkeys(remarks + planned + base.notes(parts)))
+    planned = (note for trial in trials for note in trial.notes)
+    remarks += (*texts.note_changes(parts, trials), *base.repeat_notes(parts), *planned)
+    return tuple(dict.fromkeys(remarks + base.notes(parts)))
 
 
 def read_checks(*outcomes: Outcome) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ kept, so a map of 8192 x 8192 is never in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -163,18 +163,8 @@ ATTENTION_TABLE = Layout(
 
 # Statistics of rows with a mean over all rows, in the order of the arrays.
 MEANS = (
-    "top1",
-    "top2",
-    "g1",
-    "softmax_norm",
-    "g1_ratio",
-    "gk_ratio",
-    "entropy",
-    "entropy_normalized",
-    "support",
-    "uniform",
-    "intermediate",
-    "categorical",
+    *("top1", "top2", "g1", "softmax_norm", "g1_ratio", "gk_ratio"),
+    *("entropy", "entropy_normalized", "support", "uniform", "intermediate", "categorical"),
 )
 # Arrays of a map that is drawn: the map, and the number of its queries and keys.
 MAP = ("map", "map_tokens")
@@ -251,12 +241,11 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
     by_row = softmax.row_statistics(softmax.RowProfile(**read), k=options.k, gamma=options.gamma)
-    rows = torch.stack([by_row[name] for name in MEANS], 2)
     # The mean attention on the first and on the most attended key, and the position of the latter.
     received = sum_windows(mass, heads.sample, samples)
     share = received / received.sum(-1, keepdim=True)
     largest = share.max(-1)
-    return _reduce_rows(rows, heads.sample, samples) | {
+    return _reduce_rows(by_row, heads.sample, samples) | {
         "sink": torch.stack([share[..., 0], largest.values], -1),
         "sink_token": largest.indices,
         "p_norm": per_sample(p_norm, heads.sample),
@@ -296,24 +285,22 @@ def _read_map(heads: Heads, options: AttentionOptions) -> Reduced:
     return rows | {"mass": mass, "p_norm": p_norm}
 
 
-def _reduce_rows(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
-    """Reduce statistics per row, (batch, heads, statistics, rows), to sums and maxima."""
+def _reduce_rows(by_row: Mapping[str, Tensor], sample: Tensor, samples: int) -> Reduced:
+    """Reduce statistics per row, (batch, heads, rows), to sums and maxima."""
     import torch
 
     from lipaudit.measures.layers import per_sample, sum_windows
 
-    column = dict(zip(MEANS, rows.unbind(2), strict=True))
-    counts = ~rows.isnan()
-    visible = counts[:, :, MEANS.index("top1")]
-    short = visible & ~counts[:, :, MEANS.index("uniform")]
+    rows = torch.stack([by_row[name] for name in MEANS], 2)
+    short = by_row["uniform"].isnan() & ~by_row["top1"].isnan()
     sums = {
         "total": rows.nan_to_num(0.0).sum(-1),
-        "count": counts.sum(-1).to(rows.dtype),
+        "count": (~rows.isnan()).sum(-1).to(rows.dtype),
         "short": short.sum(-1).to(rows.dtype),
     }
     reduced = {name: sum_windows(value, sample, samples) for name, value in sums.items()}
-    bounded = [column[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]
-    return reduced | {"largest": per_sample(torch.stack(bounded, -1), sample)}
+    largest = [by_row[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]
+    return reduced | {"largest": per_sample(torch.stack(largest, -1), sample)}
 
 
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:
@@ -321,24 +308,23 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     import numpy as np
 
     # Arrays (samples, heads, statistics).
-    total, count = base.join_parts(parts, "total"), base.join_parts(parts, "count")
+    arrays = base.join_arrays(parts)
+    total, count, largest = arrays["total"], arrays["count"], arrays["largest"].max(0)
     with np.errstate(invalid="ignore"):
         of_samples = np.where(count > 0, total / count, np.nan)
         means = np.where(count.sum(0) > 0, total.sum(0) / count.sum(0), np.nan)
-    largest = base.join_parts(parts, "largest").max(0)
-    sink, token = base.join_parts(parts, "sink").mean(0), base.join_parts(parts, "sink_token")
     rows = base.make_rows(
         ATTENTION_TABLE,
         **base.head_columns(parts[0].facts["heads"]),
         **dict(zip(MEANS, means.T, strict=True)),
-        tokens=base.join_parts(parts, "tokens").max(0),
+        tokens=arrays["tokens"].max(0),
         g1_max=largest[:, 0],
         softmax_norm_max=largest[:, 1],
-        sink_first=sink[:, 0],
-        sink_max=sink[:, 1],
-        sink_token=[int(np.bincount(places).argmax()) for places in token.T],
-        short_rows=base.join_parts(parts, "short").sum(0).astype(int),
-        p_norm=base.join_parts(parts, "p_norm").mean(0),
+        sink_first=arrays["sink"].mean(0)[:, 0],
+        sink_max=arrays["sink"].mean(0)[:, 1],
+        sink_token=[int(np.bincount(places).argmax()) for places in arrays["sink_token"].T],
+        short_rows=arrays["short"].sum(0).astype(int),
+        p_norm=arrays["p_norm"].mean(0),
     )
     # What a comparison reads of each sample, and the number of rows behind it if that varies.
     weights = {"rows": "g1", "long_rows": "uniform"}
@@ -346,11 +332,11 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     reductions = [column.reduction for column in ATTENTION_TABLE.columns.values()]
     kept = {how.values: of_samples[..., MEANS.index(how.values)] for how in reductions if how}
     kept |= {name: each for name, each in counts.items() if (each != each[:1]).any()}
-    arrays = {name: Array.of(values.T) for name, values in kept.items()}
+    stored = {name: Array.of(values.T) for name, values in kept.items()}
     attended: dict[str, Attended] = {}
     if options.map is not None:
         first = parts[0]
-        arrays |= {f"{n}@{options.map}": Array.of(first.values[n][0]) for n in MAP}
+        stored |= {f"{n}@{options.map}": Array.of(first.values[n][0]) for n in MAP}
         if tokens := first.facts["tokens"]:
             attended[f"map@{options.map}"] = Attended(sample=first.ids[0], tokens=tokens)
     return [
@@ -358,7 +344,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
             settings=options.model_dump(),
             rows=rows,
             samples={"ids": base.sample_ids(parts)},
-            arrays=arrays,
+            arrays=stored,
             attended=attended,
             notes=base.notes(parts),
         )

@@ -157,7 +157,7 @@ class Measure:
     batch: int
     chunk: int | None = None
     encode_files: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
-    check: Callable[[Net, Batch, Any], None] = lambda _net, _batch, _options: None
+    check: Callable[[Net, Batch, Any], object] = lambda _net, _batch, _options: None
 
 
 Moved = Callable[[float], None]

@@ -219,11 +219,8 @@ IN_BALLS = {name: f"at_r_{name}" for name in ("ball_norm", *CERTIFIED)}
 LOOSE = 10
 
 
-# Columns with the largest value over the samples; the others have the median.
-MAXIMA = (
-    *("exact_max", "sharp_ratio_max", "ball_ratio_max", "softmax_norm_max"),
-    *("within", "forward_error"),
-)
+# Columns with the largest value over the samples, like those that end in _max.
+MAXIMA = ("within", "forward_error")
 # Figures of heads that bounds are made of, at X.
 INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 # Columns of heads besides the bounds.
@@ -284,39 +281,34 @@ def _measure_layer(layer: Layer, options: BoundsOptions, out_norms: dict[int, fl
     if closed:
         heads = layer.heads()
         computed = _measure_heads(heads, seeds, options)
-        if site.index not in out_norms:  # ||W_O||, NaN without an output projection
-            out = heads.out
-            norm = torch.nan if out is None else spectral_norm(out.double().flatten(0, 1))
-            out_norms[site.index] = float(norm)
-        computed["out_norm"] = torch.full_like(computed["layer_exact_out"], out_norms[site.index])
-        sample = heads.sample.cpu()
-        values = {name: per_sample(each.cpu(), sample) for name, each in computed.items()}
-        # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side, which is
-        # at most the root of the sum of their squares (rss), and that at most the sum.
-        for name in ("sharp", "theorem3"):
-            values[f"layer_{name}_sum"] = values["out_norm"] * values[name].sum(1, keepdim=True)
-        rss = values["sharp"].square().sum(1, keepdim=True).sqrt()
-        values["layer_sharp_rss"] = values["out_norm"] * rss
+        values = {name: per_sample(each.cpu(), heads.sample) for name, each in computed.items()}
+        if heads.out is not None:
+            if site.index not in out_norms:  # ||W_O||
+                out_norms[site.index] = float(spectral_norm(heads.out.double().flatten(0, 1)))
+            norm = torch.full_like(values["layer_exact_out"], out_norms[site.index])
+            # ||sum_h J_h W_O,h|| is at most ||W_O|| times the norm of the heads side by side: at
+            # most the root of the sum of their squares (rss), and that is at most the sum.
+            rss = values["sharp"].square().sum(1, keepdim=True).sqrt()
+            values |= {"out_norm": norm, "layer_sharp_rss": norm * rss}
+            for name in ("sharp", "theorem3"):
+                values[f"layer_{name}_sum"] = norm * values[name].sum(1, keepdim=True)
     else:  # NaN if the survey found a closed form and the module cannot run on its own
         heads = layer.attention
         values = _read_norms(compute_numeric_norms(layer, seeds=seeds, **options.accuracy))
     nothing = torch.full_like(values["exact"], torch.nan)
-    of_heads = (*load_bounds(), *INGREDIENTS, "splitting_gain")
-    of_layers = (*OF_LAYERS, "out_norm")
     balls = nothing.double()[..., None].expand(-1, -1, len(options.radius))
+    queries, keys = heads.q.shape[2], heads.k.shape[2]
     values = {
-        **dict.fromkeys(of_heads, nothing),
-        **dict.fromkeys(of_layers, nothing[:, :1]),
+        **dict.fromkeys((*load_bounds(), *INGREDIENTS, "splitting_gain"), nothing),
+        **dict.fromkeys((*OF_LAYERS, "out_norm"), nothing[:, :1]),
         "layer_missed": torch.zeros_like(nothing[:, :1]),
         **dict.fromkeys(IN_BALLS.values() if options.radius else (), balls),
         **values,
+        "tokens": torch.full_like(nothing, keys),
+        "limited": torch.full_like(nothing, closed and queries * keys > POLICY.map_limit),
+        "numerical": torch.full_like(nothing, not closed),
+        "forward_error": per_sample(forward_error(heads).cpu(), heads.sample),
     }
-    queries, keys = heads.q.shape[2], heads.k.shape[2]
-    values["tokens"] = torch.full_like(nothing, keys)
-    long = closed and queries * keys > POLICY.map_limit
-    values["limited"] = torch.full_like(nothing, float(long))
-    values["numerical"] = torch.full_like(nothing, float(not closed))
-    values["forward_error"] = per_sample(forward_error(heads).cpu(), heads.sample.cpu())
     if closed:
         at_r = {name: values[of] for name, of in IN_BALLS.items() if options.radius}
         require_bounds_hold(site, ids, values, heads, at_r, options.radius)
@@ -339,13 +331,11 @@ def _measure_heads(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -
     how = options.accuracy | {"within": options.layer_within, "concat": options.concat}
     together = layer_norms(heads, seeds=seeds, **how)
     named = {"layer_exact": together.concat, "layer_exact_out": together.out}
-    computed = {name: _read_norms(norms) for name, norms in named.items() if norms is not None}
-    nothing = torch.full_like(exact.norm[:, 0], torch.nan)
-    for name in named:
-        reduced[name] = (computed[name]["exact"] if name in computed else nothing)[:, None]
-    within, missed = ([n[each] for n in computed.values()] for each in ("within", "missed"))
-    reduced["layer_within"] = torch.stack(within).amax(0)[:, None]
-    reduced["layer_missed"] = torch.stack(missed).sum(0)[:, None]
+    norms = {name: _read_norms(each) for name, each in named.items() if each is not None}
+    reduced |= {name: each["exact"][:, None] for name, each in norms.items()}
+    within, missed = ([n[each] for n in norms.values()] for each in ("within", "missed"))
+    reduced["layer_within"] = torch.stack(within, 1).amax(1, keepdim=True)
+    reduced["layer_missed"] = torch.stack(missed, 1).sum(1, keepdim=True)
     balls = []
     for r in map(float, options.radius):
         # X is in the ball: what the search finds is never below the norm there.
@@ -415,9 +405,10 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         rows=rows,
         samples={"ids": ids, "exact_max": tuple(np.fmax.reduce(exact, 1).tolist())},
         arrays={name: Array.of(measured[name].T) for name in ("exact", *stored)},
-        notes=base.notes(parts)
-        + _write_notes(measured, facts["apart"], facts["reasons"], options.input)
-        + below_by_rounding(_name_heads(parts), ids, exact, limits),
+        notes=[
+            *_write_notes(parts, measured, options),
+            *below_by_rounding(_name_heads(parts), ids, exact, limits),
+        ],
     )
     sections = [of_heads, _make_layer_section(parts, measured, options)]
     if options.radius:
@@ -430,17 +421,15 @@ def _name_heads(parts: Sequence[Part]) -> list[str]:
 
 
 def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | None]]:
-    """Return the cells of each column, from arrays (samples, rows): medians over the samples.
-
-    Those of `MAXIMA` have the largest value.
-    """
+    """Return the cells of each column, from arrays (samples, rows): medians, or the largest."""
     import numpy as np
 
-    statistics = {name: np.max if name in MAXIMA else np.median for name in columns}
-    return {
-        name: [base.reduce_known(row, statistics[name]) for row in values.T]
-        for name, values in columns.items()
-    }
+    cells = {}
+    for name, values in columns.items():
+        largest = name.endswith("_max") or name in MAXIMA
+        statistic = np.max if largest else np.median
+        cells[name] = [base.reduce_known(row, statistic) for row in values.T]
+    return cells
 
 
 def _make_layer_section(
@@ -471,30 +460,32 @@ def _make_layer_section(
 
 
 def _write_notes(
-    measured: dict[str, Values], apart: Sequence[int], reasons: Sequence[str], input: str
-) -> tuple[Note, ...]:
+    parts: Sequence[Part], measured: Mapping[str, Values], options: BoundsOptions
+) -> Iterator[Note]:
     """Note what is missing, what did not converge, and which norms have another input."""
     import numpy as np
 
-    remarks = [*base.lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))]
+    yield from base.notes(parts)
+    facts = parts[0].facts
+    yield from base.lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))
     if measured["limited"].any():  # a proof would take more memory than the map
         text = (
             f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit, "
             "possibly a loose one. Bounds that use it still hold"
         )
-        remarks.append(Note.info("long-maps", text))
-    if apart:
+        yield Note.info("long-maps", text)
+    if facts["apart"]:
         text = (
-            f"layers {', '.join(map(str, apart))}: queries and keys/values read different "
-            "inputs, and the norms vary both independently. For norms with respect to the "
-            "module's input, use --input module"
+            f"layers {', '.join(map(str, facts['apart']))}: queries and keys/values read "
+            "different inputs, and the norms vary both independently. For norms with respect to "
+            "the module's input, use --input module"
         )
-        remarks.append(Note.info("inputs-apart", text))
+        yield Note.info("inputs-apart", text)
     for name, what in (("missed", "head"), ("layer_missed", "layer")):
         missed = int(measured[name].sum())
         if missed:
             text = f"{missed} {what} norms did not converge to tol, so they may be too low"
-            remarks.append(Note.warn("not-converged", text))
+            yield Note.warn("not-converged", text)
     error = measured["forward_error"].max(0)
     if (error > NOTABLE).any():
         text = (
@@ -502,14 +493,14 @@ def _write_notes(
             "Rounding in the forward pass may have changed their norms by up to "
             f"{error.max():.1g} (an estimate). For higher accuracy, use --dtype float64"
         )
-        remarks.append(Note.warn("forward-error", text))
+        yield Note.warn("forward-error", text)
     always = np.asarray(measured["numerical"].all(0))
     ever = np.asarray(measured["numerical"].any(0))
     of_module = "bounds the norm with respect to the projections' input, not the module's"
     causes = []  # of each head; empty: that of the bound itself
-    for reason, numerical, partly in zip(reasons, always, ever, strict=True):
+    for reason, numerical, partly in zip(facts["reasons"], always, ever, strict=True):
         cause = f"no closed form on {'any sample' if numerical else 'some samples'}" * bool(partly)
-        cause = of_module if numerical and input == "module" else cause
+        cause = of_module if numerical and options.input == "module" else cause
         causes.append(f"no closed form ({reason})" if reason else cause)
     for name, bound in load_bounds().items():
         pairs = zip(np.asarray(np.isnan(measured[name]).all(0)), causes, strict=True)
@@ -518,8 +509,7 @@ def _write_notes(
         )
         for why, count in counts.items():
             text = f"{name} was not computed for {count} heads: {why}"
-            remarks.append(Note.info("no-bound", text))
-    return tuple(remarks)
+            yield Note.info("no-bound", text)
 
 
 def _make_ball_section(
@@ -551,19 +541,20 @@ def _make_ball_section(
         rows=rows,
         samples={"ids": ids},
         arrays={name: Array.of(columns[name].T) for name in ("ball_norm", "ball_sharp")},
-        notes=_note_balls(rows, options)
-        + below_by_rounding(places, ids, columns["ball_norm"], limits, "norm found"),
+        notes=[
+            *_note_balls(rows, options),
+            *below_by_rounding(places, ids, columns["ball_norm"], limits, "norm found"),
+        ],
     )
 
 
-def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]:
+def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> Iterator[Note]:
     import numpy as np
 
-    remarks = []
     absent = sum(row.ball_sharp is None for row in rows) // len(options.radius)
     if absent:
         text = f"ball_sharp was not computed for {absent} heads: it {AFFINE_PLAIN}"
-        remarks.append(Note.info("no-bound", text))
+        yield Note.info("no-bound", text)
     for radius in options.radius:
         shares = [
             row.ball_sharp / row.ball_norm
@@ -575,8 +566,7 @@ def _note_balls(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]
                 f"at r = {radius.text} ball_sharp is {middle:.3g} times the norm found "
                 "(median over heads), so it is not informative. Use smaller radii"
             )
-            remarks.append(Note.info("loose-ball", text))
-    return tuple(remarks)
+            yield Note.info("loose-ball", text)
 
 
 BOUNDS = Measure(

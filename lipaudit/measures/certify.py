@@ -14,7 +14,14 @@ from pydantic import Field, model_validator
 from lipaudit.attacks.kinds import Trial, attack_kinds, read_plan, require_suitable
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import base
-from lipaudit.measures.attack import AttackOptions, read_checks, require_decision, sum_checks
+from lipaudit.measures.attack import (
+    AttackOptions,
+    eps_column,
+    read_checks,
+    require_decision,
+    seconds_column,
+    sum_checks,
+)
 from lipaudit.measures.base import Measure, MeasureOptions, Part, Values
 from lipaudit.settings.option import Balls, Need, Radii, option
 from lipaudit.tables import Note, Row, Section
@@ -143,7 +150,7 @@ class CertifyOptions(MeasureOptions):
 _proven_column = partial(Column, better="higher", domain="ball", status="certified")
 _found_column = partial(Column, better="higher", domain="ball", status="empirical")
 # Differs from machine to machine, so no gate reads it.
-SECONDS = Column("seconds", "Wall time of the proofs.", format=".1f", unit="s", domain="")
+SECONDS = seconds_column("Wall time of the proofs.")
 
 CERTIFY_TABLE = Layout(
     name="certify",
@@ -182,13 +189,7 @@ CERTIFY_TABLE = Layout(
     },
     fixed={
         "norm": text_column("norm", "Norm of the ball.", needed=True),
-        "eps": Column(
-            "eps",
-            "Radius, for pixels in [0, 1] or token embeddings.",
-            format=".4g",
-            domain="",
-            needed=True,
-        ),
+        "eps": eps_column("Radius, for pixels in [0, 1] or token embeddings."),
         **ACCURACY,
         "certified": CERTIFIED_SHARE,
         "certified_low": wilson_limit("low"),
@@ -364,7 +365,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
         settings=settings,
         rows=rows,
         samples={"ids": base.sample_ids(parts), **_make_columns(arrays, rows)},
-        notes=_write_notes(parts, arrays, options) + base.notes(parts) + base.repeat_notes(parts),
+        notes=tuple(_write_notes(parts, arrays, options)),
         classes=base.join_facts(parts, "classes"),
     )
     if not options.radius:
@@ -416,27 +417,28 @@ def _make_columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, t
 
 def _write_notes(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
-) -> tuple[Note, ...]:
+) -> Iterator[Note]:
     from lipaudit.attacks.evaluate import note_signs
 
-    dtype = parts[0].facts["dtype"]
-    texts = {
-        "real-arithmetic": "certificates hold for exact arithmetic with the stored weights. "
-        f"Running the model in {dtype} adds rounding errors that they do not cover"
-    }
-    unknown, cut = int((arrays["label"] < 0).sum()), int((arrays["why"] == "seconds").sum())
-    if unknown:
-        texts["own-predictions"] = (
-            f"{unknown} of {len(arrays['label'])} samples have no label: the predicted class "
-            "is attacked and certified"
-        )
-    if cut:
-        texts["time-limit"] = (
+    yield from note_signs(sum_checks(parts))
+    text = (
+        "certificates hold for exact arithmetic with the stored weights. Running the model in "
+        f"{parts[0].facts['dtype']} adds rounding errors that they do not cover"
+    )
+    yield Note.info("real-arithmetic", text)
+    label = arrays["label"]
+    if unknown := int((label < 0).sum()):
+        samples = f"{unknown} of {len(label)} samples"
+        text = f"{samples} have no label: the predicted class is attacked and certified"
+        yield Note.info("own-predictions", text)
+    if cut := int((arrays["why"] == "seconds").sum()):
+        text = (
             f"--seconds {options.seconds:g} ended {cut} proofs. This depends on the speed of "
             "the machine; for reproducible limits, use --nodes"
         )
-    remarks = (Note(level="info", code=code, text=text) for code, text in texts.items())
-    return (*note_signs(sum_checks(parts)), *remarks)
+        yield Note.info("time-limit", text)
+    yield from base.notes(parts)
+    yield from base.repeat_notes(parts)
 
 
 CERTIFY = Measure(

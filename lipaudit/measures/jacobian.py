@@ -321,25 +321,24 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             rows=tuple(rows),
             samples={"ids": base.sample_ids(parts), **columns},
             arrays={"norm": Array.of(of_maps["norm"].T)} if several else {},
-            notes=base.notes(parts) + _write_notes(parts, arrays) + base.repeat_notes(parts),
+            notes=[*base.notes(parts), *_write_notes(parts, arrays), *base.repeat_notes(parts)],
             gradients=base.join_facts(parts, "gradients"),
         )
     ]
 
 
-def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> tuple[Note, ...]:
+def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> Iterator[Note]:
     """Note what the figures refer to, what is missing, and how accurate they are."""
     import numpy as np
 
-    remarks: list[Note] = []
     if guessed := sum(part.facts.get("unlabelled", 0) for part in parts):
         text = f"the loss of {guessed} samples without a label uses the predicted class"
-        remarks.append(Note.info("loss-of-predicted", text))
+        yield Note.info("loss-of-predicted", text)
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
-    remarks += base.lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))
+    yield from base.lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))
     if "radius_first_order" in arrays:
         text = "radius_first_order is a first-order estimate at each sample, not a certificate"
-        remarks.append(Note.info("indicative", text))
+        yield Note.info("indicative", text)
         # A class that was not examined may be the nearest.
         unknown = ~arrays["complete"]
         if unknown.any():
@@ -348,16 +347,15 @@ def _write_notes(parts: Sequence[Part], arrays: Mapping[str, Values]) -> tuple[N
                 f"not be among the {int(arrays['rivals'][unknown].max())} classes considered. "
                 "Raise --rivals"
             )
-            remarks.append(Note.warn("radius-incomplete", text))
+            yield Note.warn("radius-incomplete", text)
     for name in [name for name in CONVERGENCE if name in arrays]:
         known = ~np.isnan(arrays[name.replace("converged", "norm")])
         if count := int((~arrays[name] & known).sum()):
             text = f"{count} {CONVERGENCE[name]} did not converge to tol, so they may be too low"
-            remarks.append(Note.warn("not-converged", text))
+            yield Note.warn("not-converged", text)
     if undefined := int(np.isnan(arrays["norm"]).sum()):
         text = f"the norms of {undefined} samples are NaN: the model overflows on them"
-        remarks.append(Note.warn("not-finite", text))
-    return tuple(remarks)
+        yield Note.warn("not-finite", text)
 
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:

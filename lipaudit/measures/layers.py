@@ -74,7 +74,7 @@ def by_layer(
         if not sites:
             sites = find_layers(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)
-            remarks = _note_layers(net, sites, selected)
+            remarks = tuple(_note_layers(net, sites, selected))
         names = [(s.index, head, s.module) for s in selected for head in range(s.heads)]
         pieces, changes, queue = list[Reduced](), list[Note](), [(batch, sites)]
         while queue:
@@ -103,7 +103,7 @@ def by_layer(
         yield Part(batch.ids, values, facts, remarks + tuple(changes))
 
 
-def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> tuple[Note, ...]:
+def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> Iterator[Note]:
     """Note what a reader must know of the selected layers, and which attention is left out."""
     closed: dict[str, list[Site]] = {}
     inputs: dict[tuple[bool, str], list[Site]] = {}
@@ -119,10 +119,9 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     def name_layers(alike: Sequence[Site]) -> str:
         return f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module})"
 
-    remarks = []
     for reason, alike in closed.items():
         text = f"{name_layers(alike)} have no closed form: {reason}"
-        remarks.append(Note.warn("no-closed-form", text))
+        yield Note.warn("no-closed-form", text)
     for (inside, what), alike in inputs.items():
         text = (
             f"{name_layers(alike)}: X is the input of {what}, {'in' if inside else 'out'}side the "
@@ -131,23 +130,22 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
         if inside:
             text += ". Other maps or normalisations come between them"
         level = "info" if inside else "warning"
-        remarks.append(Note(level=level, code="input-elsewhere", text=text))
+        yield Note(level=level, code="input-elsewhere", text=text)
     for partners, site in {site.partners: site for site in selected if site.partners}.items():
         text = (
             f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) are "
             "separate calls on the same input. They may be parts of one attention; each table row "
             "is one call"
         )
-        remarks.append(Note.warn("in-parts", text))
-    remarks += note_unread(net, sites)
+        yield Note.warn("in-parts", text)
+    yield from note_unread(net, sites)
     blocks = list_blocks_without_attention(net.module, sites) if net.kind == "text" else ()
     if blocks:
         text = (
             f"blocks without softmax attention have no heads to measure ({few(blocks)}). To "
             "measure them (state spaces, linear attention, convolutions), use `lipaudit jacobian`"
         )
-        remarks.append(Note.info("no-attention", text))
-    return tuple(remarks)
+        yield Note.info("no-attention", text)
 
 
 def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:

@@ -309,7 +309,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         SCALING_TABLE.section(
             settings=options.model_dump(),
             rows=tuple(rows),
-            notes=base.notes(parts) + _write_notes(rows, facts, options, apart),
+            notes=[*base.notes(parts), *_write_notes(rows, facts, options, apart)],
         ),
         FITS_TABLE.section(rows=tuple(fits)),
     ]
@@ -340,10 +340,10 @@ def _make_curves(
     wanted = set(options.heads or ())
     for i, (layer, head, module) in enumerate(names):
         if wanted & {"all", f"{layer}.{head}"}:
-            at = {name: values[name][:, :, i] for name in OF_HEADS}
+            n, norm, radius = (values[name][:, :, i] for name in ("tokens", "exact", "radius"))
             of_head = {"mode": "real", "layer": layer, "head": head, "module": module}
             limits = {name: values[name][:, :, i] for name in _list_followed()}
-            yield NormCurve(of_head, at["tokens"], at["exact"], at["radius"], limits)
+            yield NormCurve(of_head, n, norm, radius, limits)
     model = values["model"][:, :, 0]
     n = np.nanmax(values["tokens"], 2, initial=0)
     yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
@@ -418,11 +418,10 @@ def _write_notes(
     facts: Mapping[str, Any],
     options: ScalingOptions,
     apart: Sequence[Sequence[Row]],
-) -> tuple[Note, ...]:
+) -> Iterator[Note]:
     """Note what the norms refer to, the lengths not reached, and the searches that disagree."""
     from lipaudit.theory.ascent import SEARCHES
 
-    remarks: list[Note] = []
     reached = len({row.n for row in rows if row.mode == "real"})
     if reached:
         text = (
@@ -433,28 +432,27 @@ def _write_notes(
                 "; the windows of a text start at the same places for every n, so standard "
                 "errors may be too small"
             )
-        remarks.append(Note.info("what-is-measured", text))
-        remarks += base.lower_estimates(facts["within"])
+        yield Note.info("what-is-measured", text)
+        yield from base.lower_estimates(facts["within"])
     if 0 < reached < len(options.lengths):
         image = facts["kind"] == "image"
         why = "several lengths give the same number of patches" if image else "samples are shorter"
         text = f"{reached} of {len(options.lengths)} lengths were measured: {why}"
-        remarks.append(Note.warn("fewer-lengths", text))
+        yield Note.warn("fewer-lengths", text)
     if any(row.mode == "ascent" for row in rows):
         text = (
             f"norms of mode ascent are the largest of {SEARCHES} independent searches: exact at "
             "the tokens found, but larger norms may exist. low and high show how far repeated "
             "searches differ"
         )
-        remarks.append(Note.info("searched", text))
+        yield Note.info("searched", text)
     if apart:
         who = ", ".join(f"head {g[0].layer}.{g[0].head} at R = {g[0].radius:.3g}" for g in apart)
         text = (
             f"no exponent for the ascent of {who}: independent searches differ by more than "
             f"{100 * (AGREED - 1):.2g} %"
         )
-        remarks.append(Note.warn("searches-apart", text))
-    return tuple(remarks)
+        yield Note.warn("searches-apart", text)
 
 
 SCALING = Measure(

@@ -109,11 +109,10 @@ def read_texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
     return Texts(how, drafts)
 
 
-def describe_changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Describe every text that an attack tried, as plain values."""
-    assert outcome.drafts is not None
-    assert outcome.trial is not None
-    standing = outcome.robust.tolist()
+def describe_changes(
+    outcomes: Sequence[Outcome], before: Texts, ids: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Describe every text that attacks tried, as plain values."""
     return [
         {
             "id": name,
@@ -123,8 +122,10 @@ def describe_changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> lis
             "changes": len(new.changed),
             "robust": bool(stands),
         }
+        for outcome in outcomes
+        if outcome.drafts is not None and outcome.trial is not None
         for name, old, new, stands in zip(
-            ids, before.drafts, outcome.drafts, standing, strict=True
+            ids, before.drafts, outcome.drafts, outcome.robust.tolist(), strict=True
         )
     ]
 
@@ -223,10 +224,9 @@ class Continued:
             return torch.stack([own, floor[rows]], 1)
 
         correct = outcomes[0].robust
-        for end in {str(o.trial.key): o for o in outcomes if o.trial is not None}.values():
-            assert end.trial is not None
-            how: dict[str, Any] = {"box": self.net.box, "seed": seed, "batch_size": self.size}
-            _, *climbs = evaluate_chunk(ByRow(loss), chunk, [end.trial], **how)
+        how: dict[str, Any] = {"box": self.net.box, "seed": seed, "batch_size": self.size}
+        for trial, end in {o.trial: o for o in outcomes if o.trial is not None}.items():
+            _, *climbs = evaluate_chunk(ByRow(loss), chunk, [trial], **how)
             # The climb's point replaces the end point if it broke the sample or went higher.
             top = climbs[-1].x_adv
             own, other = self.compute_scores(end.x_adv), self.compute_scores(top)
@@ -238,7 +238,7 @@ class Continued:
                 end,
                 robust=end.robust & right,
                 x_adv=x_adv,
-                distance=distance(x_adv, chunk.x, end.trial.norm),
+                distance=distance(x_adv, chunk.x, trial.norm),
                 notes=(),
                 **{what: sum(getattr(climb, what) for climb in climbs) for what in COSTS},
             )

@@ -118,8 +118,7 @@ class RunOptions(Settings):
             if known.panel in (MODEL, DATA) and name not in ("data", "samples")
         }
         # By identity: 0 equals False, and is a value that was given.
-        unset = (None, False)
-        return {name: _plain(v) for name, v in given.items() if not any(v is u for u in unset)}
+        return {name: _plain(v) for name, v in given.items() if v is not None and v is not False}
 
 
 def _plain(value: Any) -> Any:

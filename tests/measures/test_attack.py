@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,14 +25,18 @@ def net():
     return load_net("demo")
 
 
-def section(net, batch_size=64, samples=24, **options):
-    batch = load_data("demo", net, DataOptions(samples=samples)).batch
-    options = AttackOptions(batch_size=batch_size, steps=4, **options)
-    return summarise(list(measure(net, batch.split(64), options)), options)[0]
+def digits(net, samples=24):
+    return load_data("demo", net, DataOptions(samples=samples)).batch
+
+
+def attacked(net, batch, **given):
+    options = AttackOptions(**given)
+    (section,) = summarise(list(measure(net, batch.split(CHUNK), options)), options)
+    return section
 
 
 def test_rows_and_columns_agree(net):
-    found = section(net, attack="fgsm,pgd", eps=("0", "0.05", "0.1"))
+    found = attacked(net, digits(net), attack="fgsm,pgd", eps=("0", "0.05", "0.1"), steps=4)
     assert [(row.attack, row.eps_text) for row in found.rows] == [
         (name, eps) for name in ("worst", "fgsm", "pgd") for eps in ("0", "0.05", "0.1")
     ]
@@ -42,15 +47,8 @@ def test_rows_and_columns_agree(net):
         assert sum(flags) / len(flags) == row.robust
         assert row.robust_low <= row.robust <= row.robust_high
         assert row.robust <= row.clean
-    worst = [
-        min(flags)
-        for flags in zip(
-            found.samples["robust@fgsm,linf,0.1"],
-            found.samples["robust@pgd,linf,0.1"],
-            strict=True,
-        )
-    ]
-    assert list(found.samples["robust@worst,linf,0.1"]) == worst
+    worst, fgsm, pgd = (found.samples[f"robust@{n},linf,0.1"] for n in ("worst", "fgsm", "pgd"))
+    assert worst == tuple(map(min, fgsm, pgd))
 
 
 def test_the_recorded_chunk_is_the_one_that_was_used(net):
@@ -60,10 +58,9 @@ def test_the_recorded_chunk_is_the_one_that_was_used(net):
     assert AttackOptions.model_validate(options.model_dump()) == options  # an old report's
     with pytest.raises(ValidationError, match="logical_chunk"):
         AttackOptions(logical_chunk=32)
-    batch = load_data("demo", net, DataOptions(samples=2 * CHUNK)).batch
     for size in (CHUNK // 2, CHUNK + 1):
         with pytest.raises(UsageError, match="chunks of 64"):
-            list(measure(net, batch.split(size), options))
+            list(measure(net, digits(net, 2 * CHUNK).split(size), options))
 
 
 def test_wilson_limits_are_those_of_statsmodels():
@@ -73,19 +70,16 @@ def test_wilson_limits_are_those_of_statsmodels():
 
 
 def test_what_cannot_be_attacked_is_refused(net):
-    with pytest.raises(UsageError):
-        AttackOptions(attack="pgd")
-    with pytest.raises(UsageError):
-        AttackOptions(attack="magic", eps=("0.1",))
-    batch = load_data("random", net, DataOptions(samples=2)).batch
-    with pytest.raises(InputError):
-        list(measure(net, [batch], AttackOptions(attack="fgsm", eps=("0.1",))))
+    for given in ({"attack": "pgd"}, {"attack": "magic", "eps": ("0.1",)}):
+        with pytest.raises(UsageError):
+            AttackOptions(**given)
+    with pytest.raises(InputError, match="needs a label for every sample"):
+        attacked(net, replace(digits(net, 2), y=None), attack="fgsm", eps=("0.1",))
 
 
 def test_what_an_attack_breaks_is_drawn_with_its_scores(net):
-    batch = load_data("demo", net, DataOptions(samples=24)).batch
-    options = AttackOptions(batch_size=5, steps=4, attack="fgsm,pgd", eps=("0.05",))
-    (section,) = summarise(list(measure(net, [batch], options)), options)
+    batch = digits(net)
+    section = attacked(net, batch, batch_size=5, steps=4, attack="fgsm,pgd", eps=("0.05",))
     samples, at = section.samples, {name: i for i, name in enumerate(batch.ids)}
     fallen = zip(batch.ids, samples["correct"], samples["robust@worst,linf,0.05"], strict=True)
     assert section.examples.keys() == {name for name, right, stands in fallen if right > stands}
@@ -126,11 +120,6 @@ def test_examples_of_short_and_long_texts_are_written_together(tmp_path):
 
 def test_no_more_is_drawn_than_the_first_samples(net, monkeypatch):
     monkeypatch.setattr("lipaudit.measures.attack.DRAWN", 64)
-    batch = load_data("demo", net, DataOptions(samples=80)).batch
-    options = AttackOptions(attack="fgsm", eps=("0.1",))
-    (section,) = summarise(
-        [part for piece in batch.split(CHUNK) for part in measure(net, [piece], options)],
-        options,
-    )
-    assert section.examples
-    assert section.examples.keys() <= set(batch.ids[:64])
+    examples = attacked(net, digits(net, 80), attack="fgsm", eps=("0.1",)).examples
+    assert examples
+    assert examples.keys() <= set(digits(net, 80).ids[:64])

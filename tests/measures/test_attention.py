@@ -23,12 +23,12 @@ from lipaudit.measures.attention import (
 )
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import find_layers
-from lipaudit.models.net import LoadOptions, ModelSpec
-from lipaudit.models.sources.loader import assemble, load_net
+from lipaudit.models.net import LoadOptions
+from lipaudit.models.sources.loader import load_net
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.softmax import profile_rows, row_statistics
 from tests.live import Live
-from tests.nets import TEXT
+from tests.nets import TEXT, hf_net
 
 
 def bert():
@@ -51,17 +51,7 @@ def text_net(module: nn.Module):
     for p in module.parameters():
         if p.ndim > 1:
             p.data.mul_(8.0)  # spread the attention
-    spec = ModelSpec(
-        module.double(),
-        (32,),
-        kind="text",
-        vocabulary=60,
-        call=lambda x, mask: module(
-            input_ids=x, attention_mask=None if mask is None else mask.long()
-        ),
-        read=lambda out: out.last_hidden_state,
-    )
-    return assemble(spec, LoadOptions(dtype="float64"), name="text", source="py")
+    return hf_net(module, "float64")
 
 
 def by_hand(rows, options):

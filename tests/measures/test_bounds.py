@@ -22,12 +22,16 @@ def demo():
     return net, load_data("demo", net, DataOptions(samples=3)).batch.to(net.device, net.dtype)
 
 
-@pytest.fixture(scope="module")
-def found(demo):
-    net, batch = demo
-    options = BoundsOptions(tol=1e-8, concat=True)
+def measured(net, batch, **given):
+    """The part of a batch, and its sections."""
+    options = BoundsOptions(**given)
     parts = list(measure(net, [batch], options))
     return parts, summarise(parts, options)
+
+
+@pytest.fixture(scope="module")
+def found(demo):
+    return measured(*demo, tol=1e-8, concat=True)
 
 
 def attention_output(module, x, layer):
@@ -64,9 +68,7 @@ def test_exact_norms_are_those_of_the_dense_jacobian(demo, found):
 
 
 def test_norms_that_did_not_converge_are_counted(demo):
-    net, batch = demo
-    options = BoundsOptions(tol=1e-12, max_steps=2, concat=True)
-    heads = summarise(list(measure(net, [batch], options)), options)[0]
+    heads = measured(*demo, tol=1e-12, max_steps=2, concat=True)[1][0]
     texts = [note.text for note in heads.notes if note.code == "not-converged"]
     assert texts[0].startswith("36 head norms did not converge")
     assert texts[1].startswith("18 layer norms did not converge")
@@ -89,33 +91,17 @@ def test_layer_norms_are_those_of_the_dense_jacobian(demo, found):
         assert values[name][0, 1] == pytest.approx(float(dense), rel=1e-6)
 
 
-def test_norms_before_the_output_projection_are_taken_on_request(demo, found):
-    net, batch = demo
-    options = BoundsOptions(tol=1e-8, layers="1")
-    (part,) = measure(net, [batch], options)
-    layers = summarise([part], options)[1]
+def test_more_is_computed_on_request(demo, found):
+    """Norms before W_O, gains by splitting, and a proof for layers closer than that for heads."""
+    (part,), (heads, layers) = measured(*demo, tol=1e-8, layers="1")
     assert np.isnan(part.values["layer_exact"]).all()
     assert layers.rows[0].exact is None
     assert layers.rows[0].exact_out == pytest.approx(found[1][1].rows[1].exact_out, rel=1e-8)
     assert [note.code for note in layers.notes] == ["left-out"]
     assert not found[1][1].notes
-
-
-def test_splitting_gains_are_computed_on_request(demo):
-    net, batch = demo
-    gains = []
-    for splitting in (False, True):
-        options = BoundsOptions(layers="1", splitting=splitting)
-        (part,) = measure(net, [batch], options)
-        gains.append([row.splitting_gain for row in summarise([part], options)[0].rows])
-    assert set(gains[0]) == {None}
-    assert all(gain >= 1 for gain in gains[1])
-
-
-def test_the_proof_for_layers_is_an_option_of_its_own(demo):
-    net, batch = demo
-    options = BoundsOptions(layers="1", layer_within=1e-3)
-    heads, layers = summarise(list(measure(net, [batch], options)), options)
+    assert {row.splitting_gain for row in heads.rows} == {None}
+    _, (heads, layers) = measured(*demo, layers="1", splitting=True, layer_within=1e-3)
+    assert all(row.splitting_gain >= 1 for row in heads.rows)
     assert 0 < layers.rows[0].within <= 1e-3 < max(row.within for row in heads.rows)
 
 
@@ -152,18 +138,15 @@ class Cascade(torch.nn.Module):
 def test_a_layer_alone_has_the_norms_that_it_has_among_all():
     net = own_net(Cascade(), (5, 8), "float64", classifier=False)
     batch = own_batch(torch.randn(2, 5, 8, dtype=torch.float64))
-    (every,) = measure(net, [batch], BoundsOptions())
-    (second,) = measure(net, [batch], BoundsOptions(layers=(1,)))
+    (every,), _ = measured(net, batch)
+    (second,), _ = measured(net, batch, layers=(1,))
     assert [layer for layer, _, _ in second.facts["heads"]] == [1]
     np.testing.assert_array_equal(second.values["exact"][:, 0], every.values["exact"][:, 1])
 
 
 @pytest.fixture(scope="module")
 def on_balls(demo):
-    net, batch = demo
-    options = BoundsOptions(radius="1/100,0.1,3", layers="1")
-    parts = list(measure(net, [batch], options))
-    return parts, summarise(parts, options)
+    return measured(*demo, radius="1/100,0.1,3", layers="1")
 
 
 def test_every_head_and_radius_has_a_row_between_both_ends(on_balls):
@@ -190,27 +173,23 @@ def test_a_radius_too_large_is_said_to_be(on_balls):
 
 
 def test_balls_change_nothing_at_the_samples(demo, on_balls):
-    net, batch = demo
-    options = BoundsOptions(layers="1")
-    (part,) = measure(net, [batch], options)
+    (part,), sections = measured(*demo, layers="1")
     for name, values in part.values.items():
         np.testing.assert_array_equal(values, on_balls[0][0].values[name])
-    assert len(summarise([part], options)) == 2
+    assert len(sections) == 2
 
 
 def test_a_constant_below_what_was_found_stops_the_run(demo, monkeypatch):
-    net, batch = demo
     monkeypatch.setattr(ascent, "ball_norm", lambda heads, r, seeds: torch.full((3, 4), 1e6))
     with pytest.raises(EvaluationError, match=r"ball_sharp at r = 1/100 of head 0\.0"):
-        list(measure(net, [batch], BoundsOptions(radius="1/100")))
+        measured(*demo, radius="1/100")
 
 
 def test_heads_that_are_not_affine_have_no_constant_and_a_reason():
     shape = {"pretrained": False, "depth": 1, "img_size": 32, "qk_norm": True}
     net = load_net("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=shape))
     batch = load_data("random", net, DataOptions(samples=1)).batch.to(net.device, net.dtype)
-    options = BoundsOptions(radius="0.1")
-    section = summarise(list(measure(net, [batch], options)), options)[2]
+    section = measured(net, batch, radius="0.1")[1][2]
     for row in section.rows:
         given = (row.ball_norm, row.ball_sharp, row.castin, row.mean_field, row.hu)
         assert row.exact > 0
@@ -240,20 +219,21 @@ def test_norms_of_long_maps_are_said_to_be_limits(monkeypatch, entries, said):
     net = own_net(Pooled(), (8, 8), "float64", classifier=False)
     batch = own_batch(torch.randn(1, 8, 8, dtype=torch.float64))
     monkeypatch.setattr(bounds, "POLICY", Policy(map_limit=entries))
-    section = summarise(list(measure(net, [batch], BoundsOptions())), BoundsOptions())[0]
+    section = measured(net, batch)[1][0]
     assert (section.rows[0].p_norm, section.rows[0].tokens) == (pytest.approx(2.0, rel=0.2), 2)
     assert sum(note.code == "long-maps" for note in section.notes) == said
 
 
-@pytest.mark.parametrize("radius", ["0", "0.1,0.10", "2words", "-1", "r"])
-def test_a_radius_is_a_positive_number_named_once(radius):
-    with pytest.raises(UsageError, match="radius"):
-        BoundsOptions.parse({"radius": radius})
-
-
-def test_no_ball_is_of_what_the_module_takes():
-    with pytest.raises(UsageError, match="--radius needs --input projections"):
-        BoundsOptions.parse({"radius": "0.1", "input": "module"})
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        *(({"radius": text}, "radius") for text in ("0", "0.1,0.10", "2words", "-1", "r")),
+        ({"radius": "0.1", "input": "module"}, "--radius needs --input projections"),
+    ],
+)
+def test_a_radius_that_bounds_no_ball_is_refused(given, says):
+    with pytest.raises(UsageError, match=says):
+        BoundsOptions.parse(given)
 
 
 class Mixed(torch.nn.Module):
@@ -279,7 +259,7 @@ def test_attention_that_is_no_softmax_is_named(little, layers, said):
     """Its heads are left out, and those of later layers are numbered as if it were not there."""
     net = own_net(Mixed(little), (5, 8), "float64", classifier=False)
     batch = own_batch(torch.randn(2, 5, 8, dtype=torch.float64))
-    section = summarise(list(measure(net, [batch], BoundsOptions())), BoundsOptions())[0]
+    section = measured(net, batch)[1][0]
     assert {row.layer for row in section.rows} == set(range(layers))
     notes = [note for note in section.notes if note.code == "attention-unread"]
     assert [note.level for note in notes] == ["warning"] * said

@@ -7,112 +7,87 @@ from lipaudit import measure
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
-from lipaudit.measures.base import seed_of
 from lipaudit.models.sources.loader import load_net
 from lipaudit.theory import ball, ingredients, spectral
 from lipaudit.theory import head_bounds as theory
 from lipaudit.theory.bounds.record import load_bounds
-from lipaudit.theory.head_norms import head_norms
+
+OPTIONS = bounds.BoundsOptions(layers=(0,), radius="1/100")
 
 
 @pytest.fixture(scope="module")
 def demo():
     net = load_net("demo")
-    return net, load_data("demo", net, DataOptions(samples=2)).batch
+    return net, [load_data("demo", net, DataOptions(samples=2)).batch]
+
+
+@pytest.fixture(scope="module")
+def norms(demo):
+    """The true figures of the first layer."""
+    (part,) = bounds.measure(*demo, OPTIONS)
+    return {name: torch.as_tensor(values) for name, values in part.values.items()}
+
+
+def spoil(monkeypatch, room, function, value, name=None):
+    """Replace what a function returns (`name`: an entry of it) for one head of one sample."""
+    true = getattr(room, function)
+
+    def wrong(*args, **options):
+        values = true(*args, **options)
+        one = (values[name] if name else values).clone()
+        one[1, 2] = value
+        return values | {name: one} if name else one
+
+    monkeypatch.setattr(room, function, wrong)
+
+
+def spoil_head(monkeypatch, norms, share, name="sharp"):
+    spoil(monkeypatch, theory, "head_bounds", (1 - share) * norms["exact"][1, 2], name)
+
+
+def spoil_ball(monkeypatch, norms, share):
+    value = (1 - share) * norms["at_r_ball_norm"][1, 2, 0]
+    spoil(monkeypatch, ball, "ball_sharp", value)
+
+
+def spoil_layer(monkeypatch, norms, share):
+    """Give a wrong ||W_O||, the only matrix whose norm is computed alone."""
+    true, rss = spectral.spectral_norm, norms["sharp"].square().sum(1).sqrt()
+    least = (norms["layer_exact_out"][:, 0] / rss).max() * (1 - share)
+    monkeypatch.setattr(spectral, "spectral_norm", lambda a: least if a.ndim == 2 else true(a))
 
 
 @pytest.mark.parametrize("name", load_bounds())
-def test_a_bound_below_the_norm_ends_the_run(demo, monkeypatch, name):
-    head_bounds = theory.head_bounds
-
-    def wrong(heads, **options):
-        values = head_bounds(heads, **options)
-        values[name] = values[name].clone()
-        values[name][1, 2] *= 1e-7
-        return values
-
-    monkeypatch.setattr(theory, "head_bounds", wrong)
-    with pytest.raises(
-        EvaluationError, match=rf"{name} of head 0\.2 \(blocks\.0\.attn\)"
-    ) as caught:
-        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions(layers=(0,))))
-    assert caught.value.exit_code is ExitCode.INTERNAL
-    assert demo[1].ids[1] in str(caught.value)
+def test_a_bound_below_the_norm_ends_the_run(demo, norms, monkeypatch, name):
+    spoil_head(monkeypatch, norms, 1 - 1e-7, name)
+    with pytest.raises(EvaluationError, match=rf"{name} of head 0\.2 \(blocks\.0\.attn\)") as end:
+        list(bounds.measure(*demo, OPTIONS))
+    assert end.value.exit_code is ExitCode.INTERNAL
+    assert demo[1][0].ids[1] in str(end.value)
 
 
-def shortened(share):
-    head_bounds = theory.head_bounds
-
-    def wrong(heads, **options):
-        exact = head_norms(heads, seeds=[seed_of(i, 0) for i in heads_ids]).norm
-        values = head_bounds(heads, **options)
-        values["sharp"] = values["sharp"].clone()
-        values["sharp"][1, 2] = (1 - share) * exact[1, 2]
-        return values
-
-    heads_ids = []
-    return wrong, heads_ids
-
-
-@pytest.mark.parametrize(("share", "passes"), [(3e-13, True), (1e-10, False)])
-def test_rounding_excuses_what_it_can_do_and_no_more(demo, monkeypatch, share, passes):
+@pytest.mark.parametrize(
+    ("fault", "excused", "refused", "says"),
+    [
+        (spoil_head, 3e-13, 1e-10, "sharp of head 0.2 (blocks.0.attn)"),
+        (spoil_ball, 1e-13, 1e-9, "ball_sharp of head 0.2 (blocks.0.attn) at r = 1/100"),
+        (spoil_layer, 1e-14, 1e-9, "sharp_rss of layer 0 (blocks.0.attn)"),
+    ],
+)
+def test_rounding_excuses_what_it_can_do_and_no_more(
+    demo, norms, monkeypatch, fault, excused, refused, says
+):
     """The slack of a trained head is some 1e-12, and the report names what was excused."""
-    wrong, ids = shortened(share)
-    ids.extend(demo[1].ids)
-    monkeypatch.setattr(theory, "head_bounds", wrong)
-    options = bounds.BoundsOptions(layers=(0,))
-    if not passes:
-        with pytest.raises(EvaluationError, match=r"sharp of head 0\.2"):
-            list(bounds.measure(*demo_parts(demo), options))
-        return
-    section = bounds.summarise(list(bounds.measure(*demo_parts(demo), options)), options)[0]
-    (text,) = [note.text for note in section.notes if note.code == "within-rounding"]
-    assert "sharp of head 0.2 (blocks.0.attn)" in text
-    assert demo[1].ids[1] in text
-
-
-@pytest.mark.parametrize(("share", "passes"), [(1e-13, True), (1e-9, False)])
-def test_a_constant_of_a_ball_that_rounding_excuses_is_named(demo, monkeypatch, share, passes):
-    options = bounds.BoundsOptions(layers=(0,), radius="1/100")
-    (part,) = bounds.measure(*demo_parts(demo), options)
-    found = torch.as_tensor(part.values["at_r_ball_norm"])[..., 0]
-    ball_sharp = ball.ball_sharp
-
-    def wrong(heads, r, **more):
-        values = ball_sharp(heads, r, **more).clone()
-        values[1, 2] = (1 - share) * found[1, 2]
-        return values
-
-    monkeypatch.setattr(ball, "ball_sharp", wrong)
-    assert_excused(demo, options, passes, "ball_sharp of head 0.2 (blocks.0.attn) at r = 1/100")
-
-
-@pytest.mark.parametrize(("share", "passes"), [(1e-14, True), (1e-9, False)])
-def test_a_layer_that_rounding_excuses_is_named(demo, monkeypatch, share, passes):
-    options = bounds.BoundsOptions(layers=(0,))
-    (part,) = bounds.measure(*demo_parts(demo), options)
-    sharp, norms = (torch.as_tensor(part.values[name]) for name in ("sharp", "layer_exact_out"))
-    least = (norms[:, 0] / sharp.square().sum(1).sqrt()).max() * (1 - share)
-    replace_output_norm(monkeypatch, least)
-    assert_excused(demo, options, passes, "sharp_rss of layer 0 (blocks.0.attn)")
-
-
-def replace_output_norm(monkeypatch, norm):
-    """Give a wrong ||W_O||, the only matrix whose norm is computed alone."""
-    true = spectral.spectral_norm
-    monkeypatch.setattr(spectral, "spectral_norm", lambda a: norm if a.ndim == 2 else true(a))
-
-
-def assert_excused(demo, options, passes, named):
-    """The run ends, or its report names what rounding excused: of the wrong figure's sample."""
-    if not passes:
-        with pytest.raises(EvaluationError, match="below the exact norm"):
-            list(bounds.measure(*demo_parts(demo), options))
-        return
-    sections = bounds.summarise(list(bounds.measure(*demo_parts(demo), options)), options)
-    notes = [n.text for s in sections[1:] for n in s.notes if n.code == "within-rounding"]
-    (text,) = notes
-    assert named in text
+    with monkeypatch.context() as patch:
+        fault(patch, norms, excused)
+        sections = bounds.summarise([*bounds.measure(*demo, OPTIONS)], OPTIONS)
+    (text,) = [n.text for s in sections for n in s.notes if n.code == "within-rounding"]
+    assert says in text
+    assert fault is spoil_layer or demo[1][0].ids[1] in text
+    fault(monkeypatch, norms, refused)
+    with pytest.raises(EvaluationError, match="below the exact norm") as end:
+        list(bounds.measure(*demo, OPTIONS))
+    assert says.partition(" of ")[0] in end.value.message
 
 
 FAMILIES = ["visformer_tiny", "fastvit_sa12", "nextvit_small", "xcit_nano_12_p16_224"]
@@ -151,20 +126,9 @@ def test_ill_conditioned_heads_pass(name, factors):
                 assert row.exact <= row.sharp * (1 + 1e-10)
 
 
-def test_a_layer_above_the_sum_of_its_heads_ends_the_run(demo, monkeypatch):
-    replace_output_norm(monkeypatch, torch.tensor(1e-9))
-    with pytest.raises(EvaluationError, match=r"sharp_rss of layer 0"):
-        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions(layers=(0,))))
-
-
 def test_ties_lost_by_rounding_would_not_pass_unseen(demo, monkeypatch):
     """The fault that once printed bounds of 1.29 for a norm of 10.7, put back."""
     zeros = lambda p: (p.amax((-2, -1)) * 0, p.amax((-2, -1)) * 0)  # noqa: E731
     monkeypatch.setattr(ingredients, "row_maxima", zeros)
     with pytest.raises(EvaluationError, match="below the exact norm"):
-        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
-
-
-def demo_parts(demo):
-    net, batch = demo
-    return net, [batch]
+        list(bounds.measure(*demo, bounds.BoundsOptions()))

@@ -17,16 +17,19 @@ from lipaudit.measures.base import Part
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.models.net import LoadOptions
 from lipaudit.models.sources.loader import load_net
-from lipaudit.tables import Data, Model, Report, Run
 from tests.nets import draw, own_batch, own_net
+
+
+def measured(net, *batches, **given):
+    options = JacobianOptions(**given)
+    (section,) = summarise(list(measure(net, batches, options)), options)
+    return section
 
 
 def test_blocks_are_measured_beside_the_model():
     net = load_net("demo", LoadOptions(dtype="float64"))
     batch = load_data("demo", net, DataOptions(samples=3)).batch.to(net.device, net.dtype)
-    options = JacobianOptions(tol=1e-8, per_layer=True)
-    parts = list(measure(net, [batch[:2], batch[2:]], options))
-    section = summarise(parts, options)[0]
+    section = measured(net, batch[:2], batch[2:], tol=1e-8, per_layer=True)
     assert [row.module for row in section.rows] == ["", "blocks.0", "blocks.1", "blocks.2"]
     inputs = []
     for block in net.module.blocks:
@@ -64,12 +67,8 @@ def test_a_norm_that_is_not_a_number_says_so():
     }
     part = Part(("a", "b"), values, {"from": "pixels", "to": "logits", "method": "lanczos"})
     section = summarise([part], JacobianOptions())[0]
-    empty = {"created": "", "seed": 0, "device": "cpu", "dtype": "float32", "versions": {}}
-    model = Model(spec="m", source="py", architecture="m", parameters=1, weights_sha256="")
-    data = Data(spec="d", samples=2, suite_id="")
-    report = Report(
-        run=Run(lipaudit="0", command="", model=model, data=data, **empty), sections=(section,)
-    )
+    report = lipaudit.measure("demo", "jacobian", samples=1)
+    report = report.model_copy(update={"sections": (section,)})
     written = json.loads(schema.dumps(report))["sections"][0]
     assert written["samples"]["norm"] == [1.0, "NaN"]
     assert written["samples"]["radius_first_order"] == [0.5, None]
@@ -93,8 +92,7 @@ def test_a_lower_estimate_says_what_is_proven_of_it():
         layer.weight.copy_(torch.diag(torch.linspace(0.99, 1.0, 48))[8:])
     net, batch = linear_net(layer)
     for within in (0.03, 1e-6):
-        options = JacobianOptions(within=within)
-        section = summarise(list(measure(net, [batch], options)), options)[0]
+        section = measured(net, batch, within=within)
         row = section.rows[0]
         norms = np.array(section.samples["norm"])
         assert row.converged == 6
@@ -115,8 +113,7 @@ def test_a_radius_that_was_not_completed_says_so():
     batch = Batch(torch.zeros_like(batch.x), None, batch.ids)
     truth = 1 / float(torch.linalg.vector_norm(layer.weight[0] - layer.weight[-1]))
     for rivals, complete in ((5, False), (39, True)):
-        options = JacobianOptions(rivals=rivals)
-        section = summarise(list(measure(net, [batch], options)), options)[0]
+        section = measured(net, batch, rivals=rivals)
         radius = section.samples["radius_first_order"]
         assert section.samples["rivals"] == (rivals,) * 6
         assert section.samples["complete"] == (complete,) * 6

@@ -203,7 +203,7 @@ def _leave_out_refused(
             if name not in request.optional or len(notes) + 1 == len(request.measures):
                 raise
             text = f"{name} was left out: {error.message}. {error.advice}".removesuffix(". ")
-            notes.append(Note(level="warning", code=LEFT_OUT, text=text))
+            notes.append(Note.warn(LEFT_OUT, text))
     return replace(request, measures=kept), tuple(notes)
 
 

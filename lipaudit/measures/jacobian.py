@@ -196,8 +196,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
                 blocks = tuple(dict.fromkeys(block for block in around if block is not None))
                 alone = [str(s.index) for s, b in zip(sites, around, strict=True) if b is None]
                 text = f"attention layers {', '.join(alone)} have no block: they have no residual "
-                note = Note(level="info", code="no-block", text=text + "connection")
-                remarks = (note,) if alone else ()
+                remarks = (Note.info("no-block", text + "connection"),) if alone else ()
             facts["blocks"] = [block.module for block in blocks]
             how: dict[str, Any] = {"seeds": [base.seed_of(i, options.seed) for i in batch.ids]}
             each = compute_residual_norms(net, batch, blocks, **how, **options.accuracy)

@@ -129,8 +129,8 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
         )
         if inside:
             text += ". Other maps or normalisations come between them"
-        level = "info" if inside else "warning"
-        yield Note(level=level, code="input-elsewhere", text=text)
+        note = Note.info if inside else Note.warn
+        yield note("input-elsewhere", text)
     for partners, site in {site.partners: site for site in selected if site.partners}.items():
         text = (
             f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) are "

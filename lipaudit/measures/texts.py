@@ -158,10 +158,9 @@ def note_changes(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Not
     counted = sorted((t for t in trials if t.norm in COUNTED), key=lambda t: t.radius.value)
     if not counted:
         return
-    yield Note(
-        level="info",
-        code="changed-texts",
-        text="texts were changed within the allowed number of changes. Whether a changed "
+    yield Note.info(
+        "changed-texts",
+        "texts were changed within the allowed number of changes. Whether a changed "
         "text keeps its meaning and label is not checked: read some (--save-adv "
         "adv.jsonl). A search without success proves nothing",
     )

@@ -15,8 +15,6 @@ DEMOS = {
     "jasmin": "trained with the JaSMin penalty, k = 10",
     "robust": "trained on adversarial examples, L-inf 0.1",
 }
-# Prefixes of a MODEL argument (before the colon).
-SOURCES = ("demo", "timm", "hf", "hf-hub", "py")
 FORMS = "demo, timm:NAME, hf:ORG/NAME, a directory, a file of weights with --arch, py:FILE:FACTORY"
 
 _REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n)*def (\w+)", re.MULTILINE)

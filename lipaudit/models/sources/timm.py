@@ -62,8 +62,10 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     advice = f"Or give a weights file with --arch timm:{name.partition('.')[0]}"
     advice += f" (of {hub_id})" if hub_id else f" ({config.url})" if config and config.url else ""
     advice += ". --model-kwargs pretrained=false uses random weights (to check memory and time)."
-    refuse(not hub_id, f"the Hub has no weights of timm for {name}", advice.removeprefix("Or "))
-    repository = Repository(str(hub_id))
+    if not hub_id:
+        text = f"the Hub has no weights of timm for {name}"
+        raise InputError(text, advice.removeprefix("Or "))
+    repository = Repository(hub_id)
     try:
         with explain_refusals(repository):
             commit = find_commit(repository, offline=options.offline)

@@ -234,7 +234,7 @@ def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator
     Args:
         what: what failed; type and first line of the exception follow in brackets.
         advice: the hint.
-        kinds: the exceptions to convert; by default all except a lack of memory.
+        kinds: the exceptions to convert; by default all except faults of memory or a device.
 
     Raises:
         InputError: the block raised such an exception.
@@ -246,7 +246,8 @@ def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator
         raise
     except caught as error:
         # A damaged file may claim any size: its reader names `Exception`, which includes memory.
-        if not kinds and out_of_memory(error):
+        machine = of_machine(error) and not isinstance(error, OSError)
+        if machine and not kinds:
             raise
         reason = ": ".join(filter(None, (type(error).__name__, first_line(error))))
         reason = "it needs more memory than is available" if out_of_memory(error) else reason

@@ -174,10 +174,10 @@ def make_sample_function(
         batch: the samples.
         start: pixels or embeddings.
         target: one of `ENDS`, of texts perhaps at a position.
-        place: the column of each sample, in place of the position of `target`.
+        place: the column of each sample, in place of the position of `target`; no text lacks it.
 
     Raises:
-        InputError: the model lacks this input or output, or a text this position.
+        InputError: the model lacks this input or output.
     """
     embedded = net.kind == "text" or start == "embeddings"
     name = "embeddings" if embedded else {"image": "pixels"}.get(net.kind, net.kind)
@@ -192,11 +192,6 @@ def make_sample_function(
         )
     if place is None and end.where:
         place = find_places(batch, end.where)
-        if bool((place < 0).any()):
-            raise InputError(
-                f"--to {end.text} is not a position of every text",
-                f"Use a position that every text has: --to {end.what}:last.",
-            )
     scored = net.classes is None and end.what not in ("features", "tokens")
     scorer = net.next_token if scored else None
     if scorer is not None and not has_head(net, batch):

@@ -263,8 +263,8 @@ class Net(ModelSpec):
     @property
     def lacks_classes(self) -> str:
         """Return why the model has no accuracy."""
-        said = next((note.text for note in self.notes if note.code == NO_DECISION), "")
-        return said.partition(":")[0] or f"{self.architecture} has no class scores"
+        reasons = (note.text for note in self.notes if note.code == NO_DECISION)
+        return next(reasons, f"{self.architecture} has no class scores")
 
     def output(self, batch: Batch) -> Tensor:
         """Run the model on a batch: logits or features, (batch, ...)."""
@@ -272,9 +272,7 @@ class Net(ModelSpec):
 
     def point(self, batch: Batch) -> Tensor:
         """Return the point of each sample in the attacked space (detached)."""
-        if self.kind != "text":
-            return batch.x.detach()
-        return self.embedding(batch)
+        return self.embedding(batch) if self.kind == "text" else batch.x.detach()
 
     def free(self, batch: Batch) -> Tensor | None:
         """Return which positions of its samples may change, (batch, tokens); None: all."""
@@ -301,14 +299,9 @@ class Net(ModelSpec):
 
     def embedding(self, batch: Batch) -> Tensor:
         """Return the output of `entry` on a batch (detached)."""
-        with torch.no_grad():
-            return self.embed(batch)
-
-    def embed(self, batch: Batch) -> Tensor:
-        """Return the output of `entry` on a batch, as a function of its weights."""
         seen: list[Tensor] = []
         # A copy: some models scale their embeddings in place.
-        with self._watch_entry(lambda out: seen.append(out.clone())):
+        with torch.no_grad(), self._watch_entry(lambda out: seen.append(out.clone())):
             self.call(batch.x, batch.mask)
         return seen[0]
 

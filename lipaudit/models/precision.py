@@ -10,7 +10,7 @@ device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from mmap import mmap
@@ -102,6 +102,11 @@ def widen_call(
     return func, args, dict(zip(kwargs, values, strict=True))
 
 
+def name_dtypes(dtypes: Iterable[torch.dtype]) -> list[str]:
+    """Return the names of dtypes, without their module, in order."""
+    return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
 @contextmanager
 def seed_device(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the CPU and one device inside the block, and restore their random states.
@@ -184,7 +189,7 @@ def hold(
     module: nn.Module,
     dtype: torch.dtype,
     place: Callable[[str], torch.device] | None = None,
-) -> tuple[torch.dtype, ...]:
+) -> set[torch.dtype]:
     """Keep the parameters of a module as stored, and convert each when it is read.
 
     Buffers, and parameters wider than `dtype`, are converted at once; buffers are also moved.
@@ -195,7 +200,7 @@ def hold(
         place: returns the device of a module path; None: the device of its tensors.
 
     Returns:
-        the stored dtypes that need conversion, sorted by name.
+        the stored dtypes that need conversion.
     """
     for path, part in module.named_modules():
         device = None if place is None else place(path)
@@ -211,8 +216,7 @@ def hold(
                 p.data = p.data.to(dtype)
         if any(_lifts(p, dtype, device) for p in parameters):
             part.__dict__["_parameters"] = _Parameters(part._parameters, dtype, device)
-    kinds = {p.dtype for p in module.parameters() if _narrower(p, dtype)}
-    return tuple(sorted(kinds, key=str))
+    return {p.dtype for p in module.parameters() if _narrower(p, dtype)}
 
 
 def precision(module: nn.Module) -> torch.dtype:

@@ -4,7 +4,6 @@ import copy
 import gc
 import hashlib
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,33 +12,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lipaudit import measure
 from lipaudit.data.batch import Batch
-from lipaudit.errors import UsageError
 from lipaudit.models import precision
 from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.linearize import linearize
 from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.models.sources.weights import hash_weights
 from tests.live import Live
-from tests.nets import TEXT
+from tests.models.sources.cases import SMALL, build, classifier, figures, qwen
+from tests.models.sources.cases import texts as save_texts
 
-transformers = pytest.importorskip("transformers")
-
-SIZES = TEXT | {"vocab_size": 64, "num_hidden_layers": 3}
 STORED = LoadOptions(weights="stored")
-
-
-def qwen(path, **extra):
-    """Save a Qwen2 in bfloat16."""
-    torch.manual_seed(0)
-    sizes = {**SIZES, "num_key_value_heads": 2, **extra}
-    module = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
-    module.to(torch.bfloat16).save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    return qwen(tmp_path_factory.mktemp("stored"))
+    return qwen(tmp_path_factory.mktemp("stored"), "bfloat16")
 
 
 @pytest.fixture
@@ -66,54 +53,19 @@ def texts(net, tokens=12):
     return Batch(ids, None, ("a", "b"), torch.ones_like(ids).bool())
 
 
-def figures(path, name, **options):
-    """All that a report says but for times, and the note on how the weights were read."""
-    report = measure(path, name, samples=2, max_tokens=12, **options).model_dump(mode="json")
-    report["run"].pop("created")
-    codes = [note["code"] for section in report["sections"] for note in section["notes"]]
-    for section in report["sections"]:
-        for row in section["rows"]:
-            row.pop("seconds", None)
-        section["notes"] = [n for n in section["notes"] if not n["code"].endswith(WEIGHTS)]
-    return report, codes
-
-
-WEIGHTS = ("half-precision", "stored-weights")
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("bounds", "float32"), ("jacobian", "float64"), ("attack", "float64")],
 )
 def test_every_figure_is_that_of_converted_weights(tmp_path, stored, name, dtype):
-    options = {"dtype": dtype}
+    options = {"dtype": dtype, "max_tokens": 12}
     if name == "attack":
-        stored, options = classifier(tmp_path), options | {"eps": "0.1", "data": data(tmp_path)}
+        stored = classifier(tmp_path / "bert", "bfloat16")
+        options |= {"eps": "0.1", "data": save_texts(tmp_path)}
     converted, before = figures(stored, name, **options)
     kept, after = figures(stored, name, weights="stored", **options)
     assert kept == converted
     assert ("half-precision" in before, "stored-weights" in after) == (True, True)
-
-
-def classifier(path):
-    torch.manual_seed(0)
-    config = transformers.BertConfig(**SIZES, num_labels=3, initializer_range=0.5)
-    module = transformers.BertForSequenceClassification(config)
-    module.to(torch.bfloat16).save_pretrained(path / "bert")
-    return str(path / "bert")
-
-
-def data(path):
-    ids = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(1))
-    np.savez(path / "ids.npz", x=ids.numpy(), y=np.array([0, 1]))
-    return str(path / "ids.npz")
-
-
-def test_the_report_says_which_function_was_measured(stored):
-    (note,) = load_net(stored, STORED).notes
-    assert note.code == "stored-weights"
-    assert "stay in bfloat16" in note.text
-    assert "The results are those of exactly these weights" in note.text
 
 
 def test_weights_stay_as_they_are_stored_and_have_one_hash(stored):
@@ -122,6 +74,10 @@ def test_weights_stay_as_they_are_stored_and_have_one_hash(stored):
     assert net.dtype == torch.float32
     assert net.weights_sha256 == lifted.weights_sha256
     assert net.parameters == lifted.parameters
+    (note,) = net.notes
+    assert note.code == "stored-weights"
+    assert "stay in bfloat16" in note.text
+    assert "The results are those of exactly these weights" in note.text
 
 
 def test_the_hash_is_that_of_float32_weights_and_lifts_none_whole():
@@ -159,7 +115,7 @@ def test_the_derivative_of_a_model_keeps_no_lifted_layer(stored, alive):
 
 def test_the_constants_of_a_model_are_those_of_float32(tmp_path):
     scaled = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
-    path = qwen(tmp_path, rope_parameters=scaled)
+    path = qwen(tmp_path, "bfloat16", rope_parameters=scaled)
     pairs = zip(
         load_net(path, STORED).module.named_buffers(), load_net(path).module.named_buffers(),
         strict=True,
@@ -176,9 +132,17 @@ def test_a_model_that_asks_for_its_own_type_gets_that_of_the_run():
 
     module = Asking(3, 2).bfloat16().requires_grad_(False)
     plain = copy.deepcopy(module).float()
-    assert precision.hold(module, torch.float32) == (torch.bfloat16,)
+    assert precision.hold(module, torch.float32) == {torch.bfloat16}
     x = torch.rand(5, 3) + 2**-20
     assert torch.equal(precision.lifting(module)(x), plain(x))
+
+
+def test_a_module_that_was_lent_keeps_its_weights_as_they_were():
+    module = nn.Linear(4, 3).bfloat16()
+    before = module.weight
+    measure(module, "jacobian", input_shape=(4,), samples=1, weights="stored")
+    assert module.weight is before
+    assert module.weight.requires_grad
 
 
 def test_modules_that_read_weights_of_others_read_lifted_ones():
@@ -215,11 +179,7 @@ def test_a_view_that_is_kept_is_lifted_again_to_the_same_values():
     assert F.linear(torch.ones(300).double(), module.weight).dtype == torch.float64
 
 
-def test_where_nothing_can_be_kept_the_report_says_so(tmp_path, stored):
-    torch.manual_seed(0)
-    single = transformers.BertModel(transformers.BertConfig(**SIZES))
-    single.save_pretrained(tmp_path)
+def test_where_nothing_can_be_kept_the_report_says_so(tmp_path):
+    build("BertModel", **SMALL).save_pretrained(tmp_path)
     (note,) = load_net(str(tmp_path), STORED).notes
     assert "has no effect" in note.text
-    with pytest.raises(UsageError, match="demo does not take --weights"):
-        load_net("demo", STORED)

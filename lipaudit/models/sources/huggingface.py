@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from packaging.version import Version
@@ -39,10 +40,9 @@ from lipaudit.tables import Note
 
 SETTINGS = (".json", ".txt", ".model")
 POOLING = "1_Pooling/config.json"
-FEATURES = "AutoModel"
-ENCODER = "AutoModelForTextEncoding"
-SEQUENCES = "AutoModelForSequenceClassification"
-SOUNDS = "AutoModelForAudioClassification"
+# The auto class of a model, by the ending of its class name; `AutoModel` gives features.
+LOADERS = HEADS | {"EncoderModel": "AutoModelForTextEncoding"}
+SEQUENCES = CLASSIFIERS["ForSequenceClassification"]
 WINDOWS = "relative_position_index"
 POOLER, MASK = "pooler", "mask_token"
 HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -326,11 +326,9 @@ def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, .
         return type(config) in getattr(transformers, auto)._model_mapping
 
     name = (config.architectures or [""])[0]
-    auto = next((auto for head, auto in HEADS.items() if name.endswith(head)), FEATURES)
-    if name.endswith("EncoderModel"):
-        auto = ENCODER
-    if auto == SEQUENCES and not knows(SEQUENCES):
-        auto = SOUNDS  # Wav2Vec2ForSequenceClassification classifies sounds
+    auto = next((auto for end, auto in LOADERS.items() if name.endswith(end)), "AutoModel")
+    if auto == SEQUENCES and not knows(SEQUENCES):  # Wav2Vec2ForSequenceClassification
+        auto = CLASSIFIERS["ForAudioClassification"]
     added: tuple[Note, ...] = ()
     trained = len(config.id2label or ()) if auto in CLASSIFIERS.values() else None
     if classes not in (None, trained):
@@ -391,11 +389,8 @@ def _load_weights(
         given = None if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
         register(module, name, given)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(nn.Module, "register_parameter", on_meta):
         built = dict(_build(loader, config).named_modules())
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
     for name, part in module.named_modules():
         for key in part._non_persistent_buffers_set & {*getattr(built.get(name), "_buffers", ())}:
             part._buffers[key] = built[name]._buffers[key]

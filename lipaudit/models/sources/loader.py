@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,9 @@ from lipaudit.data.hub import hub_access
 from lipaudit.data.images import resize
 from lipaudit.errors import (
     InputError,
-    LipauditError,
     UsageError,
-    first_line,
+    explain_failure,
     neighbours,
-    of_machine,
     refuse,
     require_versions,
     similar,
@@ -32,16 +30,15 @@ from lipaudit.errors import (
 from lipaudit.models.net import OWN, Net
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
-from lipaudit.models.precision import devices, eager, hold, lifting, precision, seed_device
+from lipaudit.models.precision import devices, eager, name_dtypes, precision, seed_device
 from lipaudit.models.sources import FORMS, huggingface, own, similar_models, timm
 from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
-from lipaudit.models.sources.offload import Placement, find_device, plan_placement
+from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
 from lipaudit.models.sources.weights import (
     SUFFIXES,
     few,
     hash_weights,
-    note_half_precision,
     read_json,
     require_weights,
 )
@@ -49,15 +46,14 @@ from lipaudit.tables import Note
 
 # Seed of random weights, so that they are always the same.
 SEED = 0
-# Options that a source of models reads, beside those that `assemble` reads for all.
-TAKES = {
-    "demo": (),
-    "timm": ("model_kwargs", "classes"),
-    "file": ("arch", "model_kwargs", "classes"),
-    "hf": ("model_kwargs", "tower", "classes", "weights"),
-    "py": ("model_kwargs", "tower", "weights"),
+# Sources that read an option, for each option that not all of them read.
+TAKERS = {
+    "arch": ("file",),
+    "model_kwargs": ("timm", "file", "hf", "py"),
+    "tower": ("hf", "py"),
+    "classes": ("timm", "file", "hf"),
+    "weights": ("hf", "py"),
 }
-CHECKED = ("arch", "model_kwargs", "tower", "classes", "weights")
 
 
 def load_net(name: str, options: LoadOptions | None = None) -> Net:
@@ -80,10 +76,10 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
     # Random weights are the same each time; the caller's random state is restored.
     with seed_device(SEED, find_device(options.device)), hub_access(offline=options.offline):
         source, spec = _load_spec(name, options)
-        for option in CHECKED:
+        for option, takers in TAKERS.items():
             given = getattr(options, option) != getattr(LoadOptions(), option)
             refuse(
-                given and option not in TAKES[source],
+                given and source not in takers,
                 f"{name} does not take --{option.replace('_', '-')}",
                 "Leave it out. In a gate it comes from the baseline: check that this is of the "
                 "same model.",
@@ -95,13 +91,14 @@ def load_net(name: str, options: LoadOptions | None = None) -> Net:
 def _load_spec(model: str, options: LoadOptions) -> tuple[str, ModelSpec]:
     """Return the source of a MODEL argument, and the model with its description."""
     prefix, colon, name = model.partition(":")
-    if model == "demo" or (colon and prefix == "demo"):
-        return "demo", load_demo(name or "standard")
-    if colon and prefix == "timm":
-        return prefix, timm.load_pretrained(name, options)
-    if colon and prefix == "py":
-        return prefix, own.load_factory(name, options)
-    if colon and prefix in ("hf", "hf-hub"):
+    form = prefix if colon or model == "demo" else ""
+    if form == "demo":
+        return form, load_demo(name or "standard")
+    if form == "timm":
+        return form, timm.load_pretrained(name, options)
+    if form == "py":
+        return form, own.load_factory(name, options)
+    if form in ("hf", "hf-hub"):
         folder, commit = huggingface.fetch_repository(name, options)
         source, spec = _load_directory(folder, options)
         return source, replace(spec, commit=commit)
@@ -158,7 +155,6 @@ def _load_directory(path: Path, options: LoadOptions) -> tuple[str, ModelSpec]:
 
 Call = Callable[[Tensor, Tensor | None], Any]
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
 
 
@@ -174,29 +170,18 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     """
     module = own.unwrap(spec.module)
     require_weights(module, name)
-    stored, dtype = options.weights == "stored", DTYPES[options.dtype]
-    placement = None
-    if options.device_map is not None:
-        text = f"--device {options.device} and --device-map both choose the device of the model"
-        refuse(options.device != "auto", text, "Leave --device out.", UsageError)
-        placement = plan_placement(module, options.device_map, None if stored else dtype)
-    # Half-precision arithmetic is too coarse for norms. Placed weights are converted on their way.
-    notes = () if stored else note_half_precision(p.dtype for p in module.parameters())
-    if notes and placement is None:
-        module = module.float()
     # Before conversion to the dtype of the run: the hash identifies the checkpoint.
     digest = hash_weights(module)
     module.eval().requires_grad_(False)
     spec = replace(spec, module=module)
     call, preprocess = _add_preprocessing(spec, options)
-    call, placed = _place_weights(module, call, options, placement)
+    call, places, notes = place_weights(module, call, options)
 
     def read(result: Any) -> Tensor:
         output = (spec.read or find_main_output)(result)
         return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
 
     result, output, entry = _probe(spec, call, read)
-    notes += placed
     if spec.read is None:
         notes += _note_other_outputs(result)
     classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
@@ -208,9 +193,6 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         "logits: torch.cat([0 * z, z], 1).",
     )
     described: dict[str, Any] = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
-    if spec.kind == "image":
-        described["box"] = spec.box or (0.0, 1.0)
-        described["prepare"] = spec.prepare or partial(resize, shape=spec.input_shape)
     described |= {
         "call": call,
         "read": read,
@@ -219,6 +201,9 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         "preprocess": preprocess,
         "notes": spec.notes + notes + (() if spec.commit is None else (spec.commit.note,)),
     }
+    if spec.kind == "image":
+        described["box"] = spec.box or (0.0, 1.0)
+        described["prepare"] = spec.prepare or partial(resize, shape=spec.input_shape)
     return Net(
         **described,
         name=name,
@@ -226,7 +211,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         parameters=sum(p.numel() for p in module.parameters()),
         weights_sha256=digest,
         classes=None if classes == 1 else classes,  # a single output is a regression
-        device_map={} if placement is None else placement.places,
+        device_map=places,
     )
 
 
@@ -263,35 +248,6 @@ def find_main_output(result: Any) -> Tensor:
     return result
 
 
-def _place_weights(
-    module: nn.Module, call: Call, options: LoadOptions, placement: Placement | None
-) -> tuple[Call, tuple[Note, ...]]:
-    """Put the weights on their devices in their precision, and note what is stored."""
-    dtype, stored = DTYPES[options.dtype], options.weights == "stored"
-    notes: tuple[Note, ...] = ()
-    if placement is not None:
-        placement.place_weights(module, None if stored else dtype)
-        notes = (placement.note(module),)
-        call = placement.connect(module, call)
-    else:
-        module.to(find_device(options.device))
-        if not stored:
-            module.to(dtype)
-            return call, ()
-    kinds = hold(module, dtype, None if placement is None else placement.computes_at)
-    if stored:
-        text = (
-            f"weights stay in {few([str(k).removeprefix('torch.') for k in kinds])}, as stored, "
-            f"and are converted to {options.dtype} one layer at a time. The results are those of "
-            "exactly these weights"
-            if kinds
-            else f"no weights are stored in less than {options.dtype}, so --weights stored has no "
-            "effect"
-        )
-        notes += (Note.info("stored-weights", text),)
-    return lifting(call), notes
-
-
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
     """Return a function that preprocesses samples and runs the model, and facts about it."""
     given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
@@ -317,18 +273,15 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     mean, std = (tuple(v) * (channels if len(v) == 1 else 1) for v in (mean, std))
     facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
 
-    # Made once for each device and precision: a copy to a GPU at every call would wait for it.
-    constants: dict[Any, list[Tensor]] = {}
+    @cache  # a copy to a GPU at every call would wait for it
+    def constants(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        with torch.inference_mode(False):  # the tensors may become part of a graph later
+            return [
+                torch.tensor(v, device=device, dtype=dtype)[:, None, None] for v in (mean, std)
+            ]
 
     def normalise(x: Tensor, mask: Tensor | None) -> Any:
-        key = x.device, x.dtype
-        if key not in constants:
-            with torch.inference_mode(False):  # the tensors may become part of a graph later
-                constants[key] = [
-                    torch.tensor(v, device=x.device, dtype=x.dtype)[:, None, None]
-                    for v in (mean, std)
-                ]
-        shift, scale = constants[key]
+        shift, scale = constants(x.device, x.dtype)
         z = (x - shift) / scale
         return call(z, mask)
 
@@ -355,30 +308,26 @@ def _probe(
         if image or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
             entries.append(part)
 
-    try:
-        with ExitStack() as hooks:
-            for path, part in module.named_modules():
-                name, kind = path.rpartition(".")[2], type(part).__name__
-                patches = image and ("PatchEmbed" in kind or "patch_embed" in name)
-                if patches or (spec.kind == "text" and isinstance(part, nn.Embedding)):
-                    hooks.callback(part.register_forward_hook(watch).remove)
-            with eager(), torch.no_grad():
-                result = call(x, None)
-                output = read(result)
-    except Exception as error:  # the model's own code may raise anything
-        if isinstance(error, LipauditError) or of_machine(error):
-            raise
-        check = "--input-size and --model-kwargs" if image else "--model-kwargs"
-        raise InputError(
-            f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
-            f"{spec.input_shape} ({type(error).__name__}: {first_line(error)})",
-            f"Check {check}. If the model needs other arguments, write a py: factory that "
-            "returns a ModelSpec with its own `call`.",
-        ) from error
+    check = "--input-size and --model-kwargs" if image else "--model-kwargs"
+    explained = explain_failure(
+        f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
+        f"{spec.input_shape}",
+        f"Check {check}. If the model needs other arguments, write a py: factory that returns a "
+        "ModelSpec with its own `call`.",
+    )
+    with explained, ExitStack() as hooks:
+        for path, part in module.named_modules():
+            name, kind = path.rpartition(".")[2], type(part).__name__
+            patches = image and ("PatchEmbed" in kind or "patch_embed" in name)
+            if patches or (spec.kind == "text" and isinstance(part, nn.Embedding)):
+                hooks.enter_context(part.register_forward_hook(watch))
+        with eager(), torch.no_grad():
+            result = call(x, None)
+            output = read(result)
     halved = output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32
     refuse(
         halved or not output.is_floating_point(),
-        f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
+        f"the model returns {name_dtypes([output.dtype])[0]} in a run in float32",
         "Let the model return its scores (logits), not a decision, which has no gradient. "
         "Switch autocast off in its code, or use --dtype float64, which overrides it.",
     )
@@ -516,24 +465,24 @@ def freeze_net(net: Net) -> Iterator[Net]:
 @contextmanager
 def restore(module: nn.Module) -> Iterator[None]:
     """Undo, when the block ends, all changes that `assemble` made to a module."""
-    modes = {each: each.training for each in module.modules()}
-    tables: list[dict[str, Any]] = [t for m in modes for t in (m._parameters, m._buffers)]
-    tensors = [(t, name, held) for t in tables for name, held in t.items() if held is not None]
-    values = [(held, held.data) for _, _, held in tensors]
-    trained = [(held, held.requires_grad) for held in module.parameters()]
-    gradients = [(held, held.grad, held.grad.data) for held, _ in trained if held.grad is not None]
+    kept = ("training", "_parameters", "_buffers")
+    states = {m: {k: v for k, v in vars(m).items() if k in kept} for m in module.modules()}
+    tables = (each for state in states.values() for each in state.values())
+    named = [(table, dict(table)) for table in tables if isinstance(table, dict)]
+    held = {id(t): t for _, tensors in named for t in tensors.values() if t is not None}
+    values = [(t, t.data, t.requires_grad) for t in held.values()]
+    gradients = [(p, p.grad, p.grad.data) for p in module.parameters() if p.grad is not None]
     try:
         yield
     finally:
-        for each, mode in modes.items():
-            each.training = mode
-        for table, name, held in tensors:
-            table[name] = held
-        for held, value in values:
-            held.data = value
-        for held, gradient, value in gradients:
+        for part, state in states.items():
+            vars(part).update(state)
+        for table, tensors in named:
+            table.update(tensors)
+        for t, value, requires_grad in values:
+            t.data = value
+            if t.requires_grad != requires_grad:  # lazy parameters refuse to be set
+                t.requires_grad_(requires_grad)
+        for p, gradient, value in gradients:
             gradient.data = value
-            held.grad = gradient
-        for held, requires_grad in trained:
-            if held.requires_grad != requires_grad:  # lazy parameters refuse to be set
-                held.requires_grad_(requires_grad)
+            p.grad = gradient

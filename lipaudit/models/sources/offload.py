@@ -1,4 +1,4 @@
-"""Placement of weights on several devices, CPU and disk, by Accelerate or by a file.
+"""Placement of weights: on one device, or on several, CPU and disk, by Accelerate or by a file.
 
 Accelerate plans the placement and moves samples from device to device. Weights on the disk, or on
 the CPU beside a GPU, stay there (see `models.precision`) and are converted whenever they are read,
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,13 +19,64 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.errors import EvaluationError, UsageError, explain_failure, out_of_memory, refuse
-from lipaudit.models.sources.weights import describe_misfit, few, read_json
+from lipaudit.models.net import LoadOptions
+from lipaudit.models.precision import hold, lifting, name_dtypes
+from lipaudit.models.sources.weights import describe_misfit, few, note_half_precision, read_json
 from lipaudit.tables import Note
 
 # Plans of Accelerate; today both give the same result.
 PLANNED = ("auto", "balanced")
 DISK, CPU = "disk", "cpu"
 LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def place_weights(
+    module: nn.Module, call: Callable[..., Any], options: LoadOptions
+) -> tuple[Callable[..., Any], Mapping[str, str], tuple[Note, ...]]:
+    """Put the weights of a model on its devices, in the precision of the run.
+
+    Args:
+        module: the model.
+        call: runs the model.
+        options: the device or the device map, the dtype, and whether weights stay as stored.
+
+    Returns:
+        a call of the placed model, the places of `--device-map`, and notes on the weights.
+
+    Raises:
+        InputError: Accelerate is not installed, or the map does not fit the model.
+        UsageError: this machine has no such device, or two options choose it.
+        EvaluationError: the disk is full.
+    """
+    run: torch.dtype = getattr(torch, options.dtype)
+    # Half-precision arithmetic is too coarse for norms: stored weights are converted when read.
+    dtype = None if options.weights == "stored" else run
+    notes = () if dtype is None else note_half_precision(p.dtype for p in module.parameters())
+    if options.device_map is None:
+        placement = None
+        module.to(find_device(options.device))
+        if dtype is not None:
+            # Not `to`, which drops the imaginary parts of complex constants.
+            module.double() if dtype == torch.float64 else module.float()
+            return call, {}, notes
+    else:
+        text = f"--device {options.device} and --device-map both choose the device of the model"
+        refuse(options.device != "auto", text, "Leave --device out.", UsageError)
+        placement = plan_placement(module, options.device_map, dtype)
+        placement.move(module, dtype)
+        notes += (placement.note(module),)
+        call = placement.connect(module, call)
+    kinds = hold(module, run, None if placement is None else placement.computes_at)
+    if dtype is None:
+        text = (
+            f"weights stay in {few(name_dtypes(kinds))}, as stored, and are converted to "
+            f"{options.dtype} one layer at a time. The results are those of exactly these weights"
+            if kinds
+            else f"no weights are stored in less than {options.dtype}, so --weights stored has no "
+            "effect"
+        )
+        notes += (Note.info("stored-weights", text),)
+    return lifting(call), {} if placement is None else placement.places, notes
 
 
 @dataclass(frozen=True)
@@ -36,29 +87,22 @@ class Placement:
         places: device or disk, by the name of a module or tensor; "" is the whole model.
         devices: the device behind each name of a device.
         main: the device of samples, and of modules whose weights are on the CPU or the disk.
-        mapped: the parameters that are views of a file since loading.
     """
 
     places: Mapping[str, str]
     devices: Mapping[str, torch.device]
     main: torch.device
-    mapped: frozenset[str]
-
-    @cached_property
-    def computing(self) -> set[torch.device]:
-        """Return the devices that compute: the CPU only if there is no other."""
-        return {self.main, *(d for d in self.devices.values() if d.type != CPU)}
 
     def place(self, name: str) -> str:
         """Return the place of a module or tensor."""
         return str(_look_up(self.places, name) or self.main)
 
     def computes_at(self, path: str) -> torch.device:
-        """Return the device on which a module computes."""
+        """Return the device on which a module computes: the CPU only if there is no other."""
         place = self.devices.get(self.place(path), self.main)
-        return place if place in self.computing else self.main
+        return self.main if place.type == CPU else place
 
-    def place_weights(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+    def move(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """Put every parameter in its place.
 
         Args:
@@ -68,26 +112,26 @@ class Placement:
         Raises:
             EvaluationError: the disk is full.
         """
-        # The modules that own each parameter, with its name there: tied weights have several.
-        users: dict[str, list[tuple[nn.Module, str]]] = {}
-        names = {id(p): name for name, p in module.named_parameters()}
-        for part in module.modules():
-            for key, p in part._parameters.items():
-                if p is not None:
-                    users.setdefault(names[id(p)], []).append((part, key))
+        # All names of each parameter: tied weights have several.
+        names: dict[int, list[str]] = {}
+        for name, p in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(p), []).append(name)
         with TemporaryDirectory(prefix="lipaudit-", ignore_cleanup_errors=True) as folder:
-            for number, (name, owners) in enumerate(users.items()):
-                values = module.get_parameter(name).data
-                place = self.place(name)
+            for number, known in enumerate(names.values()):
+                # Nothing else keeps the old values: the next weights need their memory.
+                values, place = module.get_parameter(known[0]).data, self.place(known[0])
                 if place != DISK:
                     device = self.devices[place]
-                    converted = values.is_floating_point() and device in self.computing
+                    computing = self.main if device.type == CPU else device
+                    converted = values.is_floating_point() and device == computing
                     values = values.to(device, dtype if converted else None)
-                elif name not in self.mapped:
+                # Mapped safetensors need no other file: torch does not own their memory.
+                elif values.device.type != CPU or values.untyped_storage().resizable():
                     values = _map_weight(values, Path(folder, str(number)))
                 placed = nn.Parameter(values, requires_grad=False)
-                for part, key in owners:
-                    part._parameters[key] = placed
+                for name in known:
+                    part, _, key = name.rpartition(".")
+                    module.get_submodule(part)._parameters[key] = placed
 
     def connect(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         """Move samples to the device of each part of a model, and the outputs back.
@@ -95,7 +139,7 @@ class Placement:
         The output of a part returns to the device of the enclosing module; the output of an
         element of a list goes to the next element.
         """
-        if len(self.computing) == 1:
+        if all(device in (self.main, torch.device(CPU)) for device in self.devices.values()):
             return call
         from accelerate.utils import send_to_device
 
@@ -174,19 +218,15 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
             if not isinstance(child, LISTS) and next(child.children(), None) is not None
         }
         floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
-        how: dict[str, Any] = {
-            "no_split_module_classes": sorted(
-                getattr(module, "_no_split_modules", None) or blocks
-            ),
-            "special_dtypes": None if dtype is None else dict.fromkeys(floating, dtype),
-        }
+        whole = getattr(module, "_no_split_modules", None) or blocks
+        how: dict[str, Any] = {"no_split_module_classes": sorted(whole)}
+        how["special_dtypes"] = None if dtype is None else dict.fromkeys(floating, dtype)
         memory = get_balanced_memory(module, **how)
         given = dict(infer_auto_device_map(module, max_memory=memory, **how))
     else:
         given = _read_device_map(module, wanted)
     # Accelerate numbers accelerators, and a file may do so, too.
-    there = torch.accelerator.is_available()  # older torch raises here without an accelerator
-    accelerator = torch.accelerator.current_accelerator() if there else None
+    accelerator = torch.accelerator.current_accelerator()
     kind = accelerator.type if accelerator else "cuda"
     places = {k: f"{kind}:{v}" if isinstance(v, int) else str(v) for k, v in given.items()}
     words = [word for word in dict.fromkeys(places.values()) if word != DISK]
@@ -197,15 +237,7 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
     owner = next(module.named_parameters())[0].rpartition(".")[0]
     first = [_look_up(places, owner), *words]
     computing = [devices[w] for w in first if w in devices and devices[w].type != CPU]
-    main = (computing or [torch.device(CPU)])[0]
-    # Mapped safetensors: torch does not own their memory. Only until a weight is used as an
-    # array, which shares its memory as well.
-    mapped = frozenset(
-        name
-        for name, p in module.named_parameters()
-        if p.device.type == CPU and not p.untyped_storage().resizable()
-    )
-    return Placement(places, devices, main, mapped)
+    return Placement(places, devices, (computing or [torch.device(CPU)])[0])
 
 
 def _look_up(places: Mapping[str, Any], name: str) -> Any:
@@ -223,14 +255,13 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
         InputError: the map does not fit the model.
     """
     path = Path(wanted)
-    example = 'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.'
     content = read_json(path) if path.is_file() else {}
     words = content.values() if isinstance(content, dict) else ()
     refuse(
         not words or not all(isinstance(w, str) or type(w) is int for w in words),
         f"--device-map {wanted} is neither auto nor balanced, nor a file that maps modules to "
         "devices",
-        example,
+        'Write a JSON file of modules and devices: {"blocks.0": "cuda:0", "": "disk"}.',
         UsageError,
     )
     tensors = [name for name, _ in module.named_parameters()]

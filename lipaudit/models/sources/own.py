@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
@@ -43,9 +44,7 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
     # The user's module may import its neighbours, like `python FILE` and `python -m`: Python puts
     # the folder of a script first.
     root = Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
-    before = list(sys.path)
-    sys.path.insert(0, str(root))
-    try:
+    with patch.object(sys, "path", [str(root), *sys.path]):
         with explain_failure(f"{place} cannot be imported", f"Write {EXAMPLE}."):
             module = _import_module(place)
         functions = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
@@ -57,8 +56,6 @@ def load_factory(reference: str, options: LoadOptions) -> ModelSpec:
             "Check the factory: it is called with --model-kwargs as its only arguments.",
         ):
             model = getattr(module, name)(**options.model_kwargs)
-    finally:
-        sys.path[:] = before
     refuse(
         not isinstance(model, nn.Module | ModelSpec),
         f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",

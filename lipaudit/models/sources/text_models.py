@@ -24,14 +24,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
 from lipaudit.errors import InputError, explain_failure, refuse
@@ -131,8 +132,6 @@ def _read_next_token(result: Any, mask: Tensor | None) -> Tensor:
 
 def _read_tower(result: Any, mask: Tensor | None) -> Tensor:
     """Return the projected features in the result of a tower, not normalised."""
-    if isinstance(result, Tensor):
-        return result
     pooled: Tensor | None = getattr(result, "pooler_output", None)
     return mean_pooling(result, None) if pooled is None else pooled
 
@@ -206,7 +205,7 @@ def read_lexicon(
         encode: (texts, most tokens, further options) -> the tokenizer's encoding.
     """
     count = min(vocabulary, len(tokenizer))
-    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(range(count)))]
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count))]
     # The mark of WordPiece, byte-level BPE, SentencePiece, or none.
     stored = json.loads(tokenizer.backend_tokenizer.to_str())
     decoder = json.dumps(stored.get("decoder"), ensure_ascii=False)
@@ -390,10 +389,8 @@ def pad_inputs(
     if fill is None:
         taken = "no token id is free for padding: every id ends some text of the batch"
         raise InputError(taken, "Use a smaller --batch-size.")
-    with ExitStack() as undo:
-        if pad is None and is_classifier(module):
-            undo.callback(setattr, config, "pad_token_id", config.pad_token_id)
-            config.pad_token_id = fill
+    given = fill if pad is None and is_classifier(module) else config.pad_token_id
+    with patch.object(config, "pad_token_id", given):
         if mask is None:
             yield x, torch.ones_like(x) if module.config.model_type in READS_IDS else None
         else:
@@ -514,12 +511,9 @@ def _limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
     positions = getattr(config, "max_position_embeddings", None)
     if not positions and hasattr(config, "relative_attention_num_buckets"):
         return ENDLESS
-    limits = [getattr(tokenizer, "model_max_length", None), getattr(config, "n_positions", None)]
-    limits.append(positions)
-    tables = [m for n, m in module.named_modules() if n.endswith("position_embeddings")]
-    limits += [  # RoBERTa counts positions from behind the padding id
-        table.num_embeddings - 1 - table.padding_idx
-        for table in tables
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None
-    ]
+    limits = [getattr(tokenizer, "model_max_length", None), positions]
+    for name, table in module.named_modules():
+        pad = getattr(table, "padding_idx", None) if name.endswith("position_embeddings") else None
+        if pad is not None:  # RoBERTa counts positions from behind the padding id
+            limits.append(table.num_embeddings - 1 - pad)
     return min((int(n) for n in limits if n and 0 < n < 10**6), default=MOST_TOKENS)

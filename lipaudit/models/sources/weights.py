@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lipaudit.errors import InputError, explain_failure, first_line, out_of_memory, refuse
+from lipaudit.models.precision import name_dtypes
 from lipaudit.tables import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -162,7 +163,7 @@ def few(names: Sequence[object], most: int = 4) -> str:
 
 def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
     """Return the note on weights stored in half precision, if there are any."""
-    names = sorted(str(d).removeprefix("torch.") for d in set(dtypes) & HALF)
+    names = name_dtypes(set(dtypes) & HALF)
     text = f"weights stored in {' and '.join(names)} were converted to float32"
     return (Note.info("half-precision", text),) if names else ()
 
@@ -216,7 +217,8 @@ def hash_weights(module: nn.Module) -> str:
         digest.update(f"{name} {dtype} {tuple(value.shape)}".encode())
         # In pieces: a second copy of the largest weight would double the memory.
         for piece in value.reshape(-1).split(HASHED):
-            digest.update(piece.to(dtype).view(torch.uint8).numpy())
+            # A copy: memory that numpy has seen counts as mapped (`offload.Placement.move`).
+            digest.update(piece.to(dtype, copy=True).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

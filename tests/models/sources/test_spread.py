@@ -5,7 +5,6 @@ import json
 import sys
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,31 +20,19 @@ from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.train import train
 from tests.goldens.test_values import walk
-from tests.nets import TEXT
+from tests.models.sources.cases import classifier, figures, texts
+from tests.models.sources.cases import qwen as save_qwen
 
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-SIZES = TEXT | {"vocab_size": 64, "num_hidden_layers": 3}
 BLOCKS = {"": "cpu", "model.layers.1": "disk", "model.layers.2.mlp": "disk", "lm_head": "disk"}
-ABOUT = ("device-map", "half-precision", "stored-weights")
-"""Notes on how weights are kept."""
+ON_DISK = tuple(name for name, place in BLOCKS.items() if place == "disk")
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """Return where a Qwen2 of a precision is."""
-
-    @cache
-    def saved(dtype="float32"):
-        path = tmp_path_factory.mktemp(dtype)
-        torch.manual_seed(0)
-        config = transformers.Qwen2Config(**SIZES, num_key_value_heads=2)
-        module = transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype))
-        module.save_pretrained(path)
-        return str(path)
-
-    return saved
+    return cache(lambda dtype="float32": save_qwen(tmp_path_factory.mktemp(dtype), dtype))
 
 
 @pytest.fixture
@@ -60,64 +47,31 @@ def written(tmp_path):
     return write
 
 
-def texts(path):
-    ids = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(1))
-    np.savez(path / "ids.npz", x=ids.numpy(), y=np.array([0, 1]))
-    return str(path / "ids.npz")
-
-
-def figures(model, name, **options):
-    """All that a report says of the model and what was measured, but for how weights are kept."""
-    report = measure(model, name, **({"samples": 2} | options)).model_dump(mode="json")
-    for section in report["sections"]:
-        section["notes"] = [n for n in section["notes"] if n["code"] not in ABOUT]
-        for row in section["rows"]:
-            row.pop("seconds", None)
-    return report["sections"], report["run"]["model"]
+ONE = {"max_tokens": 12, "samples": 1}
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "how"),
+    ("name", "dtype", "how", "kept"),
     [
-        ("bounds", "float32", {}),
-        ("attention", "bfloat16", {}),
-        ("jacobian", "bfloat16", {"weights": "stored"}),
+        ("bounds", "float32", ONE, {}),
+        ("attention", "bfloat16", ONE, {}),
+        ("jacobian", "bfloat16", ONE, {"weights": "stored"}),
+        ("jacobian", "float32", {"target": "hidden:3", "max_tokens": 6, "samples": 1}, {}),
+        ("attack", None, {"eps": "0.1", "norm": "token-l2", "attack": "fgsm,pgd", "steps": 3}, {}),
+        ("scaling", None, {"lengths": "4:8:log2", "layers": "0", "mode": "real"}, {}),
     ],
     ids=str,
 )
-def test_every_figure_is_that_of_weights_in_memory(qwen, written, name, dtype, how):
-    how = how | {"max_tokens": 12, "samples": 1}
-    own = {key: value for key, value in how.items() if key != "weights"}
-    plain = figures(qwen(dtype), name, **own)
-    assert figures(qwen(dtype), name, device_map=written(BLOCKS), **how) == plain
-
-
-@pytest.fixture
-def bert(tmp_path):
-    """Return where a classifier of texts is."""
-    torch.manual_seed(0)
-    config = transformers.BertConfig(**SIZES, num_labels=3, initializer_range=0.5)
-    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
-    return str(tmp_path / "bert")
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("jacobian", {"target": "hidden:3", "max_tokens": 6, "samples": 1}),
-        ("attack", {"eps": "0.1", "norm": "token-l2", "attack": "fgsm,pgd", "steps": 3}),
-        ("scaling", {"lengths": "4:8:log2", "layers": "0", "mode": "real"}),
-    ],
-    ids=str,
-)
-def test_positions_attacks_and_scaling_follow_the_weights(
-    qwen, bert, tmp_path, written, name, how
+def test_every_figure_is_that_of_weights_in_memory(
+    qwen, tmp_path, written, name, dtype, how, kept
 ):
-    model, places = qwen(), BLOCKS
-    if name != "jacobian":
+    if dtype is None:
         how = how | {"data": texts(tmp_path)}
-        model, places = bert, {"": "disk", "bert.encoder.layer.1": "cpu"}
-    assert figures(model, name, device_map=written(places), **how) == figures(model, name, **how)
+        model, places = classifier(tmp_path), {"": "disk", "bert.encoder.layer.1": "cpu"}
+    else:
+        model, places = qwen(dtype), BLOCKS
+    plain, _ = figures(model, name, **how)
+    assert figures(model, name, device_map=written(places), **how, **kept)[0] == plain
 
 
 def test_what_lies_on_the_disk_is_a_view_of_a_file_without_a_name(written, tmp_path, monkeypatch):
@@ -153,7 +107,7 @@ def test_the_report_says_what_lies_where(qwen, written):
     assert report.run.device_map == BLOCKS
     (note,) = (n for n in report.sections[0].notes if n.code == "device-map")
     module = load_net(qwen()).module
-    there = sum(p.numel() for n, p in module.named_parameters() if _around(n) == "disk")
+    there = sum(p.numel() for n, p in module.named_parameters() if n.startswith(ON_DISK))
     assert f"{there:,} on disk" in note.text
     assert measure("demo", "attention", samples=1).run.device_map == {}
 
@@ -168,10 +122,6 @@ def test_shards_may_be_spread_each_by_the_room_it_has(written):
     (merged,) = merge(shards).sections
     (whole,) = measure("demo", "jacobian", **how).sections
     assert merged.samples == whole.samples
-
-
-def _around(name):
-    return BLOCKS[max((key for key in BLOCKS if name.startswith(key)), key=len)]
 
 
 FACTORY = """
@@ -203,7 +153,7 @@ def test_any_module_is_spread_even_if_it_reads_the_weights_of_its_parts(tmp_path
         ("certify", {"eps": "1e-4", "samples": 1}),
     ):
         plain, spread_out = (
-            dict(walk([*figures(model, name, **how, **more)]))
+            dict(walk(figures(model, name, **how, **more)[0]))
             for more in ({}, {"device_map": places})
         )
         # LayerNorm is linearised by another formula where its weights come and go.
@@ -219,20 +169,15 @@ def test_models_of_timm_and_files_of_weights_are_spread(tmp_path, written):
     save_file(timm.create_model(name, **sizes).state_dict(), tmp_path / "vit.safetensors")
     how = {"arch": f"timm:{name}", "model_kwargs": "img_size=32,depth=2,num_classes=3"}
     model, places = str(tmp_path / "vit.safetensors"), written({"": "cpu", "blocks.1": "disk"})
-    spread_out, plain = (
-        figures(model, "bounds", layers="1", **how, **more)
-        for more in ({"device_map": places}, {})
-    )
-    assert spread_out == plain
+    plain, _ = figures(model, "bounds", layers="1", **how)
+    assert figures(model, "bounds", layers="1", device_map=places, **how)[0] == plain
 
 
 def test_tied_weights_stay_one_tensor(tmp_path, written):
-    config = transformers.Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
-    transformers.Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "tied")
-    places = written({"": "cpu", "lm_head": "disk"})
-    net = load_net(str(tmp_path / "tied"), LoadOptions(device_map=places))
+    tied = save_qwen(tmp_path / "tied", "bfloat16", tie_word_embeddings=True)
+    net = load_net(tied, LoadOptions(device_map=written({"": "cpu", "lm_head": "disk"})))
     assert net.module.lm_head.weight is net.module.model.embed_tokens.weight
-    assert net.parameters == load_net(str(tmp_path / "tied")).parameters
+    assert net.parameters == load_net(tied).parameters
 
 
 def test_accelerate_plans_whole_blocks_for_the_memory_that_is_free(qwen, monkeypatch):
@@ -285,14 +230,12 @@ def test_what_cannot_be_spread_is_refused_in_one_line(qwen, written, monkeypatch
         load_net("demo", LoadOptions(device_map=places))
 
 
-@pytest.mark.parametrize("how", [{"device_map": ""}, {"weights": "stored"}], ids=str)
+@pytest.mark.parametrize("how", ["device_map", "weights"])
 def test_weights_that_are_held_cannot_be_trained(tmp_path, written, how):
-    how = {key: value or written({"": "disk"}) for key, value in how.items()}
-    if "weights" in how:
-        (tmp_path / "own.py").write_text(FACTORY.replace("Pooled()", "Pooled().half()"))
-        net = load_net(f"py:{tmp_path / 'own.py'}:make", LoadOptions(**how))
-    else:
-        net = load_net("demo", LoadOptions(**how))
+    (tmp_path / "own.py").write_text(FACTORY.replace("Pooled()", "Pooled().half()"))
+    model = "demo" if how == "device_map" else f"py:{tmp_path / 'own.py'}:make"
+    places = {"device_map": written({"": "disk"}), "weights": "stored"}
+    net = load_net(model, LoadOptions(**{how: places[how]}))
     with pytest.raises(UsageError, match="training needs its weights on one device"):
         next(iter(train(net, load_shipped("train")[:8], Recipe(epochs=1))))
 

@@ -1,22 +1,25 @@
 """Which source a MODEL argument names, what the `Net` promises, and what is refused."""
 
+from importlib.resources import files
+
 import numpy as np
 import pytest
 import timm
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
 import lipaudit.models.sources.timm as demo
 from lipaudit.cli.app import app
-from lipaudit.data.batch import Batch
 from lipaudit.data.images import list_forms
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, UsageError
-from lipaudit.models.sources.loader import LoadOptions, ModelSpec, assemble, load_net
+from lipaudit.models.sources.loader import LoadOptions, load_net
 from lipaudit.models.sources.own import describe
-from tests.models.sources.cases import refused
+from tests.models.sources.cases import numbered, refused
+from tests.nets import own_net
 
 PLAIN = """
 import torch
@@ -57,32 +60,23 @@ def source(tmp_path):
     return path
 
 
+ASSETS = files("lipaudit.models") / "assets"
+
+
 @pytest.mark.parametrize("name", sorted(demo.DEMOS))
 def test_a_demo_is_as_good_as_its_file_says(name):
-    from importlib.resources import files
-
-    from safetensors import safe_open
-
-    path = files("lipaudit.models") / f"assets/demo_{name}.safetensors"
     net = load_net(f"demo:{name}")
     batch = load_data("demo", net, DataOptions(samples=360)).batch
-    with safe_open(str(path), "pt") as stored:
+    with safe_open(str(ASSETS / f"demo_{name}.safetensors"), "pt") as stored:
         said = stored.metadata()["held_out_accuracy"]
     assert f"{(net.output(batch).argmax(1) == batch.y).double().mean():.4f}" == said
     assert float(said) > 0.95
 
 
 def test_timm_loads_the_demo_and_agrees():
-    timm_vit = pytest.importorskip("timm.models.vision_transformer").VisionTransformer
-    from importlib.resources import files
-
-    twin = timm_vit(
-        img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=48, depth=3, num_heads=4,
-        mlp_ratio=2,
-    ).eval()  # fmt: skip
-    twin.load_state_dict(
-        load_file(str(files("lipaudit.models") / "assets/demo_standard.safetensors")), strict=True
-    )
+    name, arguments = demo.AS_TIMM
+    twin = timm.create_model(name, **arguments).eval()
+    twin.load_state_dict(load_file(str(ASSETS / "demo_standard.safetensors")), strict=True)
     net = load_net("demo")
     batch = load_data("demo", net, DataOptions(samples=16)).batch
     with torch.no_grad():
@@ -91,18 +85,13 @@ def test_timm_loads_the_demo_and_agrees():
 
 
 def test_demo_assets_stay_small_and_credit_their_data():
-    from importlib.resources import files
-
-    total = 0
-    for name in demo.DEMOS:
-        total += len((files("lipaudit.models") / f"assets/demo_{name}.safetensors").read_bytes())
-    for part in ("train", "test"):
-        images = files("lipaudit.data") / f"assets/digits_{part}.npz"
-        total += len(images.read_bytes())
+    digits = [files("lipaudit.data") / f"assets/digits_{part}.npz" for part in ("train", "test")]
+    weights = [ASSETS / f"demo_{name}.safetensors" for name in demo.DEMOS]
+    assert sum(len(path.read_bytes()) for path in digits + weights) < 1_000_000
+    for images in digits:
         with np.load(str(images)) as archive:
             assert archive["x"].dtype == np.uint8
             assert "Alpaydin" in str(archive["credit"])
-    assert total < 1_000_000
 
 
 def test_the_held_out_digits_are_those_of_scikit_learn():
@@ -117,16 +106,13 @@ def test_the_held_out_digits_are_those_of_scikit_learn():
         assert torch.equal(batch.y, y[order])
 
 
-def test_loading_leaves_the_callers_state_alone(source):
+def test_a_net_is_frozen_in_eval_mode_and_hashed_by_content(source):
+    """And the caller's state is left alone."""
     torch.manual_seed(7)
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
-    load_net(f"py:{source}:described")
+    net, twin = (load_net(f"py:{source}:described") for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_default_dtype() == dtype
-
-
-def test_a_net_is_frozen_in_eval_mode_and_hashed_by_content(source):
-    net, twin = (load_net(f"py:{source}:described") for _ in range(2))
     assert not net.module.training
     assert not any(p.requires_grad for p in net.module.parameters())
     assert net.weights_sha256 == twin.weights_sha256
@@ -134,41 +120,53 @@ def test_a_net_is_frozen_in_eval_mode_and_hashed_by_content(source):
     assert net.parameters == 12 * 4 + 4
 
 
-def test_normalisation_happens_inside(source):
-    net = load_net(f"py:{source}:described")
+@pytest.mark.parametrize(
+    ("options", "mean", "std"),
+    [({}, [0.5] * 3, 0.25), ({"mean": (0.1, 0.2, 0.3), "std": (2.0,)}, [0.1, 0.2, 0.3], 2.0)],
+)
+def test_normalisation_happens_inside_and_options_override_it(source, options, mean, std):
+    net = load_net(f"py:{source}:described", LoadOptions(**options))
     x = torch.rand(2, 3, 2, 2)
-    expected = net.module((x - 0.5) / 0.25)
-    torch.testing.assert_close(net.output(Batch(x, None, ("a", "b"))), expected)
+    expected = net.module((x - torch.tensor(mean)[:, None, None]) / std)
+    torch.testing.assert_close(net.output(numbered(x)), expected)
     assert (net.box, net.classes, net.labels) == ((0.0, 1.0), 4, tuple("abcd"))
+    assert net.preprocess["mean"] == mean
 
 
-def test_mean_and_std_override_what_the_source_says(source):
-    options = LoadOptions(mean=(0.1, 0.2, 0.3), std=(2.0,))
-    net = load_net(f"py:{source}:described", options)
-    x = torch.rand(1, 3, 2, 2)
-    expected = net.module((x - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 2)
-    torch.testing.assert_close(net.output(Batch(x, None, ("a",))), expected)
-    assert net.preprocess["mean"] == [0.1, 0.2, 0.3]
-
-
-def test_half_precision_is_converted_and_noted(source):
-    net = load_net(f"py:{source}:half", LoadOptions(input_size=(3, 2, 2)))
+@pytest.mark.parametrize(
+    ("factory", "options", "facts", "output"),
+    [
+        ("half", {"input_size": (3, 2, 2)}, ("image", (3, 2, 2), 4, (0.0, 1.0)), (4,)),
+        ("many", {"input_size": (2,)}, ("image", (3, 2, 2), 7, (0.0, 1.0)), (7,)),
+        ("sequence", {}, ("tokens", (3, 5), None, None), (3, 2)),
+    ],
+)
+def test_what_a_factory_returns_is_read_as_the_options_say(
+    source, factory, options, facts, output
+):
+    kwargs = {"classes": 7} if factory == "many" else {}
+    net = load_net(f"py:{source}:{factory}", LoadOptions(**options, model_kwargs=kwargs))
+    assert (net.kind, net.input_shape, net.classes, net.box) == facts
     assert net.dtype == torch.float32
-    assert [n.code for n in net.notes] == ["half-precision"]
-    assert "float16" in net.notes[0].text
+    assert net.output(load_data("random", net, DataOptions(samples=2)).batch)[0].shape == output
+    assert [n.code for n in net.notes] == ["half-precision"] * (factory == "half")
+    assert all("float16" in note.text for note in net.notes)
 
 
-def test_a_plain_module_takes_the_input_size_that_is_given(source):
-    net = load_net(f"py:{source}:many", LoadOptions(input_size=(2,), model_kwargs={"classes": 7}))
-    assert net.input_shape == (3, 2, 2)
-    assert net.classes == 7
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_complex_constants_keep_their_imaginary_part(dtype):
+    """Rotary positions of Llama's own code are such a buffer."""
 
+    class Turned(nn.Linear):
+        def forward(self, x):
+            return super().forward((x * self.turn).imag.to(self.weight.dtype))
 
-def test_a_model_of_float_tokens(source):
-    net = load_net(f"py:{source}:sequence")
-    batch = load_data("random", net, DataOptions(samples=2)).batch
-    assert net.output(batch).shape == (2, 3, 2)
-    assert (net.classes, net.box) == (None, None)
+    module, angles = Turned(4, 2), torch.arange(4.0)
+    module.register_buffer("turn", torch.polar(torch.ones(4), angles))
+    net = own_net(module, (4,), dtype)
+    x = torch.ones(1, 4, dtype=net.dtype)
+    expected = nn.functional.linear(x * angles.sin(), module.weight, module.bias)
+    torch.testing.assert_close(net.output(numbered(x)), expected)
 
 
 def test_a_factory_in_an_importable_module():
@@ -207,24 +205,23 @@ def test_a_factory_in_an_importable_module():
         ("deit_tiny_patch16_22", {}, InputError, "Did you mean timm:deit_tiny_patch16_224"),
         ("timm:timm/vit_tiny", {}, InputError, "Did you mean hf:timm/vit_tiny"),
         ("{file}:plain", {}, InputError, "Did you mean py:{file}:plain"),
+        ("{file}", {}, InputError, "ONNX and GGUF have none"),
         ("{file}", {}, InputError, "py:{file}:FUNCTION"),
         ("demo", {"arch": "timm:test_vit"}, UsageError, "demo does not take --arch"),
         ("demo", {"model_kwargs": {"num_classes": 3}}, UsageError, "from the baseline"),
         ("demo", {"tower": "image"}, UsageError, "demo does not take --tower"),
         ("demo", {"weights": "stored"}, UsageError, "demo does not take --weights"),
         ("demo", {"classes": 5}, UsageError, "demo does not take --classes"),
-        ("demo", {"device": "cuda:99"}, UsageError, "not available"),
+        *[
+            ("demo", {"device": name}, UsageError, "is not available on this machine")
+            for name in ("hpu", "opengl:0", "cuda:999", "meta", "nonsense", "cpu:x", "")
+        ],
         ("demo", {"mean": (0.1, 0.2, 0.3)}, UsageError, "1 channels"),
         ("demo", {"std": (0.0,)}, UsageError, "must be positive"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_advice(source, spec, options, kind, message):
     assert message.format(file=source) in refused(spec.format(file=source), kind, **options)
-
-
-def test_a_file_of_weights_needs_an_architecture(tmp_path):
-    save_file({"w": torch.ones(1)}, tmp_path / "w.safetensors")
-    assert "--arch timm:NAME" in refused(tmp_path / "w.safetensors", UsageError)
 
 
 FACTORY = """
@@ -241,6 +238,7 @@ def test_weights_are_loaded_into_a_factory_s_model(tmp_path):
     weights = {"1.weight": torch.rand(3, 12), "1.bias": torch.rand(3)}
     arch = {"arch": f"py:{tmp_path / 'own.py'}:build", "input_size": (3, 2, 2)}
     save_file(weights, tmp_path / "w.safetensors")
+    assert "--arch timm:NAME" in refused(tmp_path / "w.safetensors", UsageError)
     inside = {f"vit.{name}": value for name, value in weights.items()}
     torch.save({"state_dict": inside, "epoch": 3}, tmp_path / "epoch=3.ckpt")
     for name in ("w.safetensors", "epoch=3.ckpt"):
@@ -264,16 +262,18 @@ def test_weights_of_timm_may_lie_in_an_attribute(tmp_path):
         assert torch.equal(net.module.head.weight, model.head.weight)
 
 
-def test_directories_without_a_usable_configuration(tmp_path):
-    assert "has no config.json" in refused(str(tmp_path))
-    (tmp_path / "model.onnx").touch()
-    assert "ONNX and GGUF have none" in refused(str(tmp_path / "model.onnx"))
-    (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in refused(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"hidden": 3}')
-    assert "has no config.json that names" in refused(str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "merge_and_unload" in refused(str(tmp_path))
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("notes.txt", "", "has no config.json"),
+        ("config.json", "{", "is not JSON"),
+        ("config.json", '{"hidden": 3}', "has no config.json that names"),
+        ("adapter_config.json", "{}", "merge_and_unload"),
+    ],
+)
+def test_directories_without_a_usable_configuration(tmp_path, file, content, message):
+    (tmp_path / file).write_text(content)
+    assert message in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -284,25 +284,19 @@ def test_a_model_that_refuses_its_sample_is_refused(error):
         def forward(self, x):
             raise error
 
-    spec = ModelSpec(Picky(4, 4), (3, 4), kind="tokens")
     with pytest.raises(InputError, match=f"cannot be run .*{type(error).__name__}: odd"):
-        assemble(spec, LoadOptions(device="cpu"), name="m", source="test")
+        own_net(Picky(4, 4), (3, 4))
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """Two GPUs, of which nothing may be asked."""
+def run_out(*_args, **_kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def busy(*_args, **_kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
+def test_a_run_on_the_cpu_leaves_busy_gpus_alone(monkeypatch, source):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "init"):
-        monkeypatch.setattr(torch.cuda, name, busy)
-
-
-def test_a_run_on_the_cpu_leaves_busy_gpus_alone(gpus, source):
+        monkeypatch.setattr(torch.cuda, name, run_out)
     net = load_net(f"py:{source}:described", LoadOptions(device="cpu"))
     assert net.device == torch.device("cpu")
 
@@ -319,16 +313,8 @@ def test_a_device_without_float64_is_refused_before_anything_is_loaded(monkeypat
     assert "no float64" in text
 
 
-@pytest.mark.parametrize("name", ["hpu", "opengl:0", "cuda:999", "meta", "nonsense", "cpu:x", ""])
-def test_a_device_that_is_not_there_is_said_so(name):
-    assert "is not available on this machine" in refused("demo", UsageError, device=name)
-
-
 def test_a_device_without_memory_is_not_taken_for_another_fault(monkeypatch):
-    def full(*_args, **_kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(torch, "empty", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         load_net("demo", LoadOptions(device="cuda"))
 
@@ -339,10 +325,6 @@ from torch import nn
 def build():
     return nn.Sequential(nn.Flatten(), nn.Linear(160, 3))
 """
-
-
-def options(*shape: int) -> LoadOptions:
-    return LoadOptions(forms=lambda: list_forms(torch.rand(5, *shape)))
 
 
 @pytest.mark.parametrize("size", ["8,5,4", "4,8,5"])
@@ -358,7 +340,6 @@ def test_the_option_that_a_refusal_names_settles_the_shape(size, tmp_path):
 
 
 def test_a_side_alone_keeps_the_channels_of_the_reading_of_that_size():
-    spec = describe(
-        nn.Conv2d(3, 4, 1), LoadOptions(input_size=(32,), forms=options(32, 32, 3).forms)
-    )
-    assert spec.input_shape == (3, 32, 32)
+    forms = list_forms(torch.rand(5, 32, 32, 3))
+    options = LoadOptions(input_size=(32,), forms=lambda: forms)
+    assert describe(nn.Conv2d(3, 4, 1), options).input_shape == (3, 32, 32)

@@ -16,16 +16,10 @@ pytestmark = pytest.mark.rounding
 
 VOCABULARY = 40
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 24, "max_position_embeddings": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 GROUPED = {"num_key_value_heads": 2, "head_dim": 4}
 MODELS = {
     "gpt2": ("GPT2Config", {}),
@@ -156,8 +150,7 @@ def test_weights_as_stored_give_the_scores_of_these_weights():
 def test_models_that_see_what_follows_are_refused(seed):
     """However little: what random weights see of it is near rounding."""
     torch.manual_seed(seed)
-    config = transformers.BertConfig(**SIZES)
-    module = transformers.BertLMHeadModel(config)
+    module = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES))
     with pytest.raises(InputError, match="looks at later tokens"):
         score_continuations(hf_net(module), CHOICES, "sum")
 

@@ -19,9 +19,9 @@ CYRILLIC = ["хороший фильм good", "очень плохо", "a акт
 def test_a_warning_says_how_many_tokens_are_unknown(tmp_path, kind, texts, warned):
     folder = Folder("bert", kind, "BertForSequenceClassification", H | LONG)
     save(folder, tmp_path / "model")
-    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    table = write(tmp_path, [{"text": text} for text in texts])
     net = load_net(str(tmp_path / "model"), LoadOptions(device="cpu"))
-    notes = load_data(str(tmp_path / "t.jsonl"), net, DataOptions(samples=len(texts))).notes
+    notes = load_data(table, net, DataOptions(samples=len(texts))).notes
     found = [note.text for note in notes if note.code == "unknown-tokens"]
     tokenizer = Plain(folder, tmp_path / "model").tokenizer
     ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -46,15 +46,19 @@ KINDS = {
 }
 
 
+def write(path, rows):
+    """Write a table of texts; return its path."""
+    (path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(path / "t.jsonl")
+
+
 @pytest.fixture(params=KINDS)
 def folder(tmp_path, request):
     """Return a model folder with a table of lists of labels, and what is said of the model."""
-    kind = Folder(
-        "bert", "word", "BertForSequenceClassification", H | LONG | {"problem_type": request.param}
-    )
+    problem = {"problem_type": request.param}
+    kind = Folder("bert", "word", "BertForSequenceClassification", H | LONG | problem)
     save(kind, tmp_path / "model")
-    rows = [{"text": text, "labels": [0, 2]} for text in TEXTS]
-    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write(tmp_path, [{"text": text, "labels": [0, 2]} for text in TEXTS])
     return kind, tmp_path, KINDS[request.param]
 
 
@@ -88,10 +92,6 @@ def test_norms_are_measured_and_a_warning_says_why_there_are_no_margins(folder):
 def test_lists_of_labels_are_refused_with_their_line_by_a_model_of_one_class(tmp_path):
     save(Folder("bert", "word", "BertForSequenceClassification", H | LONG), tmp_path / "model")
     rows = [{"text": "good film", "label": 1}, {"text": "bad plot", "label": [0, 2]}]
-    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(
-        InputError, match=r"line 2 has a list in 'label', and a sample has only one"
-    ):
-        lipaudit.measure(
-            str(tmp_path / "model"), "attack", data=str(tmp_path / "t.jsonl"), samples=2
-        )
+    data = write(tmp_path, rows)
+    with pytest.raises(InputError, match=r"line 2 has a list in 'label', and a sample has only"):
+        lipaudit.measure(str(tmp_path / "model"), "attack", data=data, samples=2)

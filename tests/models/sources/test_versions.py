@@ -1,14 +1,13 @@
 """Packages and files of other versions: named, never an ImportError, never read in silence."""
 
 import importlib.metadata
-import json
 
 import pytest
 
 from lipaudit.errors import ExitCode, InputError, explain_error, find_unmet_requirement
 from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke
-from tests.models.sources.cases import bert, refused, save, vit
+from tests.models.sources.cases import bert, configure, refused, save, vit
 
 
 @pytest.fixture
@@ -73,10 +72,7 @@ def test_a_torchvision_of_another_torch_is_named():
 )
 def test_fields_of_a_newer_transformers_are_named(tmp_path, version, fields, warned):
     save(bert(), tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"transformers_version": version} | fields)
-    )
+    configure(tmp_path, transformers_version=version, **fields)
     notes = load_net(str(tmp_path)).notes
     assert [(n.level, n.code) for n in notes] == [("warning", "newer-transformers")] * warned
     assert all("rope_of_tomorrow" in note.text for note in notes)
@@ -85,14 +81,13 @@ def test_fields_of_a_newer_transformers_are_named(tmp_path, version, fields, war
 def test_a_class_that_is_not_there_says_what_to_do(tmp_path):
     save(bert(), tmp_path / "text")
     (tmp_path / "text" / "tokenizer.json").unlink()
-    tokenizer = '{"tokenizer_class": "TokenizerOfTomorrow"}'
-    (tmp_path / "text" / "tokenizer_config.json").write_text(tokenizer)
+    configure(tmp_path / "text", "tokenizer_config.json", tokenizer_class="TokenizerOfTomorrow")
     text = refused(tmp_path / "text")
     assert "the tokenizer in" in text
     assert "pip install sentencepiece" in text
     save(vit(), tmp_path / "image", tokenizer=False)
-    processor = '{"image_processor_type": "ProcessorOfTomorrow"}'
-    (tmp_path / "image" / "preprocessor_config.json").write_text(processor)
+    kind = {"image_processor_type": "ProcessorOfTomorrow"}
+    configure(tmp_path / "image", "preprocessor_config.json", **kind)
     text = refused(tmp_path / "image")
     assert "the image processor in" in text
     assert "--mean and --std" in text

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import lipaudit
 from lipaudit import schema
 from lipaudit.errors import InputError
 from lipaudit.tables.summary import summary
@@ -15,7 +14,7 @@ OLD = sorted((Path(__file__).parent / "reports").glob("*.json"))
 
 
 def test_a_report_is_written_with_its_summary_and_read_without():
-    report = lipaudit.measure("demo", "bounds", samples=1)
+    report = schema.load(OLD[2])
     text = schema.dumps(report)
     document = json.loads(text)
     assert list(document).index("summary") < list(document).index("sections")

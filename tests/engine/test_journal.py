@@ -211,8 +211,8 @@ def test_parts_come_in_the_order_of_the_samples_and_whole(tmp_path):
     pairs = [Part((f"{i}", f"{i + 1}"), {"x": np.zeros(2)}) for i in (4, 0, 2)]
     journal = Journal({}, tmp_path)
     keep(journal, pairs)
-    assert sample_ids(journal.read_parts("0123456")) == ("0", "1", "2", "3", "4", "5")
-    assert sample_ids(journal.read_parts("01245")) == ("0", "1", "4", "5")
+    for asked, found in (("0123456", "012345"), ("01245", "0145")):
+        assert sample_ids(journal.read_parts(asked)) == tuple(found)
 
 
 def test_a_run_deletes_its_own_parts_alone(tmp_path):

@@ -47,9 +47,6 @@ def test_blocks_are_measured_beside_the_model():
         assert row.max == pytest.approx(max(exact), rel=1e-8)
         assert section.arrays["norm"].numpy()[i + 1] == pytest.approx(exact, rel=1e-5)
         assert row.converged == row.samples == 3
-
-
-def test_blocks_are_spectral():
     with pytest.raises(UsageError, match="--per-layer needs --norm 2"):
         JacobianOptions(norm="inf", per_layer=True)
 

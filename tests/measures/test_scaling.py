@@ -220,15 +220,12 @@ def test_samples_that_are_too_short_are_left_out():
     assert "patch" not in said
 
 
-def test_text_keeps_its_closing_token():
+def test_texts_keep_their_closing_token_and_images_are_resized():
     net = replace(reader(), tokenize=lambda text, n: [1, *(map(ord, text)), 2][:n])
     batch = Batch(torch.tensor([[1, 7, 8, 9, 10, 11, 2]]), None, ("0",))
     assert cut(net, batch, 4)[0].x.tolist() == [[1, 7, 8, 2]]
-
-
-def test_images_are_resized():
-    net = load_net("demo", LoadOptions())
-    batch = load_data("demo", net, DataOptions(samples=2)).batch.to(net.device, net.dtype)
+    net = load_net("demo")
+    batch = load_data("demo", net, DataOptions(samples=2)).batch
     assert cut(net, batch, 30)[0].x.shape == (2, 1, 10, 10)
 
 
@@ -276,15 +273,12 @@ def test_the_demo_interpolates_its_positions_at_other_sizes_only(size):
     assert torch.equal(seen[0], tokens + positions)
 
 
-def test_lengths():
+def test_lengths_and_heads_are_read():
     assert read_lengths("8:256:log6") == (8, 16, 32, 64, 128, 256)
     assert read_lengths("8:256:log8") == ScalingOptions().lengths
     for text in ("8", "8:4:log3", "1:9:log3", "8:256:log1", "8:256:lin3"):
         with pytest.raises(UsageError, match="FIRST:LAST:logCOUNT"):
             ScalingOptions.parse({"lengths": text})
-
-
-def test_an_unknown_head():
     with pytest.raises(UsageError, match=r"no head 7\.0"):
         measured(reader(), words(1), heads=("7.0",))
 

@@ -63,7 +63,7 @@ def test_flags_come_from_the_points_that_are_handed_out(digits, everything, norm
 
 @NORMS
 def test_the_device_batch_size_changes_nothing_and_the_seed_repeats(digits, everything, norm):
-    x, y, plan = digits.x[:12], digits.y[:12], everything(norm, steps=3)
+    x, y, plan = digits.x[:6], digits.y[:6], everything(norm, steps=3)
 
     def flags(batch_size, seed=3):
         outcomes = evaluate(digits.conv, x, y, plan, batch_size=batch_size, seed=seed)
@@ -72,7 +72,7 @@ def test_the_device_batch_size_changes_nothing_and_the_seed_repeats(digits, ever
     first = flags(64)
     for one, two in zip(first, flags(64), strict=True):
         assert torch.equal(one[1], two[1])
-    for batch_size in (1, 7):
+    for batch_size in (1, 4):
         for one, two in zip(first, flags(batch_size), strict=True):
             assert torch.equal(one[0], two[0])
             assert one[2:] == two[2:]

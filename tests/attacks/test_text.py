@@ -186,6 +186,10 @@ def test_what_is_no_word_stays_and_padding_is_masked(name):
         assert (new.ids[0], new.ids[-1]) == (START, END)
         if name == "words":
             assert [KINDS[i] for i in new.ids] == [KINDS[i] for i in old.ids]
+    empty = TEXTS.index("")
+    assert outcome.drafts[empty].words == ((START,), (END,))
+    assert outcome.drafts[empty].texts == ("",)
+    assert bool(outcome.robust[empty])
     for ids, mask in model.read:
         hidden = torch.zeros_like(ids, dtype=torch.bool) if mask is None else ~mask
         assert torch.equal(hidden, ids == PAD)
@@ -232,14 +236,6 @@ def test_slopes_are_those_of_each_text_alone(batch_size):
         z = reader.table[list(one)][None].requires_grad_()
         margins(reader.forward(z, None, None), label[None]).sum().backward()
         torch.testing.assert_close(slope, z.grad[0])
-
-
-def test_a_text_without_words_is_left_as_it_is():
-    _, _, outcome = attacked("words", 4)
-    empty = TEXTS.index("")
-    assert outcome.drafts[empty].words == ((START,), (END,))
-    assert outcome.drafts[empty].texts == ("",)
-    assert bool(outcome.robust[empty])
 
 
 def test_neighbours_are_the_nearest_by_cosine():

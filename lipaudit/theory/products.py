@@ -197,25 +197,21 @@ class Attend:
         """Return the cotangent of x W of every input for the cotangent u of O."""
         # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
         inner, largest = ((u * rows).sum(-1, keepdim=True) for rows in (self.o, self.c))
-        total: dict[str, Tensor] = {}
+        names = [name for side in self.sides for name in side.names]
+        total = {name: torch.zeros_like(getattr(self, name)) for name in names}
         for p, i, j in _map_rows(self.heads, self.p):
             some = u[:, i]
             ds = (some @ self.v[:, j].mT).sub_(inner[:, i]).mul_(p)
             ds.scatter_(-1, self.key[:, i] - (j.start or 0), largest[:, i])
             plain = ds if self.slope is None else ds * self.slope
-            for name in (name for side in self.sides for name in side.names):
+            for name in names:
                 if name == "q":
                     rows = plain @ self.k[:, j]
                 else:
                     rows = plain.mT @ self.q[:, i] if name == "k" else p.mT @ some
                 if name in self.extra:  # sum_j ds_ij r_ij, sum_i ds_ij t_ij
                     rows = rows + _times_sets(ds if name == "q" else ds.mT, *self.extra[name])
-                if self.p is None:
-                    if name not in total:
-                        total[name] = torch.zeros_like(getattr(self, name))
-                    total[name][:, i if name == "q" else j] += rows
-                else:
-                    total[name] = rows
+                total[name][:, i if name == "q" else j] += rows
         for name, g in self.local.items():
             total[name] = torch.einsum("pnd,pnde->pne", total[name], g)
         return [torch.cat([total[name] for name in side.names], -1) for side in self.sides]

@@ -367,6 +367,14 @@ def corner(seed: int, tokens: str, values: str, mask: str, *, gain: float, biase
     return heads if MASKS[mask] is None else replace(heads, bias=MASKS[mask][None, None])
 
 
+def without_padding(heads: Heads, b: int, length: int) -> Heads:
+    """Return one batch row of padded heads without its padding, as a sample of its own."""
+    row = heads.row(b)
+    short = {name: getattr(row, name)[:, :, :length] for name in "qkv"}
+    sample = torch.zeros(1, dtype=torch.long)
+    return replace(row, x=row.x[:, :length], **short, bias=None, valid=None, sample=sample)
+
+
 def growing_head(
     seed: int,
     *,

@@ -15,6 +15,7 @@ from lipaudit.theory.heads import Pairs, are_affine_everywhere, unit_values
 from lipaudit.theory.ingredients import Ingredients, Tokens, centre_heads, weights_of
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import dense_jacobian
+from tests.theory.cases import without_padding
 
 OTHER = ("softcap", "relative", "relative-softcap", "sink", "sink-rotary")
 AFFINE = ("hu", "castin", "mean_field", "appendix_c")
@@ -131,14 +132,8 @@ def test_the_published_formulas_written_out(random_layer, name, gain):
 def test_padding_changes_no_bound(random_layer, dense_entries):
     policy = Policy(dense_entries=dense_entries)
     heads = random_layer("padding", n=6, samples=2).heads
-    alone = replace(
-        heads.row(1),
-        **{name: getattr(heads, name)[1:, :, :5] for name in "qkv"},
-        x=heads.x[1:, :5],
-        bias=None,
-        valid=None,
-    )
-    padded, bare = (head_bounds(replace(each, policy=policy)) for each in (heads.row(1), alone))
+    both = heads.row(1), without_padding(heads, 1, 5)
+    padded, bare = (head_bounds(replace(each, policy=policy)) for each in both)
     for name, value in bare.items():
         torch.testing.assert_close(
             padded[name], value, rtol=2e-6, atol=0, equal_nan=True, msg=name

@@ -13,6 +13,7 @@ from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.products import dense_jacobian, sketched_vjp_x
+from tests.theory.cases import without_padding
 
 SEEDS = (0, 1)
 
@@ -71,12 +72,8 @@ def test_a_row_does_not_depend_on_its_batch(random_layer, name):
 
 def test_padding_changes_nothing(random_layer):
     padded = random_layer("padding", n=9).heads  # the second sample has 8 tokens
-    short = {name: getattr(padded, name)[1:, :, :8] for name in "qkv"}
-    cut = replace(
-        padded, x=padded.x[1:, :8], **short, bias=None, valid=None, sample=torch.tensor([0])
-    )
     inside = head_norms(padded, seeds=(3, 4))
-    alone = head_norms(cut, seeds=[4])
+    alone = head_norms(without_padding(padded, 1, 8), seeds=[4])
     torch.testing.assert_close(alone.norm[0], inside.norm[1], rtol=1e-12, atol=0)
     assert torch.equal(alone.products[0], inside.products[1])
 
@@ -85,12 +82,8 @@ def test_windows_of_a_sample_make_one_block_diagonal_jacobian(random_layer):
     layer = random_layer("windows")
     rows = head_norms(layer.heads, seeds=SEEDS, tol=1e-11).norm
     dense = layer.jacobian()
-    blocks = torch.stack(
-        [
-            torch.stack([spectral(torch.block_diag(*dense[2 * s : 2 * s + 2, h])) for h in (0, 1)])
-            for s in (0, 1)
-        ]
-    )
+    pairs = [dense[2 * s : 2 * s + 2, h] for s in (0, 1) for h in (0, 1)]
+    blocks = torch.stack([spectral(torch.block_diag(*pair)) for pair in pairs]).view(2, 2)
     torch.testing.assert_close(per_sample(rows, layer.heads.sample), blocks, rtol=1e-10, atol=0)
 
 
@@ -229,12 +222,8 @@ def test_weak_attention_has_its_norm_from_any_start(random_layer, name):
 
 def repeated(heads, times):
     """One sample many times, each of which starts by a seed of its own."""
-    rows = {name: getattr(heads, name) for name in ("x", "x_kv", "q", "k", "v")}
-    again = {
-        name: each.repeat(times, *[1] * (each.ndim - 1))
-        for name, each in rows.items()
-        if each is not None
-    }
+    names = [name for name in ("x", "x_kv", "q", "k", "v") if getattr(heads, name) is not None]
+    again = {name: torch.cat([getattr(heads, name)] * times) for name in names}
     return replace(heads, **again, sample=torch.arange(times))
 
 

@@ -392,9 +392,8 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: P
     tokens, weight = local_map(projection), factor(projection).mT
     total = tokens.shape[2]
     entries = len(rows) * rows.shape[1] * rows.shape[3] * weight.shape[-1]
-    together = total * entries <= policy.map_limit
     parts = []
-    for i in [slice(None)] if together else policy.chunks(total, entries):
+    for i in policy.chunks(total, entries):
         images = small @ tokens[:, :, i] @ weight
         if projection.local is not None:
             images = images * used[..., i, None, None]

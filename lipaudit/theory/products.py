@@ -130,8 +130,6 @@ def anchor_blocks(
     for p, i, keys in blocks:
         rows = anchor_outputs(p, v[..., keys, :], None if sink is None else sink[..., i, :])
         parts.append(rows._replace(key=rows.key + (keys.start or 0)))
-    if len(parts) == 1:
-        return parts[0]
     return Anchored(*(torch.cat(rows, -2) for rows in zip(*parts, strict=True)))
 
 

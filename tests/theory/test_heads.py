@@ -109,9 +109,7 @@ def test_one_hot_rows_do_not_look_causal(random_layer):
     assert not replace(peaked, bias=4 * peaked.bias).is_causal()
 
 
-def test_a_mask_of_booleans_is_one_of_zeros_and_infinities(
-    random_layer,
-):
+def test_a_mask_of_booleans_is_one_of_zeros_and_infinities(random_layer):
     heads = random_layer("rotary").heads
     n = heads.q.shape[2]
     seen = torch.ones(n, n, dtype=torch.bool).tril().triu(-2)  # a causal sliding window

@@ -65,30 +65,23 @@ def test_single_precision_is_left_alone_where_products_may_be_rounded_further():
     assert (double < single).all()
 
 
-def test_the_precision_of_products_is_read():
-    here = torch.device("cpu")
-    assert keeps_single(here)
-    assert not keeps_single(torch.device("meta"))
-    with torch.autocast("cpu"):
-        assert not keeps_single(here)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        assert not keeps_single(here)
-    finally:
-        torch.set_float32_matmul_precision(before)
+LOWERED = {
+    "cpu": lambda: torch.set_float32_matmul_precision("medium"),
+    "cuda": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+}
 
 
-def test_the_precision_of_products_on_a_gpu_is_its_own():
-    device = torch.device("cuda")
+@pytest.mark.parametrize("kind", LOWERED)
+def test_the_precision_of_products_is_read(kind):
+    device, before = torch.device(kind), torch.get_float32_matmul_precision()
     assert keeps_single(device)
-    matmul, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
     try:
-        matmul.allow_tf32 = True
+        LOWERED[kind]()
         assert not keeps_single(device)
     finally:
         torch.set_float32_matmul_precision(before)
     assert keeps_single(device)
+    assert not keeps_single(torch.device("meta"))
 
 
 def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer):

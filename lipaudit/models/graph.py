@@ -51,13 +51,9 @@ def vjp(out: Tensor, inp: Tensor | GradientEdge, cotangent: Tensor) -> Tensor | 
     return torch.autograd.grad(out, inp, cotangent, retain_graph=True, allow_unused=True)[0]
 
 
-def pull_back(out: Tensor, inputs: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
+def pull_back(out: Tensor, inputs: Sequence[Tensor], cotangent: Tensor) -> tuple[Tensor, ...]:
     """Return J^T u of `out` with respect to several tensors, 0 where nothing leads there."""
-    pulled = torch.autograd.grad(out, inputs, cotangent, retain_graph=True, allow_unused=True)
-    return [
-        torch.zeros_like(t) if each is None else each
-        for t, each in zip(inputs, pulled, strict=True)
-    ]
+    return torch.autograd.grad(out, inputs, cotangent, retain_graph=True, materialize_grads=True)
 
 
 def leaves(

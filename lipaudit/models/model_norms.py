@@ -176,9 +176,7 @@ def compute_margins(
     known, each = linear.outputs <= DENSE, torch.arange(len(y), device=y.device)
     row: Callable[[Tensor], Tensor] = (lambda j: linear.rows[each, j]) if known else linear.row
     count = min(gaps.shape[1], gaps.shape[1] if rivals is None or known else rivals)
-    # Known rows are measured all together: one wait for an accelerator.
-    step, dual = count if known else 1, 1 if norm == "inf" else 2
-    true = row(y)
+    true, dual = row(y), 1 if norm == "inf" else 2
 
     def measure(gradients: Tensor) -> Tensor:
         return torch.linalg.vector_norm(gradients, dual, -1, dtype=torch.float64).cpu()
@@ -189,12 +187,11 @@ def compute_margins(
     closest, examined = classes[:, 0].clone(), torch.zeros_like(classes[:, 0])
     complete = torch.zeros_like(closest, dtype=torch.bool)
     for i in range(count):
-        if i % step == 0:
-            gradients = torch.stack([true - row(j) for j in order[:, i : i + step].unbind(1)])
-            slopes = measure(gradients)
+        gradient = true - row(order[:, i])
+        slope = measure(gradient)
         if i == 0:
-            first, steepness = gradients[0], slopes[0]
-        here = (gaps[:, i] / slopes[i % step]).where(gaps[:, i] != 0, 0)
+            first, steepness = gradient, slope
+        here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
         nearer = ~complete & (here < radius)
         radius, closest = here.where(nearer, radius), classes[:, i].where(nearer, closest)
         examined += ~complete

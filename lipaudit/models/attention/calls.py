@@ -143,24 +143,14 @@ class Origins:
 
     def __init__(self) -> None:
         self.by_leaf: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
-        self._behind: MutableMapping[Tensor, tuple[object, list[Tensor]]] = (
-            WeakTensorKeyDictionary()
-        )
 
     def leaves(self, *tensors: Tensor) -> list[Leaf]:
         """Return the leaves that each tensor depends on, one tensor after the other.
 
         A constant with gradients enabled by the model does not count: it depends on nothing.
         """
-        found: list[Leaf] = []
-        for t in tensors:
-            # q, k and v are asked for many times, and a walk visits all nodes of their graphs.
-            node, behind = self._behind.get(t, (None, []))
-            if node is None or node is not t.grad_fn:  # a write in place gives t another node
-                behind = leaves(t)[0]
-                self._behind[t] = t.grad_fn, behind
-            found += [Leaf(leaf, self.by_leaf[leaf]) for leaf in behind if leaf in self.by_leaf]
-        return found
+        found = (leaf for t in tensors for leaf in leaves(t)[0])
+        return [Leaf(leaf, self.by_leaf[leaf]) for leaf in found if leaf in self.by_leaf]
 
 
 @dataclass(frozen=True)
@@ -216,8 +206,7 @@ class AttentionCall:
     Attributes:
         q, k, v: (..., tokens, width), leading axes broadcast, grouped heads repeated.
         form: the form of the logits.
-        output: the model's output, (..., tokens, width), in the model's shape.
-        transposed: whether the model keeps tokens last, (..., width, tokens).
+        output: the output of the attention, (..., tokens, width).
         origins: origins of the leaves of its graph, if a tracer has cut it.
         finish: converts the output to the result of the model's op.
     """
@@ -227,14 +216,13 @@ class AttentionCall:
     v: Tensor
     form: Fused | Explicit
     output: Tensor
-    transposed: bool = False
     origins: Origins = field(default_factory=Origins)
     finish: Callable[[Tensor], Tensor] = lambda t: t
 
     def arrange(self, layout: str, samples: int) -> AttentionCall:
         """Return the call with axes (windows, heads, tokens, width) or (..., queries, keys)."""
-        output, form = self.output.mT if self.transposed else self.output, self.form
-        q, k, v, o = (arrange(layout, t, samples) for t in (self.q, self.k, self.v, output))
+        q, k, v, o = (arrange(layout, t, samples) for t in (self.q, self.k, self.v, self.output))
+        form = self.form
         rows = self.q.shape[:-1]
 
         # All are views in the graph: a gradient with respect to the converted logits is that of
@@ -254,7 +242,7 @@ class AttentionCall:
             else:
                 mask = place(form.mask.expand(*rows, self.k.shape[-2]))
             form = replace(form, mask=mask)
-        return replace(self, q=q, k=k, v=v, output=o, form=form, transposed=False)
+        return replace(self, q=q, k=k, v=v, output=o, form=form)
 
 
 def _show_heads(t: Tensor) -> Tensor:
@@ -282,7 +270,7 @@ class Loop:
             cat(getattr(c, n) for c in calls) if over_heads else _show_heads(getattr(first, n))
             for n in "kv"
         )
-        output = cat((c.output for c in calls), first.transposed)
+        output = cat(c.output for c in calls)
         shapes = [(*c.q.shape[:-1], c.k.shape[-2]) for c in calls]
         fused = [c.form for c in calls if isinstance(c.form, Fused)]
         forms = [c.form for c in calls if isinstance(c.form, Explicit)]
@@ -301,12 +289,11 @@ class Loop:
             weights, others = cat(f.weights for f in forms), any(f.others for f in forms)
             form = Explicit(edges, logits, p, weights, others, self.axis)
         q = cat(c.q for c in calls)
-        return AttentionCall(q, k, v, form, output, first.transposed, first.origins)
+        return AttentionCall(q, k, v, form, output, first.origins)
 
-    def cat(self, parts: Iterable[Tensor], transposed: bool = False) -> Tensor:
-        """Join what the calls have; some models keep tokens last."""
-        axis = 3 if transposed and self.axis == 2 else self.axis
-        return torch.cat([_show_heads(t) for t in parts], axis)
+    def cat(self, parts: Iterable[Tensor]) -> Tensor:
+        """Join what the calls have."""
+        return torch.cat([_show_heads(t) for t in parts], self.axis)
 
 
 def make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError, StructureError
 from lipaudit.models.attention import projections
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop
-from lipaudit.models.attention.logits import read_logits, read_position_terms
+from lipaudit.models.attention.logits import read_position_terms, read_product
 from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
 from lipaudit.models.attention.trace import Frame, Tracer, freeze, observe
 from lipaudit.models.graph import pull_back
@@ -27,54 +27,8 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import Kept, exact_arithmetic, read
 from lipaudit.models.requirements import AGREES
 from lipaudit.theory.head_norms import forward_error
-from lipaudit.theory.heads import Heads, Pairs
+from lipaudit.theory.heads import Heads
 from lipaudit.theory.products import sketched_vjp_x
-
-
-def read_product(
-    call: AttentionCall, batch: Batch, queries: ProjectionForm | None
-) -> tuple[Heads, Tensor | None]:
-    """Return q, k, v and the logits of a layer, with a graph if there are position vectors.
-
-    Args:
-        call: the call, with its axes in order (`AttentionCall.arrange`).
-        batch: the samples.
-        queries: the form of q, which has their tokens, if known.
-
-    Raises:
-        NotClosedForm: a logit depends on another pair's product.
-    """
-    form, q, k, v = read_logits(call), call.q.detach(), call.k.detach(), call.v.detach()
-    plain = form.slope is None and form.relative is None
-    # A slope or position vectors change the Jacobian, not only P: the bias is then S itself.
-    windows, tokens, mask = q.shape[0], q.shape[2], batch.mask
-    valid = None
-    if mask is not None and not bool(mask.all()):
-        # Windows and tokens of the queries may be arranged in any way: by their index, if known.
-        known = None if queries is None else queries.index.resize(mask.shape[1], tokens)
-        if known is not None:
-            valid = known.pick(mask)
-        elif (windows, tokens) == mask.shape:
-            valid = mask
-    heads = Heads(
-        x=q.new_zeros(windows, tokens, 0),
-        x_kv=None,
-        q=q,
-        k=k,
-        v=v,
-        scale=form.scale,
-        bias=form.bias,
-        causal=isinstance(call.form, Fused) and call.form.causal,
-        valid=valid,
-        to_q=None,
-        to_k=None,
-        to_v=None,
-        out=None,
-        sample=torch.arange(windows, device=q.device) * len(batch) // windows,
-        pairs=None if plain else Pairs(form.slope),
-        sink=form.sink,
-    )
-    return heads, form.relative
 
 
 def add_inputs(
@@ -342,7 +296,7 @@ class Site:
     index: int
     module: str
     heads: int
-    kinds: tuple[str, str, str]
+    kinds: tuple[str, ...]
     form: Structure | str
     address: Address
     layout: str

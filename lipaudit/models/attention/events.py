@@ -40,30 +40,122 @@ LARGEST = 2**24
 """Largest number of entries of a block matrix."""
 
 
-class Operands(NamedTuple):
-    """Two factors of an op, one of which may be a weight.
+class Contraction(NamedTuple):
+    """A sum over products of entries of two tensors, with a letter for each axis.
 
     Attributes:
-        x: the input, if the other factor is a weight.
-        weight: the weight.
-        bias: the bias, or None.
-        op: the op in the address of the linear map.
-        read: returns the linear map; None if the op is none.
+        x, given: one factor and its letters.
+        weight, letters: the other factor, which may be a weight, and its letters.
+        out: letters of the result.
+        bias: added along the axes of the weight, or None.
         entire: whether the op is used for linear maps only.
     """
 
     x: Tensor
+    given: str
     weight: Tensor
-    bias: Tensor | None
-    op: str
-    read: Callable[[], Linear | None]
+    letters: str
+    out: str
+    bias: Tensor | None = None
     entire: bool = False
 
+    def orders(self) -> Iterator[tuple[str, Contraction]]:
+        """Yield both orders of the factors, each with the op in the address of the linear map."""
+        yield calls.RIGHT, self
+        # A weight on the left is the same for all samples: with axes in common with the other
+        # factor, it is a learned query.
+        if not self.entire and not set(self.given) & set(self.letters) & set(self.out):
+            x, given, weight, letters, out = self[:5]
+            yield calls.LEFT, Contraction(weight, letters, x, given, out)
 
-def parse_contraction(
-    equation: Any, *operands: Any
-) -> tuple[Tensor, str, Tensor, str, str] | None:
-    """Read an einsum "ab,bc->ac": both operands, each with its letters, and those of the result.
+    def read(self) -> Linear | None:
+        """Return y = x W; None if it is none.
+
+        Along common axes that are not summed over, each entry has its own block of W.
+        """
+        x, given, weight, letters, out = self[:5]
+        for axis in set(given) & set(letters) & set(out):
+            if _is_even(weight, letters.index(axis)):
+                weight, letters = weight.select(letters.index(axis), 0), letters.replace(axis, "")
+            elif _is_even(x, given.index(axis)):
+                x, given = x.select(given.index(axis), 0), given.replace(axis, "")
+        rows = [a for a in out if a not in letters]
+        blocks = [a for a in out if a in given and a in letters]
+        summed = [a for a in given if a in letters and a not in out]
+        columns = [a for a in out if a not in given]
+        if not summed:
+            return None
+        x = x.permute([given.index(a) for a in rows + blocks + summed]).flatten(len(rows))
+        weight = weight.permute([letters.index(a) for a in blocks + summed + columns])
+        count = math.prod(weight.shape[: len(blocks)])
+        if blocks and count * weight.numel() > LARGEST:
+            return None
+        width = math.prod(weight.shape[len(weight.shape) - len(columns) :])
+        each = weight.reshape(count, x.shape[-1] // count, width)
+        whole: Tensor = torch.block_diag(*each) if blocks else each[0]  # type: ignore[no-untyped-call]
+        order = [out.index(a) for a in rows + blocks + columns]
+        return Linear(x, whole, self.bias, lambda y: y.permute(order).flatten(len(rows)))
+
+
+def _is_even(t: Tensor, axis: int) -> bool:
+    """Say whether a tensor is constant along an axis, judged by its strides."""
+    return t.shape[axis] == 1 or t.stride(axis) == 0
+
+
+def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contraction | None:
+    rows = ascii_lowercase[: input.ndim - 1]
+    if weight.ndim < 2:
+        return None
+    return Contraction(input, f"{rows}y", weight, "zy", f"{rows}z", bias, entire=True)
+
+
+def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Contraction | None:
+    return None if scaling else _read_linear(mat1, mat2.t(), input)
+
+
+def _read_conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: str | int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> Contraction | None:
+    pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
+    steps, pads = ((n,) if isinstance(n, int) else n for n in (stride, padding))
+    dense = all(n == 1 for n in steps) and (isinstance(padding, str) or not any(pads))
+    if not pointwise or not dense:
+        return None
+    weight, place = weight.flatten(1), ascii_lowercase[: input.ndim - 2]
+    if groups > 1:  # channels kept apart: a block of W each
+        weight = torch.block_diag(*weight.chunk(groups))  # type: ignore[no-untyped-call]
+    return Contraction(input, f"xy{place}", weight, "zy", f"xz{place}", bias, entire=True)
+
+
+def _read_matmul(*operands: Any, **kwargs: Any) -> Contraction | None:
+    if len(operands) != 2 or kwargs or not all(isinstance(t, Tensor) for t in operands):
+        return None
+    a, b = operands
+    if min(a.ndim, b.ndim) < 2:
+        return None
+    lead = ascii_lowercase[: max(a.ndim, b.ndim) - 2]
+    first, second = (lead[len(lead) + 2 - t.ndim :] for t in (a, b))
+    return Contraction(a, f"{first}xy", b, f"{second}yz", f"{lead}xz")
+
+
+def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Contraction:
+    if isinstance(dims, int):
+        dims = range(a.ndim - dims, a.ndim), range(dims)
+    first, second = ascii_lowercase[: a.ndim], list(ascii_lowercase[a.ndim :][: b.ndim])
+    for i, j in zip(*dims, strict=True):
+        second[j] = first[i]
+    out = "".join(c for c in [*first, *second] if (c in first) != (c in second))
+    return Contraction(a, first, b, "".join(second), out)
+
+
+def _read_einsum(equation: Any, *operands: Any) -> Contraction | None:
+    """Read an einsum "ab,bc->ac".
 
     None for other numbers of operands, and for implicit equations, an ellipsis, a diagonal or a
     lone sum.
@@ -80,117 +172,10 @@ def parse_contraction(
         return None
     if set(first + second) - set(out) - (set(first) & set(second)):
         return None
-    return operands[0], first, operands[1], second, out
+    return Contraction(operands[0], first, operands[1], second, out)
 
 
-def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Operands]:
-    if weight.ndim == 2:
-        yield Operands(
-            input, weight, bias, calls.RIGHT, lambda: Linear(input, weight.t(), bias), True
-        )
-
-
-def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Iterator[Operands]:
-    if not scaling:
-        yield Operands(mat1, mat2, input, calls.RIGHT, lambda: Linear(mat1, mat2, input), True)
-
-
-def _read_conv(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | tuple[int, ...] = 1,
-    padding: str | int | tuple[int, ...] = 0,
-    dilation: int | tuple[int, ...] = 1,
-    groups: int = 1,
-) -> Iterator[Operands]:
-    pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
-    steps, pads = ((n,) if isinstance(n, int) else n for n in (stride, padding))
-    dense = all(n == 1 for n in steps) and (isinstance(padding, str) or not any(pads))
-    if pointwise and dense:
-
-        def read() -> Linear:
-            whole = weight.flatten(1)
-            if groups > 1:  # channels kept apart: a block of W each
-                whole = torch.block_diag(*whole.chunk(groups))  # type: ignore[no-untyped-call]
-            return Linear(input.movedim(1, -1), whole.t(), bias, lambda y: y.movedim(1, -1))
-
-        yield Operands(input, weight, bias, calls.RIGHT, read, True)
-
-
-def _read_matmul(*operands: Any, **kwargs: Any) -> Iterator[Operands]:
-    if len(operands) != 2 or kwargs or not all(isinstance(t, Tensor) for t in operands):
-        return
-    a, b = operands
-    if b.ndim == 2:
-        yield Operands(a, b, None, calls.RIGHT, lambda: Linear(a, b, None))
-    elif min(a.ndim, b.ndim) > 1:
-        lead = ascii_lowercase[: max(a.ndim, b.ndim) - 2]
-        first, second = (lead[len(lead) + 2 - t.ndim :] for t in (a, b))
-        yield from _read_either(a, f"{first}xy", b, f"{second}yz", f"{lead}xz")
-
-
-def _read_tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Iterator[Operands]:
-    if isinstance(dims, int):
-        dims = range(a.ndim - dims, a.ndim), range(dims)
-    first, second = ascii_lowercase[: a.ndim], list(ascii_lowercase[a.ndim :][: b.ndim])
-    for i, j in zip(*dims, strict=True):
-        second[j] = first[i]
-    out = "".join(c for c in [*first, *second] if (c in first) != (c in second))
-    yield from _read_either(a, first, b, "".join(second), out)
-
-
-def _read_einsum(*args: Any) -> Iterator[Operands]:
-    found = parse_contraction(*args)
-    if found is not None:
-        yield from _read_either(*found)
-
-
-def _read_either(a: Tensor, first: str, b: Tensor, second: str, out: str) -> Iterator[Operands]:
-    """Read a sum over products of entries, with the second operand as the weight, else the first.
-
-    The first is a weight only if it is the same for all samples: with axes in common with the
-    second, it is a learned query.
-    """
-    yield Operands(a, b, None, calls.RIGHT, lambda: _contract(a, first, b, second, out))
-    # A weight on the left has no axis in common with the samples of the other operand.
-    if not set(first) & set(second) & set(out):
-        yield Operands(b, a, None, calls.LEFT, lambda: _contract(b, second, a, first, out))
-
-
-def _contract(x: Tensor, given: str, weight: Tensor, letters: str, out: str) -> Linear | None:
-    """Return y = x W of a sum over products of entries.
-
-    Along common axes that are not summed over, each entry has its own block of W.
-    """
-    for axis in set(given) & set(letters) & set(out):
-        if _is_even(weight, letters.index(axis)):
-            weight, letters = weight.select(letters.index(axis), 0), letters.replace(axis, "")
-        elif _is_even(x, given.index(axis)):
-            x, given = x.select(given.index(axis), 0), given.replace(axis, "")
-    rows = [a for a in out if a not in letters]
-    blocks = [a for a in out if a in given and a in letters]
-    summed = [a for a in given if a in letters and a not in out]
-    columns = [a for a in out if a not in given]
-    if not summed:
-        return None
-    x = x.permute([given.index(a) for a in rows + blocks + summed]).flatten(len(rows))
-    weight = weight.permute([letters.index(a) for a in blocks + summed + columns])
-    count = math.prod(weight.shape[: len(blocks)])
-    if blocks and count * weight.numel() > LARGEST:
-        return None
-    each = weight.reshape(count, x.shape[-1] // count, -1)
-    whole: Tensor = torch.block_diag(*each) if blocks else each[0]  # type: ignore[no-untyped-call]
-    order = [out.index(a) for a in rows + blocks + columns]
-    return Linear(x, whole, None, lambda y: y.permute(order).flatten(len(rows)))
-
-
-def _is_even(t: Tensor, axis: int) -> bool:
-    """Say whether a tensor is constant along an axis, judged by its strides."""
-    return t.shape[axis] == 1 or t.stride(axis) == 0
-
-
-READERS: dict[Callable[..., Any], Callable[..., Iterator[Operands]]] = {
+READERS: dict[Callable[..., Any], Callable[..., Contraction | None]] = {
     F.linear: _read_linear,
     torch.addmm: _read_addmm,
     torch.tensordot: _read_tensordot,
@@ -263,9 +248,10 @@ class _Softmax:
             weights: g(p), with the model's axes.
             values: v, with the model's axes.
             output: the model's product of both.
-            transposed: whether the model multiplies v^T g(p)^T.
+            transposed: whether the model multiplies v^T g(p)^T, and keeps tokens last.
         """
-        p, v = (weights.mT, values.mT) if transposed else (weights, values)
+        turn: Callable[[Tensor], Tensor] = (lambda t: t.mT) if transposed else (lambda t: t)
+        p, v, o = map(turn, (weights, values, output))
         a, b = self.product.a, self.product.b
         parts, lead = _broadcast(a, b.mT, v), v.shape[:-2]
         folded = a.shape[:-2] == b.shape[:-2] and math.prod(lead) == math.prod(a.shape[:-2])
@@ -277,7 +263,7 @@ class _Softmax:
         q, k, v = parts
         logits, ordered = _order_axes(self.logits, self.p, p)
         form = Explicit((self.product.edge,), logits, ordered, p, self.others)
-        return AttentionCall(q, k, v, form, output, transposed)
+        return AttentionCall(q, k, v, form, o, finish=turn)
 
 
 class AttentionMode(TorchFunctionMode):
@@ -376,20 +362,19 @@ class AttentionMode(TorchFunctionMode):
         bias: Tensor,
         batch1: Tensor,
         batch2: Tensor,
-        *,
-        beta: float = 1,
-        alpha: float = 1,
+        **scale: float,
     ) -> AttentionCall | Tensor:
         product = self._handle_matmul(torch.bmm, batch1, batch2)
+        alpha, beta = scale.get("alpha", 1), scale.get("beta", 1)
         return _finish(product, lambda product: beta * bias + alpha * product)
 
     def _handle_einsum(
         self, func: Callable[..., Tensor], equation: Any, *operands: Any
     ) -> AttentionCall | Tensor:
-        contraction = parse_contraction(equation, *operands)
+        contraction = _read_einsum(equation, *operands)
         if contraction is None:
             return func(equation, *operands)
-        a, first, b, second, out = contraction
+        a, first, b, second, out = contraction[:5]
         batch = [c for c in out if c in first and c in second]
         rows, columns = ([c for c in out if c not in side] for side in (second, first))
         summed = [c for c in first if c in second and c not in out]
@@ -458,7 +443,7 @@ def _finish(
 ) -> AttentionCall | Tensor:
     """Return the result of an op that computes a product and something of it."""
     if isinstance(product, AttentionCall):
-        return replace(product, finish=finish)
+        return replace(product, finish=lambda output: finish(product.finish(output)))
     return finish(product)
 
 

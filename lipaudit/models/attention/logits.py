@@ -1,24 +1,25 @@
 """Read logits: s q k^T + bias, any function of each pair (q_i, k_j), a sink, position vectors.
 
-`read_logits` analyses a written-out softmax. `read_position_terms` finds the vectors that q and k
-are multiplied by in addition: in S_ij = s <q_i, k_j> + <q_i, r_ij> + <k_j, t_ij> + bias the
-gradients of the logits with respect to q_i and k_j are s k_j + r_ij and s q_i + t_ij. So r and t
-are these gradients without the first terms.
+`read_product` reads q, k, v and the logits of a call. `read_position_terms` finds the vectors that
+q and k are multiplied by in addition: in S_ij = s <q_i, k_j> + <q_i, r_ij> + <k_j, t_ij> + bias
+the gradients of the logits with respect to q_i and k_j are s k_j + r_ij and s q_i + t_ij. So r and
+t are these gradients without the first terms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from lipaudit.data.batch import Batch
 from lipaudit.models import graph
 from lipaudit.models.attention.calls import AttentionCall, Explicit, Fused
-from lipaudit.models.attention.projections import NotClosedForm, Projected
+from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
 from lipaudit.models.graph import SHAPE_OPS, Probed, leaves, nodes, op
 from lipaudit.theory.heads import Heads, Pairs
 
@@ -34,40 +35,64 @@ _OUT_OF_REACH = 1e9  # a level that no logit reaches: the lowest number of float
 BESIDE = "its logits depend on the input not only through q k^T"
 
 
-@dataclass(frozen=True)
-class LogitForm:
-    """The logits of a call as a function of q and k, (#windows, #heads, #queries, #keys).
+def read_product(
+    call: AttentionCall, batch: Batch, queries: ProjectionForm | None
+) -> tuple[Heads, Tensor | None]:
+    """Return q, k, v and the logits of a call, without X and projections.
 
-    Attributes:
-        scale: s, (#windows, #heads).
-        bias: B with S = s q k^T + B, or None for 0; S itself if there is a slope or `relative`.
-            Masked entries are -inf; so is every entry of a query whose keys are all masked.
-        slope: f with dS_ij = f_ij s d<q_i, k_j>, or None for 1.
-        sink: a logit beside those of the keys, (windows, heads, queries), or None.
-        relative: S with its graph, if it depends on q or k beyond their product.
-    """
+    Args:
+        call: the call, with its axes in order (`AttentionCall.arrange`).
+        batch: the samples.
+        queries: the form of q, which has their tokens, if known.
 
-    scale: Tensor
-    bias: Tensor | None
-    slope: Tensor | None = None
-    sink: Tensor | None = None
-    relative: Tensor | None = None
-
-
-def read_logits(call: AttentionCall) -> LogitForm:
-    """Read the logits of a call whose axes are in order (`AttentionCall.arrange`).
+    Returns:
+        The heads, and S with its graph if it depends on q or k beyond their product.
 
     Raises:
         NotClosedForm: a logit depends on another pair's product, or P is changed before its
             product with v.
     """
+    logits, relative = _read_logits(call)
+    q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
+    windows, tokens, mask = q.shape[0], q.shape[2], batch.mask
+    valid = None
+    if mask is not None and not bool(mask.all()):
+        # Windows and tokens of the queries may be arranged in any way: by their index, if known.
+        known = None if queries is None else queries.index.resize(mask.shape[1], tokens)
+        if known is not None:
+            valid = known.pick(mask)
+        elif (windows, tokens) == mask.shape:
+            valid = mask
+    heads = Heads(
+        x=q.new_zeros(windows, tokens, 0),
+        q=q,
+        k=k,
+        v=v,
+        causal=isinstance(call.form, Fused) and call.form.causal,
+        valid=valid,
+        to_q=None,
+        to_k=None,
+        to_v=None,
+        sample=torch.arange(windows, device=q.device) * len(batch) // windows,
+        **logits,
+    )
+    return heads, relative
+
+
+def _read_logits(call: AttentionCall) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the fields of `Heads` for the logits, and S with its graph as in `read_product`.
+
+    They are scale s, bias B with S = s q k^T + B, sink, and pairs with the slope f,
+    dS_ij = f_ij s d<q_i, k_j>. With pairs, which change the Jacobian, not only P, the bias is S.
+    Masked entries of it are -inf; so is every entry of a query whose keys are all masked.
+    """
     form = call.form
     if isinstance(form, Fused):
         scale = call.q.new_full((1, 1), form.scale)
         if form.mask is None or not form.mask.requires_grad:
-            return LogitForm(scale, form.mask)
+            return {"scale": scale, "bias": form.mask}, None
         whole = form.scale * (call.q @ call.k.mT) + form.mask
-        return LogitForm(scale, whole.detach(), relative=whole)
+        return {"scale": scale, "bias": whole.detach(), "pairs": Pairs(None)}, whole
     product = (call.q @ call.k.mT).detach()
     keys = _find_keys(form, product)
     ends = {edge.node for edge in form.products}
@@ -94,7 +119,7 @@ def read_logits(call: AttentionCall) -> LogitForm:
         bias = None
         if masked.any() or not _ADDED.isdisjoint(ops):
             bias = _read_bias(logits, scale * product, masked, shifted=shifted)
-        return LogitForm(scale[..., 0, 0], bias, sink=sink)
+        return {"scale": scale[..., 0, 0], "bias": bias, "sink": sink}, None
     # The slope of each pair relative to the scale of its head: 1 everywhere for plain logits.
     share = torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
     level = _is_close(
@@ -102,11 +127,11 @@ def read_logits(call: AttentionCall) -> LogitForm:
         torch.ones_like(share),
         _ROUNDING * torch.finfo(slope.dtype).eps,
     )
-    relative = form.logits if form.others else None
     bias = logits.masked_fill(masked, -torch.inf)
     # Constant slopes are kept if an op may bend the logits elsewhere: they are not s q k^T + B.
-    bent = None if level and form.others else share
-    return LogitForm(scale[..., 0, 0], bias, bent, sink, relative)
+    pairs = Pairs(None if level and form.others else share)
+    fields = {"scale": scale[..., 0, 0], "bias": bias, "sink": sink, "pairs": pairs}
+    return fields, form.logits if form.others else None
 
 
 def _find_keys(form: Explicit, product: Tensor) -> slice:

@@ -31,11 +31,11 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     that contains the layer and its projections. That module runs again.
 
     Args:
-        layer: a layer during its visit; the result is NaN if `find_obstacle` finds one.
+        layer: a layer during its visit; the result is NaN if its module cannot run alone.
         seeds: seeds of the start vectors, one per sample.
         accuracy: `tol`, `max_steps` and `within` of `spectral_norms`.
     """
-    linear = _linearize_module(layer)
+    linear = linearize_module(layer)
     if isinstance(linear, str):
         nan = torch.full((layer.samples, layer.site.heads), torch.nan, dtype=torch.float64)
         return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())
@@ -66,13 +66,7 @@ def compute_numeric_norms(layer: Layer, *, seeds: Sequence[int], **accuracy: Any
     return Norms(*(torch.stack([getattr(norms, name) for norms in each], 1) for name in names))
 
 
-def find_obstacle(layer: Layer) -> str | None:
-    """Return why the norms of a layer cannot be computed numerically; None if they can."""
-    linear = _linearize_module(layer)
-    return linear if isinstance(linear, str) else None
-
-
-def _linearize_module(layer: Layer) -> Linearization | str:
+def linearize_module(layer: Layer) -> Linearization | str:
     """Linearise the module of a layer, or return why it cannot run on its own."""
     outside = "its module cannot be run alone"
     site, samples = layer.site, layer.samples

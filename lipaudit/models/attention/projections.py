@@ -230,31 +230,25 @@ def _find_heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
         The source without repeated heads; the columns, None if heads share them; the number of
         repetitions of each head.
     """
-    columns = _find_head_columns(source)
-    if columns is not None:
-        return source, columns, 1
-    # Grouped keys or values: only heads that read the same columns count, because others may be
-    # equal by chance, or zero.
     t, heads = source.t, source.t.shape[1]
-    # The largest repetition first: 8 equal heads are one head 8 times, not two heads 4 times.
-    for repeat in range(heads, 1, -1):
-        unique = t[:, ::repeat]
-        if heads % repeat == 0 and torch.equal(unique.repeat_interleave(repeat, 1), t):
-            source = replace(source, t=unique)
-            return source, _find_head_columns(source), repeat
+    # Grouped keys or values: only heads that read the same columns count, because others may be
+    # equal by chance, or zero. The largest repetition comes first: 8 equal heads are one head 8
+    # times, not two heads 4 times.
+    for repeat in (1, *range(heads, 1, -1)):
+        part = source if repeat == 1 else replace(source, t=t[:, ::repeat])
+        if heads % repeat or not torch.equal(part.t.repeat_interleave(repeat, 1), t):
+            continue
+        number = torch.arange(heads // repeat, device=t.device).view(1, -1, 1, 1)
+        head = graph.label_fed(part, number, rows=False)
+        if head is not None:
+            sizes = torch.bincount(head[head >= 0], minlength=number.numel())
+            if (sizes != sizes[0]).any():
+                raise NotClosedForm("uses more channels in some heads than in others", "ragged")
+            order = head.argsort(stable=True)[int((head < 0).sum()) :]
+            return part, order.view(number.numel(), -1), repeat
+        if repeat > 1:
+            return part, None, repeat
     return source, None, 1
-
-
-def _find_head_columns(source: Probed) -> Tensor | None:
-    heads = source.t.shape[1]
-    number = torch.arange(heads, device=source.t.device).view(1, heads, 1, 1)
-    head = graph.label_fed(source, number, rows=False)
-    if head is None:
-        return None
-    sizes = torch.bincount(head[head >= 0], minlength=heads)
-    if (sizes != sizes[0]).any():
-        raise NotClosedForm("uses more channels in some heads than in others", "ragged")
-    return head.argsort(stable=True)[int((head < 0).sum()) :].view(heads, -1)
 
 
 def _refuse_large(source: Probed, form: ProjectionForm) -> None:

@@ -42,18 +42,17 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
         InputError, EvaluationError: as in `survey`.
     """
     sample = _take_longest(net, batch) if net.kind == "text" else batch.x[:1]
-    known: Survey
     weights = _fingerprint_weights(net.module) if net.surveys else None
+    net.surveys[:] = [known for known in net.surveys if known.weights == weights]
+    known: Survey
     for known in net.surveys:
-        if known.weights != weights:
-            continue
         if sample.shape in known.shapes or known.holds(net, batch):
-            known.shapes.add(sample.shape)
-            return known.sites
-    made = survey(net, batch)
-    made.shapes.add(sample.shape)
-    net.surveys[:] = [known for known in net.surveys if known.weights == made.weights] + [made]
-    return made.sites
+            break
+    else:
+        known = survey(net, batch)
+        net.surveys.append(known)
+    known.shapes.add(sample.shape)
+    return known.sites
 
 
 def list_unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
@@ -100,14 +99,10 @@ def _fingerprint_weights(module: nn.Module) -> Hashable:
 
     It includes sums of the values: a write to `p.data` does not change the version of p.
     """
-    tensors = [t.detach() for t in chain(module.parameters(), module.buffers())]
-    # One sum per dtype and device, so that an accelerator is waited for once.
-    versions = tuple(0 if t.is_inference() else t._version for t in tensors)
-    sums: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for t in tensors:
-        sums.setdefault((t.dtype, t.device), []).append(t.sum())
-    values = tuple(tuple(torch.stack(each).tolist()) for each in sums.values())
-    return versions, tuple(t.data_ptr() for t in tensors), values
+    return tuple(
+        (t.data_ptr(), 0 if t.is_inference() else t._version, t.detach().sum().item())
+        for t in chain(module.parameters(), module.buffers())
+    )
 
 
 def survey(net: Net, batch: Batch) -> Survey:

@@ -19,7 +19,8 @@ from lipaudit.errors import first_line, of_machine
 from lipaudit.models import graph
 from lipaudit.models.attention import calls, capture, projections
 from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fused, Loop, Origin
-from lipaudit.models.attention.numeric import find_obstacle
+from lipaudit.models.attention.logits import read_product
+from lipaudit.models.attention.numeric import linearize_module
 from lipaudit.models.attention.projections import NotClosedForm, ProjectionForm
 from lipaudit.models.attention.trace import Frame, Tracer
 from lipaudit.models.attention.uses import line_of_code
@@ -45,10 +46,9 @@ HALF = (torch.bfloat16, torch.float16)
 """Dtypes in which a Jacobian has only two or three correct digits."""
 
 
-_Kinds = tuple[str, str, str]
-
-
-def analyse(call: AttentionCall, batch: Batch) -> tuple[str, _Kinds, capture.Structure | str]:
+def analyse(
+    call: AttentionCall, batch: Batch
+) -> tuple[str, tuple[str, ...], capture.Structure | str]:
     """Return layout, kinds and form of a call (see `Site`).
 
     The layout is the first one with a closed form, else the likeliest.
@@ -58,31 +58,34 @@ def analyse(call: AttentionCall, batch: Batch) -> tuple[str, _Kinds, capture.Str
         kind = str(call.output.dtype).removeprefix("torch.")
         reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
         return layouts[0], ("rounded",) * 3, reason
-    tried: list[tuple[str, _Kinds, capture.Structure | str]] = []
+    tried: list[tuple[str, tuple[str, ...], str]] = []
     for layout in layouts:
+        kinds: list[str] = []
         try:
-            kinds, form = _read_layout(call.arrange(layout, len(batch)), batch)
+            form = _read_layout(call.arrange(layout, len(batch)), batch, kinds)
+        except NotClosedForm as obstacle:
+            tried.append((layout, tuple(kinds), obstacle.reason))
         except RuntimeError as error:
             if of_machine(error):
                 raise
             # The graph comes from the model: a write in place, an op without a derivative. In any
             # such case we cannot vouch for a closed form of this layer; other layers may have one.
             reason = f"its graph cannot be differentiated: {first_line(error)}"
-            kinds, form = ("unread",) * 3, reason
-        if not isinstance(form, str):
-            return layout, kinds, form
-        tried.append((layout, kinds, form))
+            tried.append((layout, ("unread",) * 3, reason))
+        else:
+            return layout, tuple(kinds), form
     return tried[0]
 
 
-def _read_layout(call: AttentionCall, batch: Batch) -> tuple[_Kinds, capture.Structure | str]:
-    """Return kinds and form of a call with canonical axes.
+def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture.Structure:
+    """Return the form of a call with canonical axes, and fill in the kinds of q, k and v.
 
     Raises:
+        NotClosedForm: there is no closed form.
         RuntimeError: its graph cannot be differentiated.
     """
     forms: list[ProjectionForm | None] = []
-    kinds, problems, tensors = [], [], (call.q, call.k, call.v)
+    problems, tensors = [], (call.q, call.k, call.v)
     for name, t in zip("qkv", tensors, strict=True):
         try:
             form = projections.decode(t, call.origins.leaves(t), len(batch))
@@ -94,27 +97,24 @@ def _read_layout(call: AttentionCall, batch: Batch) -> tuple[_Kinds, capture.Str
     # `Linear(d, d)` on (B, N, H, d), common in tutorials, looks like N windows of H tokens.
     divided = any(leaf.origin.divided for leaf in call.origins.leaves(*tensors))
     if divided and (problems or len(call.q) != len(batch)):
-        return ("shared",) * 3, "one linear map is applied to each head separately"
-    q, k, v = kinds
+        kinds[:] = ["shared"] * 3
+        raise NotClosedForm("one linear map is applied to each head separately")
     try:
-        attention, relative = capture.read_product(call, batch, None)
+        attention, relative = read_product(call, batch, None)
     except NotClosedForm as obstacle:
         problems.append(obstacle.reason)
     if problems:
-        return (q, k, v), "; ".join(problems)
-    try:
-        structure = _build_structure(call, *forms)
-        heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
-        if forward_error(heads).amax() > capture.HOPELESS:
-            raise NotClosedForm(
-                f"its logits are so large that {call.q.dtype} cannot resolve its attention map; "
-                "use --dtype float64"
-            )
-        if not capture.matches_autograd(heads, parts, call):
-            raise NotClosedForm("its closed form disagrees with autograd")
-    except NotClosedForm as obstacle:
-        return (q, k, v), obstacle.reason
-    return (q, k, v), structure
+        raise NotClosedForm("; ".join(problems))
+    structure = _build_structure(call, *forms)
+    heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
+    if forward_error(heads).amax() > capture.HOPELESS:
+        raise NotClosedForm(
+            f"its logits are so large that {call.q.dtype} cannot resolve its attention map; "
+            "use --dtype float64"
+        )
+    if not capture.matches_autograd(heads, parts, call):
+        raise NotClosedForm("its closed form disagrees with autograd")
+    return structure
 
 
 def _build_structure(
@@ -184,7 +184,6 @@ class Surveyed:
     Attributes:
         site: its site.
         parts: q, k and v of both samples.
-        transposed: whether its output keeps tokens last.
         origins: the origins of q, k and v; with their linear maps only if all are linear maps of
             one head, as these keep their inputs in memory.
         reads: for q, k and v, the rows and columns of each linear map that they read.
@@ -194,7 +193,6 @@ class Surveyed:
 
     site: capture.Site
     parts: tuple[Tensor, ...]
-    transposed: bool
     origins: Sequence[Sequence[Origin]]
     reads: tuple[_Reads, ...]
     form: tuple[object, ...]
@@ -266,7 +264,7 @@ class Surveyor:
             site = self._require_runnable(site, call, arranged)
         properties: tuple[object, ...] = ()
         if call.q.ndim in (3, 4) and len(call.q) == len(self.batch):
-            properties = call.q.ndim, call.transposed
+            properties = (call.q.ndim,)
             if isinstance(form, Fused):
                 properties += form.scale, form.mask is None, form.causal
             else:
@@ -276,7 +274,6 @@ class Surveyor:
         self.layers[address] = Surveyed(
             site,
             (arranged.q.detach(), arranged.k.detach(), arranged.v.detach()),
-            call.transposed,
             origins,
             tuple(_find_reads(call, t) for t in tensors),
             properties,
@@ -292,11 +289,11 @@ class Surveyor:
         # The number of heads of a text model follows its number of tokens: without a closed
         # form, nothing else distinguishes the two axes.
         if self.batch.x.ndim == 2 and heads == self.batch.x.shape[1] != tokens:
-            why: str | None = "its heads and tokens cannot be distinguished"
+            why: object = "its heads and tokens cannot be distinguished"
         else:
             frames = self.tracer.place.frames
-            why = find_obstacle(capture.make_layer(site, call, self.batch, frames))
-        if why is None:
+            why = linearize_module(capture.make_layer(site, call, self.batch, frames))
+        if not isinstance(why, str):
             return site
         reason = f"{site.form}; its norms cannot be computed numerically either: {why}"
         return replace(site, form=reason, inputs=())
@@ -344,12 +341,12 @@ class Surveyor:
         # In a loop, the joined output of all calls is projected.
         if layer is None or set(outputs) != set(layer.site.addresses):
             return
-        site, transposed = layer.site, layer.transposed
+        site = layer.site
 
         def as_rows(*parts: Tensor) -> Tensor:
             """Convert the model's O, of each call of a loop, to (tokens, heads * d_v)."""
-            t = parts[0] if site.loop is None else site.loop.cat(parts, transposed)
-            o = calls.arrange(site.layout, t.mT if transposed else t, 2)
+            t = parts[0] if site.loop is None else site.loop.cat(parts)
+            o = calls.arrange(site.layout, t, 2)
             return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
         if site.structure is not None and not layer.projected:
@@ -389,17 +386,9 @@ class Surveyor:
 
     def find_loops(self) -> list[Loop]:
         """Find calls that are heads, or chunks of the queries, of one attention."""
-        loops = []
-        for group in self._group(_share_maps):
-            axis = _find_loop_axis(group)
-            if axis is not None:
-                loops.append(Loop(tuple(layer.site.address for layer in group), axis))
-        joined = {address for loop in loops for address in loop.addresses}
-        for group in self._group(_share_values):
-            addresses = tuple(layer.site.address for layer in group)
-            if joined.isdisjoint(addresses) and _are_heads(group):
-                loops.append(Loop(addresses, 1))
-        return loops
+        groups = self._group(lambda a, b: _share_maps(a, b) or _share_values(a, b))
+        axes = [(_find_loop_axis(group), group) for group in groups]
+        return [Loop(tuple(part.site.address for part in g), axis) for axis, g in axes if axis]
 
     def _group(self, alike: Callable[[Surveyed, Surveyed], bool]) -> list[list[Surveyed]]:
         """Return the layers that are alike; those that are alike to no other are left out."""
@@ -443,15 +432,17 @@ def _find_loop_axis(group: Sequence[Surveyed]) -> int | None:
     if not form or any(layer.form != form for layer in group):
         return None
     shapes = [[t.shape for t in layer.first] for layer in group]
-    q, k, v = ([layer.reads[i] for layer in group] for i in range(3))
+    q, k, v = parts = [[layer.reads[i] for layer in group] for i in range(3)]
     rows, columns = 0, 1
-    single = all(shape[0][:2] == (1, 1) for shape in shapes)
     # Heads read columns of their own; chunks of queries read rows of their own.
-    split = [_are_apart(part, columns) for part in (q, k, v)]
+    split = [_are_apart(part, columns) for part in parts]
     # Heads of several calls that share keys would repeat them in another order than groups do.
-    whole = split[0] and (single or all(split))
-    if whole and _are_same(q, rows) and all(shape == shapes[0] for shape in shapes):
-        return 1
+    single = all(shape[0][:2] == (1, 1) for shape in shapes)
+    whole = all(split) or (single and (split[0] or split[1]))
+    if whole and all(shape == shapes[0] for shape in shapes):
+        read = [[[r for r, _ in each.values()] for each in part] for part in parts]
+        if all(_are_equal(each, part[0]) for part in read for each in part):
+            return 1
     shared = all(_are_same(part, axis) for part in (k, v) for axis in (rows, columns))
     widths = {(shape[0][:2], shape[0][3]) for shape in shapes}
     causal = form[-1] is True
@@ -480,23 +471,15 @@ def _share_values(a: Surveyed, b: Surveyed) -> bool:
     return all(len(x) == len(y) and all(map(Origin.reads_same, x, y)) for x, y in pairs)
 
 
-def _are_heads(group: Sequence[Surveyed]) -> bool:
-    """Say whether calls of one head each, on one input, are heads of one attention."""
-    for part in range(3):
-        rows = [torch.stack([r for r, _ in layer.reads[part].values()]).any(0) for layer in group]
-        if not all(torch.equal(each, rows[0]) for each in rows[1:]):
-            return False
-    return any(_are_apart([layer.reads[part] for layer in group], 1) for part in (0, 1))
-
-
 def _are_same(reads: Sequence[_Reads], axis: int) -> bool:
     """Say whether all calls read the same rows (axis 0) or columns (axis 1)."""
-    first = reads[0]
-    return all(
-        each.keys() == first.keys()
-        and all(torch.equal(each[a][axis], first[a][axis]) for a in first)
-        for each in reads
-    )
+    masks = [[each[a][axis] for a in sorted(each)] for each in reads]
+    same = all(each.keys() == reads[0].keys() for each in reads)
+    return same and all(_are_equal(each, masks[0]) for each in masks)
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def _are_apart(reads: Sequence[_Reads], axis: int) -> bool:

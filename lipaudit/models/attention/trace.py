@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention import calls
 from lipaudit.models.attention.calls import Address, AttentionCall, Linear, Loop, Origin, Origins
-from lipaudit.models.attention.events import READERS, AttentionMode, Operands
+from lipaudit.models.attention.events import READERS, AttentionMode, Contraction
 from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, keep
-
-_QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
-"""Frequent modules that contain no attention."""
 
 _DEEPEST = 3  # largest number of linear maps in sequence between an input and q, k or v
 
@@ -88,8 +85,6 @@ class CallStack:
 
         with ExitStack() as hooks:
             for name, part in module.named_modules():
-                if isinstance(part, _QUIET):
-                    continue
                 entry = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
                 hooks.enter_context(entry)
                 # Also after an error: a pass that has read enough ends by one.
@@ -145,8 +140,9 @@ class Tracer(AttentionMode):
             return None
         # Each op of a kind is numbered, cut or not: the numbers are then the same in every pass.
         place, linear = self.place.address(calls.RIGHT), None
-        for factors in reader(*args, **kwargs):
-            address = place._replace(op=factors.op)
+        product = reader(*args, **kwargs)
+        for op, factors in () if product is None else product.orders():
+            address = place._replace(op=op)
             if self._is_map(factors, address) and (linear := factors.read()) is not None:
                 break
         if linear is None:
@@ -168,7 +164,7 @@ class Tracer(AttentionMode):
         self.remember(linear, result)
         return result
 
-    def _is_map(self, factors: Operands, address: Address) -> bool:
+    def _is_map(self, factors: Contraction, address: Address) -> bool:
         """Say whether to cut at a product, as a linear map: one factor is a constant.
 
         Every factor that does not depend on the sample counts as a weight.
@@ -239,22 +235,20 @@ def run(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
 @contextmanager
 def freeze(module: nn.Module) -> Iterator[None]:
     """Run in eval mode with frozen parameters; restore flags and random state afterwards."""
-    training = {part: part.training for part in module.modules()}
-    parameters = list(module.parameters())
-    trainable = [p for p in parameters if p.requires_grad]
+    training = [part for part in module.modules() if part.training]
+    trainable = [p for p in module.parameters() if p.requires_grad]
     # What a model draws in this pass must not change what its user draws next.
-    devices = {p.device for p in parameters if p.device.type == "cuda"}
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         try:
-            if any(training.values()):
+            if training:
                 module.eval()
             for p in trainable:
                 p.requires_grad_(False)
             yield
         finally:
-            for part, flag in training.items():
-                if part.training != flag:
-                    part.training = flag
+            for part in training:
+                part.training = True
             for p in trainable:
                 p.requires_grad_(True)
 

@@ -36,10 +36,9 @@ def hf_model(config: str, auto: str, attention: str = "sdpa", **kwargs) -> Model
     return describe_transformers(module, LoadOptions())
 
 
-def encoder(config: str, **kwargs) -> ModelSpec:
-    return hf_model(
-        config, "AutoModelForSequenceClassification", **(HF | {"num_labels": 5} | kwargs)
-    )
+def encoder(config: str, attention: str = "sdpa", **kwargs) -> ModelSpec:
+    auto = "AutoModelForSequenceClassification"
+    return hf_model(config, auto, attention, **(HF | {"num_labels": 5} | kwargs))
 
 
 def decoder(config: str, attention: str = "sdpa", **kwargs) -> ModelSpec:
@@ -113,6 +112,9 @@ SWIN |= {"window_size": 4, "num_labels": 5}
 MLA = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 MLA |= {"num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 2}
 MLA |= {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+TIMM_SWIN = {"img_size": 32, "patch_size": 4, "embed_dim": 16, "depths": (2, 1)}
+TIMM_SWIN |= {"num_heads": (2, 4), "window_size": 4}
+DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 ROPE = {"head_dim": 8, "num_key_value_heads": 2}
 
 BUILDERS: dict[str, Callable[[], ModelSpec]] = {
@@ -120,24 +122,8 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
     "timm-deit3": lambda: timm_model("deit3_small_patch16_224", **VIT),
     "timm-eva02": lambda: timm_model("eva02_tiny_patch14_224", **VIT),
     "timm-qk-norm": lambda: timm_model("vit_tiny_patch16_224", **VIT, qk_norm=True),
-    "timm-swin": lambda: timm_model(
-        "swin_tiny_patch4_window7_224",
-        img_size=32,
-        patch_size=4,
-        embed_dim=16,
-        depths=(2, 1),
-        num_heads=(2, 4),
-        window_size=4,
-    ),
-    "timm-swinv2": lambda: timm_model(
-        "swinv2_tiny_window8_256",
-        img_size=32,
-        patch_size=4,
-        embed_dim=16,
-        depths=(2, 1),
-        num_heads=(2, 4),
-        window_size=4,
-    ),
+    "timm-swin": lambda: timm_model("swin_tiny_patch4_window7_224", **TIMM_SWIN),
+    "timm-swinv2": lambda: timm_model("swinv2_tiny_window8_256", **TIMM_SWIN),
     "timm-cait": lambda: timm_model(
         "cait_xxs24_224", img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4
     ),
@@ -153,9 +139,7 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
     "hf-dinov2": lambda: vision("Dinov2Config"),
     "hf-swin": lambda: hf_model("SwinConfig", "AutoModelForImageClassification", **SWIN),
     "bert": lambda: encoder("BertConfig"),
-    "bert-eager": lambda: hf_model(
-        "BertConfig", "AutoModelForSequenceClassification", "eager", **HF, num_labels=5
-    ),
+    "bert-eager": lambda: encoder("BertConfig", "eager"),
     "distilbert": lambda: encoder(
         "DistilBertConfig", dim=32, n_layers=2, n_heads=4, hidden_dim=48
     ),
@@ -167,36 +151,16 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
     "olmo2": lambda: decoder("Olmo2Config", num_key_value_heads=2),
     "t5": lambda: hf_model("T5Config", "AutoModel", **T5),
     "gemma2": lambda: decoder("Gemma2Config", "eager", **ROPE, query_pre_attn_scalar=8),
-    "deberta": lambda: hf_model(
+    "deberta": lambda: encoder("DebertaV2Config", "eager", **DEBERTA),
+    "deberta-v3": lambda: encoder(
         "DebertaV2Config",
-        "AutoModelForSequenceClassification",
         "eager",
-        **HF,
-        num_labels=5,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-    ),
-    "deberta-v3": lambda: hf_model(
-        "DebertaV2Config",
-        "AutoModelForSequenceClassification",
-        "eager",
-        **HF,
-        num_labels=5,
-        relative_attention=True,
+        **DEBERTA,
         position_buckets=4,
         share_att_key=True,
         norm_rel_ebd="layer_norm",
-        pos_att_type=["p2c", "c2p"],
     ),
-    "deberta-v1": lambda: hf_model(
-        "DebertaConfig",
-        "AutoModelForSequenceClassification",
-        "eager",
-        **HF,
-        num_labels=5,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-    ),
+    "deberta-v1": lambda: encoder("DebertaConfig", "eager", **DEBERTA),
     "gpt-oss": lambda: decoder(
         "GptOssConfig",
         "eager",

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from typing import Any, NamedTuple
 
 import pytest
 import timm
@@ -10,54 +11,16 @@ import torch.nn.functional as F
 import transformers as hf
 from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2dSame
 from torch import nn
+from torch.autograd.functional import jacobian
 
+from benchmarks.reference.truth import AllWide
+from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
+from lipaudit.models.endpoints import make_sample_function
 from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
 from tests.live import Live
-
-TEXT = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def vit():
-    return timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=2, num_classes=20
-    ), (3, 16, 16)
-
-
-def swin():
-    sizes = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)}
-    name = "swin_tiny_patch4_window7_224"
-    return timm.create_model(name, img_size=16, window_size=2, num_classes=5, **sizes), (3, 16, 16)
-
-
-def eva02():
-    name = "eva02_tiny_patch14_224"
-    return timm.create_model(
-        name, img_size=28, embed_dim=24, depth=2, num_heads=3, num_classes=20, init_values=None
-    ), (3, 28, 28)
-
-
-def bert():
-    config = hf.BertConfig(**TEXT, vocab_size=9, intermediate_size=40, num_labels=4)
-    return hf.BertForSequenceClassification(config), (7, 24)
-
-
-def gpt2():
-    config = hf.GPT2Config(
-        n_embd=24, n_layer=2, n_head=3, n_positions=8, vocab_size=9, bos_token_id=0, eos_token_id=0
-    )
-    return hf.GPT2LMHeadModel(config), (4, 24)
-
-
-def llama():
-    config = hf.LlamaConfig(**TEXT, vocab_size=9, intermediate_size=40, num_key_value_heads=2)
-    return hf.LlamaForCausalLM(config), (4, 24)
-
-
-def encoder():
-    layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True, activation="gelu")
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (5, 12)
+from tests.models.conftest import batch_for, build
 
 
 def convnet():
@@ -96,65 +59,58 @@ def instance_normalised():
     return nn.Sequential(*layers), (3, 6, 6)
 
 
-MODELS = [vit, swin, eva02, bert, gpt2, llama, encoder, convnet]
-MODELS += [hybrid, weight_standardised, instance_normalised]
+ZOO = {"timm-vit": "features", "timm-swin": None, "timm-eva02": "features", "bert": "features"}
+ZOO |= {"gpt2": "logits", "llama": "logits", "torch-encoder": None}
+"""Models of the zoo, and what is differentiated; None for what is by default."""
+OWN = {make.__name__: make for make in (convnet, hybrid, weight_standardised, instance_normalised)}
 
 
-def call(model, z):
-    """Logits, or tokens, from pixels or embeddings."""
-    text = isinstance(model, hf.PreTrainedModel)
-    output = model(inputs_embeds=z) if text else model(z)
-    return output.logits if text else output
+class Function(NamedTuple):
+    """A map in float64 and in float32, three samples, and the Jacobian at each."""
+
+    f: Any
+    x: torch.Tensor
+    single: Any
+    single_x: torch.Tensor
+    jacobian: torch.Tensor
 
 
-def without_float32(model):
-    """Llama with its norms and rotary positions written in the precision of the input."""
-    model = copy.deepcopy(model)
-    for norm in (m for m in model.modules() if type(m).__name__ == "LlamaRMSNorm"):
-        norm.forward = lambda x, norm=norm: (
-            norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
-        )
-    for rotary in (m for m in model.modules() if type(m).__name__ == "LlamaRotaryEmbedding"):
-
-        def angles(x, position_ids, rotary=rotary):
-            turns = (position_ids[..., None] * rotary.inv_freq).repeat(1, 1, 2)
-            return turns.cos(), turns.sin()
-
-        rotary.forward = angles
-    return model
-
-
-def dense(model, x):
-    honest = without_float32(model)
-    rows = [
-        torch.autograd.functional.jacobian(lambda z: call(honest, z[None]), sample) for sample in x
-    ]
-    return torch.stack([row.reshape(-1, x[0].numel()) for row in rows])
+@pytest.fixture(scope="module", params=[*ZOO, *OWN])
+def case(request) -> Function:
+    name = request.param
+    if name in ZOO:
+        made = []
+        for net in (build(name, "float64"), build(name, "float32")):
+            at = make_sample_function(net, batch_for(net, 3), start=None, target=ZOO[name])
+            made += [at.f, at.x]
+    else:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model, shape = OWN[name]()
+            x = torch.randn(3, *shape)
+        single = model.eval().requires_grad_(False)
+        model = copy.deepcopy(single).double()
+        made = [lambda z, _: model(z), x.double(), lambda z, _: single(z), x]
+    f, x = made[:2]
+    rows = [jacobian(lambda z, i=i: wide(f, z[None], i)[0], one) for i, one in enumerate(x)]
+    return Function(*made, torch.stack([row.reshape(-1, x[0].numel()) for row in rows]))
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda make: make.__name__)
-def case(request):
-    """A model in float64, three samples, and the Jacobian at each."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model, shape = request.param()
-        x = torch.randn(3, *shape)
-        model.eval().requires_grad_(False)
-        for p in model.parameters():
-            p.mul_(3 if p.ndim > 1 else 1)  # attention that is not uniform
-        model, x = model.double(), x.double()
-        return model, x, dense(model, x)
+def wide(f, x, *index):
+    """Run a model without its casts to float32."""
+    with AllWide():
+        return f(x, torch.tensor(index))
 
 
 def test_products_in_float64(case):
-    model, x, jacobian = case
-    linear = linearize(lambda z, _: call(model, z), x)
+    x, j = case.x, case.jacobian
+    linear = linearize(case.f, x)
     torch.manual_seed(1)
     u, v = torch.randn_like(linear.output), torch.randn_like(x)
-    pulled = torch.einsum("bmn,bm->bn", jacobian, u.flatten(1)).view_as(x)
-    pushed = torch.einsum("bmn,bn->bm", jacobian, v.flatten(1)).view_as(u)
+    pulled = torch.einsum("bmn,bm->bn", j, u.flatten(1)).view_as(x)
+    pushed = torch.einsum("bmn,bn->bm", j, v.flatten(1)).view_as(u)
     tight = {"rtol": 1e-9, "atol": 1e-11}
-    torch.testing.assert_close(linear.output, call(without_float32(model), x), **tight)
+    torch.testing.assert_close(linear.output, wide(case.f, x, 0, 1, 2), **tight)
     torch.testing.assert_close(linear.vjp(u), pulled, **tight)
     torch.testing.assert_close(linear.jvp(v), pushed, **tight)
     torch.testing.assert_close(linear.outer(u), linear.jvp(linear.vjp(u)), **tight)
@@ -163,24 +119,23 @@ def test_products_in_float64(case):
 
 
 def test_norms_are_those_of_the_dense_jacobian(case):
-    model, x, jacobian = case
-    truth = torch.linalg.matrix_norm(jacobian, 2)
-    double = compute_jacobian_norms(linearize(lambda z, _: call(model, z), x), tol=1e-9)
-    single_model = copy.deepcopy(model).float()
-    single = compute_jacobian_norms(linearize(lambda z, _: call(single_model, z), x.float()))
+    truth = torch.linalg.matrix_norm(case.jacobian, 2)
+    double = compute_jacobian_norms(linearize(case.f, case.x), tol=1e-9)
+    single = compute_jacobian_norms(linearize(case.single, case.single_x))
     assert double.converged.all()
     assert single.converged.all()
-    assert double.method == ("lanczos" if jacobian.shape[1] > 16 else "dense")
+    assert double.method == ("lanczos" if case.jacobian.shape[1] > 16 else "dense")
     torch.testing.assert_close(double.norm, truth, rtol=1e-8, atol=0)
     torch.testing.assert_close(single.norm, truth, rtol=1e-4, atol=0)
 
 
 def test_norms_do_not_depend_on_the_batch(case):
-    model, x, _ = case
-    together = compute_jacobian_norms(linearize(lambda z, _: call(model, z), x), seeds=[3, 1, 2])
+    seeds = [3, 1, 2]
+    whole = linearize(case.f, case.x)
+    together = compute_jacobian_norms(whole, seeds=seeds)
     apart = [
-        compute_jacobian_norms(linearize(lambda z, _: call(model, z), x[i : i + 1]), seeds=[seed])
-        for i, seed in enumerate([3, 1, 2])
+        compute_jacobian_norms(whole.select(torch.tensor([i])), seeds=[seed])
+        for i, seed in enumerate(seeds)
     ]
     torch.testing.assert_close(
         together.norm, torch.cat([r.norm for r in apart]), rtol=1e-9, atol=0
@@ -189,29 +144,18 @@ def test_norms_do_not_depend_on_the_batch(case):
 
 
 def test_a_padded_sentence_has_the_norm_of_the_sentence():
-    torch.manual_seed(0)
-    model, _ = bert()
-    model = model.eval().double()
-    x, mask = torch.randn(4, 7, 24).double(), torch.ones(4, 7, dtype=torch.long)
-    lengths = [7, 4, 5, 2]
-    for row, length in zip(mask, lengths, strict=True):
-        row[length:] = 0
-
-    def last_token(z, index):
-        hidden = model.bert(inputs_embeds=z, attention_mask=mask[index]).last_hidden_state
-        return hidden[torch.arange(len(z)), mask[index].sum(1) - 1]
-
-    padded = compute_jacobian_norms(linearize(last_token, x), tol=1e-9)
-    for i, length in enumerate(lengths):
-        alone = dense_last_token(model, x[i, :length])
-        torch.testing.assert_close(padded.norm[i], alone, rtol=1e-8, atol=0)
+    net = build("bert", "float64")
+    batch = batch_for(net, 3)
+    parts = [batch, *(cut(batch, i) for i in range(3))]
+    made = [make_sample_function(net, part, start=None, target="features") for part in parts]
+    norms = [compute_jacobian_norms(linearize(at.f, at.x), tol=1e-9).norm for at in made]
+    torch.testing.assert_close(norms[0], torch.cat(norms[1:]), rtol=1e-8, atol=0)
 
 
-def dense_last_token(model, x):
-    rows = torch.autograd.functional.jacobian(
-        lambda z: model.bert(inputs_embeds=z[None]).last_hidden_state[0, -1], x
-    )
-    return torch.linalg.matrix_norm(rows.flatten(1), 2)
+def cut(batch, i):
+    """Return a sentence without its padding."""
+    x = batch.x[i : i + 1, : int(batch.mask[i].sum())]
+    return Batch(x, None, batch.ids[i : i + 1], torch.ones_like(x, dtype=torch.bool))
 
 
 def test_weights_that_are_standardised_may_be_trainable():
@@ -254,7 +198,7 @@ def test_settings_of_the_caller_come_back():
 
 
 def test_the_graph_is_freed_without_the_garbage_collector():
-    model, shape = vit()
+    model, shape = hybrid()
     x = torch.randn(2, *shape)
     model.eval()
 
@@ -281,36 +225,6 @@ def test_a_released_graph_is_built_again():
     first = linear.jvp(v)
     linear.release()
     assert torch.equal(linear.jvp(v), first)
-
-
-class Unmappable(torch.autograd.Function):
-    """x^2, with a backward pass that looks at its numbers: it cannot be mapped over."""
-
-    passes = 0
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx, u):
-        Unmappable.passes += 1
-        return 2 * ctx.saved_tensors[0] * torch.from_numpy(u.numpy())
-
-
-def test_rows_are_formed_together_or_one_by_one(monkeypatch):
-    torch.manual_seed(0)
-    weight = torch.randn(4, 5, dtype=torch.float64)
-    x = torch.randn(3, 5, dtype=torch.float64)
-    rows = [linearize(lambda x, _: x.square() @ weight.T, x).rows]
-    monkeypatch.setattr("lipaudit.models.linearize.TOGETHER", 2 * x.numel())
-    rows += [linearize(lambda x, _: x.square() @ weight.T, x).rows]
-    Unmappable.passes = 0
-    rows += [linearize(lambda x, _: Unmappable.apply(x) @ weight.T, x).rows]
-    assert Unmappable.passes > len(weight)
-    for found in rows:
-        assert torch.equal(found, 2 * weight * x[:, None])
 
 
 class Guarded(torch.autograd.Function):

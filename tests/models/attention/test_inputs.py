@@ -1,52 +1,34 @@
 """In what the norm of a layer is taken: a matter of the graph, said of every row."""
 
-from functools import partial
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
+from tests.models.attention.tiny import WIDTH, Tiny, norms
 from tests.nets import draw, own_batch, own_net
 
-TOKENS, WIDTH, HEADS = 8, 8, 2
+TOKENS = 8
 
 
-class Attention(nn.Module):
-    """An attention module of one argument, or of two.
+def reading(inputs=lambda _m, x, y=None: (x, x if y is None else y), **parts) -> Tiny:
+    """Return an attention module of one argument, or of two.
 
     Args:
         inputs: of the module and its arguments: what queries, and what keys and values read.
+        parts: further makers of parts.
     """
 
-    def __init__(self, inputs=lambda _m, x, y=None: (x, x if y is None else y)) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.one, self.other = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.reduce = nn.Conv1d(WIDTH, WIDTH, 2, 2)
-        self.latent = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.inputs = partial(inputs, self)
+    def read(*given):
+        x, y = inputs(*given)
+        return x, y, y
 
-    def attended(self, x, y):
-        q, k, v = self.to_q(x), self.to_k(y), self.to_v(y)
-        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(3 * q, k, v).transpose(1, 2).flatten(2)
-
-    def forward(self, *given):
-        return self.attended(*self.inputs(*given))
-
-
-class Pointwise(Attention):
-    """Queries by a convolution over a map, keys by a linear map over tokens."""
-
-    def __init__(self):
-        super().__init__(lambda m, x: (m.conv(x.mT.unflatten(2, (2, -1))).flatten(2).mT, x))
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 1)
-        self.to_q = nn.Identity()
+    parts |= {"one": lambda: nn.LayerNorm(WIDTH), "other": lambda: nn.LayerNorm(WIDTH)}
+    parts |= {"reduce": lambda: nn.Conv1d(WIDTH, WIDTH, 2, 2)}
+    parts |= {"latent": lambda: nn.Parameter(torch.randn(1, 1, WIDTH)), "out": nn.Identity}
+    return Tiny(read=read, change=lambda _m, _x, q, k, v: (3 * q, k, v), **parts)
 
 
 def view_twice(module, x):
@@ -61,17 +43,17 @@ def reorder(_module, x):
 
 
 KINDS = {  # what makes each module, and the input that its norms are of
-    "plain": (Attention, "one input"),
-    "one norm": (lambda: Attention(view_twice), "one input"),
-    "cross": (Attention, "queries apart"),
+    "plain": (reading, "one input"),
+    "one norm": (lambda: reading(view_twice), "one input"),
+    "cross": (reading, "queries apart"),
     "reduced, as in PVTv2": (
-        lambda: Attention(lambda m, x: (x, m.one(m.reduce(x.mT).mT))),
+        lambda: reading(lambda m, x: (x, m.one(m.reduce(x.mT).mT))),
         "queries apart",
     ),
-    "class, as in CaiT": (lambda: Attention(lambda _, x: (x[:, :1], x)), "queries apart"),
-    "two norms": (lambda: Attention(lambda m, x: (m.one(x), m.other(x))), "queries apart"),
+    "class, as in CaiT": (lambda: reading(lambda _, x: (x[:, :1], x)), "queries apart"),
+    "two norms": (lambda: reading(lambda m, x: (m.one(x), m.other(x))), "queries apart"),
     "learned queries": (
-        lambda: Attention(lambda m, x: (m.latent.expand(len(x), -1, -1), x)),
+        lambda: reading(lambda m, x: (m.latent.expand(len(x), -1, -1), x)),
         "keys and values",
     ),
 }
@@ -82,7 +64,7 @@ MADE_OF_ONE = ("reduced, as in PVTv2", "class, as in CaiT", "two norms")
 class Whole(nn.Module):
     """The module in a model: behind a layer of its own, which is none of its business."""
 
-    def __init__(self, attention: Attention, *, cross: bool) -> None:
+    def __init__(self, attention: Tiny, *, cross: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.before, self.memory = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -95,7 +77,7 @@ class Whole(nn.Module):
         return self.attention(*given)
 
 
-def net_of(attention: Attention, *, cross: bool = False):
+def net_of(attention: Tiny, *, cross: bool = False):
     whole = Whole(attention, cross=cross).double()
     return own_net(whole, (TOKENS, WIDTH), "float64", classifier=False)
 
@@ -104,7 +86,7 @@ def batch() -> Batch:
     return own_batch(draw(1, 2, TOKENS, WIDTH).double())
 
 
-def rows_of(attention: Attention, *, cross: bool = False, **options):
+def rows_of(attention: Tiny, *, cross: bool = False, **options):
     """The rows of the measure, the largest norms over two samples, and the notes."""
     chosen = BoundsOptions(tol=1e-9, **options)
     net = net_of(attention, cross=cross)
@@ -113,30 +95,23 @@ def rows_of(attention: Attention, *, cross: bool = False, **options):
     return section.rows, norms, [note.code for note in section.notes]
 
 
-def given_to(attention: Attention, *, cross: bool = False):
+def given_to(attention: Tiny, *, cross: bool = False):
     net, seen = net_of(attention, cross=cross), []
     with attention.register_forward_pre_hook(lambda _m, args: seen.append(args)):
         net.output(batch())
     return seen[0]
 
 
-def dense(attention: Attention, function, *given: torch.Tensor) -> torch.Tensor:
+def dense(function, *given: torch.Tensor) -> torch.Tensor:
     """The largest norm of every head over the samples, in all that `function` takes."""
-    norms = []
-    for one in zip(*given, strict=True):
-        parts = torch.autograd.functional.jacobian(
-            lambda *xs: function(*(x[None] for x in xs))[0], one
-        )
-        whole = torch.cat([part.flatten(2) for part in parts], 2).unflatten(1, (HEADS, -1))
-        norms.append(torch.linalg.matrix_norm(whole.transpose(0, 1).flatten(1, 2), 2))
-    return torch.stack(norms).amax(0)
+    return torch.stack([norms(function, *one) for one in zip(*given, strict=True)]).amax(0)
 
 
 @pytest.mark.parametrize(("name", "build", "label"), [(n, *kind) for n, kind in KINDS.items()])
 def test_norms_in_the_inputs_of_the_projections_and_of_the_module(name, build, label):
     attention, cross = build(), name == "cross"
     given = given_to(attention, cross=cross)
-    of_module = dense(attention, attention, *given)
+    of_module = dense(attention.heads, *given)
     rows, found, _ = rows_of(attention, cross=cross, input="module")
     torch.testing.assert_close(found, of_module, rtol=1e-7, atol=0.0)
     assert {row.input for row in rows} == {"module input"}
@@ -144,12 +119,12 @@ def test_norms_in_the_inputs_of_the_projections_and_of_the_module(name, build, l
     holds = name in ("plain", "cross", "learned queries")
     assert all((row.sharp is not None) == (row.kind != "numerical") == holds for row in rows)
     assert all(row.sharp is None or row.sharp >= row.exact for row in rows)
-    x, y = attention.inputs(*given)
+    x, y, _ = attention.read(attention, *given)
     want = of_module
     if label == "queries apart":
-        want = dense(attention, attention.attended, x, y)
+        want = dense(lambda x, y: attention.attended(x, x, y, y), x, y)
     elif name == "one norm":
-        want = dense(attention, lambda x: attention.attended(x, x), x)
+        want = dense(lambda x: attention.attended(x, x, x, x), x)
     rows, found, codes = rows_of(attention, cross=cross)
     torch.testing.assert_close(found, want, rtol=1e-7, atol=0.0)
     assert {row.input for row in rows} == {label}
@@ -169,15 +144,21 @@ def test_weights_that_agree_do_not_make_one_input_of_two():
 
 
 def test_one_input_is_one_tensor():
-    (site,) = survey(net_of(Pointwise()), batch()).sites
+    """Queries by a convolution over a map, keys by a linear map over tokens."""
+    pointwise = reading(
+        lambda m, x: (m.conv(x.mT.unflatten(2, (2, -1))).flatten(2).mT, x),
+        conv=lambda: nn.Conv2d(WIDTH, WIDTH, 1),
+        to_q=nn.Identity,
+    )
+    (site,) = survey(net_of(pointwise), batch()).sites
     assert site.closed_form
     assert site.structure.joint
 
 
 def test_tokens_in_another_order_are_no_other_input():
     """Varied independently their norms would be those of a cross-attention."""
-    attention = Attention(reorder)
-    want = dense(attention, attention, *given_to(attention))
+    attention = reading(reorder)
+    want = dense(attention.heads, *given_to(attention))
     rows, found, codes = rows_of(attention)
     torch.testing.assert_close(found, want, rtol=1e-7, atol=0.0)
     assert {row.kind for row in rows} == {"numerical"}

@@ -9,45 +9,36 @@ import lipaudit
 from lipaudit.errors import InputError
 from lipaudit.measures import attention, bounds
 from lipaudit.models.attention.survey import survey
+from tests.models.attention.tiny import HEADS, WIDTH, Tiny, norms
 from tests.nets import own_batch, own_net
 
-WIDTH, TOKENS, HEADS = 8, 5, 2
+TOKENS = 5
 
 
-class Plain(nn.Module):
+class Plain(Tiny):
     """Attention, a residual, a mean and a head; subclasses change one thing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    def __init__(self, **how) -> None:
+        super().__init__(**how)
         self.head = nn.Linear(WIDTH, 3)
 
-    def parts(self, x):
-        return (
-            m(x).unflatten(-1, (HEADS, -1)).transpose(-3, -2) for m in (self.q, self.k, self.v)
-        )
-
-    def attended(self, x):
-        o = F.scaled_dot_product_attention(*self.parts(x))
-        return self.o(o.transpose(-3, -2).flatten(-2))
+    def attention(self, x):
+        return super().forward(x)
 
     def forward(self, x):
-        return self.head((x + self.attended(x)).mean(1))
+        return self.head((x + self.attention(x)).mean(1))
 
 
-class Half(Plain):
-    """Attention in bfloat16 inside a model in float32."""
-
-    def attended(self, x):
-        o = F.scaled_dot_product_attention(*(t.bfloat16() for t in self.parts(x)))
-        return self.o(o.to(x).transpose(-3, -2).flatten(-2))
+def half() -> Plain:
+    """Return attention in bfloat16 inside a model in float32."""
+    attend = F.scaled_dot_product_attention
+    return Plain(attend=lambda q, k, v: attend(*(t.bfloat16() for t in (q, k, v))).to(q))
 
 
 class Autocast(Plain):
-    def attended(self, x):
+    def attention(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return super().attended(x).to(x)
+            return super().attention(x).to(x)
 
 
 class AutocastWhole(Plain):
@@ -75,15 +66,15 @@ class Several(Plain):
     """Returns hidden states before its logits."""
 
     def forward(self, x):
-        hidden = x + self.attended(x)
+        hidden = x + self.attention(x)
         return hidden, self.head(hidden.mean(1))
 
 
 class Dead(Plain):
     """Attention behind units that are off at every sample, as in a collapsed network."""
 
-    def attended(self, x):
-        return super().attended((x - 100).relu() + self.head.weight[:1])
+    def attention(self, x):
+        return super().attention((x - 100).relu() + self.head.weight[:1])
 
 
 def samples() -> torch.Tensor:
@@ -95,7 +86,7 @@ def measured(module: nn.Module, measure: str, dtype: str = "float32"):
     return report.section(measure)
 
 
-@pytest.mark.parametrize("kind", [Half, Autocast])
+@pytest.mark.parametrize("kind", [half, Autocast])
 def test_attention_in_half_precision_has_no_figures_and_is_named(kind):
     section = measured(kind(), "bounds")
     assert [row.exact for row in section.rows] == [None] * HEADS
@@ -122,7 +113,7 @@ def test_jacobian_under_autocast_is_refused():
 
 
 def test_jacobian_of_attention_in_half_precision_is_rounded_and_says_so():
-    section, plain = (measured(kind(), "jacobian") for kind in (Half, Plain))
+    section, plain = (measured(kind(), "jacobian") for kind in (half, Plain))
     assert section.rows[0].max == pytest.approx(plain.rows[0].max, rel=0.02)
     codes = {note.code for note in section.notes}
     assert "half-precision-parts" in codes
@@ -138,8 +129,8 @@ def test_norm_of_the_model_is_that_of_a_dense_jacobian(kind):
         return truth(x.clone()[None])[0].flatten()
 
     dense = [torch.autograd.functional.jacobian(output, x) for x in samples().double()]
-    norms = [float(torch.linalg.matrix_norm(j.flatten(1), 2)) for j in dense]
-    assert row.max == pytest.approx(max(norms), rel=1e-7)
+    true = [float(torch.linalg.matrix_norm(j.flatten(1), 2)) for j in dense]
+    assert row.max == pytest.approx(max(true), rel=1e-7)
 
 
 def test_input_that_a_model_writes_to_is_read_and_kept():
@@ -159,13 +150,7 @@ def test_first_of_several_outputs_is_said():
 def test_attention_that_no_sample_moves_is_no_loop_over_samples():
     """Its norm is that in X, which no sample moves."""
     module = Dead().double()
-    x = module.head.weight[:1].detach().expand(TOKENS, WIDTH)
-
-    def outputs(x):
-        return F.scaled_dot_product_attention(*module.parts(x))
-
-    dense = torch.autograd.functional.jacobian(outputs, x)
-    true = torch.linalg.matrix_norm(dense.reshape(HEADS, -1, x.numel()), 2)
+    true = norms(module.heads, module.head.weight[:1].detach().expand(TOKENS, WIDTH))
     rows = measured(Dead(), "bounds", "float64").rows
     assert [row.exact for row in rows] == pytest.approx(true.tolist(), rel=1e-7)
 

@@ -14,39 +14,10 @@ from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.numeric import compute_numeric_norms
 from lipaudit.models.attention.survey import survey
 from lipaudit.theory.products import dense_jacobian
+from tests.models.attention.tiny import WIDTH, Tiny
 from tests.nets import draw, own_batch, own_net
 
-TOKENS, WIDTH = 6, 8
-
-
-class Model(nn.Module):
-    """One attention layer.
-
-    Args:
-        attend: what is made of q, k and v.
-        change: of the module, its input, q, k and v: the q, k and v that meet.
-        parts: modules for `change`.
-    """
-
-    def __init__(
-        self, attend=F.scaled_dot_product_attention, change=lambda _m, _x, *heads: heads, **parts
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.noise = nn.Identity()
-        self.attend, self._change = attend, change
-        for name, make in parts.items():
-            setattr(self, name, make())
-
-    def heads(self, x):
-        heads = self.qkv(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        return self._change(self, x, *heads)
-
-    def forward(self, x):
-        o = self.attend(*self.heads(x))
-        return self.noise(self.out(o.transpose(1, 2).flatten(2)))
+TOKENS = 6
 
 
 def less_largest(logits):
@@ -68,7 +39,7 @@ def sites_of(module: nn.Module):
 
 
 def test_plain_model_is_closed_form():
-    (site,) = sites_of(Model())
+    (site,) = sites_of(Tiny())
     assert site.closed_form
     assert site.kinds == ("affine", "affine", "affine")
     assert site.structure.out is not None
@@ -80,7 +51,9 @@ def test_plain_model_is_closed_form():
 @pytest.mark.parametrize("written_out", [False, True])
 def test_three_passes_are_a_survey(written_out):
     """A plain one and two that are observed show all that has to hold; a fourth shows nothing."""
-    net, batch = net_and_batch(Model(shifted if written_out else F.scaled_dot_product_attention))
+    net, batch = net_and_batch(
+        Tiny(attend=shifted if written_out else F.scaled_dot_product_attention)
+    )
     passes = []
     net.module.register_forward_pre_hook(lambda *_: passes.append(1))
     (site,) = survey(net, batch).sites
@@ -120,14 +93,13 @@ class Shy(nn.Module):
     ],
 )
 def test_model_that_is_no_fixed_function_of_a_sample_is_refused(part, message):
-    model = Model()
-    model.noise = part()
+    model = nn.Sequential(Tiny(), part())
     with pytest.raises(InputError, match=message):
         sites_of(model)
 
 
 def test_output_that_is_not_finite_is_an_error():
-    net, batch = net_and_batch(Model())
+    net, batch = net_and_batch(Tiny())
     with pytest.raises(EvaluationError, match="not finite"):
         survey(net, replace(batch, x=batch.x * torch.inf))
 
@@ -173,12 +145,16 @@ def test_products_of_a_mixer_are_no_logits_to_the_next(mixer):
     torch.manual_seed(0)
     with pytest.raises(InputError, match=r"no attention was found|cannot be measured \(0, test_"):
         sites_of(nn.Sequential(mixer(), mixer(), mixer()))
-    (site,) = sites_of(nn.Sequential(mixer(), mixer(), Model()))
+    (site,) = sites_of(nn.Sequential(mixer(), mixer(), Tiny()))
     assert (site.module, site.closed_form) == ("2", True)
 
 
-class OverSamples(Model):
+class OverSamples(nn.Module):
     """Attention whose rows are samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x):
         q, k, v = self.qkv(x.flatten(1)[:, :WIDTH]).chunk(3, -1)
@@ -190,11 +166,11 @@ def test_attention_over_samples_is_refused():
         sites_of(OverSamples())
 
 
-class Mixed(Model):
+class Mixed(Tiny):
     """Talking heads: a linear map of the logits over heads or over keys, one or two of them."""
 
     def __init__(self, axis, times):
-        super().__init__(self.mix)
+        super().__init__(attend=self.mix)
         width = {-3: 2, -1: TOKENS}[axis]
         self.maps, self.axis = nn.ModuleList(nn.Linear(width, width) for _ in range(times)), axis
 
@@ -240,21 +216,21 @@ PAIRS = {
 
 @pytest.mark.parametrize("attend", PAIRS.values(), ids=PAIRS)
 def test_logits_of_each_pair_have_a_closed_form(attend):
-    net, batch = net_and_batch(Model(attend), "float64")
+    net, batch = net_and_batch(Tiny(attend=attend), "float64")
     (site,) = survey(net, batch).sites
     assert site.closed_form
     found = capture(net, (site,), batch, lambda layer: layer.heads())
     heads, module = found[0], net.module
 
     def outputs(x):
-        return module.attend(*module.heads(x[None]))[0]
+        return module.heads(x[None])[0]
 
     truth = torch.autograd.functional.jacobian(outputs, batch.x[0]).flatten(1, 2).flatten(2)
     torch.testing.assert_close(dense_jacobian(heads)[0], truth, rtol=0, atol=1e-12)
 
 
 def test_what_is_taken_off_a_whole_row_leaves_the_plain_logits():
-    net, batch = net_and_batch(Model(shifted), "float64")
+    net, batch = net_and_batch(Tiny(attend=shifted), "float64")
     (heads,) = capture(net, survey(net, batch).sites, batch, lambda layer: layer.heads())
     assert heads.pairs is None
     assert heads.bias is None or heads.bias.abs().max() < 1e-12
@@ -296,24 +272,22 @@ def stretched(q, k, v):
 
 OPEN = {
     "queries that see their neighbours": (
-        lambda: Model(change=lambda m, x, q, k, v: (q + q.flip(2), k, v)),
+        lambda: Tiny(change=lambda m, x, q, k, v: (q + q.flip(2), k, v)),
         "q depends on several tokens",
     ),
     "queries times a map of another tensor": (
-        lambda: Model(
+        lambda: Tiny(
             change=lambda m, x, q, k, v: (q * m.gate(x.tanh())[:, None], k, v),
             gate=lambda: nn.Linear(WIDTH, 4),
         ),
         "q is made from linear maps of several tensors",
     ),
     "values that are the input": (
-        lambda: Model(
-            change=lambda m, x, q, k, v: (q, k, x.unflatten(2, (2, -1)).transpose(1, 2))
-        ),
+        lambda: Tiny(change=lambda m, x, q, k, v: (q, k, x.unflatten(2, (2, -1)).transpose(1, 2))),
         "v is not the output of a linear map",
     ),
     "keys and values from memory": (
-        lambda: Model(
+        lambda: Tiny(
             change=lambda m, x, q, k, v: (
                 q,
                 *m.memory.unsqueeze(1).expand(-1, len(x), -1, -1, -1),
@@ -323,15 +297,20 @@ OPEN = {
         "keys or values are constants, or have no gradient",
     ),
     "a mask of the fused op that depends on the input": (
-        lambda: Model(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=q @ q.mT)),
+        lambda: Tiny(
+            attend=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=q @ q.mT)
+        ),
         "its logits depend on the input not only",
     ),
-    "stretched": (lambda: Model(stretched), "its logits depend on the largest one of their row"),
-    "a sink of the keys": (lambda: Model(moving_sink), "its logits mix heads or keys"),
-    "bent": (lambda: Model(bent), "its logits depend on the input not only"),
-    "misfolded": (lambda: Model(misfolded), "cannot be attributed to samples"),
-    "dropped": (lambda: Model(dropped), "P is changed between the softmax and the values"),
-    "crossing": (lambda: Model(crossing), "cannot be attributed to samples"),
+    "stretched": (
+        lambda: Tiny(attend=stretched),
+        "its logits depend on the largest one of their row",
+    ),
+    "a sink of the keys": (lambda: Tiny(attend=moving_sink), "its logits mix heads or keys"),
+    "bent": (lambda: Tiny(attend=bent), "its logits depend on the input not only"),
+    "misfolded": (lambda: Tiny(attend=misfolded), "cannot be attributed to samples"),
+    "dropped": (lambda: Tiny(attend=dropped), "P is changed between the softmax and the values"),
+    "crossing": (lambda: Tiny(attend=crossing), "cannot be attributed to samples"),
 }
 
 
@@ -346,18 +325,16 @@ def test_layer_without_closed_form_says_why(build, reason):
 
 
 def test_layer_that_cannot_be_run_again_says_so():
-    class Stateful(Model):
+    class Stateful(Tiny):
         """Keeps what it saw: a second run sees twice as much."""
 
         def forward(self, x):
             before = getattr(self, "cache", None)
-            self.cache = None if before is not None else x
-            q, k, v = self.heads(x)
-            if before is not None:
-                v = 2 * v
-            return 0 * self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)) + x
+            self.cache, self.factor = (x, 1) if before is None else (None, 2)
+            return 0 * super().forward(x) + x
 
-    net, batch = net_and_batch(Stateful(dropped))
+    module = Stateful(attend=dropped, change=lambda m, _x, q, k, v: (q, k, m.factor * v))
+    net, batch = net_and_batch(module)
     (site,) = survey(net, batch).sites
     assert site.inputs == ()
     assert "its norms cannot be computed numerically either" in site.reason
@@ -378,12 +355,12 @@ def test_layer_that_disagrees_with_autograd_has_no_closed_form():
         def backward(ctx, g):
             return g.flip(2)
 
-    (site,) = sites_of(Model(change=lambda m, x, q, k, v: (q, k, Reversed.apply(v))))
+    (site,) = sites_of(Tiny(change=lambda m, x, q, k, v: (q, k, Reversed.apply(v))))
     assert not site.closed_form
 
 
 def test_survey_leaves_the_model_as_it_was():
-    net, batch = net_and_batch(Model())
+    net, batch = net_and_batch(Tiny())
     net.module.train().requires_grad_(True)
     state = torch.get_rng_state()
     survey(net, batch)
@@ -394,12 +371,10 @@ def test_survey_leaves_the_model_as_it_was():
 
 
 def test_dropout_is_switched_off_meanwhile():
-    model = Model()
-    model.noise = nn.Dropout(0.5)
-    net, batch = net_and_batch(model)
+    net, batch = net_and_batch(nn.Sequential(Tiny(), nn.Dropout(0.5)))
     net.module.train()
     assert survey(net, batch).sites[0].closed_form
-    assert net.module.noise.training
+    assert net.module[1].training
 
 
 def test_short_text_is_repeated(zoo):

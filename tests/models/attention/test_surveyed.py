@@ -14,64 +14,50 @@ from lipaudit.measures import attention, bounds, jacobian
 from lipaudit.models.attention import survey as surveys
 from lipaudit.models.attention.survey import find_layers, survey
 from lipaudit.models.net import Net
+from tests.models.attention.tiny import WIDTH, Tiny, norms
 from tests.nets import draw, own_batch, own_net
 
-WIDTH = 8
 
-
-class Branching(nn.Module):
-    """Two heads; what becomes of longer samples is up to the subclass."""
+class Gain(nn.Linear):
+    """W_O behind a factor of each channel."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.gain = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.ones(WIDTH))
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def queries(self, q, x):
-        return q
-
-    def heads(self, x):
-        q, k, v = self.qkv(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(self.queries(q, x), k, v)
-
-    def attend(self, x):
-        return self.out(self.gain * self.heads(x).transpose(1, 2).flatten(2))
+        super().__init__(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x):
-        return self.attend(x)
+        return super().forward(self.gain * x)
 
 
-class MixingShort(Branching):
+def branching(queries=lambda _m, q, _x: q, **parts) -> Tiny:
+    """Return a module in which queries may depend on the length of the sample."""
+    return Tiny(change=lambda m, x, q, k, v: (queries(m, q, x), k, v), out=Gain, **parts)
+
+
+def mixing_short() -> Tiny:
     """Short samples have no closed form: a query depends on several tokens."""
-
-    def queries(self, q, x):
-        return q.cumsum(2) if q.shape[2] < 7 else q
+    return branching(lambda _m, q, _x: q.cumsum(2) if q.shape[2] < 7 else q)
 
 
-class OtherShort(Branching):
+def mixing_long() -> Tiny:
+    """Long samples have no closed form."""
+    return branching(lambda _m, q, _x: q.cumsum(2) if q.shape[2] >= 7 else q)
+
+
+def other_short() -> Tiny:
     """Short samples have their queries from another linear map."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(WIDTH, WIDTH)
+    def queries(m, q, x):
+        return m.other(x).unflatten(2, (2, -1)).transpose(1, 2) if q.shape[2] < 7 else q
 
-    def queries(self, q, x):
-        return self.other(x).unflatten(2, (2, -1)).transpose(1, 2) if q.shape[2] < 7 else q
+    return branching(queries, other=lambda: nn.Linear(WIDTH, WIDTH))
 
 
-class MixingLong(Branching):
-    """Long samples have no closed form."""
-
-    def queries(self, q, x):
-        return q.cumsum(2) if q.shape[2] >= 7 else q
-
-
-class TwiceShort(Branching):
+class TwiceShort(Tiny):
     """Short samples meet another attention call."""
 
     def forward(self, x):
-        return self.attend(self.attend(x)) if x.shape[1] < 7 else self.attend(x)
+        return super().forward(super().forward(x) if x.shape[1] < 7 else x)
 
 
 def net_of(module: nn.Module) -> Net:
@@ -97,7 +83,7 @@ def count(monkeypatch) -> list[int]:
 
 def test_measures_after_the_first_run_a_model_once_per_batch():
     """Nothing but the pass that is measured: no survey, whatever the batch."""
-    net, batch, forwards = net_of(Branching()), batch_of(9), []
+    net, batch, forwards = net_of(branching()), batch_of(9), []
     net.module.register_forward_pre_hook(lambda *_: forwards.append(1))  # some end early
     list(attention.measure(net, [batch], attention.AttentionOptions()))
     assert len(forwards) > 1
@@ -107,14 +93,14 @@ def test_measures_after_the_first_run_a_model_once_per_batch():
 
 
 def test_residuals_need_no_survey_of_their_own(count):
-    net, options = net_of(Branching()), jacobian.JacobianOptions(per_layer=True)
+    net, options = net_of(branching()), jacobian.JacobianOptions(per_layer=True)
     find_layers(net, batch_of(9))
     list(jacobian.measure(net, [batch_of(9)], options))
     assert count == [9]
 
 
 def test_a_survey_serves_every_length_of_closed_layers(count):
-    net = net_of(Branching())
+    net = net_of(branching())
     assert (
         find_layers(net, batch_of(9))
         is find_layers(net, batch_of(5))
@@ -123,7 +109,7 @@ def test_a_survey_serves_every_length_of_closed_layers(count):
     assert count == [9]
 
 
-@pytest.mark.parametrize("model", [MixingLong, TwiceShort])
+@pytest.mark.parametrize("model", [mixing_long, TwiceShort])
 def test_other_lengths_are_surveyed_where_layers_may_be_others(model, count):
     """A closed form that was not found at 9 tokens, or a call; each length once."""
     net = net_of(model())
@@ -146,21 +132,21 @@ def test_other_lengths_are_surveyed_where_layers_may_be_others(model, count):
 )
 def test_written_weights_are_surveyed_again(write):
     """What scales the heads on their way to W_O is part of the survey, and of no later check."""
-    net, batch = net_of(Branching()), batch_of(9)
+    net, batch = net_of(branching()), batch_of(9)
     (before,) = find_layers(net, batch)
-    write(net.module.gain)
+    write(net.module.out.gain)
     (after,) = find_layers(net, batch)
     torch.testing.assert_close(after.structure.out.gain, 2.0 * before.structure.out.gain)
 
 
 def test_a_changed_copy_of_a_net_is_another_model(count):
-    net = net_of(Branching())
+    net = net_of(branching())
     find_layers(net, batch_of(9))
     find_layers(replace(net, read=lambda y: -net.read(y)), batch_of(9))
     assert count == [9, 9]
 
 
-@pytest.mark.parametrize("model", [MixingShort, OtherShort])
+@pytest.mark.parametrize("model", [mixing_short, other_short])
 def test_reading_notices_a_closed_form_that_is_gone(model):
     """Surveyed at 9 tokens and read at 5: numerical norms, and no bound there."""
     net, options = net_of(model()), bounds.BoundsOptions(tol=1e-9)
@@ -169,23 +155,15 @@ def test_reading_notices_a_closed_form_that_is_gone(model):
     (part,) = bounds.measure(net, [batch], options)
     assert {note.code for note in part.notes} == {"structure-changed"}
     assert part.values["numerical"].all()
-    for x, norms in zip(batch.x, part.values["exact"], strict=True):
-        dense = torch.autograd.functional.jacobian(net.module.heads, x[None])
-        dense = dense[0].flatten(3).flatten(1, 2)
-        want = torch.linalg.matrix_norm(dense, 2)
-        torch.testing.assert_close(torch.as_tensor(norms), want, rtol=1e-6, atol=0.0)
-
-
-class Faint(Branching):
-    """Samples move queries, keys and values by a millionth of what all samples share."""
-
-    def forward(self, x):
-        return self.attend(10 + 1e-6 * x)
+    want = torch.stack([norms(net.module.heads, x) for x in batch.x])
+    torch.testing.assert_close(torch.as_tensor(part.values["exact"]), want, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_attention_that_samples_hardly_move_is_read(dtype):
-    net = own_net(Faint(), (5, WIDTH), dtype)
+    """Samples move queries, keys and values by a millionth of what all samples share."""
+    faint = Tiny(read=lambda _m, x: [10 + 1e-6 * x] * 3)
+    net = own_net(faint, (5, WIDTH), dtype)
     x = torch.rand(1, 5, WIDTH, dtype=net.dtype, generator=torch.Generator().manual_seed(0))
     (site,) = find_layers(net, own_batch(x))
     assert site.heads == 2
@@ -193,7 +171,7 @@ def test_attention_that_samples_hardly_move_is_read(dtype):
 
 def test_a_survey_leaves_no_tensor_of_a_pass_behind():
     """Nor does any wait for the garbage collector."""
-    net, made = net_of(nn.Sequential(*(Branching() for _ in range(3)))), []
+    net, made = net_of(nn.Sequential(*(branching() for _ in range(3)))), []
     for part in net.module.modules():
         part.register_forward_hook(
             lambda _part, _x, y: made.append(StorageWeakRef(y.untyped_storage()))

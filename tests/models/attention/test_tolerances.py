@@ -1,51 +1,38 @@
 """A head with giant numbers must not hide what another head does, nor a dead one what it does."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from lipaudit.models import graph
-from lipaudit.models.attention.capture import (
-    add_inputs,
-    capture,
-    matches_autograd,
-    read_product,
-)
+from lipaudit.models.attention.capture import add_inputs, capture, matches_autograd
+from lipaudit.models.attention.logits import read_product
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.graph import Probed
 from lipaudit.models.requirements import agree
 from lipaudit.theory.head_norms import head_norms
+from tests.models.attention.tiny import WIDTH, Tiny, norms
 from tests.nets import draw, own_batch, own_net
 
-TOKENS, WIDTH = 6, 8
+TOKENS = 6
 GIANT = 1e3
 """How many times larger the logits of the first of two heads are."""
+POSITION = draw(2, TOKENS, TOKENS)
 
 
-class Model(nn.Module):
-    """Two heads in float32, the first one with giant logits; subclasses spoil the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.position = torch.randn(TOKENS, TOKENS)
-        for linear in (self.to_q, self.to_k):
-            linear.weight.data *= 2
-            linear.weight.data[:4] *= GIANT**0.5
-
-    def project(self, x):
-        parts = (self.to_q(x), self.to_k(x), self.to_v(x))
-        return [t.unflatten(2, (2, -1)).transpose(1, 2) for t in parts]
-
-    def logits(self, q, k):
-        return q @ k.mT
-
-    def forward(self, x):
-        q, k, v = self.project(x)
-        return (self.logits(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2)
+def giant(logits=lambda s: s, change=lambda q: q) -> Tiny:
+    """Return heads in float32, the first one with giant logits; `change` is of the queries."""
+    module = Tiny(
+        attend=lambda q, k, v: logits(q @ k.mT).softmax(-1) @ v,
+        change=lambda _m, _x, q, k, v: (change(q), k, v),
+        out=torch.nn.Identity,
+    )
+    for linear in (module.to_q, module.to_k):
+        linear.weight.data *= 2
+        linear.weight.data[:4] *= GIANT**0.5
+    return module
 
 
 def second(change: torch.Tensor) -> torch.Tensor:
@@ -53,69 +40,41 @@ def second(change: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.zeros_like(change), change])[None]
 
 
-class Biased(Model):
-    """A position bias that is rounding beside the logits of the other head."""
-
-    def logits(self, q, k):
-        return q @ k.mT + second(5e-3 * self.position)
-
-
-class Shifted(Model):
-    """Queries that are shifted by position, by little beside the other head's queries."""
-
-    def project(self, x):
-        q, k, v = super().project(x)
-        return q + second(1e-3 * self.position[:, :4]), k, v
+def floored(s: torch.Tensor) -> torch.Tensor:
+    """Keep logits above the end of float32, as masks need it: nothing is cut off."""
+    end = torch.tensor(torch.finfo(s.dtype).min)
+    return torch.max(s.clamp(min=float(end)), end)
 
 
-class Leaking(Model):
-    """Logits that take a small share of the other head's."""
-
-    def logits(self, q, k):
-        logits = q @ k.mT
-        return torch.cat([logits[:, :1], logits[:, 1:] + 1e-7 * logits[:, :1]], 1)
-
-
-class Capped(Model):
-    """Logits that are cut off where no ordinary sample takes them."""
-
-    def logits(self, q, k):
-        return (q @ k.mT).clamp(max=1e8)
+# A position bias that is rounding beside the logits of the other head.
+biased = partial(giant, lambda s: s + second(5e-3 * POSITION.to(s)))
+# Queries that are shifted by position, by little beside the other head's queries.
+shifted = partial(giant, change=lambda q: q + second(1e-3 * POSITION[:, :4]))
+# Logits that take a small share of the other head's.
+leaking = partial(giant, lambda s: torch.cat([s[:, :1], s[:, 1:] + 1e-7 * s[:, :1]], 1))
+# Logits that are cut off where no ordinary sample takes them.
+capped = partial(giant, lambda s: s.clamp(max=1e8))
 
 
-class Floored(Model):
-    """Logits that are kept above the end of float32, as masks need it: nothing is cut off."""
-
-    def logits(self, q, k):
-        end = torch.tensor(torch.finfo(q.dtype).min)
-        return torch.max((q @ k.mT).clamp(min=float(end)), end)
-
-
-def surveyed(model: nn.Module):
-    net = own_net(model, (TOKENS, WIDTH), classifier=False)
+def surveyed(module: Tiny):
+    net = own_net(module, (TOKENS, WIDTH), classifier=False)
     batch = own_batch(draw(1, 1, TOKENS, WIDTH))
     return net, survey(net, batch).sites[0], batch
 
 
 def test_small_bias_beside_giant_logits_is_kept():
     """With logits still larger, and a bias of 0.1, the norm was 13 % off without it."""
-    model = Biased()
-    net, site, batch = surveyed(model)
+    module = biased()
+    net, site, batch = surveyed(module)
     found = capture(net, (site,), batch, lambda layer: layer.heads())
-    torch.testing.assert_close(found[0].bias[0, 1], 5e-3 * model.position, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(found[0].bias[0, 1], 5e-3 * POSITION, rtol=0.0, atol=1e-5)
     norm = head_norms(found[0], seeds=[0], tol=1e-8).norm[0, 1]
-    model.double()
-    dense = torch.autograd.functional.jacobian(lambda x: model(x)[0, :, 4:], batch.x.double())
-    want = torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2)
+    want = norms(module.double().heads, batch.x[0].double())[1]
     torch.testing.assert_close(norm, want, rtol=1e-5, atol=0.0)
 
 
 def test_bias_of_rounding_is_none():
-    class Zero(Model):
-        def logits(self, q, k):
-            return (q @ k.mT) / 3 + second(0 * self.position)
-
-    net, site, batch = surveyed(Zero())
+    net, site, batch = surveyed(giant(lambda s: s / 3 + second(0 * POSITION)))
     found = capture(net, (site,), batch, lambda layer: layer.heads().bias)
     assert found[0] is None or not found[0][0, 1].any()
 
@@ -123,8 +82,8 @@ def test_bias_of_rounding_is_none():
 @pytest.mark.parametrize(
     ("model", "kinds", "reason"),
     [
-        (Shifted, ("local", "affine", "affine"), None),
-        (Leaking, ("affine", "affine", "affine"), "its logits mix heads or keys"),
+        (shifted, ("local", "affine", "affine"), None),
+        (leaking, ("affine", "affine", "affine"), "its logits mix heads or keys"),
     ],
 )
 def test_one_head_hides_nothing_of_another(model, kinds, reason):
@@ -134,7 +93,7 @@ def test_one_head_hides_nothing_of_another(model, kinds, reason):
     assert reason is None or reason in site.reason
 
 
-@pytest.mark.parametrize(("model", "plain"), [(Capped, False), (Floored, True)])
+@pytest.mark.parametrize(("model", "plain"), [(capped, False), (partial(giant, floored), True)])
 def test_logits_that_a_sample_may_take_to_a_cut_off_are_not_plain(model, plain):
     """Bounds for all inputs are not given for them."""
     net, site, batch = surveyed(model())
@@ -142,12 +101,12 @@ def test_logits_that_a_sample_may_take_to_a_cut_off_are_not_plain(model, plain):
     assert (found[0] is None) == plain
 
 
-def dead_model() -> Model:
-    model = Model()
-    for linear in (model.to_q, model.to_k, model.to_v):
+def dead_model() -> Tiny:
+    module = giant()
+    for linear in (module.to_q, module.to_k, module.to_v):
         linear.weight.data[4:] *= 1e-15
         linear.bias.data[4:] *= 1e-15
-    return model
+    return module
 
 
 def test_dead_heads_are_read_like_the_others():
@@ -162,7 +121,7 @@ def test_dead_heads_are_read_like_the_others():
 )
 def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(name, head, factor):
     """Off by a little in one head, beside another that is 1e15 times larger, or smaller."""
-    net, site, batch = surveyed(dead_model() if name == "to_v" else Model())
+    net, site, batch = surveyed(dead_model() if name == "to_v" else giant())
 
     def compare(layer):
         with torch.enable_grad():

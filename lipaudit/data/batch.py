@@ -50,10 +50,8 @@ class Batch:
 
     def __getitem__(self, index: slice) -> Batch:
         """Return the samples of a slice, as a batch."""
-        y = None if self.y is None else self.y[index]
-        start, limit = self.start + index.indices(len(self))[0], self.limit
-        picked, ids, texts = self.without_ids(index), self.ids[index], self.texts[index]
-        return replace(picked, y=y, ids=ids, start=start, texts=texts, limit=limit)
+        start = self.start + index.indices(len(self))[0]
+        return replace(self.rows(torch.arange(len(self))[index]), start=start)
 
     def rows(self, index: Tensor) -> Batch:
         """Return the samples at these positions, as a batch."""
@@ -302,11 +300,7 @@ def require_classes(
 
 
 def match_labels(
-    values: Sequence[Any],
-    net: Net,
-    places: Sequence[str],
-    origin: str,
-    classes: Sequence[str] | None = None,
+    values: Sequence[Any], net: Net, places: Sequence[str], classes: Sequence[str] | None = None
 ) -> tuple[list[int], tuple[Note, ...]]:
     """Return the model's class numbers for labels that are class names or numbers.
 
@@ -317,8 +311,7 @@ def match_labels(
     Args:
         values: labels of the whole data set.
         net: the model.
-        places: where each label is, for messages: `line 7`.
-        origin: the data set, for messages.
+        places: where each label is, for messages: `FILE: line 7`.
         classes: the data set's class names, if the labels are their numbers; None: the labels
             define the classes.
 
@@ -354,7 +347,6 @@ def match_labels(
                 f"{name!r} is class {i}{shown[i]}" for i, name in enumerate(names)
             )
             notes = (Note.warn("labels-by-order", text),)
-    places = [f"{origin}: {place}" for place in places]
     return require_classes([index[word] for word in words], words, places, net), notes
 
 

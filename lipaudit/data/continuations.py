@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +19,6 @@ from lipaudit.data.tables import (
     draw_rows,
     find_fault,
     limit_tokens,
-    require_rows,
     shorten,
 )
 from lipaudit.errors import InputError, refuse
@@ -131,8 +130,8 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
             f"{origin} holds text, and the model has no tokenizer",
             "Put tokenizer.json beside config.json.",
         )
-    require_rows(table, table.faults, options)  # before columns: unreadable rows have none
-    rows = {i: table.rows[i] for i in range(len(table.places)) if i not in table.faults}
+    table.require_rows(options)  # before columns: unreadable rows have none
+    rows = {i: table.rows[i] for i in table.sound}
     form, faults = _choose_form(table, rows, options), dict(table.faults)
     asked: dict[int, Question] = {}
     for i, row in rows.items():
@@ -164,7 +163,8 @@ def read_continuations(table: SampleTable, net: Net, options: DataOptions) -> Sa
         )
         return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
 
-    drawn, skipped = draw_rows(table, faults, options, read, what="rows")
+    table = replace(table, faults=faults)
+    drawn, skipped = draw_rows(table, options, read, what="rows")
     if cut := sum(is_cut for _, (_, is_cut) in drawn):
         text = (
             f"{cut} of {len(drawn)} prompts were cut at their beginning, so that prompt and "

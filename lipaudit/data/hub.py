@@ -90,13 +90,9 @@ def explain_refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that explains, from the client's exception, why access failed."""
     from huggingface_hub import constants
 
-    facts = {
-        "what": f"the {KINDS[repository.kind]} {repository.name}",
-        "name": repository.name,
-        "page": repository.page,
-        "revision": repository.revision,
-        "option": "" if repository.kind == "model" else " --repo-type dataset",
-    }
+    facts = {**vars(repository), "page": repository.page}
+    facts["what"] = f"the {KINDS[repository.kind]} {repository.name}"
+    facts["option"] = "" if repository.kind == "model" else " --repo-type dataset"
     # Clients wrap an exception twice; the nearest class that is in the table counts.
     for kind in (kind for cause in list_causes(error) for kind in type(cause).__mro__):
         if kind.__name__ in REFUSALS:
@@ -309,8 +305,8 @@ def read_dataset(text: str, *, offline: bool) -> tuple[SampleTable, Commit]:
         (part,) = instruction.to_absolute({whole_split: len(whole)})
     data = whole.select(range(part.from_ or 0, part.to))
     refuse(not len(data), f"{origin} is empty", "Choose another split.")
-    names = {name: getattr(kind, "names", None) for name, kind in data.features.items()}
-    classes = {name: labels for name, labels in names.items() if labels}
+    kinds = data.features.items()
+    classes = {name: kind.names for name, kind in kinds if getattr(kind, "names", None)}
     places = [f"index {i}" for i in range(len(data))]
     return SampleTable(origin, data.column_names, places, data, classes=classes), commit
 

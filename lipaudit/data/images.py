@@ -116,9 +116,8 @@ def read_image(source: Path | Image.Image, name: str, net: Net) -> Tensor:
     """
     assert net.prepare is not None
     with explain_images(name):
-        if isinstance(source, Image.Image):
-            return net.prepare(source)
-        with Image.open(source) as image:
+        image = source if isinstance(source, Image.Image) else Image.open(source)
+        with image:
             image.load()
             return net.prepare(image)
 
@@ -182,9 +181,9 @@ def load_arrays(path: Path) -> tuple[Tensor, Tensor | None]:
         elif path.suffix == ".npz":
             # numpy takes a file that is no archive for a pickle.
             with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
-                stored = {name: file[name] for name in file.files}
-            # Texts beside the numbers (such as a credit) are skipped.
-            arrays = {k: torch.from_numpy(a) for k, a in stored.items() if a.dtype.kind in "uif"}
+                # Texts beside the numbers (such as a credit) are skipped.
+                numbers = {name: a for name, a in file.items() if a.dtype.kind in "uif"}
+            arrays = {name: torch.from_numpy(array) for name, array in numbers.items()}
         else:
             labels = path.with_name(
                 re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
@@ -214,12 +213,7 @@ def _read_idx(path: Path) -> Tensor:
 
 
 def draw_arrays(
-    x: Tensor,
-    y: Tensor | None,
-    net: Net,
-    options: DataOptions,
-    *,
-    origin: str,
+    x: Tensor, y: Tensor | None, net: Net, options: DataOptions, *, origin: str
 ) -> Samples:
     """Draw samples from tensors.
 

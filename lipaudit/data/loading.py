@@ -66,10 +66,8 @@ def load_data(spec: str | None, net: Net, options: DataOptions | None = None) ->
         InputError: the data are missing, damaged, or do not fit the model.
     """
     options = options or DataOptions()
-    asked = f"--samples {options.samples}"
-    refuse(
-        options.samples < 1, f"{asked} leaves no sample to measure", "Give 1 or more.", UsageError
-    )
+    asked = f"--samples {options.samples} leaves no sample to measure"
+    refuse(options.samples < 1, asked, "Give 1 or more.", UsageError)
     spec = spec or ("demo" if net.source == "demo" else "random")
     return _finish(_read(spec, net, options), spec, net, options)
 

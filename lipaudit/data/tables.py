@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -149,10 +149,24 @@ class SampleTable:
     faults: Mapping[int, str] = field(default_factory=dict)
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
+    @property
+    def sound(self) -> list[int]:
+        """Return the indices of the rows without a fault."""
+        return [i for i in range(len(self.places)) if i not in self.faults]
+
     def refuse(self, i: int, fault: str) -> None:
         """Raise InputError for a row that has a fault, if there is one."""
         advice = "Correct it, or leave such rows out with --skip-bad."
         refuse(fault, f"{self.origin}: {self.places[i]} {fault}", advice)
+
+    def require_rows(self, options: DataOptions) -> None:
+        """Refuse rows that have faults; with `skip_bad`, only if there are no other rows.
+
+        Raises:
+            InputError: the message describes the first fault.
+        """
+        if self.faults and not (options.skip_bad and self.sound):
+            self.refuse(min(self.faults), self.faults[min(self.faults)])
 
     def column(self, name: str) -> list[Any]:
         """Return the values of all rows in one column."""
@@ -263,23 +277,8 @@ def find_fault(values: Mapping[str, Any], texts: Sequence[str], label: str | Non
     return ""
 
 
-def require_rows(table: SampleTable, faults: Mapping[int, str], options: DataOptions) -> None:
-    """Refuse a table whose rows have faults; with `skip_bad`, one without any other row.
-
-    Raises:
-        InputError: the message describes the first fault.
-    """
-    if faults and (not options.skip_bad or len(faults) == len(table.places)):
-        table.refuse(min(faults), faults[min(faults)])
-
-
 def draw_rows(
-    table: SampleTable,
-    faults: Mapping[int, str],
-    options: DataOptions,
-    read: Callable[[int], T],
-    *,
-    what: str,
+    table: SampleTable, options: DataOptions, read: Callable[[int], T], *, what: str
 ) -> tuple[list[tuple[int, T]], tuple[Note, ...]]:
     """Read the requested number of rows in random order, each with its index.
 
@@ -289,8 +288,8 @@ def draw_rows(
     Raises:
         InputError: a row cannot be read; with `skip_bad`, none can.
     """
-    require_rows(table, faults, options)
-    sound = [i for i in range(len(table.places)) if i not in faults]
+    table.require_rows(options)
+    sound, faults = table.sound, table.faults
     drawn: list[tuple[int, T]] = []
     bad: list[str] = []
     for k in draw_indices(len(sound), len(sound), options.seed):
@@ -323,7 +322,7 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
         InputError: the table lacks a column or has labels unknown to the model, or a row cannot be
             read; with `skip_bad`, none can.
     """
-    require_rows(table, table.faults, options)  # before columns: unreadable rows have none
+    table.require_rows(options)  # before columns: unreadable rows have none
     inputs = _choose_inputs(table, net, options)
     label = choose_column(table, options.label_column, LABELS)
     notes: tuple[Note, ...] = ()
@@ -334,45 +333,42 @@ def draw_table(table: SampleTable, net: Net, options: DataOptions) -> Samples:
     elif label is None and net.classes is not None and others:
         text = f"{table.origin} has no column called label: --label-column names one ({others})"
         notes = (Note.info("no-label-column", text),)
-    faults, y = dict(table.faults), {}
+    y: dict[int, int] = {}
     if label is not None:
         labels = table.column(label)
-        for i, value in enumerate(labels):
-            if fault := find_fault({label: value}, (), label):
-                faults.setdefault(i, fault)
-        require_rows(table, faults, options)
-        sound = [i for i in range(len(labels)) if i not in faults]
-        values, places = [labels[i] for i in sound], [table.places[i] for i in sound]
-        known = table.classes.get(label)
-        numbers, matched = match_labels(values, net, places, table.origin, known)
-        y, notes = dict(zip(sound, numbers, strict=True)), notes + matched
+        faults = {i: find_fault({label: value}, (), label) for i, value in enumerate(labels)}
+        faults = {i: fault for i, fault in faults.items() if fault} | dict(table.faults)
+        table = replace(table, faults=faults)
+        table.require_rows(options)
+        values = [labels[i] for i in table.sound]
+        places = [f"{table.origin}: {table.places[i]}" for i in table.sound]
+        numbers, matched = match_labels(values, net, places, table.classes.get(label))
+        y, notes = dict(zip(table.sound, numbers, strict=True)), notes + matched
     is_text = net.kind == "text"
     limit, limited = limit_tokens(net, options) if is_text else (0, ())
 
-    def read(i: int) -> tuple[Tensor, tuple[str, ...]]:
+    def read(i: int) -> tuple[Tensor, tuple[str, ...], bool]:
         values, place = table.rows[i], table.places[i]
         table.refuse(i, find_fault(values, inputs))
         if not is_text:
-            return to_box(read_image(values[inputs[0]], place, net), net.box), ()
-        texts = tuple(str(values[name]) for name in inputs)
+            return to_box(read_image(values[inputs[0]], place, net), net.box), (), False
+        texts, origin = tuple(str(values[name]) for name in inputs), f"{table.origin}: {place}"
         # One token more than allowed distinguishes a text that is cut from one that just fits.
-        return encode(texts, net, limit + 1, f"{table.origin}: {place}"), texts
+        tokens = encode(texts, net, limit + 1, origin)
+        is_cut = len(tokens) > limit
+        return encode(texts, net, limit, origin) if is_cut else tokens, texts, is_cut
 
-    drawn, skipped = draw_rows(table, faults, options, read, what="texts" if is_text else "images")
-    x = [
-        encode(texts, net, limit, table.origin) if is_text and len(each) > limit else each
-        for _, (each, texts) in drawn
-    ]
-    if cut := sum(is_text and len(each) > limit for _, (each, _) in drawn):
+    drawn, skipped = draw_rows(table, options, read, what="texts" if is_text else "images")
+    if cut := sum(is_cut for _, (_, _, is_cut) in drawn):
         text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
         limited += (Note.warn("text-cut", text),)
     return make_samples(
-        x,
+        [x for _, (x, _, _) in drawn],
         net,
         [y[i] for i, _ in drawn] if label is not None else None,
-        texts=[texts for _, (_, texts) in drawn],
+        texts=[texts for _, (_, texts, _) in drawn],
         limit=limit,
-        origins=[SampleOrigin(table.name(i), shorten(texts)) for i, (_, texts) in drawn],
+        origins=[SampleOrigin(table.name(i), shorten(texts)) for i, (_, texts, _) in drawn],
         notes=skipped + limited + notes,
     )
 

@@ -17,8 +17,7 @@ from lipaudit.gate.judging import TOLERANCE, Contrast, examine, judge_change
 from lipaudit.gate.pairing import Key
 from lipaudit.gate.rules import Rule, Verdict, no_change, parse_rule
 from lipaudit.gate.statistics import ALPHA, LEVEL
-from lipaudit.measures import layouts
-from lipaudit.tables import Column, Note, Report, Section, model_labels
+from lipaudit.tables import Note, Report, Section, model_labels
 from lipaudit.tables.columns import Float, Frozen, order
 from lipaudit.tables.summary import Summary, summary
 from lipaudit.tables.trials import FLAGS, TrialKey, parse_column
@@ -146,7 +145,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
     for measure in (name for name in measured[0] if name in measured[1]):
         before, after = (sections[measure] for sections in measured)
         warnings += _describe_left_out(before, after)
-        for name, column in _list_columns(before, after):
+        for name in _list_columns(before, after):
             metric = f"{measure}.{name}"
             figures = [_list_figures(section, name) for section in (before, after)]
             if not all(figures):
@@ -156,7 +155,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
             if name in before.sample_columns:
                 stats = ["mean"] if name in FLAGS else ["median", "p95"]
             for stat in stats:
-                rule = no_change(f"{metric}:{stat}", column, chain(*figures), (before, after))
+                rule = no_change(f"{metric}:{stat}", chain(*figures), (before, after))
                 examined = examine(rule, new, old, lenient=True)
                 if isinstance(examined, Verdict):
                     verdicts.append(examined)
@@ -165,7 +164,7 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
                 if rule.per_sample and stat != "p95":  # its samples are those of the median
                     sampled += ((rule, contrast) for contrast in examined)
             if name in MAPPED.get(measure, (name,)) and {"layer", "head"} <= after.columns.keys():
-                rule = no_change(f"{metric}:each", column, chain(*figures), (before, after))
+                rule = no_change(f"{metric}:each", chain(*figures), (before, after))
                 heads += _judge_heads(rule, old, new)
     notes = [
         f"not compared, because only {names[0] if first else names[1]} has it: {name}"
@@ -183,12 +182,12 @@ def _compare_with_first(old: Report, new: Report, names: tuple[str, str], by_pla
     )
 
 
-def _list_columns(before: Section, after: Section) -> Iterator[tuple[str, Column]]:
+def _list_columns(before: Section, after: Section) -> Iterator[str]:
     """Yield the columns with a better direction, per-sample columns first."""
     sampled = before.sample_columns
     for name, column in {**sampled, **before.columns, **after.columns, **sampled}.items():
         if column.better or (name in sampled and name == "correct"):
-            yield name, column
+            yield name
 
 
 def _list_figures(section: Section, name: str) -> list[float]:
@@ -435,16 +434,14 @@ def make_rule(metric: str) -> Rule:
         UsageError: the metric does not exist, has no better direction, or is not a single figure.
     """
     plain = parse_rule(f"{metric} <= +0")
-    layout = layouts()[plain.measure]
-    column = {**layout.columns, **layout.sample_columns}[plain.column]
     faults = {
-        "has no better direction": not (column.better or plain.column in FLAGS),
+        "has no better direction": not (plain.about.better or plain.column in FLAGS),
         "has one value per row": plain.stat == "each",
         "varies too much by chance (a maximum)": plain.stat == "max",
     }
     if why := next(filter(faults.get, faults), ""):
         raise UsageError(f"models cannot be ranked by {metric}: it {why}", EXAMPLE)
-    return no_change(metric, column)
+    return no_change(metric)
 
 
 def _list_criteria(reports: Sequence[Report], by: str | None) -> list[Criterion]:

@@ -27,6 +27,7 @@ SPOILING = frozenset({"dtype", "preprocess", "starts"})
 """Conditions that a comparison shows as a warning."""
 FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
 """Codes of notes on attacks that did less than requested."""
+ABSENT = "not given"
 SAVE = "Save a baseline with lipaudit baseline save REPORT."
 
 
@@ -168,31 +169,15 @@ def has_other_starts(current: Section | None, baseline: Section | None) -> bool:
 
 def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]:
     """Return the differences between the conditions of two runs: the kind of each, and a text."""
-    new, old = current.run, baseline.run
-    pairs: dict[str, tuple[object, object]] = {
-        "seed": (old.seed, new.seed),
-        "device": (old.device.split(":")[0], new.device.split(":")[0]),
-        "dtype": (old.dtype, new.dtype),
-        "data": (old.data.spec, new.data.spec),
-    }
-    for group, before, after in (
-        ("preprocess ", _to_json_values(old.preprocess), _to_json_values(new.preprocess)),
-        ("", old.options, new.options),
-        ("", old.versions, new.versions),
-    ):
-        for key in sorted(before.keys() | after.keys()):
-            # Another version may record more packages, and a resizing that was not recorded: ids
-            # of samples come from resized pixels, so another resizing gives other samples.
-            whole = key in ("mean", "std") or before is old.options
-            if whole or key in before.keys() & after.keys():
-                pairs[group + key] = before.get(key, "not given"), after.get(key, "not given")
-    known, names = (
-        {number: name for section in report.sections for number, name in section.classes.items()}
-        for report in (baseline, current)
-    )
-    for number in sorted(known.keys() & names.keys()):
-        pairs[f"class {number}"] = repr(known[number]), repr(names[number])
-    found = [(k.split()[0], f"{k}: {a} became {b}") for k, (a, b) in pairs.items() if a != b]
+    new, old = _list_conditions(current), _list_conditions(baseline)
+    # Another version may record more packages, and a resizing that was not recorded: ids of
+    # samples come from resized pixels, so another resizing gives other samples.
+    whole = {"preprocess mean", "preprocess std", *current.run.options, *baseline.run.options}
+    found = [
+        (name.split()[0], f"{name}: {old.get(name, ABSENT)} became {new.get(name, ABSENT)}")
+        for name in old | new
+        if (name in whole or name in old.keys() & new.keys()) and old.get(name) != new.get(name)
+    ]
     restarted = has_other_starts(current.section("attack"), baseline.section("attack"))
     if restarted and has_same_weights(current, baseline):
         text = (
@@ -203,6 +188,20 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
     if repeats := max((sum(map(is_repeat, s.ids)) for s in current.sections), default=0):
         found.append(("repeats", f"duplicate samples count once: {repeats} were left out"))
     return found
+
+
+def _list_conditions(report: Report) -> dict[str, object]:
+    """Return the conditions of a run by their names in messages."""
+    run = report.run
+    names = {n: name for section in report.sections for n, name in section.classes.items()}
+    return {
+        **{"seed": run.seed, "device": run.device.split(":")[0], "dtype": run.dtype},
+        "data": run.data.spec,
+        **{f"preprocess {k}": v for k, v in sorted(_to_json_values(run.preprocess).items())},
+        **dict(sorted(run.options.items())),
+        **dict(sorted(run.versions.items())),
+        **{f"class {number}": repr(names[number]) for number in sorted(names)},
+    }
 
 
 def _list_changed_settings(current: Section, baseline: Section) -> str:
@@ -218,7 +217,7 @@ def _list_changed_settings(current: Section, baseline: Section) -> str:
             lost = ", ".join(str(each) for each in before if read(each) not in known)
             changes += [f"{key} lacks {lost}"] if lost else []
         elif before != after:
-            ends = ("not given" if each is None else str(each) for each in (before, after))
+            ends = (ABSENT if each is None else str(each) for each in (before, after))
             changes.append(f"{key} {' became '.join(ends)}")
     return "; ".join(changes)
 

@@ -105,8 +105,8 @@ def judge(
         if not rules and rule not in chosen and rule.measure in USUAL
     ]
     clean = examine(CLEAN, current, baseline, lenient=True)
-    for contrast in clean if isinstance(clean, list) else ():
-        figures = judge_change(CLEAN, contrast).figures
+    if isinstance(clean, list):
+        figures = judge_change(CLEAN, clean[0]).figures
         notes.append(f"clean accuracy, which never fails: {figures}")
     notes += (text for _, text in conditions.list_differences(current, baseline))
     return Judgement(
@@ -190,8 +190,7 @@ def _contrast_reports(
     # Other starts break other samples of the same model, which is no change of the model.
     restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
     same = _compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
-    tol = new.settings.get("tol")
-    tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
+    tol = max(TOLERANCE, new.settings.get("tol") or 0.0)
     contrasts = (_contrast(rule, name, before, after, ids, tol) for name in before.points)
     return [replace(c, same=same and (c.same or restarted)) for c in contrasts]
 
@@ -220,9 +219,8 @@ def _read_shared(
     again = False
     if new.ids and old.ids:  # without ids, `find_obstacle` has refused other samples
         known = [name if name not in samples else "" for name in old.ids]
-        takes = pairing.find_shared(
-            rule.measure, new.ids, known, 0.0 if lenient else pairing.ALL_BUT_FEW
-        )
+        least = 0.0 if lenient else pairing.ALL_BUT_FEW
+        takes = pairing.find_shared(rule.measure, new.ids, known, least)
         again = not rule.per_sample and (bool(samples) or sorted(new.ids) != sorted(old.ids))
     after, before = (
         pairing.read(rule, section, take, again=again, skipped=rows)
@@ -239,50 +237,47 @@ def _contrast(
     """Compare a row or column: by its samples, else by their medians, else without a test."""
     first, last = old.points[name], new.points[name]
     before, now = np.array([first]), np.array([last])
-    paired, evidence = name in old.pairs and name in new.pairs, None
+    paired = name in old.pairs and name in new.pairs
     if paired:
         before, now = old.pairs[name], new.pairs[name]
         # Medians of exactly the tested samples, so that figures and their change agree.
         if rule.stat == "each" and not pairing.is_mean(rule):
             first, last = float(np.median(before)), float(np.median(now))
-        evidence = _test_change(rule, before, now)
+    worse = _compute_change(rule, before, now)
     # Figures are the same if they are equal within their accuracy.
     if rule.column in FLAGS and rule.per_sample:
         same = bool(np.array_equal(before, now))
     else:
         slack = ROUNDING * float(np.abs(before).max(initial=0.0))
         same = bool(np.isclose(now, before, rtol=tol, atol=slack).all())
-    if not paired:
-        _require_positive(rule, before, now)
+    if paired:
+        evidence = _test_change(rule, before, now, worse)
+    else:
         # The medians of each sample over the rows that have a figure of every sample.
         both = [(line, new.pairs[row]) for row, line in old.pairs.items() if row in new.pairs]
         known = [lines for lines in both if np.isfinite(lines).all()]
         if not known:
             return Contrast(str(name), first, last, same=same)
         before, now = (np.median(np.stack(lines), axis=0) for lines in zip(*known, strict=True))
-        _require_positive(rule, before, now)
-        evidence = statistics.judge_mean(_compute_change(rule, before, now))
-    worse = _compute_change(rule, before, now)
+        worse = _compute_change(rule, before, now)
+        evidence = statistics.judge_mean(worse)
     # Stored arrays without ids name no sample.
     named = ids if worse.size == len(ids) else ()
     return Contrast(str(name), first, last, evidence, before, now, worse, named, same)
 
 
-def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
+def _test_change(rule: Rule, old: Values, new: Values, worse: Values) -> Evidence:
     """Choose the test of a rule, as in the table of docs/guide/gate.md."""
     if rule.stat == "mean" and np.isin((old, new), (0, 1)).all():
         if rule.limit.kind == "relative":
             advice = "Write -2pp, not -2%."
             raise UsageError(f"{rule.text!r}: a share changes in percentage points", advice)
-        worse = _compute_change(rule, old, new)
         return statistics.judge_share(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
     if rule.stat == "max":
         advice = "Use an absolute limit for `max`, or judge p95."
         raise UsageError(f"{rule.text!r}: the variation of a maximum is unknown", advice)
-    _require_positive(rule, old, new)
     if rule.stat in ("median", "each"):
-        test = statistics.judge_median if rule.stat == "median" else statistics.judge_mean
-        return test(_compute_change(rule, old, new))
+        return (statistics.judge_median if rule.stat == "median" else statistics.judge_mean)(worse)
 
     def change(before: Values, now: Values) -> Values:
         ends = (reduce_values(rule.stat, values, axis=1) for values in (before, now))
@@ -292,17 +287,18 @@ def _test_change(rule: Rule, old: Values, new: Values) -> Evidence:
 
 
 def _compute_change(rule: Rule, old: Values, new: Values) -> Values:
-    """Return changes for the worse: logarithms of ratios for a relative limit."""
+    """Return changes for the worse: logarithms of ratios for a relative limit.
+
+    Raises:
+        UsageError: the limit is relative, and a figure is negative.
+    """
     if rule.limit.kind != "relative":
         return rule.worse * (new - old)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return rule.worse * np.where(new == old, 0.0, np.log(new) - np.log(old))
-
-
-def _require_positive(rule: Rule, *values: Values) -> None:
-    if rule.limit.kind == "relative" and any((each < 0).any() for each in values):
+    if (old < 0).any() or (new < 0).any():
         why = "a figure that can be negative has no relative change"
         raise UsageError(f"{rule.text!r}: {why}", "Use an absolute change, such as >= -0.1.")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return rule.worse * np.where(new == old, 0.0, np.log(new) - np.log(old))
 
 
 # Verdicts
@@ -378,9 +374,9 @@ def _make_verdict(
         status: VerdictStatus = "pass"
         if contrast.same:
             status = "unchanged"
-        elif _compare_to_limit(rule, new, old) > 0:
+        elif _breaks_limit(rule, new, old):
             status = "regressed"
-        elif old is not None and _compare_to_limit(rule, old, new) > 0:
+        elif old is not None and _breaks_limit(rule, old, new):
             status = "improved"
         return Verdict(status=status, **known)
     bound, lowest = _compute_margin(rule), evidence.limits(level)[0]
@@ -397,8 +393,8 @@ def _make_verdict(
     return Verdict(status=status, change_status=change, **known)
 
 
-def _compare_to_limit(rule: Rule, new: float, old: float | None) -> int:
-    """Compare a value with its limit: 1 if it breaks the limit, 0 if equal, -1 if inside.
+def _breaks_limit(rule: Rule, new: float, old: float | None) -> bool:
+    """Say whether a value breaks its limit; a value equal to the limit does not.
 
     The comparison uses exact decimals of 12 digits, so that 73 % is never below 73 %.
     """
@@ -407,8 +403,7 @@ def _compare_to_limit(rule: Rule, new: float, old: float | None) -> int:
         bound = _to_decimal(float(_to_decimal(old) * (1 + bound)))
     elif old is not None and rule.limit.kind == "difference":
         bound = _to_decimal(float(_to_decimal(old) + bound))
-    over = rule.worse * (_to_decimal(new) - bound)
-    return (over > 0) - (over < 0)
+    return rule.worse * (_to_decimal(new) - bound) > 0
 
 
 def _to_decimal(value: float) -> Fraction:

@@ -95,7 +95,8 @@ def read(
                 if not is_mean(rule) or np.isfinite(lines[key]).all()
             }
         # Without a reduction, rows that are tested sample by sample need no figure of their own.
-        if again and points and not (rule.reduction is None and rule.stat == "each" and pairs):
+        plain = rule.about.reduction is None and rule.stat == "each"
+        if again and points and not (plain and pairs):
             reduced = dict(zip(rows, _reduce_samples(rule, section, take), strict=True))
             points = {key: reduced[key] for key in points}
     if not points:
@@ -134,11 +135,10 @@ def find_fault(report: Report, section: Section, *, lenient: bool = False) -> st
         return "the report is partial: its run was cut short"
     if section.samples.get("ids") == () or not (section.rows or section.samples):
         return f"section {section.measure} has no samples"
-    flags = section.samples.get("converged", ())
-    rows = [row.get("converged") for row in section.rows]
-    failed = sum(not flag for flag in flags) or sum(flag is False for flag in rows)
-    what = "samples" if flags else "rows"
-    return f"{section.measure}: {failed} {what} did not converge" if failed and not lenient else ""
+    rows, samples = find_unsettled([section])
+    what = f"{len(samples)} samples" if samples else f"{len(rows)} rows"
+    unsettled = (rows or samples) and not lenient
+    return f"{section.measure}: {what} did not converge" if unsettled else ""
 
 
 def read_trusted(
@@ -173,7 +173,7 @@ def require_finite(rule: Rule, reading: RuleValues) -> None:
 
 def is_mean(rule: Rule) -> bool:
     """Say whether the rows of a rule are means over the tokens of all samples."""
-    return rule.reduction is not None and rule.reduction.stat == "mean"
+    return rule.about.reduction is not None and rule.about.reduction.stat == "mean"
 
 
 def index_rows(section: Section) -> dict[Key, Row]:
@@ -252,7 +252,7 @@ def _reduce_samples(rule: Rule, section: Section, take: list[int]) -> list[float
     Raises:
         BaselineError: the report lacks the values of each sample.
     """
-    how, metric = rule.reduction, f"{rule.measure}.{rule.column}"
+    how, metric = rule.about.reduction, f"{rule.measure}.{rule.column}"
     stored = section.arrays.get(how.values) if how and not how.per else None
     if how is None or stored is None:
         why = "is stored only over all samples of a report, and the two reports have others"
@@ -312,7 +312,7 @@ def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[K
         for name, cells in section.samples.items():
             flagged = zip(section.ids, cells, strict=True)
             if name == "converged":
-                samples |= {sample for sample, flag in flagged if flag is False}
+                samples |= {sample for sample, flag in flagged if not flag}
             elif trials.parse_column(name)[0] == column:
                 samples |= {s for s, cell in flagged if not isinstance(cell, int | float)}
     return rows, samples

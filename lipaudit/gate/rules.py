@@ -18,7 +18,7 @@ from pydantic import computed_field
 from lipaudit.errors import ExitCode, UsageError, suggestion
 from lipaudit.measures import layouts
 from lipaudit.tables import Column, Layout, Section
-from lipaudit.tables.columns import Float, Frozen, Reduction
+from lipaudit.tables.columns import Float, Frozen
 from lipaudit.tables.trials import FLAGS
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
@@ -63,7 +63,7 @@ class Rule:
         op: `<=` (larger is worse) or `>=` (smaller is worse).
         limit: the limit.
         per_sample: whether it reads a per-sample column rather than a column of rows.
-        reduction: how its column of rows is computed from samples; None if impossible.
+        about: the description of its column.
     """
 
     text: str
@@ -73,8 +73,8 @@ class Rule:
     stat: Stat
     op: Literal["<=", ">="]
     limit: Limit
-    per_sample: bool = False
-    reduction: Reduction | None = None
+    per_sample: bool
+    about: Column
 
     @property
     def metric(self) -> str:
@@ -112,7 +112,8 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         raise UsageError(f"unknown metric {match['metric']!r}", advice)
     measure, _, column = match["metric"].rpartition(".")
     table = tables[measure]
-    row, stat = table.columns.get(column), _stat(match["stat"], column, table)
+    stat = _stat(match["stat"], column, table)
+    per_sample = stat != "each" and column in table.sample_columns
     selector = (match["selector"] or "").split(",")
     return Rule(
         text=" ".join(text.split()),
@@ -122,14 +123,12 @@ def parse_rule(text: str, sections: Iterable[Section] = ()) -> Rule:
         stat=stat,
         op="<=" if match["op"] == "<=" else ">=",
         limit=_limit(match["limit"], text),
-        per_sample=stat != "each" and column in table.sample_columns,
-        reduction=row.reduction if row else None,
+        per_sample=per_sample,
+        about=(table.sample_columns if per_sample else table.columns)[column],
     )
 
 
-def no_change(
-    metric: str, column: Column, values: Iterable[float] = (), sections: Iterable[Section] = ()
-) -> Rule:
+def no_change(metric: str, values: Iterable[float] = (), sections: Iterable[Section] = ()) -> Rule:
     """Return the rule that allows no change of a metric.
 
     The limit is in percentage points for shares, and relative for other figures unless they are
@@ -137,14 +136,13 @@ def no_change(
 
     Args:
         metric: with its statistic: `jacobian.norm:median`.
-        column: its column.
         values: the figures.
         sections: sections of the reports with the metric.
     """
     rule = parse_rule(f"{metric} <= +0", sections)
-    share = column.format.endswith("%") or rule.column in FLAGS
+    share = rule.about.format.endswith("%") or rule.column in FLAGS
     limit = "+0pp" if share else "+0%" if all(value >= 0 for value in values) else "+0"
-    op: Literal["<=", ">="] = "<=" if column.better == "lower" else ">="
+    op: Literal["<=", ">="] = "<=" if rule.about.better == "lower" else ">="
     return replace(rule, text=rule.metric, op=op, limit=_limit(limit, metric))
 
 

@@ -31,11 +31,7 @@ class WatchingCallback:
     """
 
     def __init__(
-        self,
-        part: Part | None = None,
-        *,
-        to: str | os.PathLike[str] | None = None,
-        **asked: Any,
+        self, part: Part | None = None, *, to: str | os.PathLike[str] | None = None, **asked: Any
     ) -> None:
         super().__init__()
         self.part, self.to, self.asked = part, to, asked

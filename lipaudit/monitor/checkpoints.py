@@ -12,7 +12,6 @@ from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import Observer, execute
 from lipaudit.engine.files import require_folder, write
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import EvaluationError
 from lipaudit.models.sources.weights import BESIDE, SUFFIXES, list_weight_files
 from lipaudit.report import of_reports, render
 from lipaudit.tables import Report
@@ -108,15 +107,8 @@ class StepReports:
         return self.folder / f"step-{step:07}{self.suffix}.json"
 
     def write(self, step: int, report: Report) -> None:
-        """Write the report of a step.
-
-        Raises:
-            EvaluationError: the file cannot be written.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EvaluationError(f"cannot write to {self.folder}: {error.strerror}") from None
+        """Write the report of a step."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         write(self.path(step), schema.dumps(report).encode())
 
     def load(self, last: int | None = None) -> list[Report]:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lipaudit.api import AnyData, audit_request, open_job
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request
-from lipaudit.errors import InputError, UsageError, explain_error
+from lipaudit.errors import InputError, UsageError, explain_error, refuse
 from lipaudit.models.net import ModelSpec, Net
 from lipaudit.models.precision import exact_arithmetic, seed_device
 from lipaudit.models.sources.own import unwrap
@@ -93,10 +93,17 @@ def watch(
         raise UsageError(
             "shard is not possible here: a training is measured on all samples", "Leave it out."
         )
-    request = replace(request, partial=not strict)
-    return Monitor(model, request, data, every, to, loggers, step)
+    advice = "Give a positive number of steps between two measurements."
+    refuse(every < 1, f"every = {every}", advice, UsageError)
+    called, inner = tuple(loggers), _innermost(model)
+    said, advice = "loggers are functions of figures and a step", "Give [mlflow.log_metrics]."
+    refuse(not all(map(callable, called)), said, advice, UsageError)
+    name = inner.name if isinstance(inner, Net) else type(_module(inner)).__name__
+    request = replace(request, model=name, partial=not strict)
+    return Monitor(inner, request, data, every, Path(to), called, step)
 
 
+@dataclass(eq=False, repr=False)
 class Monitor:
     """Measures a module during its training; `lipaudit.watch` creates one.
 
@@ -109,45 +116,34 @@ class Monitor:
         seconds: total time of all measurements.
     """
 
-    def __init__(
-        self,
-        model: Watched,
-        request: Request,
-        data: AnyData,
-        every: int,
-        to: str | os.PathLike[str],
-        loggers: Iterable[Logger],
-        step: int,
-    ) -> None:
-        if every < 1:
-            raise UsageError(
-                f"every = {every}", "Give a positive number of steps between two measurements."
-            )
-        self.folder, self.report = Path(to), None
-        self.seconds, self._every, self._data = 0.0, every, data
-        self._model, self._loggers = _innermost(model), tuple(loggers)
-        if not all(map(callable, self._loggers)):
-            raise UsageError(
-                "loggers are functions of figures and a step", "Give [mlflow.log_metrics]."
-            )
-        inner, module = self._model, _module(self._model)
-        name = inner.name if isinstance(inner, Net) else type(module).__name__
-        self._request = request = replace(request, model=name)
-        self._step = self._begin = step
+    _model: Watched
+    _request: Request
+    _data: AnyData
+    _every: int
+    folder: Path
+    _loggers: tuple[Logger, ...]
+    _begin: int
+    report: Report | None = None
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._step = self._begin
         self._last: int | None = None
         # In a distributed run, the process of rank 0 measures.
         several = distributed.is_available() and distributed.is_initialized()
         self._active = not several or distributed.get_rank() == 0
         if self._active:
             # All steps are measured on the same samples; here it shows whether that is possible.
-            with _protect(module, request.run.seed), open_job(inner, request, data) as job:
+            request, module = self._request, _module(self._model)
+            with (
+                _protect(module, request.run.seed),
+                open_job(self._model, request, self._data) as job,
+            ):
                 samples = job.samples
             few = request.run.samples is None
             notes = tuple(n for n in samples.notes if not (few and n.code == "fewer-samples"))
             self._samples = replace(samples, notes=notes)
             self._reports = StepReports(self.folder)
-
-    report: Report | None
 
     def __enter__(self) -> Self:
         self.measure(self._step)

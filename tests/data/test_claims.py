@@ -68,7 +68,26 @@ def narrow(path):
     Image.new("L", (1, 60_000)).save(path / "a.png")
 
 
+def cut(write, length=None):
+    """Write a file, and keep the beginning of it: half, or some bytes."""
+
+    def damage(path):
+        write(path)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2 if length is None else length])
+
+    return damage
+
+
+def noise(path, length):
+    """Write a folder with a picture that is cut."""
+    path.mkdir()
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    cut(image.save, length)(path / "broken.png")
+
+
 FILES = {
+    "npz cut": ("a.npz", cut(lambda p: npz(p, npy((8, 8)))), "File is not a zip file"),
     "npz": ("a.npz", lambda p: npz(p, npy(HUGE)), "not a readable"),
     "npz packed": ("a.npz", lambda p: npz(p, npy(HUGE), zipfile.ZIP_DEFLATED), "not a readable"),
     "npz negative": ("a.npz", lambda p: npz(p, npy((-8, -8))), "not a readable"),
@@ -76,6 +95,7 @@ FILES = {
     "npz data": ("a.npz", lambda p: npz_changed(p, "data", 255), "not a readable"),
     "npz encrypted": ("a.npz", lambda p: npz_changed(p, "flag", 1), "encrypted"),
     "npz method": ("a.npz", lambda p: npz_changed(p, "method", 90), "not a readable"),
+    # An object array is unpickled where it is opened, and pickles run code.
     "npz objects": ("a.npz", lambda p: npz(p, npy((8,), "|O")), "not a readable"),
     "npy as npz": ("a.npz", lambda p: p.write_bytes(npy((2, 3))), "not a readable"),
     "npy": ("a.npy", lambda p: p.write_bytes(npy(HUGE)), "an unsupported format"),
@@ -85,11 +105,27 @@ FILES = {
     "safetensors no rows": (
         "a.safetensors", lambda p: tensors(p, entry([0, 2**63], 0)), "not a readable",
     ),
+    "safetensors cut": (
+        "a.safetensors", cut(lambda p: tensors(p, entry([8], 8), bytes(8))), "not a readable",
+    ),
     "safetensors nested": (
         "a.safetensors", lambda p: tensors(p, b'{"x":' * 100_000), "recursion",
     ),
+    **{
+        f"idx {end} {length}": (
+            f"a-idx3-ubyte{end}", cut(lambda p: idx(p, (1, 2, 2)), length), "not a readable IDX",
+        )
+        for end in ("", ".gz")
+        for length in (0, 2, 9, -1)
+    },
     "idx": ("a-idx3-ubyte", lambda p: idx(p, (2**31 - 1,) * 3), "not a readable"),
     "idx negative": ("a-idx3-ubyte", lambda p: idx(p, (-1, -1, 4)), "not a readable"),
+    **{
+        f"image {length}": (
+            "images", lambda p, length=length: noise(p, length), "broken.png is not a readable",
+        )
+        for length in (0, 6, None)
+    },
     "image": ("images", lambda p: png(p, 2**31 - 1, 2**31 - 1), "exceeds limit"),
     "image warned of": ("images", lambda p: png(p, 10_000, 10_000), "exceeds limit"),
     "image narrow": ("images", narrow, "too narrow"),

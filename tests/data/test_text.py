@@ -163,19 +163,6 @@ BAD_LINES = [
 BAD_LINES += ['{"text": "c d", "label": 1}', "[1]"]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_first_bad_line_of_the_file_is_named_whatever_the_seed(
-    tmp_path, text_taker, refused, seed
-):
-    """Empty lines count, and so do all lines of a row."""
-    path, net = tmp_path / "t.jsonl", text_taker(classes=2)
-    path.write_text("\n".join([*BAD_LINES[:2], *BAD_LINES[3:6]]))
-    assert "line 3 has no 'label'" in refused(path, net, seed=seed)
-    path = tmp_path / "t.csv"
-    path.write_text('text,label\n"two\nlines",1\n\nx\ny,0\n')
-    assert "line 5 has no 'label'" in refused(path, net, seed=seed)
-
-
 def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(tmp_path, text_taker, refused):
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(BAD_LINES))

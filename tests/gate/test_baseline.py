@@ -48,13 +48,12 @@ def test_it_is_small_and_has_one_time_stamp(full):
     assert promote(promote(full, "why"), "why") == promote(full, "why")
 
 
-@pytest.mark.parametrize("reason", ["", "  "])
-def test_a_baseline_needs_a_reason(full, reason):
-    with pytest.raises(UsageError, match="reason"):
-        promote(full, reason)
-
-
-def test_an_unfit_report_is_not_promoted(report, jacobian, bounds, norms):
+def test_an_unfit_report_and_one_without_a_reason_are_not_promoted(
+    report, jacobian, bounds, norms
+):
+    for reason in ("", "  "):
+        with pytest.raises(UsageError, match="reason"):
+            promote(report(jacobian(norms)), reason)
     with np.errstate(all="ignore"):
         unfit = {
             "cut short": report(jacobian(norms), status="partial"),

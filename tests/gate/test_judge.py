@@ -73,6 +73,8 @@ def test_limits_p_values_and_statuses_agree(pair):
 def test_holm_over_rules_then_rows(pair):
     build, baseline = pair
     judgement = judge(build(head=7, factor=1.5, noise=0.02), baseline)
+    (broken,) = (v for v in judgement.verdicts if v.status == "regressed")
+    assert (broken.name, judgement.exit_code) == ("layer 3 head 1", 1)
     by_metric = {}
     for v in judgement.verdicts:
         by_metric.setdefault(v.metric, []).append(v)
@@ -239,6 +241,9 @@ def test_a_rule_without_a_meaning_here_is_a_usage_error(pair, rule, message):
     build, baseline = pair
     with pytest.raises(UsageError, match=message):
         judge(build(), baseline, rules(rule))
+    for alpha in (0.0, 1.0, -1.0):
+        with pytest.raises(UsageError, match="alpha"):
+            judge(build(), baseline, alpha=alpha)
 
 
 def test_negative_values_have_no_relative_change(report, jacobian, norms):
@@ -288,13 +293,6 @@ def test_what_differs_without_harm_is_noted(pair):
     assert judgement.warnings == ("attack: 3 samples have no gradient",)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0, -1.0])
-def test_alpha_is_a_probability(pair, alpha):
-    build, baseline = pair
-    with pytest.raises(UsageError, match="alpha"):
-        judge(build(), baseline, alpha=alpha)
-
-
 def test_the_same_weights_measured_again_to_their_accuracy_are_unchanged(pair):
     build, baseline = pair
     judgement = judge(build(weights="a", noise=1e-6), baseline)
@@ -331,17 +329,6 @@ def test_rows_that_a_report_keeps_whole_are_not_judged_over_other_samples(report
     assert judged.exit_code == 5
     kept = judge(more, report(bounds(EXACT)), rules("bounds.sharp:max <= +1%"))
     assert only(kept).status == "pass"
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_one_louder_head_is_found_and_named(pair, noise):
-    build, baseline = pair
-    judgement = judge(build(head=7, factor=1.5, noise=noise), baseline)
-    broken = [v for v in judgement.verdicts if v.status == "regressed"]
-    assert [(v.metric, v.name) for v in broken] == [("bounds.exact:each", "layer 3 head 1")]
-    assert broken[0].change == pytest.approx(0.5, abs=0.1)
-    assert judgement.exit_code == 1
-    assert "layer 3 head 1" in judgement.reason
 
 
 def test_a_radius_picks_balls_by_its_value(report):

@@ -110,12 +110,19 @@ def test_no_change_is_never_minus_zero(report, jacobian, rule):
     assert list(map(str, ends)) == ["0.0"] * 5
 
 
-def test_limits_are_called_infinite_only_where_they_are(report, attack, jacobian):
+def test_limits_are_called_infinite_only_where_they_are(report, attack, jacobian, bounds):
     better = judge(report(attack(np.ones(128, int)), weights="b"), report(attack(ROBUST * 0)))
     assert better.verdicts[0].status == "improved"
     assert "no finite limits" not in written(better, "text")
     one = judge(report(jacobian([2.0]), weights="b"), report(jacobian([1.0])))
     assert "(+100%, no finite limits, n = 1)" in written(one, "text")
+    # Thirty samples are not few: a norm became 0 in one of them, and left 0 in another.
+    norms = np.ones((2, 30))
+    norms[[0, 1], [0, 1]] = 0.0
+    heads = [report(bounds(norms[i : i + 1], heads=1), weights="ab"[i]) for i in (0, 1)]
+    (head,) = judge(*heads[::-1]).verdicts
+    assert (head.low, head.high, head.samples) == (-1.0, math.inf, 30)
+    assert "no finite limits" in head.figures
 
 
 def test_text_names_the_head_and_counts_the_rest(failed):
@@ -190,13 +197,3 @@ def test_markdown_keeps_its_table_whatever_the_model_is_called(failed):
     widths = {line.replace("\\|", "").count("|") for line in table}
     assert widths == {3, 10}  # the facts, and the verdicts
     assert "layer 3 head 1" in text
-
-
-def test_changes_from_and_to_zero_leave_no_finite_limits(report, bounds):
-    """Thirty samples are not few: a norm became 0 in one of them, and left 0 in another."""
-    old, new = np.ones((12, 30)), np.ones((12, 30))
-    old[0, 0] = new[0, 1] = 0.0
-    judged = judge(report(bounds(new), weights="b"), report(bounds(old)))
-    (head,) = (v for v in judged.verdicts if v.name == "layer 0 head 0")
-    assert (head.low, head.high, head.samples) == (-1.0, math.inf, 30)
-    assert "no finite limits" in head.figures

@@ -8,14 +8,12 @@ import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
-from scipy import special, stats
+from scipy import stats
 
 from lipaudit.gate.statistics import (
     LEAST,
     RESAMPLES,
     correct_by_holm,
-    exceed_t,
-    invert_t,
     judge_by_bootstrap,
     judge_mean,
     judge_median,
@@ -23,7 +21,6 @@ from lipaudit.gate.statistics import (
 )
 
 LEVELS = (0.05, 0.0125, 0.001)
-CHANGES = st.lists(st.floats(-3, 3).map(lambda x: round(x, 3)), min_size=1, max_size=60)
 
 DRAWN_BY = "rng" if Version(scipy.__version__) >= Version("1.15") else "random_state"
 """What scipy calls a generator of random numbers."""
@@ -69,19 +66,7 @@ def test_mean_limits_and_p_are_students(level):
     assert evidence.p(0.1) == pytest.approx(expected, rel=1e-9)
     low, high = stats.t.interval(1 - 2 * level, 7, x.mean(), stats.sem(x))
     assert evidence.limits(level) == pytest.approx((low, high), rel=1e-9)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8, 31, 60, 255, 256, 1000, 3333, 9999, 10000])
-def test_students_t_is_scipys_far_into_the_tail(n):
-    for level in (0.5, 0.49, 0.4, 0.3, 0.25, 0.2, 0.1, 0.05, 0.025, 1e-3, 1e-5, 1e-8, 1e-12):
-        t = -special.stdtrit(n, level)
-        assert exceed_t(t, n) == pytest.approx(special.stdtr(n, -t), rel=1e-12)
-        assert exceed_t(-t, n) == pytest.approx(special.stdtr(n, t), rel=1e-12)
-        assert invert_t(level, n) == pytest.approx(t, rel=1e-12, abs=1e-12)
-        assert invert_t(1 - level, n) == pytest.approx(-t, rel=1e-4, abs=1e-12)
-    assert exceed_t(1e300, n) < 1e-150
-    assert math.isfinite(invert_t(1e-149, n))
-    assert invert_t(1e-300, n) == math.inf
+    assert evidence.limits(1e-300) == (-math.inf, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -166,31 +151,23 @@ def test_the_bootstrap_proves_nothing_from_few_samples():
     assert evidence.p(0.0) == 1.0
 
 
-@given(CHANGES, st.floats(-1, 1).map(lambda x: round(x, 2)), st.sampled_from(LEVELS))
-@settings(deadline=None, max_examples=150)
-def test_p_and_limits_say_the_same_of_medians_and_means(changes, margin, level):
-    for judged in (judge_median, judge_mean):
-        evidence = judged(np.array(changes))
-        p, low = evidence.p(margin), evidence.limits(level)[0]
-        if abs(p - level) > 1e-9 and abs(low - margin) > 1e-9:
-            assert (p <= level) == (low > margin)
+EVIDENCE = {
+    "median": lambda rng: judge_median(rng.normal(size=rng.integers(1, 61)).round(1)),
+    "mean": lambda rng: judge_mean(rng.normal(size=rng.integers(1, 61)).round(1)),
+    "share": lambda rng: judge_share(*map(int, rng.integers(0, 41, 2)), 121),
+    "bootstrap": lambda rng: judge_by_bootstrap(*rng.normal(size=(2, 30)), p95_change, least=20),
+}
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.sampled_from(LEVELS))
-@settings(deadline=None, max_examples=150)
-def test_p_and_limits_say_the_same_of_shares(worse, better, rest, level):
-    evidence = judge_share(worse, better, worse + better + rest + 1)
-    assert (evidence.p(0.02) <= level) == (evidence.limits(level)[0] > 0.02)
-
-
-@given(st.integers(0, 2**31), st.sampled_from(LEVELS))
-@settings(deadline=None, max_examples=15)
-def test_p_and_limits_say_the_same_of_the_bootstrap(seed, level):
-    old, new = np.random.default_rng(seed).normal(size=(2, 30))
-    evidence = judge_by_bootstrap(old, new, p95_change, least=20)
-    for margin in (-0.2, 0.0, 0.3):
-        assert (evidence.p(margin) <= level) == (evidence.limits(level)[0] > margin)
-    assert evidence.p(-99.0) == 1 / (RESAMPLES + 1)
+@pytest.mark.parametrize("test", EVIDENCE)
+@given(st.integers(0, 2**31), st.floats(-1, 1).map(lambda x: round(x, 2)), st.sampled_from(LEVELS))
+@settings(deadline=None, max_examples=100)
+def test_p_and_limits_say_the_same(test, seed, margin, level):
+    evidence = EVIDENCE[test](np.random.default_rng(seed))
+    p, low = evidence.p(margin), evidence.limits(level)[0]
+    if abs(p - level) > 1e-9 and abs(low - margin) > 1e-9:
+        assert (p <= level) == (low > margin)
+    assert test != "bootstrap" or evidence.p(-99.0) == 1 / (RESAMPLES + 1)
 
 
 def test_holm_by_hand():

@@ -57,6 +57,18 @@ def text_taker():
 
 
 @pytest.fixture
+def read(tmp_path, text_taker):
+    """Write a file, and load it as a model of text takes it."""
+    from lipaudit.data.loading import DataOptions, load_data
+
+    def load(name, content, net=None, **options):
+        (tmp_path / name).write_text(content)
+        return load_data(str(tmp_path / name), net or text_taker(), DataOptions(**options))
+
+    return load
+
+
+@pytest.fixture
 def token_taker():
     """Build a model of float sequences."""
     return lambda shape=(5, 4): Taker("tokens", shape)

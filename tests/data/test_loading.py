@@ -1,6 +1,5 @@
 """Which source --data names, made-up samples, and what every source shares."""
 
-import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
@@ -81,20 +80,14 @@ def test_fewer_samples_than_asked_for_are_noted(image_taker):
     ]
 
 
-def test_repeated_samples_have_ids_of_their_own(tmp_path, text_taker):
-    (tmp_path / "t.csv").write_text("text\nsame\nsame\nsame\n")
-    batch = load_data(str(tmp_path / "t.csv"), text_taker(), DataOptions(samples=3)).batch
-    assert len(set(batch.ids)) == 3
-
-
-@pytest.mark.parametrize("samples", [0, -1])
-def test_no_samples_make_no_sense(image_taker, refused, samples):
-    assert "leaves no sample to measure" in refused(
-        "random", image_taker(), UsageError, samples=samples
-    )
+def test_repeated_samples_have_ids_of_their_own(read):
+    assert len(set(read("t.csv", "text\nsame\nsame\nsame\n", samples=3).batch.ids)) == 3
 
 
 def test_data_that_are_not_there_or_not_known(tmp_path, image_taker, refused):
+    for samples in (0, -1):
+        message = refused("random", image_taker(), UsageError, samples=samples)
+        assert "leaves no sample to measure" in message
     assert "there is no data 'nowhere'" in refused("nowhere", image_taker())
     (tmp_path / "a.xlsx").write_text("x")
     assert "has an unsupported format" in refused(tmp_path / "a.xlsx", image_taker())

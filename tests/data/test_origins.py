@@ -60,11 +60,9 @@ def test_a_row_of_a_table_by_its_line_its_id_and_its_text(tmp_path, text_taker, 
         assert x.tolist() == text_taker().tokenize(origin.text, 128)
 
 
-def test_a_window_of_a_text_by_its_first_character(tmp_path, text_taker):
+def test_a_window_of_a_text_by_its_first_character(read, text_taker):
     text = " ".join(TEXTS)
-    (tmp_path / "t.txt").write_text(text)
-    options = DataOptions(samples=4, max_tokens=5)
-    samples = load_data(str(tmp_path / "t.txt"), text_taker(), options)
+    samples = read("t.txt", text, samples=4, max_tokens=5)
     for origin, x in zip(samples.origins, samples.batch.x, strict=True):
         start = int(origin.place.removeprefix("character ")) - 1
         assert x.tolist() == text_taker().tokenize(text[start:], 5)
@@ -75,9 +73,8 @@ def test_what_is_made_up_is_found_nowhere(image_taker):
     assert load_data("random", image_taker(), SOME).origins == ()
 
 
-def test_long_texts_are_cut_and_set_on_one_line(tmp_path, text_taker):
-    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "some\n words " * 50}) + "\n")
-    (origin,) = load_data(str(tmp_path / "t.jsonl"), text_taker()).origins
+def test_long_texts_are_cut_and_set_on_one_line(read):
+    (origin,) = read("t.jsonl", json.dumps({"text": "some\n words " * 50}) + "\n").origins
     assert origin.text.startswith("some words some words")
     assert origin.text.endswith("...")
     assert len(origin.text) < 130

@@ -49,79 +49,67 @@ def test_ids_do_not_depend_on_the_padding(tmp_path, text_taker):
     assert alone.ids[0] in among.ids
 
 
-def test_texts_of_one_length_need_no_mask(tmp_path, text_taker):
-    path = table(tmp_path / "t.csv", [("a b",), ("c d",)], ("text",))
-    assert load_data(path, text_taker(), DataOptions(samples=2)).batch.mask is None
+def test_texts_of_one_length_need_no_mask(read):
+    assert read("t.csv", "text\na b\nc d\n", samples=2).batch.mask is None
 
 
-def test_columns_can_be_named(tmp_path, text_taker):
-    path = table(tmp_path / "t.csv", [("a b", "x", 1), ("c", "y", 0)], ("body", "text", "stars"))
-    options = DataOptions(samples=2, text_column="body", label_column="stars")
-    batch = load_data(path, text_taker(classes=2), options).batch
-    assert {(int(m), int(y)) for m, y in zip(batch.mask.sum(1), batch.y, strict=True)} == {
-        (4, 1), (3, 0),
-    }  # fmt: skip
+def test_columns_can_be_named(read, text_taker):
+    columns = {"text_column": "body", "label_column": "stars"}
+    batch = read(
+        "t.csv", "body,text,stars\na b,x,1\nc,y,0\n", text_taker(classes=2), samples=2, **columns
+    ).batch
+    found = zip(batch.mask.sum(1).tolist(), batch.y.tolist(), strict=True)
+    assert sorted(found) == [(3, 0), (4, 1)]
 
 
-def test_columns_that_may_hold_labels_are_named_where_none_is_found(tmp_path, text_taker):
-    columns = ("id", "review", "stars")
-    path = table(tmp_path / "t.csv", [(7, "a b", 1), (8, "c", 0)], columns)
-    samples = load_data(path, text_taker(classes=2), DataOptions(samples=2))
+def test_columns_that_may_hold_labels_are_named_where_none_is_found(read, text_taker):
+    net, rows = text_taker(classes=2), "id,review,stars\n7,a b,1\n8,c,0\n"
+    samples = read("t.csv", rows, net, samples=2)
     assert samples.batch.y is None
     assert [note.code for note in samples.notes] == ["no-label-column"]
     assert samples.notes[0].text.endswith("--label-column names one (id, stars)")
-    assert load_data(path, text_taker(), DataOptions(samples=2)).notes == ()
-    alone = table(tmp_path / "alone.csv", [("a b",), ("c",)], ("review",))
-    assert load_data(alone, text_taker(classes=2), DataOptions(samples=2)).notes == ()
+    assert read("t.csv", rows, samples=2).notes == ()
+    assert read("t.csv", "review\na b\nc\n", net, samples=2).notes == ()
+    assert read("t.csv", "review,sentiment\na b,1\nc,0\n", net, samples=2).batch.y is not None
 
 
-def test_the_columns_of_reviews_with_their_sentiment_are_found(tmp_path, text_taker):
-    path = table(tmp_path / "t.csv", [("a b", 1), ("c", 0)], ("review", "sentiment"))
-    assert load_data(path, text_taker(classes=2), DataOptions(samples=2)).batch.y is not None
-
-
-def test_classes_are_counted_over_the_whole_table(tmp_path, text_taker):
+def test_classes_are_counted_over_the_whole_table(read, text_taker):
     """A draw of one row must not turn its class into class 0 by order."""
-    path = table(tmp_path / "t.csv", [("a", "pos"), ("b", "neg")] * 3)
     for seed in range(4):
-        options = DataOptions(samples=1, seed=seed)
-        samples = load_data(path, text_taker(classes=2), options)
+        rows = "text,label\n" + "a,pos\nb,neg\n" * 3
+        samples = read("t.csv", rows, text_taker(classes=2), samples=1, seed=seed)
         assert [n.code for n in samples.notes] == ["labels-by-order"]
         text = samples.batch.x[0, 1] - 3
         assert samples.batch.y.tolist() == [1 if text == ord("a") % 97 else 0]
 
 
-def test_long_texts_are_cut_with_a_note(tmp_path, text_taker):
-    path = table(tmp_path / "t.csv", [("a b c d e f",), ("a b c",)], ("text",))
-    samples = load_data(path, text_taker(), DataOptions(samples=2, max_tokens=5))
+def test_long_texts_are_cut_with_a_note(read):
+    samples = read("t.csv", "text\na b c d e f\na b c\n", samples=2, max_tokens=5)
     assert samples.batch.x.shape == (2, 5)
     assert samples.batch.x[:, -1].tolist() == [2, 2]
     assert [(n.level, n.code) for n in samples.notes] == [("warning", "text-cut")]
     assert samples.notes[0].text.startswith("1 of 2 texts were cut to 5 tokens")
 
 
-def test_more_tokens_than_the_model_takes_are_noted(tmp_path, text_taker):
-    samples = load_data(table(tmp_path / "t.csv"), text_taker(4), DataOptions(max_tokens=9))
+def test_more_tokens_than_the_model_takes_are_noted(read, text_taker):
+    samples = read("t.csv", "text\na b c d e f\n", text_taker(4), max_tokens=9)
     assert samples.batch.x.shape[1] == 4
     assert samples.notes[0].code == "max-tokens"
 
 
-def test_a_plain_file_is_cut_into_windows_spread_evenly(tmp_path, text_taker):
+def test_a_plain_file_is_cut_into_windows_spread_evenly(read, text_taker):
     words = [chr(97 + i % 26) + str(i) for i in range(200)]
-    (tmp_path / "t.txt").write_text(" ".join(words))
-    options = DataOptions(samples=4, max_tokens=10)
-    batch = load_data(str(tmp_path / "t.txt"), text_taker(), options).batch
-    expected = text_taker().tokenize(" ".join(words[:8]), 10)
+    samples = read("t.txt", " ".join(words), samples=4, max_tokens=10)
+    batch, (note,) = samples.batch, samples.notes
     assert batch.x.shape == (4, 10)
-    assert batch.x[0].tolist() == expected
+    assert batch.x[0].tolist() == text_taker().tokenize(" ".join(words[:8]), 10)
     assert batch.mask is None
     assert len(set(batch.ids)) == 4
+    assert "one long text and cut into 4 windows" in note.text
 
 
-def test_windows_begin_with_whole_words(tmp_path, text_taker):
-    (tmp_path / "t.txt").write_text("lighthouse " * 50)
-    options = DataOptions(samples=7, max_tokens=3)
-    batch = load_data(str(tmp_path / "t.txt"), text_taker(), options).batch
+def test_windows_begin_with_whole_words(read):
+    batch = read("t.txt", "lighthouse " * 50, samples=7, max_tokens=3).batch
     assert torch.equal(batch.x, batch.x[:1].expand(7, -1))
 
 
@@ -163,20 +151,19 @@ BAD_LINES = [
 BAD_LINES += ['{"text": "c d", "label": 1}', "[1]"]
 
 
-def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(tmp_path, text_taker, refused):
-    path = tmp_path / "t.jsonl"
-    path.write_text("\n".join(BAD_LINES))
+def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(
+    read, tmp_path, text_taker, refused
+):
     net = text_taker(classes=2)
-    samples = load_data(str(path), net, DataOptions(samples=9, skip_bad=True))
-    (tmp_path / "good.jsonl").write_text("\n".join([BAD_LINES[0], BAD_LINES[5]]))
-    good = load_data(str(tmp_path / "good.jsonl"), net, DataOptions(samples=9))
+    samples = read("t.jsonl", "\n".join(BAD_LINES), net, samples=9, skip_bad=True)
+    good = read("good.jsonl", "\n".join([BAD_LINES[0], BAD_LINES[5]]), net, samples=9)
     assert sorted(samples.batch.ids) == sorted(good.batch.ids)
     assert samples.suite_id == good.suite_id
     notes = [note for note in samples.notes if note.code == "skipped-bad"]
     assert {note.level for note in notes} == {"warning"}
     assert [note.text.partition(" (")[0].rpartition(" ")[2] for note in notes] == ["3", "1"]
-    path.write_text("\n".join(["{broken", "[1]"]))
-    assert "line 1 is not JSON" in refused(path, net, skip_bad=True)
+    (tmp_path / "t.jsonl").write_text("\n".join(["{broken", "[1]"]))
+    assert "line 1 is not JSON" in refused(tmp_path / "t.jsonl", net, skip_bad=True)
 
 
 def test_labels_that_a_model_has_no_use_for_are_not_called_missing(tmp_path, text_taker):
@@ -210,11 +197,10 @@ def joiner(text_taker):
         (("question, long", "text"), "question, long", 0, None),
     ],
 )
-def test_pairs_of_texts_are_read_together(tmp_path, joiner, columns, asked, first, second):
+def test_pairs_of_texts_are_read_together(read, joiner, columns, asked, first, second):
     values, net = ("a b", "c"), joiner()
-    path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps(dict(zip(columns, values, strict=True))))
-    batch = load_data(str(path), net, DataOptions(text_column=asked)).batch
+    row = json.dumps(dict(zip(columns, values, strict=True)))
+    batch = read("t.jsonl", row, net, text_column=asked).batch
     alone = net.tokenize(values[first], 99)
     expected = alone if second is None else net.tokenize_pair(values[first], values[second], 99)
     assert batch.x.tolist() == [expected]
@@ -252,14 +238,8 @@ def test_a_table_without_names_is_refused_and_how_to_mend_it(tmp_path, text_take
     assert "add a line with column names above it: text,label" in said
 
 
-def test_a_long_name_that_was_asked_for_is_a_name(tmp_path, text_taker):
+def test_a_long_name_that_was_asked_for_is_a_name(read, text_taker):
     question = "What did you think of the film?"
-    (tmp_path / "t.csv").write_text(f"{question},stars\nfine,1\nbad,0\n")
-    options = DataOptions(samples=2, text_column=question, label_column="stars")
-    assert len(load_data(str(tmp_path / "t.csv"), text_taker(classes=2), options).batch) == 2
-
-
-def test_a_plain_file_is_said_to_be_one_stream(tmp_path, text_taker):
-    (tmp_path / "t.txt").write_text("one two\nthree four\n")
-    (note,) = load_data(str(tmp_path / "t.txt"), text_taker(), DataOptions(samples=2)).notes
-    assert "one long text and cut into 2 windows" in note.text
+    columns = {"text_column": question, "label_column": "stars"}
+    rows = f"{question},stars\nfine,1\nbad,0\n"
+    assert len(read("t.csv", rows, text_taker(classes=2), samples=2, **columns).batch) == 2

@@ -148,9 +148,9 @@ class Heatmap:
         rows: names of the rows.
         columns: names of the columns.
         column: the column that formats a value.
-        axes: what the rows and the columns are.
         centre: neutral value of a scale with two sides, such as 0 for differences.
-        square: whether the cells are square, and shown in pictures only: an attention map.
+        square: whether this is an attention map of queries and keys: its cells are square, and
+            shown in pictures only. Other maps are of layers and heads.
     """
 
     title: str
@@ -158,7 +158,6 @@ class Heatmap:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     column: Column
-    axes: tuple[str, str] = ("layer", "head")
     centre: float | None = None
     square: bool = False
 
@@ -328,8 +327,10 @@ def lay_out(block: Table | Heatmap | Card) -> Grid:
         rows = [tuple(map(visible, row)) for row in block.rows]
         return Grid("", (), rows, align, [block.note] if block.note else [], keys=len(align))
     if isinstance(block, Heatmap):
-        corner = Column("\\".join(block.axes), "", format="")
-        heads = (corner, *(replace(block.column, label=name) for name in block.columns))
+        heads = (
+            Column("layer\\head", "", format=""),
+            *(replace(block.column, label=name) for name in block.columns),
+        )
         rows_of_map = zip(block.rows, block.values, strict=True)
         block = Table(block.title, heads, tuple((name, *row) for name, row in rows_of_map))
     columns = block.columns

@@ -258,7 +258,7 @@ def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
     bar.outline.set_visible(False)
     bar.solids.set_rasterized(True)
     _set_ticks(bar.ax.yaxis, block.column, log=scale.log)
-    ylabel, xlabel = block.axes
+    ylabel, xlabel = ("query", "key") if block.square else ("layer", "head")
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel=xlabel, ylabel=ylabel)
     most = MOST_NAMED if block.square and max(height, width) <= MOST_NAMED else 16
     _name_ticks(axes.xaxis, block.columns, most)

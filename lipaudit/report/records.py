@@ -156,8 +156,8 @@ def _list_samples(comparison: Comparison) -> Iterator[Cells]:
     for pair in comparison.pairs:
         for sample in pair.samples:
             cells: Cells = {"old": pair.old, "new": pair.new, "sample": sample.id}
-            cells |= {"place": sample.place or None}
-            cells |= {"lost": len(sample.lost), "gained": len(sample.gained)}
+            counts = {"lost": len(sample.lost), "gained": len(sample.gained)}
+            cells |= {"place": sample.place or None, **counts}
             for name, (old, new) in sample.figures.items():
                 cells |= {f"{name}.old": old, f"{name}.new": new}
             yield cells

@@ -161,9 +161,9 @@ def list_all_rows(section: Section) -> Table:
     """Return a folded table of every row and every column that is not empty."""
     rows = section.rows
     shown = {n: c for n, c in section.columns.items() if any(row.get(n) != "" for row in rows)}
-    lines = tuple(tuple(row.get(name) for name in shown) for row in rows)
+    lines = [{name: row.get(name) for name in shown} for row in rows]
     keys = 2 if list(shown)[:2] == ["layer", "head"] else 1
-    return Table(f"All rows ({len(rows)})", tuple(shown.values()), lines, keys, folded=True)
+    return make_table(f"All rows ({len(rows)})", lines, shown, keys=keys, folded=True)
 
 
 # Maps of heads, histograms of samples
@@ -352,9 +352,8 @@ def draw_attention(sections: Sections) -> Iterator[Heatmap | Passage]:
         means = f", means of {block} x {block} tokens" if block > 1 else ""
         places = (tuple(str(block * i) for i in range(size)) for size in array.shape)
         rows, columns = (sample.tokens, sample.tokens) if sample else places
-        title, axes = f"{lead}Attention map of {of}{means}", ("query", "key")
-        matrix = tuple(map(tuple, values.tolist()))
-        yield Heatmap(title, matrix, rows, columns, cells.HEADINGS["P"], axes, square=True)
+        title, matrix = f"{lead}Attention map of {of}{means}", tuple(map(tuple, values.tolist()))
+        yield Heatmap(title, matrix, rows, columns, cells.HEADINGS["P"], square=True)
         if sample:
             title = f"{lead}Attention received, mean over queries, {of}"
             received = tuple(map(float, values.mean(0)))

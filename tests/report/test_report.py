@@ -1,6 +1,7 @@
 """What holds for every format, and what the chapters of sections show."""
 
 import json
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from lipaudit.gate import compare, judge
 from lipaudit.measures import layouts
 from lipaudit.report import RENDERERS, of_comparison, of_judgement, of_reports, render
 from lipaudit.report.blocks import Curve, Heatmap, Histogram, Table
-from lipaudit.report.sections import show_section
+from lipaudit.report.sections import DRAWINGS, show_section
 from lipaudit.tables import model_labels
+from lipaudit.tables.report import Drawing
 from tests.report.conftest import find_chapter, keep, show
 
 
@@ -106,6 +108,10 @@ def test_several_models_show_their_rows_side_by_side(report, other):
     blocks = find_chapter(show(report, other), "jacobian").blocks
     (counted,) = (block for block in blocks if isinstance(block, Histogram))
     assert list(counted.values) == names
+
+
+def test_every_drawing_that_a_display_may_name_has_its_function():
+    assert tuple(DRAWINGS) == get_args(Drawing)
 
 
 def test_settings_that_are_off_or_the_run_s_own_are_not_listed(report):

@@ -1,5 +1,7 @@
 """An accelerator with little memory, or without float64: the CPU's figures, or a clear error."""
 
+import json
+
 import pytest
 
 import lipaudit
@@ -81,10 +83,9 @@ def test_a_device_without_float64_is_refused_before_anything_is_loaded(simulated
 
 
 def test_env_tells_which_devices_can_be_used(simulated):
-    def told() -> str:
-        lines = invoke("env", code=None).output.splitlines()
-        return next(line for line in lines if line.startswith("devices"))
+    def read() -> str:
+        return json.loads(invoke("env", "-f", "json").stdout)["devices"]
 
-    assert told().endswith("cpu, simulated:0, simulated:1")
+    assert read() == "cpu, simulated:0, simulated:1"
     with device.no_float64():
-        assert "simulated:0 (not usable: device 'simulated:0' has no float64" in told()
+        assert "simulated:1 (not usable: device 'simulated:1' is not available" in read()

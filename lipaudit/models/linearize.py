@@ -187,6 +187,10 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 Product = Callable[[Tensor], Tensor]
 
+TOGETHER = 2**20
+"""Entries of the Jacobian formed at a time: in a small model most of the cost of a backward pass
+is the overhead of its operations."""
+
 
 class Linearization:
     """J v and J^T u of f at every sample of x together.
@@ -204,6 +208,7 @@ class Linearization:
 
     def __init__(self, f: Function, x: Tensor, index: Tensor) -> None:
         self.f, self.x, self.index = f, x.detach(), index
+        self._transposed: tuple[Tensor, Tensor] | None = None
         self.output = self._graph[1].detach()
 
     def __len__(self) -> int:
@@ -226,12 +231,17 @@ class Linearization:
 
     def jvp(self, v: Tensor) -> Tensor:
         """Return J v per sample: (batch, *in) -> (batch, *out)."""
-        u, pullback = self._transpose
+        if self._transposed is None:
+            self._transpose(torch.zeros_like(self.output))
+        assert self._transposed is not None
+        u, pullback = self._transposed
         return self._compute_gradient(pullback, u, v)
 
     def outer(self, u: Tensor) -> Tensor:
         """Return J J^T u per sample in float64, (batch, *out) -> (batch, *out)."""
-        return _apply_unit(self.jvp, self.vjp(u))
+        # The first J^T u is computed with a graph, which then serves J: one pass less.
+        first = self._transpose if self._transposed is None else self.vjp
+        return _apply_unit(self.jvp, first(u))
 
     def inner(self, v: Tensor) -> Tensor:
         """Return J^T J v per sample in float64, (batch, *in) -> (batch, *in)."""
@@ -240,13 +250,16 @@ class Linearization:
     @cached_property
     def rows(self) -> Tensor:
         """Return the dense Jacobian, (batch, outputs, inputs), by one J^T u per output."""
-        return torch.stack([self.row(i) for i in range(self.outputs)], 1)
+        units = torch.eye(self.outputs, dtype=self.output.dtype, device=self.output.device)
+        units = units.view(-1, 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
+        parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
+        return torch.cat([self._pull_rows(part) for part in parts]).flatten(2).transpose(0, 1)
 
     @cached_property
     def columns(self) -> Tensor:
         """Return the dense transpose, (batch, inputs, outputs), by one J v per input."""
-        pushed = [self.jvp(_make_unit(self.x, i)) for i in range(self.inputs)]
-        return torch.stack(pushed, 1).flatten(2)
+        units = (_make_unit(self.x, i) for i in range(self.inputs))
+        return torch.stack([self.jvp(v).flatten(1) for v in units], 1)
 
     def row(self, i: int | Tensor) -> Tensor:
         """Return row i, or row i[b] of sample b, of the Jacobian: (batch, inputs)."""
@@ -259,7 +272,7 @@ class Linearization:
     def release(self) -> None:
         """Free the graph; the next product builds it again."""
         self.__dict__.pop("_graph", None)
-        self.__dict__.pop("_transpose", None)
+        self._transposed = None
 
     @cached_property
     def _graph(self) -> tuple[Tensor, Tensor]:
@@ -268,13 +281,27 @@ class Linearization:
             leaf = self.x.clone().requires_grad_()
             return leaf, evaluate(self.f, leaf, self.index)
 
-    @cached_property
-    def _transpose(self) -> tuple[Tensor, Tensor]:
-        """Return u = 0, and J^T u with a graph: it is linear in u, and its derivative is J."""
+    def _transpose(self, u: Tensor) -> Tensor:
+        """Return J^T u, and keep its graph, which is linear in u: its derivative is J."""
         leaf, value = self._graph
         with exact_arithmetic(self.x.device), explain_errors():
-            u = torch.zeros_like(value).requires_grad_()
-            return u, torch.autograd.grad(value, leaf, u, create_graph=True)[0]
+            u = u.detach().to(value.dtype, copy=True).requires_grad_()
+            (pullback,) = torch.autograd.grad(value, leaf, u, create_graph=True)
+        self._transposed = u, pullback
+        return pullback.detach()
+
+    def _pull_rows(self, u: Tensor) -> Tensor:
+        """Return J^T u of several u, in one backward pass if all operations can be mapped over."""
+        if len(u) > 1:
+            leaf, value = self._graph
+            try:
+                with exact_arithmetic(self.x.device):
+                    (rows,) = torch.autograd.grad(value, leaf, u, True, is_grads_batched=True)
+                return rows
+            except (RuntimeError, AssertionError) as error:  # an operation that cannot be mapped
+                if of_machine(error):
+                    raise
+        return torch.stack([self.vjp(each) for each in u])
 
     def _compute_gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
         with exact_arithmetic(self.x.device), explain_errors():

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipaudit
 from lipaudit.errors import find_user_error
+from lipaudit.models.linearize import linearize
 from lipaudit.models.net import ModelSpec
 from tests.models.conftest import Handwritten
 
@@ -104,3 +105,22 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return a == pytest.approx(b, rel=1e-6, abs=1e-9, nan_ok=True)
     return a == b
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"), [("CUDA error: launch failure", True), ("vmap", False)]
+)
+def test_only_what_cannot_be_mapped_over_is_done_one_by_one(monkeypatch, said, raised):
+    def grad(*args, is_grads_batched=False, **kwargs):
+        if is_grads_batched:
+            raise RuntimeError(said)
+        return ordinary(*args, **kwargs)
+
+    x, ordinary = torch.ones(2, 3), torch.autograd.grad
+    linear = linearize(lambda z, _: z.tanh(), x)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    if raised:
+        with pytest.raises(RuntimeError, match=said):
+            _ = linear.rows
+    else:
+        assert linear.rows.shape == (2, 3, 3)

@@ -227,6 +227,36 @@ def test_a_released_graph_is_built_again():
     assert torch.equal(linear.jvp(v), first)
 
 
+class Unmappable(torch.autograd.Function):
+    """x^2, with a backward pass that looks at its numbers: it cannot be mapped over."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, u):
+        Unmappable.passes += 1
+        return 2 * ctx.saved_tensors[0] * torch.from_numpy(u.numpy())
+
+
+def test_rows_are_formed_together_or_one_by_one(monkeypatch):
+    torch.manual_seed(0)
+    weight = torch.randn(4, 5, dtype=torch.float64)
+    x = torch.randn(3, 5, dtype=torch.float64)
+    rows = [linearize(lambda x, _: x.square() @ weight.T, x).rows]
+    monkeypatch.setattr("lipaudit.models.linearize.TOGETHER", 2 * x.numel())
+    rows += [linearize(lambda x, _: x.square() @ weight.T, x).rows]
+    Unmappable.passes = 0
+    rows += [linearize(lambda x, _: Unmappable.apply(x) @ weight.T, x).rows]
+    assert Unmappable.passes > len(weight)
+    for found in rows:
+        assert torch.equal(found, 2 * weight * x[:, None])
+
+
 class Guarded(torch.autograd.Function):
     """A step whose authors forbid a backward pass (Reformer)."""
 

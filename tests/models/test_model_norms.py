@@ -16,9 +16,10 @@ def matrices(samples, outputs, inputs, seed=0):
     return torch.randn(samples, outputs, inputs, generator=generator, dtype=torch.float64)
 
 
-def linear_maps(a):
-    """x -> A_i x for sample i: the Jacobian is `a`."""
-    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0]  # noqa: E731
+def linear_maps(a, b=0.0):
+    """x -> A_i x + b_i for sample i, at zero: the Jacobian is `a`."""
+    b = torch.as_tensor(b).expand(len(a), a.shape[1])
+    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
     return linearize(f, torch.zeros(len(a), a.shape[2], dtype=a.dtype))
 
 
@@ -64,13 +65,13 @@ def test_samples_that_finish_early_leave_the_batch():
     """Half of the problems have rank one: they are done at once, the others are not disturbed."""
     a = matrices(8, 40, 50)
     a[::2] = a[::2, :, :1] @ a[::2, :1]
-    sizes = []
+    sizes, linear = [], linear_maps(a)
 
     def f(z, index):
         sizes.append(len(index))
-        return (a[index] @ z[:, :, None])[:, :, 0]
+        return linear.f(z, index)
 
-    found = compute_jacobian_norms(linearize(f, torch.zeros(8, 50, dtype=a.dtype)), tol=1e-9)
+    found = compute_jacobian_norms(linearize(f, linear.x), tol=1e-9)
     torch.testing.assert_close(found.norm, torch.linalg.matrix_norm(a, 2), rtol=1e-8, atol=0)
     assert 4 in sizes
     assert found.products[::2].max() < found.products[1::2].min()
@@ -124,9 +125,8 @@ def test_rows_of_a_large_output_are_refused():
 @given(classes=st.integers(2, 30), norm=st.sampled_from(["2", "inf"]), seed=st.integers(0, 1000))
 def test_margins_are_those_of_the_rows(classes, norm, seed):
     a, b = matrices(4, classes, 9, seed), matrices(4, classes, 1, seed + 1)[:, :, 0]
-    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
     y = torch.tensor([0, classes - 1, 1, -1])
-    found = compute_margins(linearize(f, torch.zeros(4, 9).double()), y, norm=norm, rivals=classes)
+    found = compute_margins(linear_maps(a, b), y, norm=norm, rivals=classes)
     for i in range(4):
         label = int(y[i]) if y[i] >= 0 else int(b[i].argmax())
         others = [j for j in range(classes) if j != label]
@@ -156,8 +156,7 @@ def test_the_direction_of_a_margin_is_its_gradient():
 
 def test_the_radius_of_a_linear_classifier_is_where_the_decision_turns():
     a, b = matrices(3, 6, 9), matrices(3, 6, 1)[:, :, 0]
-    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
-    linear = linearize(f, torch.zeros(3, 9).double())
+    linear = linear_maps(a, b)
     y = linear.output.argmax(1)
     for norm, steepest in (("inf", torch.sign), ("2", lambda g: g / g.norm(dim=1, keepdim=True))):
         found = compute_margins(linear, y, norm=norm)
@@ -165,7 +164,7 @@ def test_the_radius_of_a_linear_classifier_is_where_the_decision_turns():
         direction = steepest(a[each, found.closest] - a[each, y])
         for factor, moved in ((0.999, False), (1.001, True)):
             z = factor * found.radius[:, None] * direction
-            assert ((f(z, each).argmax(1) != y) == moved).all()
+            assert ((linear.f(z, each).argmax(1) != y) == moved).all()
 
 
 def radii(linear, y, dual):
@@ -180,12 +179,10 @@ def radii(linear, y, dual):
 @pytest.mark.parametrize("norm", ["2", "inf"])
 def test_the_nearest_boundary_may_be_that_of_the_last_class(classes, norm):
     """The smallest logit belongs to the only class whose logit moves."""
-    a = torch.zeros(1, classes, 70, dtype=torch.float64)
+    a = torch.zeros(2, classes, 70, dtype=torch.float64)
     a[:, :, :classes] = torch.eye(classes) * 1e-2
     a[:, -1] = 1e3
-    b = -torch.linspace(0, 1, classes).double()
-    f = lambda z, _: (a @ z[:, :, None])[:, :, 0] + b  # noqa: E731
-    linear = linearize(f, torch.zeros(2, 70).double())
+    linear = linear_maps(a, -torch.linspace(0, 1, classes).double())
     y = torch.zeros(2, dtype=torch.long)
     upper = compute_jacobian_norms(linear, norm=norm).upper
     found = compute_margins(linear, y, norm=norm, upper=upper, rivals=classes)
@@ -204,8 +201,7 @@ def test_the_nearest_boundary_may_be_that_of_the_last_class(classes, norm):
 @given(norm=st.sampled_from(["2", "inf"]), seed=st.integers(0, 1000), rivals=st.integers(1, 39))
 def test_no_class_that_was_not_looked_at_is_nearer(norm, seed, rivals):
     a, b = matrices(5, 40, 9, seed), 6 * matrices(5, 40, 1, seed + 1)[:, :, 0]
-    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
-    linear = linearize(f, torch.zeros(5, 9).double())
+    linear = linear_maps(a, b)
     y = linear.output.argmax(1)
     upper = compute_jacobian_norms(linear, norm=norm).upper
     found = compute_margins(linear, y, norm=norm, upper=upper, rivals=rivals)
@@ -223,8 +219,7 @@ def test_no_class_that_was_not_looked_at_is_nearer(norm, seed, rivals):
 def test_a_clear_decision_needs_few_classes():
     a, b = matrices(3, 40, 9), torch.zeros(3, 40).double()
     b[:, :2] = torch.tensor([100.0, 99.0])
-    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
-    linear = linearize(f, torch.zeros(3, 9).double())
+    linear = linear_maps(a, b)
     upper = compute_jacobian_norms(linear).upper
     found = compute_margins(linear, torch.zeros(3).long(), norm="2", upper=upper)
     assert found.complete.all()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import Any, TypeVar
 
@@ -36,8 +37,10 @@ DIGITS = 12
 """Decimals of changes: a change at the limit is not above it by a rounding error."""
 _CHUNK = 2**21
 """Resampled values at a time: 16 MB an array."""
-_TINY = 1e-100
-"""Levels below it have no limits: the quantile of t might overflow."""
+_FAR = 1e150
+"""Largest t, whose square is a float; with one degree of freedom P(T > t) is 3e-151 there."""
+_TERMS = 40
+"""Terms of a continued fraction: 30 leave an error of 1.5e-12 for 10,000 samples, 15 of 7e-9."""
 _UNKNOWN: Limits = (-math.inf, math.inf)
 
 
@@ -100,20 +103,64 @@ def judge_mean(changes: Values) -> Evidence:
             p=lambda margin: 0.0 if n > 1 and lowest > margin else 1.0,
             limits=lambda _: (lowest, highest) if n > 1 else _UNKNOWN,
         )
-    from scipy.special import stdtr, stdtrit  # the import takes a fifth of a second
-
     mean, error = float(x.mean()), float(x.std(ddof=1) / math.sqrt(n))
 
     def p(margin: float) -> float:
-        return float(stdtr(n - 1, (margin - mean) / error))
+        return exceed_t((mean - margin) / error, n - 1)
 
     def limits(level: float) -> Limits:
-        if level < _TINY:
-            return _UNKNOWN
-        half = -error * float(stdtrit(n - 1, level))
+        half = error * invert_t(level, n - 1)
         return mean - half, mean + half
 
     return Evidence(mean, n, p, limits)
+
+
+def exceed_t(t: float, n: int) -> float:
+    """Return P(T > t) for Student's t with n degrees of freedom, to 12 digits, also in the tail.
+
+    It is half the regularised incomplete beta function at x = n / (n + t^2), with the parameters
+    n/2 and 1/2, by its continued fraction.
+    Source: NIST Digital Library of Mathematical Functions, 8.17.22.
+    """
+    # Not by scipy, whose import takes 0.2 s: as long as all else that `gate` does.
+    if t < 0:
+        return 1 - exceed_t(-t, n)
+    square = min(t, _FAR) ** 2 / n
+    a, b, x = n / 2, 0.5, 1 / (1 + square)
+    # Beyond this point the other end is nearer: I_x(a, b) = 1 - I_(1-x)(b, a).
+    if near := x > (a + 1) / (a + b + 2):
+        a, b, x = b, a, square * x
+    fraction = 1.0
+    for m in range(_TERMS, -1, -1):
+        even = (m + 1) * (b - m - 1) * x / ((a + 2 * m + 1) * (a + 2 * m + 2))
+        odd = (a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        fraction = 1 - odd / (1 + even / fraction)
+    power = math.sqrt(square) * math.exp(-(n + 1) / 2 * math.log1p(square))
+    share = power / (a * fraction * _compute_beta(n))
+    return (1 - share if near else share) / 2
+
+
+@cache
+def invert_t(level: float, n: int) -> float:
+    """Return the t with P(T > t) = level, for Student's t with n degrees of freedom."""
+    if level < 1 / _FAR:
+        return math.inf
+    if level > 0.5:
+        return -invert_t(1 - level, n)
+    # Newton's steps from 0 never pass the solution, because P(T > t) is convex for t > 0.
+    t, further = -1.0, 0.0
+    while further > t:
+        t = further
+        density = math.exp(-(n + 1) / 2 * math.log1p(t * t / n)) / _compute_beta(n) / math.sqrt(n)
+        further = t + (exceed_t(t, n) - level) / density
+    return t
+
+
+@cache
+def _compute_beta(n: int) -> float:
+    """Return B(n/2, 1/2), by B(a + 1, b) = B(a, b) a / (a + b) from B(1/2, 1/2) or B(1, 1/2)."""
+    first = math.pi if n % 2 else 2.0
+    return first * math.prod(k / (k + 1) for k in range(2 - n % 2, n, 2))
 
 
 def judge_by_bootstrap(

@@ -8,12 +8,14 @@ import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
-from scipy import stats
+from scipy import special, stats
 
 from lipaudit.gate.statistics import (
     LEAST,
     RESAMPLES,
     correct_by_holm,
+    exceed_t,
+    invert_t,
     judge_by_bootstrap,
     judge_mean,
     judge_median,
@@ -67,6 +69,19 @@ def test_mean_limits_and_p_are_students(level):
     low, high = stats.t.interval(1 - 2 * level, 7, x.mean(), stats.sem(x))
     assert evidence.limits(level) == pytest.approx((low, high), rel=1e-9)
     assert evidence.limits(1e-300) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8, 31, 60, 255, 256, 1000, 3333, 9999, 10000])
+def test_students_t_is_scipys_far_into_the_tail(n):
+    for level in (0.5, 0.49, 0.4, 0.3, 0.25, 0.2, 0.1, 0.05, 0.025, 1e-3, 1e-5, 1e-8, 1e-12):
+        t = -special.stdtrit(n, level)
+        assert exceed_t(t, n) == pytest.approx(special.stdtr(n, -t), rel=1e-12)
+        assert exceed_t(-t, n) == pytest.approx(special.stdtr(n, t), rel=1e-12)
+        assert invert_t(level, n) == pytest.approx(t, rel=1e-12, abs=1e-12)
+        assert invert_t(1 - level, n) == pytest.approx(-t, rel=1e-4, abs=1e-12)
+    assert exceed_t(1e300, n) < 1e-150
+    assert math.isfinite(invert_t(1e-149, n))
+    assert invert_t(1e-300, n) == math.inf
 
 
 @pytest.mark.parametrize(

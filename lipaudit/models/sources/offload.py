@@ -226,7 +226,8 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
     else:
         given = _read_device_map(module, wanted)
     # Accelerate numbers accelerators, and a file may do so, too.
-    accelerator = torch.accelerator.current_accelerator()
+    there = torch.accelerator.device_count()  # without a device, old versions raise
+    accelerator = torch.accelerator.current_accelerator() if there else None
     kind = accelerator.type if accelerator else "cuda"
     places = {k: f"{kind}:{v}" if isinstance(v, int) else str(v) for k, v in given.items()}
     words = [word for word in dict.fromkeys(places.values()) if word != DISK]

@@ -24,7 +24,6 @@ from benchmarks.shared.timing import cpu_clock, least
 PROOF = "proof of the closed forms on all samples, and in the survey"
 READING = "reading the model (`capture`)"
 SURVEY = "`survey`, once per model"
-WEIGHTS = "norms of the weights, once per model"
 STATISTICS = "attention statistics"
 EXACT = "exact norms of all heads"
 LAYERS = "exact norms of all layers"
@@ -37,7 +36,6 @@ FUNCTIONS = {
     EXACT: ("head_norms",),
     LAYERS: ("layer_norms",),
     BOUNDS: ("head_bounds",),
-    WEIGHTS: ("weights_of",),
     STATISTICS: ("layer_statistics",),
     OTHER: ("_measure_layer", "_measure_numerically"),
 }
@@ -85,7 +83,8 @@ def measured(name: str, samples: int, max_tokens: int) -> Round:
     seconds = {READING: spent[READING], PROOF: proof}
     seconds |= {part: spent[part] + spent[READING] + proof for part in PARTS if part in spent}
     seconds |= {STATISTICS: statistics[STATISTICS] + statistics[READING]}
-    seconds |= {what: spent[what] for what in (WEIGHTS, SURVEY) if what in spent}
+    if SURVEY in spent:
+        seconds[SURVEY] = spent[SURVEY]
     seconds["`bounds` as a whole, but for the survey"] = bounds - spent.get(SURVEY, 0.0)
     missing = {part: "no function of its name" for part in PARTS if part not in seconds}
     return Round(forward, seconds, figures=figures(values), problems=missing)

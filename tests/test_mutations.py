@@ -40,8 +40,8 @@ MUTATIONS = (
     Mutation(
         "values are of size one",
         "theory/heads.py",
-        "by_weight = torch.frexp(weight.abs().amax((1, 2)).cpu()).exponent",
-        "by_weight = 0 * torch.frexp(weight.abs().amax((1, 2)).cpu()).exponent",
+        "exponents = torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent",
+        "exponents = 0 * torch.frexp(t.abs().amax(axes, keepdim=True).cpu()).exponent",
         "tests/theory/test_scale.py",
     ),
     Mutation(

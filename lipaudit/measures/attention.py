@@ -308,7 +308,8 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     import numpy as np
 
     # Arrays (samples, heads, statistics).
-    arrays = base.join_arrays(parts)
+    # Every shard and every resumed run draws a map of its own size; the first one is shown.
+    arrays = base.join_arrays(parts, besides=MAP)
     total, count, largest = arrays["total"], arrays["count"], arrays["largest"].max(0)
     with np.errstate(invalid="ignore"):
         of_samples = np.where(count > 0, total / count, np.nan)

@@ -6,7 +6,7 @@ computes with them inside of functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -190,10 +190,10 @@ def join_parts(parts: Sequence[Part], name: str) -> Values:
     return np.concatenate([part.values[name] for part in parts])
 
 
-def join_arrays(parts: Sequence[Part]) -> dict[str, Values]:
+def join_arrays(parts: Sequence[Part], besides: Collection[str] = ()) -> dict[str, Values]:
     """Concatenate every array that all parts have; parts of an older journal may have more."""
-    names = [n for n in parts[0].values if all(n in part.values for part in parts)]
-    return {name: join_parts(parts, name) for name in names}
+    names = set[str].intersection(*({*part.values} for part in parts)) - {*besides}
+    return {name: join_parts(parts, name) for name in parts[0].values if name in names}
 
 
 def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:

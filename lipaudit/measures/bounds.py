@@ -426,7 +426,7 @@ def _reduce_columns(columns: Mapping[str, Values]) -> dict[str, list[float | Non
 
     cells = {}
     for name, values in columns.items():
-        largest = name.endswith("_max") or name in MAXIMA
+        largest = name in MAXIMA or (name.endswith("_max") and name not in load_bounds())
         statistic = np.max if largest else np.median
         cells[name] = [base.reduce_known(row, statistic) for row in values.T]
     return cells

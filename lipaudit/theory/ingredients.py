@@ -147,7 +147,7 @@ class Weights:
 
 
 def weights_of(heads: Heads) -> Weights:
-    """Meet the weights of affine heads in float64 whose W_V has size one."""
+    """Return the norms of the weights of affine heads: in float64, W_V of size one."""
     to_q, to_k, to_v = projections(heads)
     q, k, v = (
         p.weight if p.bias is None else torch.cat([p.weight, p.bias[:, None]], 1)  # [W; b^T]

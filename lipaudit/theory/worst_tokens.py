@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -220,17 +219,20 @@ def power_law(n: Float[Tensor, " points"], norm: Float[Tensor, " points"]) -> Po
     >>> round(fit.constant, 6), round(fit.exponent, 6), round(fit.exponent_se, 6)
     (3.0, 0.5, 0.0)
     """
-    from scipy.stats import linregress  # the import takes half a second
-
-    x, y = (values.double().log().cpu().numpy() for values in (n, norm))
-    if not len(set(n.tolist())) > 1:  # the lengths must differ
+    x, y = n.double().log().cpu(), norm.double().log().cpu()
+    column, free = x - x.mean(), len(y) - 2
+    size = float(column.square().sum())
+    if free < 0 or not size > 1e-12 * len(y):  # the lengths must differ
         return PowerLaw(*[math.nan] * 4)
-    fit = linregress(x, y)
+    level = y.mean()
+    slope = float(column @ (y - level)) / size
+    residual = float((y - level - slope * column).square().sum())
+    total = float((y - level).square().sum())
     return PowerLaw(
-        constant=float(np.exp(fit.intercept)),
-        exponent=float(fit.slope),
-        exponent_se=float(fit.stderr) if len(x) > 2 else math.nan,
-        r2=float(fit.rvalue) ** 2 if y.max() > y.min() else math.nan,
+        constant=float((level - slope * x.mean()).exp()),
+        exponent=slope,
+        exponent_se=math.sqrt(residual / free / size) if free else math.nan,
+        r2=1 - residual / total if total else math.nan,
     )
 
 

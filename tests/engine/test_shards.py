@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         {"lengths": "4:8:log2", "layers": "0", "mode": "real,radius"},
     ),
     "text bounds": ("bert", "bounds", 9, {"layers": "1"}),
+    "text map": ("bert", "attention", 5, {"map": "0.0", "batch_size": 2}),
     "text jacobian": ("bert", "jacobian", 17, {"per_layer": True, "tol": 1e-2}),
     "positions": ("llama", "jacobian", 3, {"target": "hidden:1", "batch_size": 1, "tol": 1e-2}),
     "words": ("bert", "attack", CHUNK + 2, {"attack": "words", "eps": "1", "queries": 5}),

@@ -33,10 +33,12 @@ def mean_field(known: Ingredients, r: float = 0.0) -> Tensor:
 
 def sees_all_tokens(heads: Heads) -> Tensor:
     """Tell whether every token sees every other one and no position bias acts, per head."""
-    free = heads.bias_rows(0, heads.q.shape[2]) == 0
+    if heads.causal or heads.bias is None:
+        return heads.scale.new_full(heads.scale.shape, not heads.causal).bool()
+    free = heads.bias == 0 if heads.bias.is_floating_point() else heads.bias
     if heads.valid is not None:
         free = free | ~(heads.valid[:, None, :, None] & heads.valid[:, None, None, :])
-    return free.all(-1).all(-1) & (not heads.causal)
+    return free.all(-1).all(-1)
 
 
 MEAN_FIELD = Bound(

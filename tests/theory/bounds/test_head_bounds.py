@@ -11,11 +11,11 @@ from lipaudit.theory.ball import ball_size_bounds
 from lipaudit.theory.block_norms import affine_rows, bound_by_blocks, query_term
 from lipaudit.theory.bounds.record import Bound
 from lipaudit.theory.head_bounds import head_bounds
-from lipaudit.theory.heads import Pairs, are_affine_everywhere, unit_values
+from lipaudit.theory.heads import Pairs, affine_heads, are_affine_everywhere, unit_values
 from lipaudit.theory.ingredients import Ingredients, Tokens, centre_heads, weights_of
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import dense_jacobian
-from tests.theory.cases import without_padding
+from tests.theory.cases import dense_norms, randn, without_padding
 
 OTHER = ("softcap", "relative", "relative-softcap", "sink", "sink-rotary")
 AFFINE = ("hu", "castin", "mean_field", "appendix_c")
@@ -250,3 +250,13 @@ def test_an_error_that_a_user_can_act_on_is_passed_on(compute, error):
     with pytest.raises(type(error)) as caught:
         compute(refuse)
     assert caught.value is error
+
+
+def test_the_mean_field_bound_counts_a_causal_mask():
+    """Every token attends to the first ones: a column of P has a sum of up to log N, not 1."""
+    q, k = (1e-3 * randn(i, 1, 8, 4) for i in (1, 2))
+    free = affine_heads(randn(0, 1, 40, 8), q, k, randn(3, 1, 8, 4))
+    masked = replace(free, causal=True)
+    exact = dense_norms(dense_jacobian(masked))
+    assert (head_bounds(free)["mean_field"] < exact).all()
+    assert (head_bounds(masked)["mean_field"] >= exact).all()

@@ -124,7 +124,12 @@ def test_power_laws_are_ordinary_least_squares():
     assert fit.r2 == pytest.approx(np.corrcoef(x, y)[0, 1] ** 2)
     few = power_law(n[[0, 2]], norms[[0, 2]])  # two points say nothing of an error
     assert math.isnan(few.exponent_se)
-    assert math.isnan(power_law(n, n / n).r2)
+    level = power_law(n, n / n)
+    assert math.isnan(level.r2)
+    assert level.exponent_se == pytest.approx(0, abs=1e-12)
+    waves = torch.tensor([1.0, -1.0]).repeat(len(n))[: len(n)]
+    close = power_law(n, n.sqrt() * (1 + 1e-10 * waves)).exponent_se
+    assert 1e-12 < close < 1e-9
 
 
 @pytest.mark.parametrize("n", [[8.0], [8.0, 8.0, 8.0]])

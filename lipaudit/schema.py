@@ -39,7 +39,7 @@ def loads(text: str, *, name: str = "report") -> Report:
     """
     try:
         document = from_json(text, allow_inf_nan=False)  # nor lone surrogates, nor deep nesting
-        json.loads(text, parse_int=_read_integer)
+        json.loads(text, parse_int=_read_integer)  # again, for integers that no float holds
     except ValueError as error:
         advice = "Check that the file is complete."
         raise InputError(f"{name} is not JSON: {error}", advice) from None

@@ -149,6 +149,7 @@ def fab(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     with cube.search():
         # Without labels the package takes its own predictions, and so leaves out no row.
         attack.attack_single_run(cube.unit, use_rand_start=turn.restart > 0)
+    del attack.get_diff_logits_grads_batch  # a cycle, which would keep the samples in memory
     return cube.place(cube.ends)
 
 

@@ -424,6 +424,7 @@ def where(condition: Tensor, input: Any, other: Any) -> Form:
     """Return entries of one where the condition (a constant) holds, else of the other."""
     if isinstance(condition, Form):
         raise NoRuleError("where with a condition that depends on the input")
+    condition = condition.bool()  # of uint8, too, as in old causal masks
     like = input if isinstance(input, Form) else other
 
     def keep(value: Any, mask: Tensor) -> Any:

@@ -235,7 +235,7 @@ def bound(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
 
 
 def prove_bounds(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
-    """Return lower bounds that rounding cannot raise above the true minimum.
+    """Return lower bounds that rounding cannot raise above the true minimum (problem in float64).
 
     The sum of the sizes of all that is added up, times gamma of the longest chain of roundings, is
     taken off. w and v are rounded themselves: by few units of what is multiplied.

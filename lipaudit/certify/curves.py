@@ -192,7 +192,7 @@ SIGMOID = Smooth(torch.sigmoid, _constant(0.0963), _constant(0.125))
 EXP = Smooth(torch.exp, lambda low, high: up(high.exp()), lambda low, high: up(high.exp()))
 
 
-def _falling(value: Function, p: float, factor: float) -> Smooth:
+def _make_falling(value: Function, p: float, factor: float) -> Smooth:
     """Return a function of x > 0 with a second derivative of size factor x^(p - 2), p < 1."""
     return Smooth(
         value,
@@ -201,10 +201,10 @@ def _falling(value: Function, p: float, factor: float) -> Smooth:
     )
 
 
-RSQRT = _falling(torch.rsqrt, -0.5, 0.75)
-SQRT = _falling(torch.sqrt, 0.5, 0.25)
-RECIPROCAL = _falling(torch.reciprocal, -1.0, 2.0)
-LOG = _falling(torch.log, 0.0, 1.0)
+RSQRT = _make_falling(torch.rsqrt, -0.5, 0.75)
+SQRT = _make_falling(torch.sqrt, 0.5, 0.25)
+RECIPROCAL = _make_falling(torch.reciprocal, -1.0, 2.0)
+LOG = _make_falling(torch.log, 0.0, 1.0)
 
 
 def gelu(input: Form, *, approximate: str = "none") -> Form:

@@ -50,8 +50,8 @@ def _find_fault(measure: Measure) -> str:
     sections = [table.name for table in measure.tables]
     if not sections or sections[0] != measure.name:
         return f"has no table of the section {measure.name!r}"
-    for table in measure.tables:
-        if table.name != measure.name and not table.name.startswith(f"{measure.name}."):
+    for number, table in enumerate(measure.tables):
+        if number and not table.name.startswith(f"{measure.name}."):
             return f"has a table of the section {table.name!r}"
         for name in table.display.drawings if table.display else ():
             if name not in get_args(Drawing):

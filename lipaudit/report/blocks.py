@@ -84,7 +84,7 @@ def make_table(
     Args:
         title: printed above the table.
         rows: the rows; their columns come in the order in which rows first name them.
-        columns: the columns of keys that `HEADINGS` does not have.
+        columns: columns by key, in place of those of `HEADINGS`.
         how: other attributes of the table.
     """
     names = dict.fromkeys(name for row in rows for name in row)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice, takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -364,16 +364,20 @@ def sign_test_place(count: int, level: float) -> int:
     >>> [sign_test_place(count, 0.025) for count in (5, 6, 20, 255)]
     [0, 1, 6, 112]
     """
-    places = range(count // 2 + 1)
-    return bisect_right(places, level, key=lambda k: sum_binomial(k - 1, count)) - 1
+    most = int(Fraction(level) * 2**count)
+    sums = accumulate(_list_binomials(count))
+    return min(sum(1 for _ in takewhile(lambda total: total <= most, sums)), count // 2)
 
 
 def sum_binomial(most: int, count: int) -> float:
     """Return P(B <= most) for B ~ Binomial(count, 1/2)."""
-    # Not by scipy, whose import takes half as long as a whole `report` or `gate`. The binomial
-    # coefficients are integers, so nothing is rounded before the division.
-    terms = accumulate(range(most), lambda term, k: term * (count - k) // (k + 1), initial=1)
-    return sum(terms) / 2**count if most >= 0 else 0.0
+    # Not by scipy, whose import takes half as long as a whole `report` or `gate`.
+    return sum(islice(_list_binomials(count), most + 1)) / 2**count if most >= 0 else 0.0
+
+
+def _list_binomials(count: int) -> Iterator[int]:
+    """Yield C(count, k) for k = 0, 1, ...: integers, so that no sum of them is rounded."""
+    return accumulate(range(count), lambda term, k: term * (count - k) // (k + 1), initial=1)
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:

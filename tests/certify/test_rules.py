@@ -170,6 +170,7 @@ OPERATIONS = {
     "all-axes": lambda x: torch.stack([t.var(True) + t.sum(()) + t.mean(dim=[]).sum() for t in x]),
     "empty": lambda x: torch.cat([x[:, :0] * x[:, :0], x], 1),
     "glu": lambda x: F.glu(x) + F.glu(x.mT, 1).mT[..., :3],
+    "where-uint8": lambda x: torch.where(MASK[:, None].byte(), x, SCALE),
     "where": lambda x: (
         torch.where(MASK[:, None], x, SCALE) + torch.where(MASK[:, None], 0.0, x * x)
     ),

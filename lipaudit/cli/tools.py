@@ -111,7 +111,7 @@ def env(output: Output, terminal: Terminal) -> None:
 
     check_outputs(output, ("lines", "record"))
     names, count = ["cpu"], torch.accelerator.device_count()
-    if count and (accelerator := torch.accelerator.current_accelerator()):  # old versions raise
+    if count and (accelerator := torch.accelerator.current_accelerator()):
         names += [f"{accelerator.type}:{i}" for i in range(count)]
     devices = []
     for name in names:

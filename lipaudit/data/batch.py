@@ -50,8 +50,10 @@ class Batch:
 
     def __getitem__(self, index: slice) -> Batch:
         """Return the samples of a slice, as a batch."""
-        start = self.start + index.indices(len(self))[0]
-        return replace(self.rows(torch.arange(len(self))[index]), start=start)
+        y = None if self.y is None else self.y[index]
+        start, limit = self.start + index.indices(len(self))[0], self.limit
+        picked, ids, texts = self.without_ids(index), self.ids[index], self.texts[index]
+        return replace(picked, y=y, ids=ids, start=start, texts=texts, limit=limit)
 
     def rows(self, index: Tensor) -> Batch:
         """Return the samples at these positions, as a batch."""

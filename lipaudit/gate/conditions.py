@@ -176,7 +176,8 @@ def list_differences(current: Report, baseline: Report) -> list[tuple[str, str]]
     found = [
         (name.split()[0], f"{name}: {old.get(name, ABSENT)} became {new.get(name, ABSENT)}")
         for name in old | new
-        if (name in whole or name in old.keys() & new.keys()) and old.get(name) != new.get(name)
+        if (name in whole or name in old.keys() & new.keys())
+        and old.get(name, ABSENT) != new.get(name, ABSENT)
     ]
     restarted = has_other_starts(current.section("attack"), baseline.section("attack"))
     if restarted and has_same_weights(current, baseline):

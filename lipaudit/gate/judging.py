@@ -190,7 +190,8 @@ def _contrast_reports(
     # Other starts break other samples of the same model, which is no change of the model.
     restarted = conditions.has_other_starts(new, old) and rule.column not in ("clean", "correct")
     same = _compute_margin(rule) >= 0 and conditions.has_same_weights(current, baseline)
-    tol = max(TOLERANCE, new.settings.get("tol") or 0.0)
+    tol = new.settings.get("tol")  # of a plug-in, it may be anything
+    tol = max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
     contrasts = (_contrast(rule, name, before, after, ids, tol) for name in before.points)
     return [replace(c, same=same and (c.same or restarted)) for c in contrasts]
 

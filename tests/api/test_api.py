@@ -90,6 +90,15 @@ def test_a_module_of_ones_own_is_measured_and_left_as_it_was(module):
     assert torch.equal(torch.get_rng_state(), rng)
 
 
+def test_a_scripted_part_of_a_module_is_put_back():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    module = nn.Sequential(nn.Linear(4, 4), scripted).train()
+    x, how = torch.rand(2, 4), {"input_shape": (4,), "samples": 2}
+    lipaudit.measure(module, "jacobian", data=x, dtype="float64", **how)
+    assert all(part.training for part in module.modules())
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in module.parameters())
+
+
 def test_its_figures_are_those_of_the_same_model_by_name(module, tmp_path, monkeypatch):
     x = torch.rand(3, 3, 4, 4)
     report = lipaudit.measure(module, "jacobian", data=x, input_shape=(3, 4, 4), samples=3)
@@ -358,10 +367,10 @@ def test_a_report_keeps_the_pictures_of_its_worst_samples():
 
 
 def test_several_models_get_a_report_each_and_are_ranked(module):
-    names = ["demo:robust", "demo"]
-    reports = lipaudit.audit(names, "jacobian", samples=3)
+    names, asked = ["demo:robust", "demo"], {"samples": 3, "attack": "pgd", "eps": "0.1"}
+    reports = lipaudit.audit(names, ["jacobian", "attack"], **asked)
     assert [report.run.model.spec for report in reports] == names
-    alone = lipaudit.audit("demo", "jacobian", samples=3)
+    alone = lipaudit.audit("demo", ["jacobian", "attack"], **asked)
     assert numbers(reports[1]) == numbers(alone)
     ranking = lipaudit.rank(reports)
     assert [model.model for model in ranking.models] == names

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lipaudit
+from lipaudit.engine.execute import Observer
 from lipaudit.models.sources.loader import load_net
 from tests.commands import invoke
 
@@ -96,6 +97,27 @@ def test_what_certify_broke_is_among_the_worst_samples(labelled):
     said = ["linf 0" in line for line in rows]
     assert said == sorted(said, reverse=True)
     assert sum(said) == verdicts.count("broken")
+
+
+def test_an_interrupted_run_goes_on_sample_by_sample_to_the_same_figures():
+    left = iter((True, False))
+    stopping, done, begun = Observer(), Observer(), []
+
+    def stop(*_):
+        if not next(left):
+            raise KeyboardInterrupt
+
+    stopping.advances, done.begins = stop, lambda _, samples: begun.append(samples)
+    options = {"data": "data.npz", "eps": "0.05,0.2", "samples": 5}
+    with pytest.raises(KeyboardInterrupt):
+        lipaudit.measure("py:model.py:load", "certify", observer=stopping, **options)
+    runs = [
+        lipaudit.measure("py:model.py:load", "certify", observer=done, resume=resume, **options)
+        for resume in (True, False)
+    ]
+    assert begun == [3, 5]
+    first, second = (dict(run.section("certify").samples) for run in runs)
+    assert {**first, "seconds": 0} == {**second, "seconds": 0}
 
 
 def test_a_model_that_cannot_be_certified_is_refused_by_operation_and_module():

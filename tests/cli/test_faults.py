@@ -15,7 +15,14 @@ from torch import nn
 
 import lipaudit
 from lipaudit import schema
-from lipaudit.errors import EvaluationError, UsageError, find_user_error, of_machine, out_of_memory
+from lipaudit.errors import (
+    EvaluationError,
+    UsageError,
+    explain_failure,
+    find_user_error,
+    of_machine,
+    out_of_memory,
+)
 from lipaudit.measures import load_measures
 from lipaudit.settings import RunOptions
 from tests.commands import invoke, refuse, replace_parts
@@ -221,6 +228,13 @@ def test_faults_of_the_machine_are_told_from_those_of_a_model(error):
     met = find_user_error(error)
     assert isinstance(met, EvaluationError)
     assert met.advice
+
+
+@pytest.mark.parametrize("error", MACHINE[3:6], ids=str)
+def test_a_device_that_fails_is_not_laid_to_what_is_loaded(error):
+    with pytest.raises(RuntimeError) as caught, explain_failure("it fails", "Mend it."):
+        raise error
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ValueError("CUDA error")])

@@ -313,7 +313,7 @@ def test_checkpoints(folder):
 
 @pytest.mark.parametrize("start", ["", "hf:", "py:", "timm:", "demo:", "hf:a/", "py:own.py:"])
 def test_names_of_models_and_data(start):
-    for command in ("bounds", "report", "compare"):
+    for command in ("bounds", "audit", "certify", "report", "compare"):
         assert run(command, start + EVIL)[0] != 0
     assert run("bounds", "demo", "--data", start + EVIL)[0] == 4
 

@@ -97,7 +97,9 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_written():
     weights.pop("head.weight")
     save_file(weights, "model.safetensors")
     arch = ("--arch", "timm:vit_tiny_patch16_224", "--data", "demo")
-    refuse(4, "do not fit", "bounds", "model.safetensors", *arch, "-o", "made.json")
+    refuse(
+        4, "do not fit VisionTransformer", "bounds", "model.safetensors", *arch, "-o", "made.json"
+    )
     refuse(2, "the architecture is unknown", "bounds", "model.safetensors", "-o", "made.json")
     assert not Path("made.json").exists()
 

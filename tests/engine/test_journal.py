@@ -85,8 +85,9 @@ def test_a_killed_run_goes_on_to_the_same_report(tmp_path):
 
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_run_says_how_to_go_on(by, code, tmp_path):
-    status, said = stopped(*NORMS, cwd=tmp_path, by=by)
+    status, said = stopped(*NORMS, "-o", "a.json", cwd=tmp_path, by=by)
     assert status == code
+    assert not (tmp_path / "a.json").exists()
     assert "with --resume to continue" in said
     assert "Traceback" not in said
     _, other = run(*NORMS, "--seed", "1", "--resume", cwd=tmp_path)

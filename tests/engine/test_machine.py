@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipaudit
-from lipaudit.errors import find_user_error
+from lipaudit.errors import EvaluationError, find_user_error
 from lipaudit.models.linearize import linearize
 from lipaudit.models.net import ModelSpec
 from tests.models.conftest import Handwritten
@@ -124,3 +125,49 @@ def test_only_what_cannot_be_mapped_over_is_done_one_by_one(monkeypatch, said, r
             _ = linear.rows
     else:
         assert linear.rows.shape == (2, 3, 3)
+
+
+class Pass(torch.autograd.Function):
+    """The identity, which fails once, at one of its forward and backward passes."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return Pass.backward(ctx, x)
+
+    @staticmethod
+    def backward(ctx, x):
+        Pass.left -= 1
+        if not Pass.left:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return x.clone()
+
+
+class Passing(nn.Module):
+    """Attention; its logits may have a gate, which no closed form describes."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.qkv, self.gated = nn.Linear(4, 12), gated
+
+    def forward(self, x):
+        q, k, v = Pass.apply(self.qkv(x)).chunk(3, -1)
+        logits = q @ k.mT * (x.mean((1, 2), keepdim=True) if self.gated else 1)
+        return logits.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_passing_fault_of_a_device_ends_a_run_wherever_it_strikes(gated):
+    """A fault that is caught where a module is read would make its layer numerical."""
+    x, report, at, said = torch.ones(1, 2, 4), None, 1, []
+    model = nn.Sequential(Passing(gated), nn.Flatten(), nn.Linear(8, 2))
+    while report is None:
+        Pass.left, at = at, at + 4
+        try:
+            spec = ModelSpec(model, (2, 4), kind="tokens")
+            report = lipaudit.measure(spec, "attention", data=x)
+        except EvaluationError as error:
+            said.append(str(error))
+    assert Pass.left > 0
+    assert all("the device failed" in text for text in said)

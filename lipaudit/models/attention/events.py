@@ -59,6 +59,12 @@ class Contraction(NamedTuple):
     bias: Tensor | None = None
     entire: bool = False
 
+    @property
+    def width(self) -> int:
+        """Return the number of entries of x that one sum runs over."""
+        summed = set(self.given) & set(self.letters) - set(self.out)
+        return math.prod(n for a, n in zip(self.given, self.x.shape, strict=True) if a in summed)
+
     def orders(self) -> Iterator[tuple[str, Contraction]]:
         """Yield both orders of the factors, each with the op in the address of the linear map."""
         yield calls.RIGHT, self
@@ -364,9 +370,13 @@ class AttentionMode(TorchFunctionMode):
         batch2: Tensor,
         **scale: float,
     ) -> AttentionCall | Tensor:
+        if scale.keys() - {"alpha", "beta"}:
+            return func(bias, batch1, batch2, **scale)
         product = self._handle_matmul(torch.bmm, batch1, batch2)
         alpha, beta = scale.get("alpha", 1), scale.get("beta", 1)
-        return _finish(product, lambda product: beta * bias + alpha * product)
+        # With beta = 0, torch reads nothing of the bias, which may be uninitialised memory.
+        added = beta * bias if beta else 0.0
+        return _finish(product, lambda product: added + alpha * product)
 
     def _handle_einsum(
         self, func: Callable[..., Tensor], equation: Any, *operands: Any

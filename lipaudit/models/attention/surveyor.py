@@ -386,9 +386,16 @@ class Surveyor:
 
     def find_loops(self) -> list[Loop]:
         """Find calls that are heads, or chunks of the queries, of one attention."""
-        groups = self._group(lambda a, b: _share_maps(a, b) or _share_values(a, b))
-        axes = [(_find_loop_axis(group), group) for group in groups]
-        return [Loop(tuple(part.site.address for part in g), axis) for axis, g in axes if axis]
+        loops: list[Loop] = []
+        # Chunks of a head first: they may be like those of a head with maps of its own. Calls with
+        # maps of their own are heads only: nothing says that their queries are other tokens.
+        for alike, axes in ((_share_maps, (1, 2)), (_share_values, (1,))):
+            for group in self._group(alike):
+                axis, addresses = _find_loop_axis(group), tuple(g.site.address for g in group)
+                known = {address for loop in loops for address in loop.addresses}
+                if axis is not None and axis in axes and known.isdisjoint(addresses):
+                    loops.append(Loop(addresses, axis))
+        return loops
 
     def _group(self, alike: Callable[[Surveyed, Surveyed], bool]) -> list[list[Surveyed]]:
         """Return the layers that are alike; those that are alike to no other are left out."""

@@ -179,7 +179,7 @@ class Tracer(AttentionMode):
         # sequence (LoRA, a latent) reads the whole output.
         behind = [] if factors.entire else self.origins.leaves(x)
         linear = behind[0].origin.linear if len(behind) == 1 else None
-        if linear is None or x.shape[-1] >= linear.parameter.shape[1]:
+        if linear is None or factors.width >= linear.parameter.shape[1]:
             return True
         return not is_affine(x)
 

@@ -465,10 +465,12 @@ def freeze_net(net: Net) -> Iterator[Net]:
 @contextmanager
 def restore(module: nn.Module) -> Iterator[None]:
     """Undo, when the block ends, all changes that `assemble` made to a module."""
-    kept = ("training", "_parameters", "_buffers")
-    states = {m: {k: v for k, v in vars(m).items() if k in kept} for m in module.modules()}
-    tables = (each for state in states.values() for each in state.values())
-    named = [(table, dict(table)) for table in tables if isinstance(table, dict)]
+    modes = {part: part.training for part in module.modules()}
+    # Scripted modules keep neither mode nor tables among their variables.
+    kept = ("_parameters", "_buffers")
+    states = {m: {k: vars(m)[k] for k in kept if k in vars(m)} for m in modes}
+    tables: list[dict[str, Any]] = [t for m in modes for t in (m._parameters, m._buffers)]
+    named = [(table, dict(table.items())) for table in tables]
     held = {id(t): t for _, tensors in named for t in tensors.values() if t is not None}
     values = [(t, t.data, t.requires_grad) for t in held.values()]
     gradients = [(p, p.grad, p.grad.data) for p in module.parameters() if p.grad is not None]
@@ -477,8 +479,10 @@ def restore(module: nn.Module) -> Iterator[None]:
     finally:
         for part, state in states.items():
             vars(part).update(state)
+            part.training = modes[part]
         for table, tensors in named:
-            table.update(tensors)
+            for name, t in tensors.items():
+                table[name] = t
         for t, value, requires_grad in values:
             t.data = value
             if t.requires_grad != requires_grad:  # lazy parameters refuse to be set

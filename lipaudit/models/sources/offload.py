@@ -48,7 +48,7 @@ def place_weights(
         UsageError: this machine has no such device, or two options choose it.
         EvaluationError: the disk is full.
     """
-    run: torch.dtype = getattr(torch, options.dtype)
+    run = {"float32": torch.float32, "float64": torch.float64}[options.dtype]
     # Half-precision arithmetic is too coarse for norms: stored weights are converted when read.
     dtype = None if options.weights == "stored" else run
     notes = () if dtype is None else note_half_precision(p.dtype for p in module.parameters())
@@ -226,7 +226,7 @@ def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) ->
     else:
         given = _read_device_map(module, wanted)
     # Accelerate numbers accelerators, and a file may do so, too.
-    there = torch.accelerator.device_count()  # without a device, old versions raise
+    there = torch.accelerator.device_count()  # a build for CUDA names it on every machine
     accelerator = torch.accelerator.current_accelerator() if there else None
     kind = accelerator.type if accelerator else "cuda"
     places = {k: f"{kind}:{v}" if isinstance(v, int) else str(v) for k, v in given.items()}

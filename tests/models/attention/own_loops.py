@@ -86,6 +86,26 @@ class MultiHead(nn.Module):
         return self.proj(torch.cat([h(x) for h in self.heads], dim=-1))
 
 
+class Looped(nn.Module):
+    """A loop over the heads of packed projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = zip(*(t.split(D, -1) for t in self.qkv(x).chunk(3, -1)), strict=True)
+        return self.proj(torch.cat([F.scaled_dot_product_attention(*qkv) for qkv in heads], -1))
+
+
+def split_maps(qkv: nn.Linear) -> list[tuple[Map, Map, Map]]:
+    """Return the maps of the heads of packed projections."""
+    rows = [slice(i * D, (i + 1) * D) for i in range(3 * HEADS)]
+    maps = [lambda x, r=r: x @ qkv.weight[r].T + qkv.bias[r] for r in rows]
+    return [(maps[h], maps[HEADS + h], maps[2 * HEADS + h]) for h in range(HEADS)]
+
+
 def modules(a: Any) -> Any:
     return [linears(h.query, h.key, h.value) for h in a.heads]
 
@@ -139,6 +159,30 @@ def head_modules(a: Any, x: Tensor) -> Tensor:
 )
 def nano(a: Any, x: Tensor) -> Tensor:
     return a.sa(x)
+
+
+@own(
+    "two modules side by side, each a loop over heads of its own",
+    build=add(first=Looped, second=Looped),
+    truth=lambda a: tuple(Layer(parts(*split_maps(m.qkv))) for m in (a.first, a.second)),
+)
+def two_branches(a: Any, x: Tensor) -> Tensor:
+    return a.first(x) + a.second(x)
+
+
+@own(
+    "a module per head, each a loop over chunks of its queries",
+    "read in parts",
+    build=listed(),
+    truth=a_layer_each(modules),
+)
+def heads_in_chunks(a: Any, x: Tensor) -> Tensor:
+    o = []
+    for head in a.heads:
+        k, v = head.key(x), head.value(x)
+        chunks = [F.scaled_dot_product_attention(q, k, v) for q in head.query(x).split(3, 1)]
+        o.append(torch.cat(chunks, 1))
+    return a.o(torch.cat(o, -1))
 
 
 @own(

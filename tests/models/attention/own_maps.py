@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.models.attention.own_modules import (
     HEADS,
     TOKENS,
+    WIDTH,
     HeadMap,
     affine,
     attend,
@@ -356,3 +357,27 @@ def linear_attention(a: Any, x: Tensor) -> Tensor:
     q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
     q, k = _feature(q), _feature(k)
     return a.o(join(q @ (k.mT @ v) / (q @ k.sum(-2)[..., None])))
+
+
+def turn_packed(a: Any, x: Tensor) -> Tensor:
+    """Return the heads of one sample whose packed channels are turned."""
+    d = WIDTH // HEADS
+    y = (x @ a.packed.weight.T + a.packed.bias).reshape(len(x), 3, HEADS, d) @ a.turn.T
+    q, k, v = y.permute(1, 2, 0, 3)
+    return softmax(q @ k.mT / d**0.5) @ v
+
+
+@own(
+    "packed projections, then one matrix on the left of all their columns",
+    build=add(
+        packed=lambda: nn.Linear(WIDTH, 3 * WIDTH),
+        turn=lambda: nn.Parameter(torch.randn(WIDTH // HEADS, WIDTH // HEADS)),
+    ),
+    heads=turn_packed,
+)
+def turned_from_the_left(a: Any, x: Tensor) -> Tensor:
+    b, n, _ = x.shape
+    columns = a.packed(x).reshape(-1, WIDTH // HEADS).t()
+    q, k, v = (a.turn @ columns).t().reshape(b, n, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    o = F.scaled_dot_product_attention(q, k, v)
+    return a.o(o.transpose(1, 2).flatten(2))

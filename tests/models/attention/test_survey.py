@@ -362,9 +362,12 @@ def test_layer_that_disagrees_with_autograd_has_no_closed_form():
 def test_survey_leaves_the_model_as_it_was():
     net, batch = net_and_batch(Tiny())
     net.module.train().requires_grad_(True)
+    first, *_ = net.module.children()
+    first.eval()
+    modes = [m.training for m in net.module.modules()]
     state = torch.get_rng_state()
     survey(net, batch)
-    assert all(m.training for m in net.module.modules())
+    assert [m.training for m in net.module.modules()] == modes
     assert all(p.requires_grad and p.grad is None for p in net.module.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.module.modules())

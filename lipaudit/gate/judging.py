@@ -161,7 +161,9 @@ def _contrast_reports(
     """
     new, old = current.section(rule.measure), baseline.section(rule.measure)
     if new is None and old is None:
-        raise UsageError(f"{rule.text!r} matches nothing: no measure is called {rule.measure}")
+        raise UsageError(
+            f"{rule.text!r} matches nothing: neither report has a section {rule.measure}"
+        )
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}")
     if current.shard is not None:

@@ -67,7 +67,7 @@ class StructureError(EvaluationError):
 
     def __init__(self, layer: int, module: str, reason: str) -> None:
         super().__init__(
-            f"attention layer {layer} ({module}) {reason}",
+            f"attention layer {layer} ({module}): {reason}",
             "The structure of this layer depends on the data. Leave it out with --layers.",
         )
         self.layer = layer

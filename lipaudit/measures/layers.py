@@ -86,8 +86,8 @@ def by_layer(
                     queue[:0] = [(one, known) for one in piece.split(1)]
                     continue
                 text = (
-                    f"layer {error.layer} ({error.module}) {error.reason} on some samples. It has "
-                    "no closed form there, so it gets no bounds on any sample"
+                    f"layer {error.layer} ({error.module}): {error.reason} on some samples. It "
+                    "has no closed form there, so it gets no bounds on any sample"
                 )
                 changes.append(Note.warn("structure-changed", text))
                 # Again, without the closed form of this layer; another layer may change, too.
@@ -105,11 +105,11 @@ def by_layer(
 
 def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) -> Iterator[Note]:
     """Note what a reader must know of the selected layers, and which attention is left out."""
-    closed: dict[str, list[Site]] = {}
+    reasons: dict[str, list[Site]] = {}
     inputs: dict[tuple[bool, str], list[Site]] = {}
     for site in selected:
         if site.reason is not None:
-            closed.setdefault(site.reason, []).append(site)
+            reasons.setdefault(site.reason, []).append(site)
         measured = site.closed_form or site.inputs
         # X is named if it is not the first input of the attention module.
         if measured and not (site.reads_inside and (not site.inner or not site.closed_form)):
@@ -119,7 +119,7 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
     def name_layers(alike: Sequence[Site]) -> str:
         return f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module})"
 
-    for reason, alike in closed.items():
+    for reason, alike in reasons.items():
         text = f"{name_layers(alike)} have no closed form: {reason}"
         yield Note.warn("no-closed-form", text)
     for (inside, what), alike in inputs.items():

@@ -1,7 +1,7 @@
 """Results as bytes: reports, comparisons, rankings, judgements and samples, in every format.
 
 A result is a `Subject`. Formats for people write its page, a `Document` of blocks; formats for
-programs write its record. A new format is one file and one line in the list below.
+programs write its record. A new format is one file, and its import and line in the list below.
 """
 
 from __future__ import annotations

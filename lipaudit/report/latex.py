@@ -9,9 +9,8 @@ from lipaudit.errors import visible
 from lipaudit.report import blocks
 from lipaudit.report.blocks import Card, Heatmap, Paragraph, Points, Table
 
-# Half of the line, so that a scorecard fits a page of one column.
 PROSE = r"p{0.5\textwidth}"
-"""Index of the scorecard's column with sentences."""
+"""Column of a scorecard's sentences: half of a line, so that it fits a page of one column."""
 WRITTEN = {
     "\\": r"\textbackslash{}",
     **{character: f"\\{character}" for character in "{}$&#%_"},

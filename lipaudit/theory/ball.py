@@ -95,7 +95,7 @@ def bound_growth(heads: Heads, r: float) -> Tensor:
 def ball_size_bounds(heads: Heads, r: float) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return hu, castin and mean_field on the ball ||X' - X||_F <= r.
 
-    castin and mean_field hold for all inputs with every ||x_i|| <= R + r. NaN where `affine_only`
+    castin and mean_field hold for all inputs with every ||x_i|| <= R + r. NaN where `AFFINE_ONLY`
     gives a reason, and hu where N (N + 1) (||X||_F + r)^2 < sqrt N.
 
     Args:

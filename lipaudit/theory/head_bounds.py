@@ -30,7 +30,7 @@ def head_bounds(
     """Return the bounds of every head, and what the bounds are made of, in float64.
 
     The ingredients: `p_norm` ||P||, `softmax_norm_max` over the rows of P, `x_norm` the norm of X
-    as it enters the formulas, `radius` R. A bound that cannot be given is NaN: see `affine_only`,
+    as it enters the formulas, `radius` R. A bound that cannot be given is NaN: see `AFFINE_ONLY`,
     and for hu its domain.
 
     Args:

@@ -248,7 +248,7 @@ def _slices(net: Net, batch: Batch) -> Iterator[_Slices]:
     for site in sites:
         if site.structure is None:
             raise InputError(
-                f"layer {site.index} ({site.module}) {site.reason}, so its weights are unknown"
+                f"layer {site.index} ({site.module}): {site.reason}, so its weights are unknown"
             )
         if site.inner:
             raise InputError(

@@ -32,7 +32,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
 from lipaudit.errors import InputError, explain_failure, refuse
@@ -513,7 +513,8 @@ def _limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
         return ENDLESS
     limits = [getattr(tokenizer, "model_max_length", None), positions]
     for name, table in module.named_modules():
-        pad = getattr(table, "padding_idx", None) if name.endswith("position_embeddings") else None
-        if pad is not None:  # RoBERTa counts positions from behind the padding id
-            limits.append(table.num_embeddings - 1 - pad)
+        placed = name.endswith("position_embeddings") and isinstance(table, nn.Embedding)
+        if placed and table.padding_idx is not None:
+            # RoBERTa counts positions from behind the padding id.
+            limits.append(table.num_embeddings - 1 - table.padding_idx)
     return min((int(n) for n in limits if n and 0 < n < 10**6), default=MOST_TOKENS)

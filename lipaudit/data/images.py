@@ -116,8 +116,9 @@ def read_image(source: Path | Image.Image, name: str, net: Net) -> Tensor:
     """
     assert net.prepare is not None
     with explain_images(name):
-        image = source if isinstance(source, Image.Image) else Image.open(source)
-        with image:
+        if isinstance(source, Image.Image):
+            return net.prepare(source)
+        with Image.open(source) as image:
             image.load()
             return net.prepare(image)
 

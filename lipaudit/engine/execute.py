@@ -111,13 +111,13 @@ def run_job(job: Job, observer: Observer | None = None) -> Iterator[Report | Non
             shard = results.make_shard(job, finished) if request.run.shard else None
             finished.clear()
             origins = results.list_origins(job.samples)
-            own = results.make_report(results.describe_run(job), sections, origins, shard)
+            result = results.make_report(results.describe_run(job), sections, origins, shard)
             del job
-            report: Report | None = own
-            complete = own.status == "complete"
+            report: Report | None = result
+            complete = result.status == "complete"
             if place is not None:
                 # Shards travel as JSON, as between machines: one format, and no pickles.
-                shards = [loads(text) for text in gather_texts(dumps(own), place)]
+                shards = [loads(text) for text in gather_texts(dumps(result), place)]
                 complete = all(each.status == "complete" for each in shards)
                 report = None if place.rank else results.merge(shards, command=request.command)
             yield report

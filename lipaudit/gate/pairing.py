@@ -310,7 +310,8 @@ def find_unsettled(sections: Iterable[Section], column: str = "") -> tuple[set[K
     for section in sections:
         rows |= {n for n, row in index_rows(section).items() if row.get("converged") is False}
         for name, cells in section.samples.items():
-            flagged = zip(section.ids, cells, strict=True)
+            ids = section.ids or [str(i) for i in range(len(cells))]  # old reports may lack them
+            flagged = zip(ids, cells, strict=True)
             if name == "converged":
                 samples |= {sample for sample, flag in flagged if not flag}
             elif trials.parse_column(name)[0] == column:

@@ -307,8 +307,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     """Make the section `attention`: a row per head."""
     import numpy as np
 
-    # Arrays (samples, heads, statistics).
-    # Every shard and every resumed run draws a map of its own size; the first one is shown.
+    # Arrays (samples, heads, statistics). Maps are left out: those of shards differ in size.
     arrays = base.join_arrays(parts, besides=MAP)
     total, count, largest = arrays["total"], arrays["count"], arrays["largest"].max(0)
     with np.errstate(invalid="ignore"):

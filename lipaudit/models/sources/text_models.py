@@ -24,7 +24,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -389,8 +389,9 @@ def pad_inputs(
     if fill is None:
         taken = "no token id is free for padding: every id ends some text of the batch"
         raise InputError(taken, "Use a smaller --batch-size.")
-    given = fill if pad is None and is_classifier(module) else config.pad_token_id
-    with patch.object(config, "pad_token_id", given):
+    # A classifier finds the end of a text by the id that its configuration names.
+    named = pad is None and is_classifier(module)
+    with patch.object(config, "pad_token_id", fill) if named else nullcontext():
         if mask is None:
             yield x, torch.ones_like(x) if module.config.model_type in READS_IDS else None
         else:

@@ -211,8 +211,8 @@ def require_padding_is_unread(net: Net, batch: Batch) -> None:
 # A central difference D(h) = (g(h) - g(-h)) / 2h of g(t) = w . f(x + t u) errs by h^2 g''' / 6, by
 # rounding, eps |g| / h, and by the kinks (ReLU, maxima) between x - h u and x + h u, whose number
 # falls with h. Of three steps one is free of all three in float64; a wrong gradient is wrong at
-# all.
-STEPS = (1e-3, 1e-4, 1e-5)
+# all. The middle one comes first: it is enough for most models, and the others cost four passes.
+STEPS = (1e-4, 1e-3, 1e-5)
 # Smallest difference, relative to the derivative, that rounding does not explain.
 DIFFERS = 0.01
 # Largest number of parameters of a model that is compared in float64 (the copy takes 2 GB).
@@ -271,7 +271,10 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
 
 
 def _measure_differences(net: Net, batch: Batch) -> Tensor:
-    """Return |D(h) - J u . w| relative to the derivative, the smallest over h, per sample."""
+    """Return |D(h) - J u . w| relative to the derivative, the smallest over h, per sample.
+
+    Steps end at the first h after which no sample differs.
+    """
     x = net.point(batch)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
@@ -291,18 +294,20 @@ def _measure_differences(net: Net, batch: Batch) -> Tensor:
     # chance.
     entries = u.count_nonzero() / len(u)
     usual = torch.linalg.vector_norm(pulled, dim=flat) * length.flatten() / entries.sqrt()
-    central = []
-    for h in STEPS:
-        with torch.no_grad():
-            ahead, behind = (net.forward(x + sign * h * u, batch) for sign in (1, -1))
-        central.append(((ahead - behind) * w).flatten(1).sum(1) / (2 * h))
-    found = torch.stack(central)
-    scale = torch.stack([slope.abs(), usual]).amax(0).clamp_min(found.abs())
     # Rounding of g, for directions in which the derivative vanishes.
     eps = torch.finfo(torch.float64).eps
     rounding = eps * (output.detach() * w).abs().flatten(1).sum(1) / min(STEPS)
-    apart = ((found - slope).abs() - rounding).clamp_min(0) / scale.clamp_min(1e-300)
-    return apart.amin(0)
+    shares = torch.full_like(slope, torch.inf)
+    for h in STEPS:
+        with torch.no_grad():
+            ahead, behind = (net.forward(x + sign * h * u, batch) for sign in (1, -1))
+        found = ((ahead - behind) * w).flatten(1).sum(1) / (2 * h)
+        scale = torch.stack([slope.abs(), usual, found.abs()]).amax(0)
+        apart = ((found - slope).abs() - rounding).clamp_min(0)
+        shares = torch.minimum(shares, apart / scale.clamp_min(1e-300))
+        if bool((shares <= DIFFERS).all()):
+            break
+    return shares
 
 
 def _compute_gradient(value: Tensor, point: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from lipaudit.errors import UsageError, suggestion
+from lipaudit.errors import UsageError, refuse, suggestion
 from lipaudit.tables import Note
 from lipaudit.tables.plugins import entries
 from lipaudit.tables.trials import COUNTED, SPACES, WORST, Norm, Radius, TrialKey, parse_radius
@@ -249,8 +249,7 @@ def read_plan(
     given = {"steps": steps, "restarts": restarts, "queries": queries}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for name, value in changes.items():
-        if value < 1:
-            raise UsageError(f"{name} is {value}", "Give a number of at least 1.")
+        refuse(value < 1, f"{name} is {value}", "Give a number of at least 1.", UsageError)
     alone = attack in PRESETS or attack.startswith("custom:")
     names = [attack] if alone else [name.strip() for name in attack.split(",")]
     ensembles = {name: _find_attacks(name) for name in names}
@@ -322,8 +321,7 @@ def _refuse_units(
     balls = [name for name, counted in units.items() if counted is None]
     if norm in COUNTED and (balls or norm not in units.values()):
         raise UsageError(
-            f"{', '.join(balls or units)} cannot change {norm}",
-            f"Use --attack {norm} --eps 1,2.",
+            f"{', '.join(balls or units)} cannot change {norm}", f"Use --attack {norm} --eps 1,2."
         )
     if norm is not None and norm not in COUNTED and not balls:
         raise UsageError(

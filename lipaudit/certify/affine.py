@@ -17,15 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.certify.form import REARRANGEMENTS, Form, NoRuleError, Quotient
-from lipaudit.certify.symbols import (
-    DOUBLE,
-    Sizes,
-    gamma,
-    join_blocks,
-    move_stack,
-    tiny,
-    up,
-)
+from lipaudit.certify.symbols import DOUBLE, Sizes, gamma, join_blocks, move_stack, tiny, up
 
 Linear = Callable[..., Tensor]
 

@@ -15,13 +15,13 @@ from lipaudit.data.batch import Batch, find_first
 from lipaudit.errors import EvaluationError, StructureError, UsageError
 from lipaudit.measures.base import Part, Values
 from lipaudit.models.attention.capture import Layer, Site, capture, list_blocks_without_attention
-from lipaudit.models.attention.survey import find_layers, list_unread
+from lipaudit.models.attention.survey import find_layers
 from lipaudit.models.attention.surveyor import HALF
 from lipaudit.models.net import Net
 from lipaudit.models.sources.weights import few
 from lipaudit.tables import Note
 from lipaudit.tables.trials import Radius
-from lipaudit.theory.bounds.record import load_bounds
+from lipaudit.theory.bounds.record import Bound, load_bounds
 from lipaudit.theory.bounds.sharp import SHARP
 from lipaudit.theory.head_norms import ball_error, bound_error
 from lipaudit.theory.heads import Heads
@@ -91,7 +91,7 @@ def by_layer(
                 )
                 changes.append(Note.warn("structure-changed", text))
                 # Again, without the closed form of this layer; another layer may change, too.
-                open_form = replace(known[error.layer], form=error.reason)
+                open_form = replace(known[error.layer], structure=None, reason=error.reason)
                 known = (*known[: error.layer], open_form, *known[error.layer + 1 :])
                 queue.insert(0, (piece, known))
                 continue
@@ -111,10 +111,12 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
         if site.reason is not None:
             reasons.setdefault(site.reason, []).append(site)
         measured = site.closed_form or site.inputs
+        within = f"{site.module}." if site.module else ""
+        inside = all(f"{name}.".startswith(within) for name in site.reads)
         # X is named if it is not the first input of the attention module.
-        if measured and not (site.reads_inside and (not site.inner or not site.closed_form)):
+        if measured and not (inside and (not site.inner or not site.closed_form)):
             what = few([name or "the model" for name in site.reads])
-            inputs.setdefault((site.reads_inside, what), []).append(site)
+            inputs.setdefault((inside, what), []).append(site)
 
     def name_layers(alike: Sequence[Site]) -> str:
         return f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module})"
@@ -150,7 +152,7 @@ def _note_layers(net: Net, sites: tuple[Site, ...], selected: Sequence[Site]) ->
 
 def note_unread(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     """Note which modules have attention that no layer covers; layer numbers skip them."""
-    modules = list_unread(net, sites)
+    modules = next((known.unread for known in net.surveys if known.sites is sites), ())
     if not modules:
         return ()
     text = (
@@ -224,16 +226,16 @@ def require_bounds_hold(
 
     of_layer = values["layer_sharp_rss"], values["layer_exact_out"]
     known = load_bounds()
-    claims: list[tuple[str, Tensor, Tensor, Callable[[], Tensor], str]] = [
-        *((name, values[name], exact, slack, bound.remedy) for name, bound in known.items()),
-        ("sharp_rss", *of_layer, layer_slack, SHARP.remedy),
+    claims: list[tuple[str, Tensor, Tensor, Callable[[], Tensor], Bound]] = [
+        *((name, values[name], exact, slack, record) for name, record in known.items()),
+        ("sharp_rss", *of_layer, layer_slack, SHARP),
     ]
     for name, constants in balls.items():
         for k, radius in enumerate(radii):
             pair = constants[..., k], balls["ball_norm"][..., k]
             at_r = partial(slack, float(radius))
-            claims.append((f"{name} at r = {radius.text}", *pair, at_r, SHARP.remedy))
-    for name, bound, norm, excuse, advice in claims:
+            claims.append((f"{name} at r = {radius.text}", *pair, at_r, SHARP))
+    for name, bound, norm, excuse, record in claims:
         if not (bound < norm).any():  # nearly always; rounding is estimated only otherwise
             continue
         below = (bound < norm - excuse().nan_to_num(0.0)).nonzero()
@@ -246,7 +248,7 @@ def require_bounds_hold(
             f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
             f"{ids[sample]}, below the exact norm {float(norm[sample, head]):.9g}. One of them "
             "is wrong: do not rely on any number of this run",
-            advice,
+            record.remedy,
         )
 
 

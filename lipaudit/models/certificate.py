@@ -112,8 +112,7 @@ def certificate(
     )
     try:
         logits = run(lambda z: net.forward(z, sample), start, module=net.module)
-        form = margins(logits, label)
-        verdict = decide(form, nodes=proof.nodes, seconds=proof.seconds)
+        verdict = decide(margins(logits, label), nodes=proof.nodes, seconds=proof.seconds)
     except UnboundedError:
         return Certificate(certified=False, why="unbounded")
     why: Why = "" if verdict.certified else verdict.limit  # type: ignore[assignment]

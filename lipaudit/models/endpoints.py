@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, of_machine
+from lipaudit.errors import InputError, of_machine, refuse
 from lipaudit.models.linearize import Function
 from lipaudit.models.net import Net, NextToken
 from lipaudit.models.precision import exact_arithmetic
@@ -275,8 +275,7 @@ def _read_output(
     else:  # the output of the last layer norm over tokens, with padded tokens set to zero
         norms = [m for m in net.module.modules() if "Norm" in type(m).__name__]
         tokens = [t for t in _record(norms, lambda _, out: out, forward) if t.ndim == 3]
-        if not tokens:
-            raise InputError("no token features were found", "Use --to features.")
+        refuse(not tokens, "no token features were found", "Use --to features.")
         states = tokens[-1]
         if part.mask is not None and part.mask.shape == states.shape[:2]:
             states = states * part.mask[..., None]
@@ -289,9 +288,7 @@ def _read_output(
 
 
 def _record(
-    modules: Sequence[nn.Module],
-    pick: Callable[[tuple[Any, ...], Any], Tensor],
-    forward: Forward,
+    modules: Sequence[nn.Module], pick: Callable[[tuple[Any, ...], Any], Tensor], forward: Forward
 ) -> list[Tensor]:
     """Run the model, and return what `pick` finds in (arguments, output) of each call."""
     seen: list[Tensor] = []

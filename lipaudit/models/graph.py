@@ -51,11 +51,6 @@ def vjp(out: Tensor, inp: Tensor | GradientEdge, cotangent: Tensor) -> Tensor | 
     return torch.autograd.grad(out, inp, cotangent, retain_graph=True, allow_unused=True)[0]
 
 
-def pull_back(out: Tensor, inputs: Sequence[Tensor], cotangent: Tensor) -> tuple[Tensor, ...]:
-    """Return J^T u of `out` with respect to several tensors, 0 where nothing leads there."""
-    return torch.autograd.grad(out, inputs, cotangent, retain_graph=True, materialize_grads=True)
-
-
 def leaves(
     t: Tensor, stop: Collection[Node] = (), past: Past | None = None
 ) -> tuple[list[Tensor], list[Node]]:
@@ -160,13 +155,16 @@ class Probed:
     as_rows: Callable[..., Tensor]
 
     def pull(self, cotangent: Tensor) -> Tensor:
-        """Return J^T u with respect to y, one token per row."""
-        return self.as_rows(*pull_back(self.t, self.leaves, cotangent))
+        """Return J^T u with respect to y, one token per row; 0 where nothing leads there."""
+        pulled = torch.autograd.grad(
+            self.t, self.leaves, cotangent, retain_graph=True, materialize_grads=True
+        )
+        return self.as_rows(*pulled)
 
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries of y behind t, (windows, heads, tokens, e)."""
         y = self.as_rows(*(leaf.detach() for leaf in self.leaves))
-        return take_entries(y, rows, columns)
+        return take(take(y, rows, 0), columns, -1).transpose(1, 2)
 
     def join_heads(self) -> Probed:
         """Return all heads as one."""
@@ -197,11 +195,6 @@ def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
     if first is not None:
         return torch.unflatten(t.narrow(dim, first, index.numel()), dim, index.shape)
     return torch.unflatten(t.index_select(dim, index.flatten()), dim, index.shape)
-
-
-def take_entries(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the entries of y in rows (windows, tokens) and columns (heads, e) of every head."""
-    return take(take(y, rows, 0), columns, -1).transpose(1, 2)
 
 
 _FIRST = WeakTensorKeyDictionary()
@@ -288,7 +281,7 @@ def compute_map(
     for shift in range(-(-width // count)):
         channel = ((slot + shift * count) % width).expand(vectors)
         unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
-        gradient = take_entries(source.pull(unit), rows, columns)
+        gradient = take(take(source.pull(unit), rows, 0), columns, -1).transpose(1, 2)
         if shared:
             local[*at, channel] = gradient
         else:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lipaudit.errors import (
     EvaluationError,
@@ -22,18 +21,16 @@ from lipaudit.errors import (
     UsageError,
     first_line,
     of_machine,
+    refuse,
 )
 from lipaudit.models.graph import leaves
-from lipaudit.models.precision import Kept, exact_arithmetic, keep, widen_call
+from lipaudit.models.precision import Kept, Widening, exact_arithmetic, keep
 from lipaudit.models.requirements import AGREES, agree
 
 
 def _refuse_dropout(probability: float) -> Tensor:
-    if probability > 0:
-        raise InputError(
-            f"dropout is on (p = {probability:g}), so forward passes differ",
-            "Call model.eval() first, or set the probability to 0.",
-        )
+    text = f"dropout is on (p = {probability:g}), so forward passes differ"
+    refuse(probability > 0, text, "Call model.eval() first, or set the probability to 0.")
     return NotImplemented
 
 
@@ -112,7 +109,7 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
 """Replacements of torch functions; NotImplemented means that torch's own function runs."""
 
 
-class LinearMode(TorchFunctionMode):
+class LinearMode(Widening):
     """Run a model so that it can be differentiated twice, and refuse what is no fixed function.
 
     Outputs change by rounding only. In a float64 run (`widen`) casts to float32 inside the model
@@ -130,15 +127,16 @@ class LinearMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the replacement of `func` if one applies, else `func`."""
         kwargs = kwargs or {}
-        if self.widen:  # autocast leaves float64 as it is
-            func, args, kwargs = widen_call(func, args, kwargs)
-        elif torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise InputError(
-                "the model rounds to half precision under autocast", "Use --dtype float64."
-            )
+        rounds = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        text = "the model rounds to half precision under autocast"
+        # Autocast leaves float64 as it is.
+        refuse(rounds and not self.widen, text, "Use --dtype float64.")
         replacement = _REPLACEMENTS.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
+        if result is not NotImplemented:
+            return result
+        widen = super().__torch_function__
+        return widen(func, types, args, kwargs) if self.widen else func(*args, **kwargs)
 
 
 def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor) -> Tensor:
@@ -305,9 +303,7 @@ class Linearization:
 
     def _compute_gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
         with exact_arithmetic(self.x.device), explain_errors():
-            cotangent = cotangent.to(of.dtype)
-            (gradient,) = torch.autograd.grad(of, leaf, cotangent, retain_graph=True)
-        return gradient
+            return torch.autograd.grad(of, leaf, cotangent.to(of.dtype), retain_graph=True)[0]
 
 
 def _apply_unit(product: Product, z: Tensor) -> Tensor:
@@ -345,8 +341,8 @@ def linearize(f: Function, x: Tensor) -> Linearization:
             gradient checkpointing is on, or an operation cannot be differentiated.
         EvaluationError: the output is not finite.
     """
-    if x.dtype not in (torch.float32, torch.float64):
-        raise UsageError(f"cannot linearise in {x.dtype}", "Use float32 or float64.")
+    coarse = x.dtype not in (torch.float32, torch.float64)
+    refuse(coarse, f"cannot linearise in {x.dtype}", "Use float32 or float64.", UsageError)
     index = torch.arange(len(x), device=x.device)
     # First, as a model that keeps state may write into what a graph has stored.
     alone = _run_beside_others(f, x)
@@ -356,11 +352,11 @@ def linearize(f: Function, x: Tensor) -> Linearization:
         return whole
     with exact_arithmetic(x.device), torch.no_grad():
         again = evaluate(f, x, index)
-    if not agree(whole.output, again, AGREES):
-        raise InputError(
-            "the model's output differs from one forward pass to the next",
-            "Call model.eval(), and switch off dropout, noise and random token selection.",
-        )
+    refuse(
+        not agree(whole.output, again, AGREES),
+        "the model's output differs from one forward pass to the next",
+        "Call model.eval(), and switch off dropout, noise and random token selection.",
+    )
     raise InputError(
         "the output of one sample depends on another one of its batch",
         "Use a model that treats the samples of a batch independently.",
@@ -386,15 +382,13 @@ def _run_beside_others(f: Function, x: Tensor) -> Tensor:
                 raise
             beside[::2] = low + span * noise
             output = evaluate(f, beside, index)
-    if output.shape[:1] != index.shape:
-        raise InputError(f"{len(index)} samples give an output of shape {tuple(output.shape)}")
+    text = f"{len(index)} samples give an output of shape {tuple(output.shape)}"
+    refuse(output.shape[:1] != index.shape, text)
     return output[1:2]
 
 
 def require_finite(values: Tensor) -> None:
     """Raise EvaluationError if an output or a derivative is not finite."""
-    if not values.isfinite().all():
-        raise EvaluationError(
-            "the model's output or its derivative is not finite",
-            "Check the weights and the inputs' range, or try --dtype float64.",
-        )
+    text = "the model's output or its derivative is not finite"
+    advice = "Check the weights and the inputs' range, or try --dtype float64."
+    refuse(not values.isfinite().all(), text, advice, EvaluationError)

@@ -10,7 +10,7 @@ device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from mmap import mmap
@@ -80,26 +80,18 @@ class Widening(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with float64 in place of what it asks for."""
-        asked = (_CASTS.get(func), *args, *(kwargs or {}).values())
+        kwargs = kwargs or {}
+        asked = (_CASTS.get(func), *args, *kwargs.values())
         self.halves.update(each for each in asked if each is torch.half or each is torch.bfloat16)
-        func, args, kwargs = widen_call(func, args, kwargs or {})
+        if func in _CASTS:
+            return Tensor.double(*args, **kwargs)
+        if func is not Tensor.view:  # a view of the bits
+            dtypes = dict.fromkeys(_CASTS.values(), torch.float64)
+            args = [dtypes.get(v, v) if isinstance(v, torch.dtype) else v for v in args]
+            kwargs = {
+                k: dtypes.get(v, v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()
+            }
         return func(*args, **kwargs)
-
-
-def widen_call(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """Return the same call with float64 in place of lower precisions."""
-    if func in _CASTS:
-        return Tensor.double, args, kwargs
-    if func is Tensor.view:  # a view of the bits
-        return func, args, kwargs
-
-    args, values = (
-        [torch.float64 if isinstance(v, torch.dtype) and v in _CASTS.values() else v for v in each]
-        for each in (args, kwargs.values())
-    )
-    return func, args, dict(zip(kwargs, values, strict=True))
 
 
 def name_dtypes(dtypes: Iterable[torch.dtype]) -> list[str]:
@@ -186,9 +178,7 @@ def read(kept: Tensor | Kept) -> Tensor:
 
 
 def hold(
-    module: nn.Module,
-    dtype: torch.dtype,
-    place: Callable[[str], torch.device] | None = None,
+    module: nn.Module, dtype: torch.dtype, place: Callable[[str], torch.device] | None = None
 ) -> set[torch.dtype]:
     """Keep the parameters of a module as stored, and convert each when it is read.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import EvaluationError, InputError, first_line, of_machine, refuse
+from lipaudit.errors import InputError, first_line, of_machine, refuse
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, exact_arithmetic, name_dtypes
 from lipaudit.tables import Note
@@ -37,27 +37,6 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
     axes = [axis for axis in range(a.ndim) if axis != each]
     gap, size = ((t.abs().amax(axes) if axes else t.abs()).double() for t in (a - b, a))
     return bool((gap <= tolerance * size).all())
-
-
-def compute_output_rows(net: Net, batch: Batch) -> Tensor:
-    """Return the model's output, one row per sample.
-
-    Raises:
-        EvaluationError: the output is not finite.
-        InputError: the output does not have one row per sample.
-    """
-    with torch.no_grad():
-        output = net.output(batch)
-    refuse(
-        output.shape[:1] != (len(batch),),
-        f"{len(batch)} samples give an output of shape {tuple(output.shape)}, so the model merges "
-        "the samples of a batch",
-        "Write a py: factory that returns a ModelSpec whose `call` gives one row per sample.",
-    )
-    advice = "Check the weights, and try --dtype float64."
-    finite = output.isfinite().all()
-    refuse(not finite, "the model's output is not finite", advice, EvaluationError)
-    return output
 
 
 def require_repeat(net: Net, batch: Batch, other: Batch, output: Tensor) -> None:
@@ -92,20 +71,6 @@ def watch_outputs(module: nn.Module, note: Callable[[str, Tensor], None]) -> Ite
             if not any(part.children()):
                 hooks.enter_context(part.register_forward_hook(watch(name)))
         yield
-
-
-def require_same(captured: Tensor, output: Tensor) -> None:
-    """Check that observing the model did not change its output.
-
-    Raises:
-        InputError: the output changed.
-    """
-    if not agree(output, captured, AGREES, each=0):
-        gap = (captured - output).abs().amax() / output.abs().amax()
-        raise InputError(
-            f"the model's output changes by {gap:.1e} (relative) when it is observed",
-            "Use a model that does not depend on the autograd mode or on how it is called.",
-        )
 
 
 def find_first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:

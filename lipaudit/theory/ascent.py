@@ -158,12 +158,7 @@ class Steepest:
 
 
 def steepest_tokens(
-    heads: Heads,
-    radius: float,
-    lengths: Sequence[int],
-    *,
-    seed: int,
-    causal: bool,
+    heads: Heads, radius: float, lengths: Sequence[int], *, seed: int, causal: bool
 ) -> Iterator[Steepest]:
     """Yield, for every length, tokens with ||x_i|| <= radius at which ||J|| is large.
 

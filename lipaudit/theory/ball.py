@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, refuse
 from lipaudit.theory import ingredients
 from lipaudit.theory.block_norms import affine_rows
 from lipaudit.theory.bounds.castin import castin
@@ -49,10 +49,7 @@ BALANCES = (0.5, 1.0, 2.0)
 
 @torch.inference_mode()
 def ball_sharp(
-    heads: Heads,
-    r: float,
-    *,
-    sharp: Float[Tensor, "batch heads"] | None = None,
+    heads: Heads, r: float, *, sharp: Float[Tensor, "batch heads"] | None = None
 ) -> Float[Tensor, "batch heads"]:
     """Return a Lipschitz constant of every head on the ball ||X' - X||_F <= r.
 
@@ -67,8 +64,7 @@ def ball_sharp(
     Raises:
         UsageError: r is negative.
     """
-    if not r >= 0:
-        raise UsageError(f"the radius of a ball cannot be negative: {r}")
+    refuse(not r >= 0, f"the radius of a ball cannot be negative: {r}", kind=UsageError)
     if heads.x_kv is not None or not are_affine(heads):
         return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
     heads = heads.to(torch.float64)
@@ -126,8 +122,8 @@ class BallPoint:
 
 def read_point(heads: Heads) -> BallPoint:
     """Return what is known at X."""
-    at = ingredients.centre_heads(heads)
-    rows = affine_rows(heads, at, ingredients.weights_of(heads))
+    known = ingredients.Ingredients(heads, ingredients.Tokens(heads))
+    at, rows = known.at, affine_rows(known)
     visible = heads.visible(0, at.p.shape[2])
     # An entry that underflowed is at most the smallest number.
     p = at.p.clamp_min(torch.finfo(at.p.dtype).tiny) * visible

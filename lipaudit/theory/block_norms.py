@@ -26,7 +26,6 @@ from lipaudit.theory.ingredients import (
     Centred,
     Ingredients,
     Stack,
-    Weights,
     rounding,
     sum_spread,
     value_norms,
@@ -47,8 +46,9 @@ class AffineRows(Stack):
     z: Float[Tensor, "batch heads m d"]  # s W_Q k_j, in coordinates that keep inner products
 
 
-def affine_rows(heads: Heads, at: Centred, weights: Weights) -> AffineRows:
+def affine_rows(known: Ingredients) -> AffineRows:
     """Return what the bounds of affine heads are made of."""
+    heads, at, weights = known.heads, known.at, known.weights
     s = heads.scale[..., None, None]
     # <u_i, u_l> = s^2 q_i^T W_K^T W_K q_l; a_i = W_V^T u_i = s (W_K^T W_V)^T q_i: D is gone.
     images = heads.q @ (s * weights.to_u)
@@ -135,9 +135,7 @@ def bound_by_blocks(known: Ingredients) -> Float[Tensor, "batch heads"]:
             sizes.append(size)
         return torch.stack(sizes) * spectral.nonnegative_norm(torch.stack(norms)).sqrt()
     if are_affine(heads):
-        return gram_bound(
-            at, affine_rows(heads, at, known.weights), joint=joint, policy=heads.policy
-        )
+        return gram_bound(at, affine_rows(known), joint=joint, policy=heads.policy)
     return spectral.nonnegative_norm(_bound_local_blocks(heads, at, joint=joint))
 
 

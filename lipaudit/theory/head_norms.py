@@ -218,11 +218,7 @@ def _join_norms(parts: Sequence[Norms], shape: tuple[int, ...]) -> Norms:
 
 
 def splitting_gain(
-    heads: Heads,
-    exact: Float[Tensor, "batch heads"],
-    *,
-    seeds: Sequence[int],
-    tol: float = 1e-3,
+    heads: Heads, exact: Float[Tensor, "batch heads"], *, seeds: Sequence[int], tol: float = 1e-3
 ) -> Float[Tensor, "batch heads"]:
     """Return how much duplicating every token raises ||J||; NaN if it did not converge.
 

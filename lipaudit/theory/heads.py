@@ -7,8 +7,7 @@ scale q k^T + bias, or any function of the pairs (q_i, k_j): see `Pairs`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -112,6 +111,10 @@ class Heads:
     pairs: Pairs | None = None
     sink: Float[Tensor, "#batch #heads #n"] | None = None
     policy: Policy = POLICY
+    _maps: dict[torch.dtype, Tensor] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """P, with the sink as a last key, in each precision that was asked for."""
 
     def rows(
         self, start: int, stop: int, *, whole: bool = False
@@ -172,11 +175,6 @@ class Heads:
         if len(blocks) == 1:
             return self.attention(whole=True)[..., -1:]
         return torch.cat([self.rows(i, j, whole=True)[..., -1:] for i, j in blocks], 2)
-
-    @cached_property
-    def _maps(self) -> dict[torch.dtype, Tensor]:
-        """P, with the sink as a last key, in each precision that was asked for."""
-        return {}
 
     def visible(self, start: int, stop: int) -> Bool[Tensor, "#batch #heads rows m"]:
         """Return which keys the queries start..stop-1 can see, independent of P.
@@ -268,7 +266,7 @@ class Heads:
         return replace(self, **changes)._share_maps(self._maps)
 
     def _share_maps(self, maps: dict[torch.dtype, Tensor]) -> Heads:
-        self.__dict__["_maps"] = maps  # the slot of a cached property: not a field, not frozen
+        object.__setattr__(self, "_maps", maps)  # frozen, and `replace` would not share P
         return self
 
 
@@ -299,7 +297,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return a value, or a record, with every floating-point tensor in another precision."""
     if isinstance(value, (Heads, Projection, Pairs)):
         changes: dict[str, Any] = {
-            f.name: cast_floats(getattr(value, f.name), dtype) for f in fields(value)
+            f.name: cast_floats(getattr(value, f.name), dtype) for f in fields(value) if f.init
         }
         return replace(value, **changes)
     floating = isinstance(value, Tensor) and value.is_floating_point()

@@ -49,7 +49,7 @@ class Stack:
 class Centred(Stack):
     """Keys and values less their mean over the keys that are seen; unseen keys are zero rows.
 
-    With a sink neither has its mean taken off: see `centre_heads`.
+    With a sink neither has its mean taken off: see `Ingredients.at`.
     """
 
     p: Float[Tensor, "batch heads n m"]
@@ -78,25 +78,6 @@ class Centred(Stack):
     def w2(self) -> Float[Tensor, "batch heads n m"]:
         """||v_j - o_i||^2, raised by more than its rounding error."""
         return squared_distances(self.o, self.v, self.o2, self.v2)
-
-
-def centre_heads(heads: Heads) -> Centred:
-    """Return the attention map of the heads and their centred keys, values and outputs.
-
-    M(P_i) 1 = 0 where P_i sums to 1: then no constant matters in v, nor in s k_j. With a sink it
-    does not. (Other logits have gradients of their own, see `pairs`: no keys enter there.)
-    """
-    p = heads.attention()
-    free = heads.sink is None
-    # What masks hide, not where P = 0: a key that underflowed may count again within a ball.
-    seen = heads.visible(0, p.shape[2]).any(-2).expand(*p.shape[:2], -1).to(p)[..., None]
-    share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
-    k, v = (
-        seen * (rows - (share * rows).sum(-2, keepdim=True) if free else rows)
-        for rows in (heads.k, heads.v)
-    )
-    scale = heads.scale.expand(p.shape[:2])[..., None, None]
-    return Centred(p, seen, k, v, p @ v, scale)
 
 
 def squared_distances(
@@ -146,42 +127,6 @@ class Weights:
     left: Float[Tensor, " heads"]
 
 
-def weights_of(heads: Heads) -> Weights:
-    """Return the norms of the weights of affine heads: in float64, W_V of size one."""
-    to_q, to_k, to_v = projections(heads)
-    q, k, v = (
-        p.weight if p.bias is None else torch.cat([p.weight, p.bias[:, None]], 1)  # [W; b^T]
-        for p in (to_q, to_k, to_v)
-    )
-    value, root = spectral_norm(to_v.weight), gram_root(to_q.weight)
-    # X with W_Q = X R but for rounding, ||X|| <= 1. Row by row X solves x (R + dR) = w with
-    # |dR| <= d u |R| (Higham, Theorem 8.5), so ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||, while
-    # ||R y||^2 is at least (D + d) eps ||W||_F^2 ||y||^2, what `gram_root` adds: the error is at
-    # most the share `left` of ||R y||.
-    basis = torch.linalg.solve_triangular(root, to_q.weight, upper=True, left=False)
-    wide, narrow = to_q.weight.shape[-2:]
-    eps = torch.finfo(basis.dtype).eps
-    left = narrow**1.5 * eps / ((wide + narrow) * eps) ** 0.5
-    if heads.x_kv is not None:  # queries read another input: they share no direction with keys
-        basis = torch.zeros_like(to_k.weight[..., :1])
-    return Weights(
-        q=spectral_norm(q),
-        k=spectral_norm(k),
-        v=spectral_norm(v),
-        # ||W_Q W_K^T|| = ||W_Q R^T|| for every R with R^T R = W_K^T W_K; with more it is more.
-        a=spectral_norm(q @ gram_root(k).mT),
-        value=value,
-        # Not gram_root, which is an upper limit: `ball` divides by ||u_i||.
-        to_u=factor(to_k)[:, 0].mT,
-        to_a=to_k.weight.mT @ to_v.weight,
-        # kappa enters t_i^2 = ||sum_j P_ij w_ij z_j^T||_F^2, which grows with z's Gram matrix.
-        to_z=root.mT,
-        to_inside=to_k.weight.mT @ basis,
-        shared=spectral_norm(basis.mT @ to_v.weight) + left * value,
-        left=torch.full_like(value, left),
-    )
-
-
 class Tokens:
     """What all heads of a layer share, without padding; with any bias, X is [X 1].
 
@@ -204,11 +149,6 @@ class Tokens:
         self.radius = torch.linalg.vector_norm(x, dim=-1).amax(-1, keepdim=True)
         self.longest = lengths.amax(-1, keepdim=True)
         self.frobenius = torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
-
-    @cached_property
-    def gram(self) -> Float[Tensor, "batch n n"]:
-        """The Gram matrix of the tokens less their mean."""
-        return self.off @ self.off.mT
 
     @cached_property
     def norm(self) -> Float[Tensor, "batch 1"]:
@@ -245,18 +185,63 @@ class Ingredients:
 
     @cached_property
     def weights(self) -> Weights:
-        """Norms of the weights, of heads with affine projections alone."""
-        return weights_of(self.heads)
+        """Norms of the weights of heads with affine projections: in float64, W_V of size one."""
+        to_q, to_k, to_v = projections(self.heads)
+        q, k, v = (
+            p.weight if p.bias is None else torch.cat([p.weight, p.bias[:, None]], 1)  # [W; b^T]
+            for p in (to_q, to_k, to_v)
+        )
+        value, root = spectral_norm(to_v.weight), gram_root(to_q.weight)
+        # X with W_Q = X R but for rounding, ||X|| <= 1. Row by row X solves x (R + dR) = w with
+        # |dR| <= d u |R| (Higham, Theorem 8.5), so ||(W - X R) y|| <= d u ||X||_F ||R||_F ||y||,
+        # while ||R y||^2 is at least (D + d) eps ||W||_F^2 ||y||^2, what `gram_root` adds: the
+        # error is at most the share `left` of ||R y||.
+        basis = torch.linalg.solve_triangular(root, to_q.weight, upper=True, left=False)
+        wide, narrow = to_q.weight.shape[-2:]
+        eps = torch.finfo(basis.dtype).eps
+        left = narrow**1.5 * eps / ((wide + narrow) * eps) ** 0.5
+        if self.heads.x_kv is not None:  # queries of another input share no direction with keys
+            basis = torch.zeros_like(to_k.weight[..., :1])
+        return Weights(
+            q=spectral_norm(q),
+            k=spectral_norm(k),
+            v=spectral_norm(v),
+            # ||W_Q W_K^T|| = ||W_Q R^T|| for every R with R^T R = W_K^T W_K; with more it is more.
+            a=spectral_norm(q @ gram_root(k).mT),
+            value=value,
+            # Not gram_root, which is an upper limit: `ball` divides by ||u_i||.
+            to_u=factor(to_k)[:, 0].mT,
+            to_a=to_k.weight.mT @ to_v.weight,
+            # kappa enters t_i^2 = ||sum_j P_ij w_ij z_j^T||_F^2, which grows with z's Gram matrix.
+            to_z=root.mT,
+            to_inside=to_k.weight.mT @ basis,
+            shared=spectral_norm(basis.mT @ to_v.weight) + left * value,
+            left=torch.full_like(value, left),
+        )
 
     @cached_property
     def at(self) -> Centred:
-        """P, and the centred keys, values and outputs."""
-        return centre_heads(self.heads)
+        """P, and the centred keys, values and outputs.
+
+        M(P_i) 1 = 0 where P_i sums to 1: then no constant matters in v, nor in s k_j. With a sink
+        it does not. (Other logits have gradients of their own, see `pairs`: no keys enter there.)
+        """
+        heads, p = self.heads, self.heads.attention()
+        free = heads.sink is None
+        # What masks hide, not where P = 0: a key that underflowed may count again within a ball.
+        seen = heads.visible(0, p.shape[2]).any(-2).expand(*p.shape[:2], -1).to(p)[..., None]
+        share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
+        k, v = (
+            seen * (rows - (share * rows).sum(-2, keepdim=True) if free else rows)
+            for rows in (heads.k, heads.v)
+        )
+        scale = heads.scale.expand(p.shape[:2])[..., None, None]
+        return Centred(p, seen, k, v, p @ v, scale)
 
     @cached_property
     def p_norm(self) -> Float[Tensor, "batch heads"]:
         """||P||."""
-        return map_norm(self.at.p, single=self.at.single.p, policy=self.policy)
+        return map_norm(self.at.p, policy=self.policy)
 
     @cached_property
     def _row_maxima(self) -> Tensor:

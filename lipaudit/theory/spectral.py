@@ -144,18 +144,14 @@ def product_rounding(b: Tensor) -> float:
 
 
 def map_norm(
-    p: Float[Tensor, "*batch n m"],
-    tol: float = 1e-6,
-    single: Float[Tensor, "*batch n m"] | None = None,
-    *,
-    policy: Policy = POLICY,
+    p: Float[Tensor, "*batch n m"], tol: float = 1e-6, *, policy: Policy = POLICY
 ) -> Float[Tensor, "*batch"]:
     """Return ||P|| of attention maps, never too small and too large by at most `tol`, relatively.
 
     The certificate of `nonnegative_norm` is compared with ||P u|| / ||u||. If they differ by more
     than `tol`, as on one map in ten of a trained model, the norm is that of the eigenvalues. Maps
     with more than `policy.map_limit` entries instead get more steps and the first certificate:
-    never too small, but maybe less tight. `single` is P in single precision, if the caller has it.
+    never too small, but maybe less tight.
 
     Examples:
         >>> map_norm(torch.full((4, 4), 0.25, dtype=torch.float64))
@@ -163,7 +159,7 @@ def map_norm(
     """
     long = p.shape[-2] * p.shape[-1] > policy.map_limit
     steps = _LONG_STEPS if long else 11
-    u = positive_vector(p.float() if single is None else single, steps).to(p)
+    u = positive_vector(p.float(), steps).to(p)
     u = u @ p.mT @ p  # a last step removes errors of single precision
     u = (u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
     image = u @ p.mT
@@ -366,6 +362,7 @@ class _Krylov:
         index: indices among the caller's problems.
         size: dimension of the space.
         done: which problems have ended.
+        exhausted: where the Krylov space is invariant: T has all eigenvalues of the start.
         steps: number of products so far.
         basis: the orthonormal basis U, blocks of (problems, _GROWTH, size).
         t: T = U^T A U, tridiagonal, lower triangle; on the CPU, float64.
@@ -391,7 +388,7 @@ class _Krylov:
             length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
             block[:, 0] = _normalize(mixed)
         self.index, self.size, self.steps = torch.arange(count), live.cpu(), 0
-        self.done = torch.zeros(count, dtype=torch.bool)
+        self.done = self.exhausted = torch.zeros(count, dtype=torch.bool)
         self.basis, self.coupling = [block], block.new_zeros(count, 1, 1)
         self.t = torch.zeros(count, 0, 0, dtype=torch.float64)
         self.beta = torch.zeros(count, dtype=torch.float64)
@@ -464,6 +461,7 @@ class _Krylov:
         if self.steps > 1:
             self.t[:, -1, -2] = self.beta
         self.beta = entries[:, 1]
+        self.exhausted = (self.beta == 0) | (self.size <= self.steps)
         self.level = self.level + self.beta.log()
         self.shorter, self.ritz = self.ritz, torch.linalg.eigvalsh(self.t)
         if self.steps % _GROWTH == 0:
@@ -481,18 +479,14 @@ class _Krylov:
         )
         error = kato_temple(self.ritz, self.shorter, self.beta)
         reached &= proven | (error <= (1 + tol) ** 2 - 1)
-        return reached | self.is_exhausted()
-
-    def is_exhausted(self) -> Tensor:
-        """Return where the Krylov space is invariant: T has all eigenvalues of the start."""
-        return (self.beta == 0) | (self.size <= self.steps)
+        return reached | self.exhausted
 
     def record(self, norms: Norms, mask: Tensor) -> None:
         """Write what is known of some problems into the norms of all."""
         which, ritz, exponent = self.index[mask], self.ritz[mask], self.exponent[mask]
         top = ritz[:, -1].clamp_min(0.0)
         limit = probabilistic_limit(ritz, self.level[mask])
-        limit = torch.where(self.is_exhausted()[mask], top, limit)
+        limit = torch.where(self.exhausted[mask], top, limit)
         norms.norm[which] = shift_exponent(top.sqrt(), -exponent // 2)
         norms.upper[which] = shift_exponent(limit.sqrt(), -exponent // 2)
         norms.products[which] = self.steps + self.repeated[mask]

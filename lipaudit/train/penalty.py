@@ -19,7 +19,6 @@ from lipaudit.models.attention.calls import (
     Address,
     AttentionCall,
     Explicit,
-    Linear,
     make_additive,
 )
 from lipaudit.models.attention.events import AttentionMode
@@ -237,13 +236,15 @@ class SpecformerPenalty:
 
 def _slices(net: Net, batch: Batch) -> Iterator[_Slices]:
     sites = survey(net, batch).sites
-    weights: dict[Address, Tensor] = {}  # of every linear map that the model applies
+    weights: dict[Address, Tensor] = {}  # of every linear map that an attention reads
 
-    def note(linear: Linear, address: Address) -> None:
-        weights[address] = linear.weight
+    def note(call: AttentionCall, _address: Address) -> None:
+        for _, origin in call.origins.leaves(call.q, call.k, call.v):
+            if origin.linear is not None:
+                weights[origin.address] = origin.linear.weight
 
     with trace.freeze(net.module):
-        trace.run(net, batch, trace.Tracer(lambda *_: None, note))
+        trace.run(net, batch, trace.Tracer(note))
     parameters = {p.untyped_storage().data_ptr(): p for p in net.module.parameters()}
     for site in sites:
         if site.structure is None:

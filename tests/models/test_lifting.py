@@ -90,7 +90,7 @@ def test_the_hash_is_that_of_float32_weights_and_lifts_none_whole():
         expected.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         expected.update(value.numpy().tobytes())
     with Live() as live:
-        assert hash_weights(module) == expected.hexdigest()
+        assert hash_weights(module, "a layer") == expected.hexdigest()
     assert 0 < live.largest < 2 * module.weight.nbytes
 
 

@@ -134,6 +134,7 @@ class Leaf(NamedTuple):
     origin: Origin
 
 
+@dataclass(frozen=True)
 class Origins:
     """The origins of all leaves of the cut graph of one pass; freed with the graph.
 
@@ -141,8 +142,7 @@ class Origins:
         by_leaf: the origin of each leaf.
     """
 
-    def __init__(self) -> None:
-        self.by_leaf: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
+    by_leaf: MutableMapping[Tensor, Origin] = field(default_factory=WeakTensorKeyDictionary)
 
     def leaves(self, *tensors: Tensor) -> list[Leaf]:
         """Return the leaves that each tensor depends on, one tensor after the other.
@@ -288,8 +288,7 @@ class Loop:
             edges = tuple(edge for f in forms for edge in f.products)
             weights, others = cat(f.weights for f in forms), any(f.others for f in forms)
             form = Explicit(edges, logits, p, weights, others, self.axis)
-        q = cat(c.q for c in calls)
-        return AttentionCall(q, k, v, form, output, first.origins)
+        return AttentionCall(cat(c.q for c in calls), k, v, form, output, first.origins)
 
     def cat(self, parts: Iterable[Tensor]) -> Tensor:
         """Join what the calls have."""

@@ -22,7 +22,6 @@ from lipaudit.models.attention.calls import Address, AttentionCall, Explicit, Fu
 from lipaudit.models.attention.logits import read_position_terms, read_product
 from lipaudit.models.attention.projections import NotClosedForm, Projected, ProjectionForm
 from lipaudit.models.attention.trace import Frame, Tracer, freeze, observe
-from lipaudit.models.graph import pull_back
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Kept, exact_arithmetic, read
 from lipaudit.models.requirements import AGREES
@@ -63,7 +62,10 @@ def add_inputs(
             return part.x
         return part.x * part.index.pick(batch.mask)[..., None]
 
-    memory = read_tokens(parts["k"])
+    memory, out = read_tokens(parts["k"]), None
+    if structure.out is not None:  # W_O of each head, (heads, d_v, D_out)
+        out = read(structure.out.kept)[structure.out.order] * structure.out.gain[:, None]
+        out = torch.unflatten(out, 0, (call.q.shape[1], -1))
     width = (*call.q.shape[::2], memory.shape[2])
     heads = replace(
         attention,
@@ -72,7 +74,7 @@ def add_inputs(
         to_q=parts["q"].projection if "q" in parts else None,
         to_k=parts["k"].projection,
         to_v=parts["v"].projection,
-        out=None if structure.out is None else structure.out.per_head(call.q.shape[1]),
+        out=out,
     )
     if relative is not None:
         heads = replace(heads, pairs=read_position_terms(heads, relative, parts))
@@ -114,16 +116,14 @@ class Layer:
         return self.call.output.detach()
 
     def heads(self) -> Heads:
-        """Return the layer with X and its projections, for the closed form.
+        """Return the layer with X and its projections, for the closed form of its site.
 
         Raises:
-            ValueError: `site.closed_form` is False.
             StructureError: the layer differs from its survey, or its closed form differs from
                 autograd for a random vector on these samples.
         """
         site, structure = self.site, self.site.structure
-        if structure is None:
-            raise ValueError(f"layer {site.index} has no closed form: {site.reason}")
+        assert structure is not None, site.reason
         try:
             with torch.enable_grad():
                 whole, relative = read_product(self.call, self.batch, structure.q)
@@ -208,8 +208,7 @@ def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[F
         windows, heads, rows, keys = logits.shape
         q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (rows, keys, keys))
         plain = replace(call, q=q, k=k, v=v, form=Fused(0.0, logits, causal=False))
-    queries = None if site.structure is None else site.structure.q
-    attention, _ = read_product(plain, batch, queries)
+    attention, _ = read_product(plain, batch, site.structure.q if site.structure else None)
     if attention.q.shape[1] != site.heads:  # their number follows that of the tokens: misread
         raise InputError(
             f"attention layer {site.index} ({site.module}) has {attention.q.shape[1]} heads on "
@@ -243,11 +242,6 @@ class OutputMap:
     order: Tensor
     gain: Tensor
 
-    def per_head(self, heads: int) -> Tensor:
-        """Return W_O of each head, (heads, d_v, D_out)."""
-        weight = read(self.kept)[self.order] * self.gain[:, None]
-        return weight.view(heads, -1, weight.shape[1])
-
 
 @dataclass(frozen=True)
 class Structure:
@@ -276,7 +270,8 @@ class Site:
         heads: number of heads.
         kinds: kinds of q, k and v as functions of the layer's input: affine, rotation, linear-pos,
             local, cross-head, constant, or the obstacle to a closed form.
-        form: the structure of a closed form, or why there is none.
+        structure: the origins of its tensors; None without a closed form.
+        reason: why there is no closed form; None if there is one.
         address: address of its attention call in the forward pass.
         layout: the axes of its q, k and v (see `calls.arrange`).
         sources: the ops at which the graph must be cut to read it.
@@ -297,7 +292,8 @@ class Site:
     module: str
     heads: int
     kinds: tuple[str, ...]
-    form: Structure | str
+    structure: Structure | None
+    reason: str | None
     address: Address
     layout: str
     sources: frozenset[Address]
@@ -316,19 +312,9 @@ class Site:
         return (self.address,) if self.loop is None else self.loop.addresses
 
     @property
-    def structure(self) -> Structure | None:
-        """Return the origins of its tensors; None without a closed form."""
-        return None if isinstance(self.form, str) else self.form
-
-    @property
-    def reason(self) -> str | None:
-        """Return why there is no closed form; None if there is one."""
-        return self.form if isinstance(self.form, str) else None
-
-    @property
     def closed_form(self) -> bool:
         """Return whether the Jacobian has the closed form of the theory."""
-        return not isinstance(self.form, str)
+        return self.structure is not None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -338,19 +324,12 @@ class Site:
         return tuple(sorted({source.module for source in self.sources}))
 
     @property
-    def reads_inside(self) -> bool:
-        """Return whether these are the attention's module and its parts."""
-        within = f"{self.module}." if self.module else ""
-        return all(f"{name}.".startswith(within) for name in self.reads)
-
-    @property
     def input(self) -> str:
         """Return the input with respect to which the norm is computed."""
         if self.structure is None:
             return MODULE_INPUT
-        if self.structure.q is None:
-            return KEYS
-        return ONE_INPUT if self.structure.joint else APART
+        read = ONE_INPUT if self.structure.joint else APART
+        return KEYS if self.structure.q is None else read
 
 
 def list_blocks_without_attention(module: nn.Module, sites: Sequence[Site]) -> tuple[str, ...]:
@@ -410,14 +389,17 @@ def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: Attenti
     # Gradients are compared at the inputs of the linear maps, where both are exact.
     readers = {"x": queries, "x_kv": memory}
     closed = [(readers[name][0], z) for name, z in pulled.items()]
-    made = [{id(y) for part in side for y in part.outputs} for side in (queries, memory)]
+    made = [{id(y) for part in side for y, _ in part.leaves} for side in (queries, memory)]
     one = heads.x_kv is None or bool(made[0] & made[1])
     apart = []
     for group in [queries + memory] if one or not queries else [queries, memory]:
         # R^T J^T u through the graph, for what the linear maps read, a token per row.
         leaves = {id(leaf.tensor): leaf for part in group for leaf in part.leaves}.values()
         linears = [leaf.origin.linear for leaf in leaves if leaf.origin.linear is not None]
-        gradients = pull_back(call.output, [leaf.tensor for leaf in leaves], u)
+        outputs = [leaf.tensor for leaf in leaves]
+        gradients = torch.autograd.grad(
+            call.output, outputs, u, retain_graph=True, materialize_grads=True
+        )
         sketch, each = _draw_sketch(group[0].x), zip(linears, gradients, strict=True)
         true = torch.stack([li.outputs(g) @ (li.weight.T @ sketch) for li, g in each]).sum(0)
         # The same for the closed form, whose tokens are those of the attention.

@@ -279,12 +279,17 @@ class AttentionMode(TorchFunctionMode):
     cannot be distinguished from others.
 
     Args:
-        on_attention: takes each call and its address.
+        on_attention: takes each call and its address; None: the method of a subclass does.
     """
 
-    def __init__(self, on_attention: Callable[[AttentionCall, Address], object]) -> None:
+    on_attention: Callable[[AttentionCall, Address], object]
+
+    def __init__(
+        self, on_attention: Callable[[AttentionCall, Address], object] | None = None
+    ) -> None:
         super().__init__()
-        self.on_attention = on_attention
+        if on_attention is not None:
+            self.on_attention = on_attention
         self._products: list[_Product] = []
         self._awaited: list[_Softmax] = []
         self._exponentials: MutableMapping[Tensor, tuple[Node | None, Any]] = (
@@ -302,10 +307,10 @@ class AttentionMode(TorchFunctionMode):
         if not isinstance(result, AttentionCall):
             return result
         # One frame of the stack for each attention: what is measured of it runs below this line.
-        call, address = self.complete(result)
+        call, address, output = self.complete(result)
         if call is not None:
             self.on_attention(call, address)
-        return result.finish(self.cut_output(result.output, address))
+        return result.finish(output)
 
     def run_linear(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -313,13 +318,9 @@ class AttentionMode(TorchFunctionMode):
         """Return the result of a linear map that is to be cut; None for any other op."""
         return None
 
-    def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address]:
-        """Return the call to report, if it is complete, and the address of this one."""
-        return call, Address("", "attention", 0)
-
-    def cut_output(self, output: Tensor, address: Address) -> Tensor:
-        """Return the output for the model, once the call is reported."""
-        return output
+    def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
+        """Return the call to report, if any, the address of this one, and the model's output."""
+        return call, Address("", "attention", 0), call.output
 
     def remember(self, linear: Linear, result: Tensor) -> None:
         """If a linear map mixes logits or P (talking heads), remember what they are.
@@ -358,8 +359,8 @@ class AttentionMode(TorchFunctionMode):
         # A factor with two axes is a weight or a state, not q or k.
         if out.requires_grad and a.ndim > 2 and b.ndim > 2:
             # The edge, not the tensor: a model may scale or mask its logits in place.
-            product = _Product(get_gradient_edge(out), a, b)
-            self._products = [*self._products, product][-_PRODUCTS:]
+            noted = [*self._products, _Product(get_gradient_edge(out), a, b)]
+            self._products = noted[-_PRODUCTS:]
         return out
 
     def _handle_baddbmm(

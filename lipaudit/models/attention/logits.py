@@ -259,7 +259,7 @@ def read_position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projec
     """
     assert heads.pairs is not None
     sides = {name: parts[name] for name in "qk" if name in parts}
-    known = {id(leaf) for part in sides.values() for leaf in part.outputs}
+    known = {id(leaf.tensor) for part in sides.values() for leaf in part.leaves}
     if any(id(leaf) not in known for leaf in leaves(logits)[0]):
         raise NotClosedForm(BESIDE)
     slope, live, s = heads.pairs.slope, heads.attention() > 0, heads.scale[..., None, None]
@@ -300,7 +300,8 @@ def _read_term(
     if size > LARGEST:
         raise NotClosedForm(f"its position terms have {size:.1e} numbers")
     every = columns.flatten()
-    source = Probed(logits, part.outputs, lambda *y: part.linear.outputs(*y)[:, every])
+    outputs = tuple(leaf.tensor for leaf in part.leaves)
+    source = Probed(logits, outputs, lambda *y: part.linear.outputs(*y)[:, every])
     _require_own_pairs(source, part.index.rows(samples), columns.shape[1])
     # For each channel of q, the change of all columns, the same at every token, that changes this
     # channel alone: (d, heads * d).

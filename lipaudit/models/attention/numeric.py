@@ -87,17 +87,12 @@ def linearize_module(layer: Layer) -> Linearization | str:
 class _Output(Exception):
     """Carries the output of the layer out of its module, so that the rest need not run."""
 
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
-
 
 def _linearize_layer(layer: Layer) -> Linearization:
     """Linearise O with respect to all inputs of the module, flattened and joined: (1, numbers)."""
     frame, site = layer.frame, layer.site
     assert frame is not None
-    keys = site.inputs
-    given = [frame.args[key] if isinstance(key, int) else frame.kwargs[key] for key in keys]
+    given = [frame.args[k] if isinstance(k, int) else frame.kwargs[k] for k in site.inputs]
     # An argument that is given twice (queries and keys) is one input.
     inputs = list({id(t): t for t in given}.values())
     # All inputs of all samples are one vector: the module may arrange samples as it likes.
@@ -121,7 +116,8 @@ def _linearize_layer(layer: Layer) -> Linearization:
             with AttentionMode(attention):
                 frame.module(*args, **kwargs)
         except _Output as end:
-            return end.output.flatten()[None]
+            found: Tensor = end.args[0]
+            return found.flatten()[None]
         raise EvaluationError(f"{site.scope} computes no attention when it is run alone")
 
     linear = Linearization(output, z, torch.zeros(1, dtype=torch.long, device=z.device))

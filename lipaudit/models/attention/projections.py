@@ -190,12 +190,9 @@ def find_token_rows(source: Probed) -> Tensor:
     if len(touched) == len(number) and touched.all() and graph.reads_only(source, ordered):
         return ordered
     token = graph.label_fed(source, number.view(windows, 1, tokens, 1), rows=True)
-    if token is None:
+    if token is None or (torch.bincount(token[token >= 0]) > 1).any():
         raise NotClosedForm("depends on several tokens", "mixing")
-    times = torch.bincount(token[token >= 0], minlength=number.numel())
-    if (times > 1).any():
-        raise NotClosedForm("depends on several tokens", "mixing")
-    if (times == 0).any():
+    if (token >= 0).sum() < number.numel():
         raise NotClosedForm("has tokens that do not come from the input", "partial")
     # Row r of y affects token[r], -1 for none: sort by token, after rows without an effect.
     return token.argsort()[int((token < 0).sum()) :].view(windows, tokens)
@@ -276,11 +273,6 @@ class Projected:
     index: TokenIndex
     linear: Linear
     leaves: tuple[Leaf, ...]
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """The outputs of the linear maps."""
-        return tuple(leaf.tensor for leaf in self.leaves)
 
 
 def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: int) -> Projected:

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, LipauditError, first_line, is_ours, of_machine
+from lipaudit.errors import (
+    EvaluationError,
+    InputError,
+    LipauditError,
+    first_line,
+    is_ours,
+    of_machine,
+    refuse,
+)
 from lipaudit.models import requirements
 from lipaudit.models.attention import calls, trace
 from lipaudit.models.attention.capture import Site
@@ -53,11 +61,6 @@ def find_layers(net: Net, batch: Batch) -> tuple[Site, ...]:
         net.surveys.append(known)
     known.shapes.add(sample.shape)
     return known.sites
-
-
-def list_unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
-    """Return the modules, with lines of code, whose attention a survey could not read."""
-    return next((known.unread for known in net.surveys if known.sites is sites), ())
 
 
 class NoHeadsError(InputError):
@@ -127,8 +130,18 @@ def survey(net: Net, batch: Batch) -> Survey:
             # First unobserved, for the output and the places of the attention.
             if net.kind != "text":
                 uses.mark(pair.x)
-            with trace.watch_embeddings(net, uses.mark), place.following(net.module), uses:
-                output = requirements.compute_output_rows(net, pair)
+            watched = trace.watch_embeddings(net, uses.mark)
+            with watched, place.following(net.module), uses, torch.no_grad():
+                output = net.output(pair)
+            refuse(
+                output.shape[:1] != (len(pair),),
+                f"{len(pair)} samples give an output of shape {tuple(output.shape)}, so the model "
+                "merges the samples of a batch",
+                "Write a py: factory that returns a ModelSpec whose `call` gives one row per "
+                "sample.",
+            )
+            finite, advice = output.isfinite().all(), "Check the weights, and try --dtype float64."
+            refuse(not finite, "the model's output is not finite", advice, EvaluationError)
             try:
                 sites = _observe_passes(net, pair, other, output, uses)
             except Exception as error:
@@ -158,10 +171,15 @@ def _observe_passes(
 
     def observe(loops: Sequence[calls.Loop] = (), *inner: calls.Address) -> Surveyor:
         surveyor = Surveyor(pair, frozenset(inner), loops)
-        result = trace.run(net, pair, surveyor.tracer)
+        result = trace.run(net, pair, surveyor)
         if not agree(output, result, each=0):
             requirements.require_repeat(net, pair, pair, output)
-            requirements.require_same(result, output)
+        if not agree(output, result, requirements.AGREES, each=0):
+            gap = (result - output).abs().amax() / output.abs().amax()
+            raise InputError(
+                f"the model's output changes by {gap:.1e} (relative) when it is observed",
+                "Use a model that does not depend on the autograd mode or on how it is called.",
+            )
         if not surveyor.layers:
             raise _refuse(net, uses.beyond(()))
         return surveyor
@@ -170,8 +188,8 @@ def _observe_passes(
     if loops := surveyor.find_loops():
         surveyor = observe(loops)
     # Once more with fewer cuts, for keys that are made from a latent of the tokens.
-    if surveyor.inner:
-        surveyor.adopt(observe(loops, *surveyor.inner))
+    if surveyor.uncut:
+        surveyor.adopt(observe(loops, *surveyor.uncut))
     explicit = (layer.site for layer in surveyor.layers.values() if layer.site.explicit)
     written_out = frozenset().union(*(site.sources for site in explicit))
     # Same sample, another companion: everything that changes mixes samples.

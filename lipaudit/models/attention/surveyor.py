@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -48,8 +47,8 @@ HALF = (torch.bfloat16, torch.float16)
 
 def analyse(
     call: AttentionCall, batch: Batch
-) -> tuple[str, tuple[str, ...], capture.Structure | str]:
-    """Return layout, kinds and form of a call (see `Site`).
+) -> tuple[str, tuple[str, ...], capture.Structure | None, str | None]:
+    """Return layout, kinds, structure and reason of a call (see `Site`).
 
     The layout is the first one with a closed form, else the likeliest.
     """
@@ -57,23 +56,23 @@ def analyse(
     if call.output.dtype in HALF:
         kind = str(call.output.dtype).removeprefix("torch.")
         reason = f"it is computed in {kind}; switch autocast off, or use --dtype float64"
-        return layouts[0], ("rounded",) * 3, reason
-    tried: list[tuple[str, tuple[str, ...], str]] = []
+        return layouts[0], ("rounded",) * 3, None, reason
+    tried: list[tuple[str, tuple[str, ...], None, str]] = []
     for layout in layouts:
         kinds: list[str] = []
         try:
-            form = _read_layout(call.arrange(layout, len(batch)), batch, kinds)
+            structure = _read_layout(call.arrange(layout, len(batch)), batch, kinds)
         except NotClosedForm as obstacle:
-            tried.append((layout, tuple(kinds), obstacle.reason))
+            tried.append((layout, tuple(kinds), None, obstacle.reason))
         except RuntimeError as error:
             if of_machine(error):
                 raise
             # The graph comes from the model: a write in place, an op without a derivative. In any
             # such case we cannot vouch for a closed form of this layer; other layers may have one.
             reason = f"its graph cannot be differentiated: {first_line(error)}"
-            tried.append((layout, ("unread",) * 3, reason))
+            tried.append((layout, ("unread",) * 3, None, reason))
         else:
-            return layout, tuple(kinds), form
+            return layout, tuple(kinds), structure, None
     return tried[0]
 
 
@@ -86,16 +85,17 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
     """
     forms: list[ProjectionForm | None] = []
     problems, tensors = [], (call.q, call.k, call.v)
-    for name, t in zip("qkv", tensors, strict=True):
+    leaves = [call.origins.leaves(t) for t in tensors]
+    for name, t, behind in zip("qkv", tensors, leaves, strict=True):
         try:
-            form = projections.decode(t, call.origins.leaves(t), len(batch))
+            form = projections.decode(t, behind, len(batch))
             forms.append(form)
             kinds.append("constant" if form is None else form.kind)
         except NotClosedForm as obstacle:
             problems.append(f"{name} {obstacle.reason}")
             kinds.append(obstacle.kind)
     # `Linear(d, d)` on (B, N, H, d), common in tutorials, looks like N windows of H tokens.
-    divided = any(leaf.origin.divided for leaf in call.origins.leaves(*tensors))
+    divided = any(leaf.origin.divided for behind in leaves for leaf in behind)
     if divided and (problems or len(call.q) != len(batch)):
         kinds[:] = ["shared"] * 3
         raise NotClosedForm("one linear map is applied to each head separately")
@@ -105,7 +105,20 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
         problems.append(obstacle.reason)
     if problems:
         raise NotClosedForm("; ".join(problems))
-    structure = _build_structure(call, *forms)
+    q, k, v = forms
+    if k is None or v is None:
+        raise NotClosedForm("its keys or values are constants, or have no gradient")
+    # All that one part reads is the same: its first linear map stands for it.
+    of_k, of_v = (behind[0].origin for behind in leaves[1:])
+    if not (of_k.reads_same(of_v) and k.index.is_same(v.index)):
+        raise NotClosedForm("its keys and values read different inputs")
+    joint = False
+    if q is not None:
+        of_q = leaves[0][0].origin
+        joint = of_q.reads_same(of_k) and q.index.is_same(k.index)
+        if not joint and _is_reordered(q.index.read(of_q), k.index.read(of_k)):
+            raise NotClosedForm("its keys are the tokens of its queries in another order")
+    structure = capture.Structure(q, k, v, joint, out=None)
     heads, parts = capture.add_inputs(structure, attention, call, batch, relative)
     if forward_error(heads).amax() > capture.HOPELESS:
         raise NotClosedForm(
@@ -115,27 +128,6 @@ def _read_layout(call: AttentionCall, batch: Batch, kinds: list[str]) -> capture
     if not capture.matches_autograd(heads, parts, call):
         raise NotClosedForm("its closed form disagrees with autograd")
     return structure
-
-
-def _build_structure(
-    call: AttentionCall,
-    q: ProjectionForm | None,
-    k: ProjectionForm | None,
-    v: ProjectionForm | None,
-) -> capture.Structure:
-    if k is None or v is None:
-        raise NotClosedForm("its keys or values are constants, or have no gradient")
-    # All that one part reads is the same: its first linear map stands for it.
-    of_k, of_v = (call.origins.leaves(t)[0].origin for t in (call.k, call.v))
-    if not (of_k.reads_same(of_v) and k.index.is_same(v.index)):
-        raise NotClosedForm("its keys and values read different inputs")
-    if q is None:
-        return capture.Structure(q, k, v, joint=False, out=None)
-    of_q = call.origins.leaves(call.q)[0].origin
-    joint = of_q.reads_same(of_k) and q.index.is_same(k.index)
-    if not joint and _is_reordered(q.index.read(of_q), k.index.read(of_k)):
-        raise NotClosedForm("its keys are the tokens of its queries in another order")
-    return capture.Structure(q, k, v, joint, out=None)
 
 
 def _is_reordered(one: Tensor, other: Tensor) -> bool:
@@ -184,6 +176,7 @@ class Surveyed:
     Attributes:
         site: its site.
         parts: q, k and v of both samples.
+        first: those of the first sample; nothing if a window holds both samples.
         origins: the origins of q, k and v; with their linear maps only if all are linear maps of
             one head, as these keep their inputs in memory.
         reads: for q, k and v, the rows and columns of each linear map that they read.
@@ -193,46 +186,37 @@ class Surveyed:
 
     site: capture.Site
     parts: tuple[Tensor, ...]
+    first: tuple[Tensor, ...]
     origins: Sequence[Sequence[Origin]]
     reads: tuple[_Reads, ...]
     form: tuple[object, ...]
     projected: bool = False
 
-    @property
-    def first(self) -> tuple[Tensor, ...]:
-        """Return q, k and v of the first sample; nothing if a window holds both samples."""
-        return tuple(t[: len(t) // 2] for t in self.parts)
-
     def refuse(self, reason: str) -> None:
         """Set the layer to have no closed form and no norms."""
-        self.site = replace(self.site, form=reason, inputs=())
+        self.site = replace(self.site, structure=None, reason=reason, inputs=())
 
 
-class Surveyor:
+class Surveyor(Tracer):
     """Analyses the attention calls of a pass over two samples.
 
     Attributes:
         batch: the two samples.
-        tracer: the observer of the pass.
-        inner: linear maps that another pass should not cut at, to read more layers.
+        uncut: linear maps that another pass should not cut at, to read more layers.
         layers: the layers so far.
 
     Args:
         batch: the two samples.
-        inner: linear maps at which this pass does not cut the graph.
+        inner_maps: linear maps at which this pass does not cut the graph.
         loops: attention calls that form one layer.
     """
 
-    def __init__(self, batch: Batch, inner: frozenset[Address], loops: Sequence[Loop]) -> None:
-        this = proxy(self)  # a tracer that held its surveyor would outlive it, with all tensors
+    def __init__(
+        self, batch: Batch, inner_maps: frozenset[Address], loops: Sequence[Loop]
+    ) -> None:
+        super().__init__(inner_maps=inner_maps, loops=loops)
         self.batch = batch
-        self.tracer = Tracer(
-            lambda *call: this.add_layer(*call),
-            lambda linear, _: this.project(linear),
-            inner_maps=inner,
-            loops=loops,
-        )
-        self.inner: set[Address] = set()
+        self.uncut: set[Address] = set()
         self.layers: dict[Address, Surveyed] = {}
         self._moved: dict[str, set[bool]] = {}  # by the companion of a sample
 
@@ -242,12 +226,10 @@ class Surveyor:
             before = self.layers.get(address)
             if before is None or before.site.closed_form or not again.site.closed_form:
                 continue
-            again.site = replace(
-                again.site, index=before.site.index, inner=deeper.tracer.inner_maps
-            )
+            again.site = replace(again.site, index=before.site.index, inner=deeper.inner_maps)
             self.layers[address] = again
 
-    def add_layer(self, call: AttentionCall, address: Address) -> None:
+    def on_attention(self, call: AttentionCall, address: Address) -> None:
         """Analyse a call; if its map has other axes, leave it to `Uses`, which names it."""
         form, tensors = call.form, (call.q, call.k, call.v)
         if isinstance(form, Explicit):
@@ -257,10 +239,11 @@ class Surveyor:
             if rows != wanted and not folded:
                 return
         origins = [[leaf.origin for leaf in call.origins.leaves(t)] for t in tensors]
-        site = self._make_site(call, address, [origin for part in origins for origin in part])
+        sources = frozenset(origin.address for part in origins for origin in part)
+        site = self._make_site(call, address, sources, *analyse(call, self.batch))
         arranged = call.arrange(site.layout, len(self.batch))
         if not site.closed_form:
-            self.inner |= find_inner_maps(origin for part in origins for origin in part)
+            self.uncut |= find_inner_maps(origin for part in origins for origin in part)
             site = self._require_runnable(site, call, arranged)
         properties: tuple[object, ...] = ()
         if call.q.ndim in (3, 4) and len(call.q) == len(self.batch):
@@ -271,13 +254,10 @@ class Surveyor:
                 properties += (form.logits.shape[-1],)
         if site.heads > 1 or not all(part and all(o.linear for o in part) for part in origins):
             origins = [[replace(origin, linear=None) for origin in part] for part in origins]
-        self.layers[address] = Surveyed(
-            site,
-            (arranged.q.detach(), arranged.k.detach(), arranged.v.detach()),
-            origins,
-            tuple(_find_reads(call, t) for t in tensors),
-            properties,
-        )
+        parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach()
+        first = tuple(t[: len(t) // 2] for t in parts)
+        reads = tuple(_find_reads(call, t) for t in tensors)
+        self.layers[address] = Surveyed(site, parts, first, origins, reads, properties)
 
     def _require_runnable(
         self, site: capture.Site, call: AttentionCall, arranged: AttentionCall
@@ -291,40 +271,46 @@ class Surveyor:
         if self.batch.x.ndim == 2 and heads == self.batch.x.shape[1] != tokens:
             why: object = "its heads and tokens cannot be distinguished"
         else:
-            frames = self.tracer.place.frames
-            why = linearize_module(capture.make_layer(site, call, self.batch, frames))
+            why = linearize_module(capture.make_layer(site, call, self.batch, self.place.frames))
         if not isinstance(why, str):
             return site
-        reason = f"{site.form}; its norms cannot be computed numerically either: {why}"
-        return replace(site, form=reason, inputs=())
+        reason = f"{site.reason}; its norms cannot be computed numerically either: {why}"
+        return replace(site, reason=reason, inputs=())
 
     def _make_site(
-        self, call: AttentionCall, address: Address, origins: Sequence[Origin]
+        self,
+        call: AttentionCall,
+        address: Address,
+        sources: frozenset[Address],
+        layout: str,
+        kinds: tuple[str, ...],
+        structure: capture.Structure | None,
+        reason: str | None,
     ) -> capture.Site:
-        frames = self.tracer.place.frames
-        layout, kinds, form = analyse(call, self.batch)
+        frames = self.place.frames
         # The innermost module call that contains the attention and its projections: everything
         # else that q, k, v and the logits depend on must enter it as an argument.
         scope = next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
-        loop = self.tracer.loops.get(address)
+        loop = self.loops.get(address)
         addresses = (address,) if loop is None else loop.addresses
         around = (f for f in reversed(frames) if all(f.holds(each.module) for each in addresses))
         direct = False
-        if not isinstance(form, str):
+        if structure is not None:
             # The projections read the inputs of the module, each side its own.
             given = {id(graph.root(value)) for value in scope.inputs.values()}
             read = [id(leaf.origin.root) for leaf in call.origins.leaves(call.q, call.k)]
-            apart = form.joint or len(set(read)) == len(read)
+            apart = structure.joint or len(set(read)) == len(read)
             direct = apart and given.issuperset(read)
         return capture.Site(
             index=len(self.layers),
             module=next(around).name,
             heads=calls.arrange(layout, call.q, 2).shape[1],
             kinds=kinds,
-            form=form,
+            structure=structure,
+            reason=reason,
             address=address,
             layout=layout,
-            sources=frozenset(origin.address for origin in origins),
+            sources=sources,
             explicit=isinstance(call.form, Explicit),
             scope=scope.name,
             inputs=tuple(scope.inputs),
@@ -333,10 +319,10 @@ class Surveyor:
             loop=loop,
         )
 
-    def project(self, linear: calls.Linear) -> None:
-        """Check whether a linear map is the output projection of a layer."""
-        leaves = self.tracer.origins.leaves(linear.x)
-        outputs = {leaf.origin.address: leaf.tensor for leaf in leaves}
+    def remember(self, linear: calls.Linear, result: Tensor) -> None:
+        """Check also whether a linear map is the output projection of a layer."""
+        super().remember(linear, result)
+        outputs = {leaf.origin.address: leaf.tensor for leaf in self.origins.leaves(linear.x)}
         layer = next((self.layers[a] for a in outputs if a in self.layers), None)
         # In a loop, the joined output of all calls is projected.
         if layer is None or set(outputs) != set(layer.site.addresses):
@@ -346,14 +332,13 @@ class Surveyor:
         def as_rows(*parts: Tensor) -> Tensor:
             """Convert the model's O, of each call of a loop, to (tokens, heads * d_v)."""
             t = parts[0] if site.loop is None else site.loop.cat(parts)
-            o = calls.arrange(site.layout, t, 2)
-            return o.transpose(1, 2).flatten(2).flatten(0, 1)
+            return calls.arrange(site.layout, t, 2).transpose(1, 2).flatten(2).flatten(0, 1)
 
         if site.structure is not None and not layer.projected:
             parts = tuple(outputs[a] for a in site.addresses)
             source = graph.Probed(linear.inputs[None, None], parts, as_rows)
-            form = replace(site.structure, out=find_output_map(linear, source))
-            layer.site = replace(site, form=form)
+            structure = replace(site.structure, out=find_output_map(linear, source))
+            layer.site = replace(site, structure=structure)
         layer.projected = True
 
     def compare(self, call: AttentionCall, address: Address) -> None:

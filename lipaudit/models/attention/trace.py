@@ -80,15 +80,16 @@ class CallStack:
             self.counts[name, "call"] += 1
             self.on_enter(self.frames[-1])
 
-        def leave(_part: nn.Module, _args: Any, output: Any) -> None:
-            self.on_leave(self.frames.pop(), output)
-
         with ExitStack() as hooks:
             for name, part in module.named_modules():
                 entry = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
                 hooks.enter_context(entry)
                 # Also after an error: a pass that has read enough ends by one.
-                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
+                leave = part.register_forward_hook(
+                    lambda _part, _args, output: self.on_leave(self.frames.pop(), output),
+                    always_call=True,
+                )
+                hooks.enter_context(leave)
             yield
 
 
@@ -102,7 +103,6 @@ class Tracer(AttentionMode):
 
     Args:
         on_attention: takes each attention call and its address.
-        on_linear: takes each linear map of a tensor that depends on the input, and its address.
         wanted: addresses at which to cut; None: all tensors that depend on the input.
         inner_maps: see above.
         place: see above.
@@ -111,8 +111,7 @@ class Tracer(AttentionMode):
 
     def __init__(
         self,
-        on_attention: Callable[[AttentionCall, Address], object],
-        on_linear: Callable[[Linear, Address], object] = lambda *_: None,
+        on_attention: Callable[[AttentionCall, Address], object] | None = None,
         *,
         wanted: frozenset[Address] | None = None,
         inner_maps: frozenset[Address] = frozenset(),
@@ -120,7 +119,7 @@ class Tracer(AttentionMode):
         loops: Iterable[Loop | None] = (),
     ) -> None:
         super().__init__(on_attention)
-        self.on_linear, self.wanted, self.inner_maps = on_linear, wanted, inner_maps
+        self.wanted, self.inner_maps = wanted, inner_maps
         self.place, self.origins = place or CallStack(), Origins()
         self.loops = {address: loop for loop in loops if loop for address in loop.addresses}
         self._waiting: dict[Address, AttentionCall] = {}
@@ -148,7 +147,6 @@ class Tracer(AttentionMode):
         if linear is None:
             return None
         output = func(*args, **kwargs)
-        self.on_linear(linear, address)
         bias = None if linear.bias is None else linear.bias.detach()
         # `keep`: weights converted for the run must not live as long as the graph.
         constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
@@ -183,26 +181,23 @@ class Tracer(AttentionMode):
             return True
         return not is_affine(x)
 
-    def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address]:
-        """Number a call; return it, or at the last call of a loop all of them as one."""
+    def complete(self, call: AttentionCall) -> tuple[AttentionCall | None, Address, Tensor]:
+        """Number a call and cut after it; return it, or at the end of a loop all calls as one."""
         address = self.place.address("attention")
+        wanted = call.output.requires_grad if self.wanted is None else address in self.wanted
+        cut = self._cut(call.output, Origin(address)) if wanted else call.output.detach()
         # A module that is run again alone has numbers of its own: it finds a call by its place.
         for frame in self.place.frames:
             frame.attentions.append(address)
         call = replace(call, origins=self.origins)
         loop = self.loops.get(address)
         if loop is None:
-            return call, address
+            return call, address, cut
         # The calls of a loop wait for the last one. A model may leave some out for a sample.
         self._waiting[address] = call
         if address != loop.addresses[-1] or not self._waiting.keys() >= {*loop.addresses}:
-            return None, address
-        return loop.join([self._waiting.pop(each) for each in loop.addresses]), address
-
-    def cut_output(self, output: Tensor, address: Address) -> Tensor:
-        """Cut after an attention call."""
-        wanted = output.requires_grad if self.wanted is None else address in self.wanted
-        return self._cut(output, Origin(address)) if wanted else output.detach()
+            return None, address, cut
+        return loop.join([self._waiting.pop(each) for each in loop.addresses]), address, cut
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
         """Return t as a leaf of known origin: a clone, because the model may write into it."""
@@ -259,18 +254,12 @@ def watch_embeddings(net: Net, change: Callable[[Tensor], Tensor | None]) -> Ite
 
     So are those of every embedding that shares its weight.
     """
+    entry, tied = net.entry if net.kind == "text" else None, list[nn.Module]()
+    if entry is not None:
+        table, parts = getattr(entry, "weight", None), net.module.modules()
+        tied = [m for m in parts if isinstance(m, nn.Embedding) and m.weight is table] or [entry]
+        del table  # a converted weight must not live as long as the hooks
     with ExitStack() as hooks:
-        for module in _find_token_embeddings(net):
+        for module in tied:
             hooks.enter_context(module.register_forward_hook(lambda _m, _args, out: change(out)))
         yield
-
-
-def _find_token_embeddings(net: Net) -> list[nn.Module]:
-    # A function of its own: a converted weight must not live as long as the hooks.
-    if net.kind != "text" or net.entry is None:
-        return []
-    table = getattr(net.entry, "weight", None)
-    tied: list[nn.Module] = [
-        m for m in net.module.modules() if isinstance(m, nn.Embedding) and m.weight is table
-    ]
-    return tied or [net.entry]

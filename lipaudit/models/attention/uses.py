@@ -72,13 +72,14 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "overloadpacket", func).__name__
-        given = [self._find_marks(t) for t in _list_tensors((args, kwargs))]
+        given = [self._find_marks(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if any(given) and not name.endswith("_like") and not name.startswith(_NEW):
             marks = self._compute_marks(
                 name.rstrip("_") if name in _IN_PLACE else name, args, given, out
             )
-            for t in _list_tensors(out):
-                self.mark(t, marks if t.is_floating_point() or t.is_complex() else _SAMPLE)
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor):
+                    self.mark(t, marks if t.is_floating_point() or t.is_complex() else _SAMPLE)
         return out
 
     def _compute_marks(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
@@ -136,10 +137,6 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _reference: Callable[[Any], StorageWeakRef] = StorageWeakRef
 _IN_PLACE = {f"{name}_" for name in _ENTRYWISE}
-
-
-def _list_tensors(value: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def line_of_code() -> str:

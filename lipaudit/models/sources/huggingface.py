@@ -73,10 +73,7 @@ def fetch_repository(reference: str, options: LoadOptions) -> tuple[Path, Commit
     wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING] + stored
     with explain_refusals(repository):
         path = snapshot_download(
-            name,
-            revision=commit.sha,
-            allow_patterns=wanted,
-            local_files_only=bool(commit.unasked),
+            name, revision=commit.sha, allow_patterns=wanted, local_files_only=bool(commit.unasked)
         )
     commit.remember()
     return Path(path), commit

@@ -30,18 +30,12 @@ from lipaudit.errors import (
 from lipaudit.models.net import OWN, Net
 from lipaudit.models.net import LoadOptions as LoadOptions
 from lipaudit.models.net import ModelSpec as ModelSpec
-from lipaudit.models.precision import devices, eager, name_dtypes, precision, seed_device
+from lipaudit.models.precision import devices, eager, precision, seed_device
 from lipaudit.models.sources import FORMS, huggingface, own, similar_models, timm
 from lipaudit.models.sources.huggingface import POOLING, SETTINGS, silence_transformers
 from lipaudit.models.sources.offload import find_device, place_weights
 from lipaudit.models.sources.timm import AS_TIMM, DigitsViT, load_demo
-from lipaudit.models.sources.weights import (
-    SUFFIXES,
-    few,
-    hash_weights,
-    read_json,
-    require_weights,
-)
+from lipaudit.models.sources.weights import SUFFIXES, few, hash_weights, read_json
 from lipaudit.tables import Note
 
 # Seed of random weights, so that they are always the same.
@@ -169,9 +163,8 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         UsageError: a normalisation that does not fit the images, or an unknown device.
     """
     module = own.unwrap(spec.module)
-    require_weights(module, name)
     # Before conversion to the dtype of the run: the hash identifies the checkpoint.
-    digest = hash_weights(module)
+    digest = hash_weights(module, name)
     module.eval().requires_grad_(False)
     spec = replace(spec, module=module)
     call, preprocess = _add_preprocessing(spec, options)
@@ -182,8 +175,14 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
 
     result, output, entry = _probe(spec, call, read)
-    if spec.read is None:
-        notes += _note_other_outputs(result)
+    if spec.read is None and isinstance(result, tuple | list) and not hasattr(result, "logits"):
+        shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)]
+        text = (
+            f"the model returns several tensors ({few(shapes)} per sample); the first is "
+            "measured. To choose, write a py: factory that returns ModelSpec(..., read=lambda "
+            "result: TENSOR)"
+        )
+        notes += (Note.warn("first-output", text),) if len(shapes) > 1 else ()
     classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
     labels = spec.labels or ()
     refuse(
@@ -215,19 +214,6 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     )
 
 
-def _note_other_outputs(result: Any) -> tuple[Note, ...]:
-    """Warn if a model returns several tensors, of which `find_main_output` takes the first."""
-    several = isinstance(result, tuple | list) and not hasattr(result, "logits")
-    shapes = [tuple(t.shape[1:]) for t in result if isinstance(t, Tensor)] if several else []
-    if len(shapes) < 2:
-        return ()
-    text = (
-        f"the model returns several tensors ({few(shapes)} per sample); the first is measured. "
-        "To choose, write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR)"
-    )
-    return (Note.warn("first-output", text),)
-
-
 def find_main_output(result: Any) -> Tensor:
     """Find the output tensor in the result of a model: itself, its logits, or its first item.
 
@@ -240,12 +226,13 @@ def find_main_output(result: Any) -> Tensor:
         result = result.logits
     elif isinstance(result, (tuple, list)) and result:
         result = result[0]
-    if not isinstance(result, Tensor):
-        raise InputError(
-            f"the model returned {type(result).__name__}, not a tensor or an output with logits",
-            "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
-        )
-    return result
+    refuse(
+        not isinstance(result, Tensor),
+        f"the model returned {type(result).__name__}, not a tensor or an output with logits",
+        "Write a py: factory that returns ModelSpec(..., read=lambda result: TENSOR).",
+    )
+    output: Tensor = result
+    return output
 
 
 def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
@@ -282,8 +269,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
 
     def normalise(x: Tensor, mask: Tensor | None) -> Any:
         shift, scale = constants(x.device, x.dtype)
-        z = (x - shift) / scale
-        return call(z, mask)
+        return call((x - shift) / scale, mask)
 
     return normalise, facts
 
@@ -327,7 +313,7 @@ def _probe(
     halved = output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32
     refuse(
         halved or not output.is_floating_point(),
-        f"the model returns {name_dtypes([output.dtype])[0]} in a run in float32",
+        f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
         "Let the model return its scores (logits), not a decision, which has no gradient. "
         "Switch autocast off in its code, or use --dtype float64, which overrides it.",
     )
@@ -458,8 +444,7 @@ def freeze_net(net: Net) -> Iterator[Net]:
     """
     with restore(net.module):
         net.module.eval().requires_grad_(False)
-        require_weights(net.module, net.name)
-        yield replace(net, weights_sha256=hash_weights(net.module))
+        yield replace(net, weights_sha256=hash_weights(net.module, net.name))
 
 
 @contextmanager

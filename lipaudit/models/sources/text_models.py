@@ -48,10 +48,7 @@ CLASSIFIERS = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForAudioClassification": "AutoModelForAudioClassification",
 }
-LANGUAGE_MODELS = {
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-}
+LANGUAGE_MODELS = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM"}
 # Supported heads by the ending of their class name, with the auto class that loads each.
 HEADS = CLASSIFIERS | LANGUAGE_MODELS
 # Problem types of classifiers that make no single decision, with a description.

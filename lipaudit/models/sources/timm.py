@@ -135,11 +135,7 @@ def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
 
 
 def describe_timm(
-    module: Any,
-    options: LoadOptions,
-    *,
-    notes: tuple[Note, ...] = (),
-    known_labels: bool = True,
+    module: Any, options: LoadOptions, *, notes: tuple[Note, ...] = (), known_labels: bool = True
 ) -> ModelSpec:
     """Describe the input of a timm model: size, normalisation, resizing, labels.
 
@@ -359,11 +355,6 @@ def load_demo(name: str = "standard") -> ModelSpec:
     module = DigitsViT()
     with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
         module.load_state_dict(read_weights(path)[0])
-    return describe_demo(module, DEMOS[name])
-
-
-def describe_demo(module: DigitsViT, history: str) -> ModelSpec:
-    """Describe the input of a demo model and its training."""
     return ModelSpec(
         module,
         (1, SIZE, SIZE),
@@ -371,5 +362,5 @@ def describe_demo(module: DigitsViT, history: str) -> ModelSpec:
         std=(STD,),
         labels=tuple("0123456789"),
         entry=module.patch_embed,
-        architecture=f"DigitsViT ({history})",
+        architecture=f"DigitsViT ({DEMOS[name]})",
     )

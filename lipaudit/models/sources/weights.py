@@ -163,13 +163,15 @@ def few(names: Sequence[object], most: int = 4) -> str:
 
 def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
     """Return the note on weights stored in half precision, if there are any."""
-    names = name_dtypes(set(dtypes) & HALF)
-    text = f"weights stored in {' and '.join(names)} were converted to float32"
-    return (Note.info("half-precision", text),) if names else ()
+    halves = set(dtypes) & HALF
+    if not halves:
+        return ()
+    text = f"weights stored in {' and '.join(name_dtypes(halves))} were converted to float32"
+    return (Note.info("half-precision", text),)
 
 
-def require_weights(module: nn.Module, origin: str) -> None:
-    """Refuse a model without weights, or with weights that cannot be measured.
+def hash_weights(module: nn.Module, origin: str) -> str:
+    """Hash the sorted (name, dtype, shape, bytes) of the state dict, if it can be measured.
 
     Raises:
         InputError: TorchScript; no parameters; tensors without values (on the meta device, or of a
@@ -183,9 +185,11 @@ def require_weights(module: nn.Module, origin: str) -> None:
     refuse(empty, f"{empty} of {origin} has no values", original)
     none = next(module.parameters(), None) is None
     refuse(none, f"{origin} has no parameters", "Give a model with parameters.")
+    # The extra state of modules is no weights.
+    state = sorted(pair for pair in module.state_dict().items() if "_extra_state" not in pair[0])
     odd = [
         name
-        for name, value in _list_state(module)
+        for name, value in state
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized
     ]
     refuse(
@@ -200,17 +204,8 @@ def require_weights(module: nn.Module, origin: str) -> None:
         f"{origin} has weights that are not finite: {few(bad)}",
         "Use an earlier checkpoint: the training diverged or the file is damaged.",
     )
-
-
-def _list_state(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return what a module saves, sorted, without the extra state of modules: no weights."""
-    return sorted(pair for pair in module.state_dict().items() if "_extra_state" not in pair[0])
-
-
-def hash_weights(module: nn.Module) -> str:
-    """Hash the sorted (name, dtype, shape, bytes) of the state dict."""
     digest = hashlib.sha256()
-    for name, tensor in _list_state(module):
+    for name, tensor in state:
         value = tensor.detach().cpu().contiguous()
         # Half precision is hashed as float32, so the hash does not depend on `weights`.
         dtype = torch.float32 if value.dtype in HALF else value.dtype

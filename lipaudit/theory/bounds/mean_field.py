@@ -12,7 +12,6 @@ from lipaudit.theory.bounds.record import AFFINE_ONLY, EVERYWHERE, Bound
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipaudit.theory.heads import Heads
     from lipaudit.theory.ingredients import Ingredients
 
 
@@ -27,18 +26,16 @@ def mean_field(known: Ingredients, r: float = 0.0) -> Tensor:
     # column sum of P: see `castin`. c <= N; and unmasked logits of at most a in size give
     # P_ij <= e^(2 a) / N, so that c <= e^(2 a).
     a, root = known.reach(r), known.tokens.count.sqrt()
-    column = a.exp().minimum(root).where(sees_all_tokens(known.heads), root)
+    heads, column = known.heads, a.exp().minimum(root)
+    if heads.causal:
+        column = root
+    elif heads.bias is not None:
+        # Whether every token sees every other one and no position bias acts, per head.
+        free = heads.bias == 0 if heads.bias.is_floating_point() else heads.bias
+        if heads.valid is not None:
+            free = free | ~(heads.valid[:, None, :, None] & heads.valid[:, None, None, :])
+        column = column.where(free.all(-1).all(-1), root)
     return known.weights.v * ((1 + a) * column + a)
-
-
-def sees_all_tokens(heads: Heads) -> Tensor:
-    """Tell whether every token sees every other one and no position bias acts, per head."""
-    if heads.causal or heads.bias is None:
-        return heads.scale.new_full(heads.scale.shape, not heads.causal).bool()
-    free = heads.bias == 0 if heads.bias.is_floating_point() else heads.bias
-    if heads.valid is not None:
-        free = free | ~(heads.valid[:, None, :, None] & heads.valid[:, None, None, :])
-    return free.all(-1).all(-1)
 
 
 MEAN_FIELD = Bound(

@@ -546,10 +546,3 @@ def test_a_layer_that_has_changed_is_an_error(zoo):
             heads_of(net, sites, batch)
     finally:
         attention.q_norm = nn.Identity()
-
-
-def test_a_layer_without_closed_form_has_no_projections(zoo):
-    net, sites, batch = zoo("timm-mvit")
-    layer = layers_of(net, sites, batch)[0]
-    with pytest.raises(ValueError, match="no closed form"):
-        layer.heads()

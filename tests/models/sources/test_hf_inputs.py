@@ -8,7 +8,7 @@ from torch.autograd.functional import jacobian
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.attention.survey import find_layers, list_unread, survey
+from lipaudit.models.attention.survey import find_layers, survey
 from lipaudit.models.endpoints import make_sample_function
 from lipaudit.models.linearize import linearize
 from lipaudit.models.model_norms import compute_jacobian_norms
@@ -217,7 +217,8 @@ def test_sliding_windows_are_named_beside_other_attention_and_have_a_jacobian(tm
     saved(tmp_path, kind, settings | {"attention_window": [4]})
     net, batch = load_net(str(tmp_path), WIDE), tokens(8)
     # What is read is Longformer's global attention, and the decoder of LED.
-    (module,) = list_unread(net, find_layers(net, batch))
+    find_layers(net, batch)
+    (module,) = net.surveys[-1].unread
     assert re.match(r".*0\.(self_?attn|attention\.self)", module)
     true = dense_norms_of_text(net, batch)
     torch.testing.assert_close(norms(net, batch), true, rtol=1e-6, atol=0)

@@ -8,7 +8,7 @@ import torch
 from lipaudit.theory.block_norms import affine_rows, query_term
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import affine_heads, unit_values
-from lipaudit.theory.ingredients import centre_heads, weights_of
+from lipaudit.theory.ingredients import Ingredients, Tokens
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import dense_jacobian
 
@@ -21,8 +21,8 @@ NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attent
 def both(heads):
     """The ingredients of a layer in both precisions."""
     heads = unit_values(heads)[0]
-    at = centre_heads(heads)
-    rows = affine_rows(heads, at, weights_of(heads))
+    known = Ingredients(heads, Tokens(heads))
+    at, rows = known.at, affine_rows(known)
     return (at, rows), (at.single, rows.single)
 
 
@@ -69,7 +69,7 @@ def test_a_nearly_singular_key_projection_keeps_its_images(random_layer):
     weak = replace(heads, to_k=replace(heads.to_k, weight=weight), k=heads.x[:, None] @ weight)
     weak = replace(weak, q=heads.q * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
     u = torch.linalg.vector_norm(weak.scale[..., None, None] * weak.q @ weight.mT, dim=-1)
-    images = affine_rows(weak, centre_heads(weak), weights_of(weak)).u[..., 0]
+    images = affine_rows(Ingredients(weak, Tokens(weak))).u[..., 0]
     torch.testing.assert_close(images, u, rtol=1e-6, atol=0)
 
 

@@ -18,7 +18,7 @@ from lipaudit.theory.block_norms import (
     value_key_norm,
 )
 from lipaudit.theory.heads import Heads, affine_heads, unit_values
-from lipaudit.theory.ingredients import Centred, Ingredients, Tokens, centre_heads, weights_of
+from lipaudit.theory.ingredients import Centred, Ingredients, Tokens
 from lipaudit.theory.policy import Policy
 
 NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attention"]
@@ -50,8 +50,8 @@ def blocks(matrix: Tensor, n: int) -> Tensor:
 
 
 def known_of(heads: Heads) -> tuple[Centred, AffineRows]:
-    at = centre_heads(heads)
-    return at, affine_rows(heads, at, weights_of(heads))
+    known = Ingredients(heads, Tokens(heads))
+    return known.at, affine_rows(known)
 
 
 def pw_of(at: Centred) -> Tensor:
@@ -95,7 +95,7 @@ def test_what_values_and_keys_share_is_bounded(random_layer, name, gain):
 @pytest.mark.parametrize("gain", GAINS)
 def test_the_spread_lies_between_the_norm_and_the_frobenius_norm(random_layer, gain):
     heads = random_layer("biases", n=7, gain=gain).heads
-    at = centre_heads(heads)
+    at = Ingredients(heads, Tokens(heads)).at
     f = pw_of(at)[..., None] * 0 + at.p[..., None] * (at.v[:, :, None] - at.o[:, :, :, None])
     exact = torch.linalg.matrix_norm(f, 2)
     length = pw_of(at).norm(dim=-1)

@@ -12,7 +12,7 @@ from lipaudit.theory.block_norms import affine_rows, bound_by_blocks, query_term
 from lipaudit.theory.bounds.record import Bound
 from lipaudit.theory.head_bounds import head_bounds
 from lipaudit.theory.heads import Pairs, affine_heads, are_affine_everywhere, unit_values
-from lipaudit.theory.ingredients import Ingredients, Tokens, centre_heads, weights_of
+from lipaudit.theory.ingredients import Ingredients, Tokens
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.products import dense_jacobian
 from tests.theory.cases import dense_norms, randn, without_padding
@@ -49,18 +49,18 @@ def test_one_token_is_bounded_by_its_value_map(random_layer):
 
 def test_hu_is_not_given_where_it_does_not_hold(random_layer):
     heads = random_layer("affine").heads
-    tiny = type(heads)(**{**vars(heads), "x": heads.x * 1e-6})
+    tiny = replace(heads, x=heads.x * 1e-6)
     assert head_bounds(tiny)["hu"].isnan().all()
 
 
 def test_the_query_term_is_the_frobenius_norm(random_layer):
     heads = unit_values(random_layer("biases").heads)[0]
-    at = centre_heads(heads)
+    known = Ingredients(heads, Tokens(heads))
     p, v, k = heads.attention(), heads.v, heads.k
     c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
     t = torch.einsum("bhija,bhjd->bhiad", c, k) @ heads.to_q.weight.mT[:, None]
     truth = heads.scale[..., None] * torch.linalg.matrix_norm(t)
-    t = query_term(at, affine_rows(heads, at, weights_of(heads)))[0]
+    t = query_term(known.at, affine_rows(known))[0]
     torch.testing.assert_close(t, truth, rtol=1e-6, atol=1e-9)
 
 

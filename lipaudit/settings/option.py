@@ -375,16 +375,20 @@ def _read_with(read: Callable[[str], Any], form: str = "") -> BeforeValidator:
     return BeforeValidator(convert)
 
 
-def _radius(value: Any) -> Any:
+def _radius(value: Any, *, parse: Callable[[str], Radius] = parse_radius) -> Any:
     """Parse text, and numbers in their decimal spelling: 0.1 is one tenth."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return parse_radius(str(value)) if number or isinstance(value, str) else value
+    if not isinstance(value, int | float | str) or isinstance(value, bool):
+        return value
+    try:
+        return parse(str(value))
+    except UsageError as error:  # a ValueError, so that the message names the option
+        raise ValueError(f"{error.message}. {error.advice}") from None
 
 
 def _radii(values: Any) -> Any:
     values = list(filter(str.strip, values.split(","))) if isinstance(values, str) else values
     each = values if isinstance(values, Iterable) else (values,)
-    return tuple(distinct([parse_budget(v) if isinstance(v, str) else _radius(v) for v in each]))
+    return tuple(distinct([_radius(v, parse=parse_budget) for v in each]))
 
 
 def _balls(radii: tuple[Radius, ...]) -> tuple[Radius, ...]:

@@ -50,7 +50,7 @@ COMMANDS = [
     (f"attack demo {BALL} fgsm --norm token-l2", 2, "token-l2 is a norm for token embeddings"),
     ("attack demo -n 1 --eps 2words", 2, "counts words of a text, but the model takes images"),
     ("certify demo", 2, "no radius was given"),
-    ("certify demo --eps banana", 2, "'banana' is not a radius"),
+    ("certify demo --eps banana", 2, "--eps: 'banana'"),
     ("certify demo --eps 0", 2, "give a radius above 0"),
     ("certify demo --eps 1/255 --norm l3", 2, "--norm: 'l3'"),
     ("certify demo --eps 1/255 --layers 0", 2, "No such option"),
